@@ -1,0 +1,36 @@
+"""Caching for PyTorch that never changes a result."""
+
+from torchcache2.cache import Cache
+from torchcache2.errors import (
+    DecorationError,
+    InputError,
+    OptionError,
+    OutputError,
+    TorchcacheError,
+    UnhashableArgumentError,
+)
+from torchcache2.keys import Keys
+from torchcache2.logs import set_logger_config
+from torchcache2.module import torchcache
+from torchcache2.settings import CacheSettings
+from torchcache2.stats import CacheStats
+
+__all__ = [
+    "Cache",
+    "CacheSettings",
+    "CacheStats",
+    "DecorationError",
+    "InputError",
+    "Keys",
+    "OptionError",
+    "OutputError",
+    "TorchcacheError",
+    "UnhashableArgumentError",
+    "__version__",
+    "set_logger_config",
+    "torchcache",
+]
+
+__version__ = "0.1.0"
+
+set_logger_config()

@@ -1,0 +1,300 @@
+"""`Cache`, the engine: looks keys up in the tiers, has the misses computed once, and keeps them.
+
+All caches of one budget share a `TierStack`; each has a namespace of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchcache2.errors import OptionError
+from torchcache2.keys import Keys
+from torchcache2.logs import logger
+from torchcache2.rows import Rows, UnstorableError
+from torchcache2.settings import CacheSettings
+from torchcache2.stats import CacheStats, Counters
+from torchcache2.tiers.memory import MemoryTier
+
+__all__ = ["Cache", "NotStoredError", "TierStack"]
+
+_CPU = torch.device("cpu")
+
+
+class NotStoredError(Exception):
+    """Raised by a `compute` whose output must not be stored; carries the output of the whole batch."""
+
+    def __init__(self, reason: str, advice: str, output: Any) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.advice = advice
+        self.output = output
+
+
+class Compute(Protocol):
+    """Computes the items at some positions of a batch, in that order."""
+
+    def __call__(self, positions: Tensor) -> Any:
+        """`positions` is int64 on the CPU, shape (k,), distinct and ascending."""
+        ...
+
+
+class TierStack:
+    """The tiers of one budget, and the caches that use them.
+
+    The tiers are made when the first rows come.
+    """
+
+    def __init__(self, settings: CacheSettings) -> None:
+        self.settings = settings
+        self._lock = threading.Lock()
+        self._caches: weakref.WeakSet[Cache] = weakref.WeakSet()
+        self._memory: MemoryTier | None = None
+
+    @property
+    def memory(self) -> MemoryTier:
+        """The memory tier."""
+        with self._lock:
+            if self._memory is None:
+                device = self.settings.memory_cache_device
+                self._memory = MemoryTier(
+                    self.settings.memory_budget(),
+                    self.settings.policy,
+                    None if device is None else torch.device(device),
+                    self._in_use,
+                )
+            return self._memory
+
+    def join(self, cache: Cache) -> None:
+        """Count a cache among those whose namespaces are in use, as long as it lives."""
+        with self._lock:
+            self._caches.add(cache)
+
+    def leave(self, cache: Cache) -> None:
+        """The cache is closed. The last one takes the tiers with it."""
+        with self._lock:
+            self._caches.discard(cache)
+            if not self._caches and self._memory is not None:
+                self._memory.close()
+                self._memory = None
+
+    def _in_use(self) -> set[bytes]:
+        with self._lock:
+            return {cache.namespace for cache in self._caches}
+
+
+class Cache:
+    """Rows of one namespace, found or computed.
+
+    Safe under threads. Two threads that miss the same key at once both compute it.
+
+    Parameters
+    ----------
+    namespace : bytes
+        16 bytes that say who computes, such as a digest of model name and version.
+    settings : CacheSettings, optional
+        Options.
+    tiers : TierStack, optional
+        Tiers to share with other caches.
+
+    Examples
+    --------
+    >>> cache = Cache(b"squares, 2026-11", CacheSettings(max_memory_cache_size="1MB"))
+    >>> keys = Keys(cache.namespace, np.arange(48, dtype=np.uint8).reshape(3, 16))
+    >>> cache.fetch(keys, lambda positions: positions.double() ** 2)
+    tensor([0., 1., 4.], dtype=torch.float64)
+    >>> cache.fetch(keys.take(np.array([2, 0])), lambda positions: 1 / 0)
+    tensor([4., 0.], dtype=torch.float64)
+    """
+
+    def __init__(
+        self,
+        namespace: bytes,
+        settings: CacheSettings | None = None,
+        *,
+        tiers: TierStack | None = None,
+    ) -> None:
+        if not isinstance(namespace, bytes) or len(namespace) != 16:
+            raise OptionError(f"namespace={namespace!r}: expected 16 bytes, such as a 128-bit digest")
+        self.namespace = namespace
+        self.settings = settings if settings is not None else CacheSettings()
+        self._tiers = tiers if tiers is not None else TierStack(self.settings)
+        self._counters = Counters()
+        self._closed = False
+        self._tiers.join(self)
+
+    def fetch(
+        self, keys: Keys, compute: Compute, *, device: torch.device = _CPU
+    ) -> Any:
+        """The output for a batch: rows that are found, and the others computed.
+
+        Parameters
+        ----------
+        keys : Keys
+            The keys of the batch, n items.
+        compute : callable
+            ``compute(positions)`` returns the pytree for the items at `positions` (int64 tensor of
+            shape ``(k,)``, ascending), its tensors of shape ``(k, ...)``. An exception leaves the
+            cache as it was.
+        device : torch.device
+            Where outputs go that were computed on the device of the call.
+
+        Returns
+        -------
+        pytree
+            As `compute` would return it for all positions, tensors of shape ``(n, ...)``.
+
+        Raises
+        ------
+        OutputError
+            If a computed tensor's first dimension is not the number of positions.
+        """
+        start = time.perf_counter()
+        batch = _Batch(keys, compute, device, self.settings.cache_dtype)
+        try:
+            output = self._fetch(batch)
+        except NotStoredError as stop:
+            self.count_bypass(stop.reason, len(keys), stop.advice)
+            return stop.output
+        self._counters.count(
+            hits=len(keys) - batch.misses,
+            misses=batch.misses,
+            computed=batch.computed,
+            seconds=batch.seconds,
+            spent=time.perf_counter() - start - batch.seconds,
+        )
+        return output
+
+    def _fetch(self, batch: _Batch) -> Any:
+        keys = batch.keys
+        if self._closed:
+            return batch.compute_all()
+        parts = self._tiers.memory.get(keys).parts
+        if len(parts) > 1:  # rows of different schemas do not stack
+            return batch.compute_all()
+        missing = np.ones(len(keys), bool)
+        for positions, _ in parts:
+            missing[positions] = False
+        wanted = np.flatnonzero(missing)
+        if len(keys) and not len(wanted):
+            return batch.output(parts[0][1])
+
+        duplicates = keys.take(wanted).first_positions()
+        distinct = wanted if duplicates is None else wanted[duplicates[0]]
+        output, rows = batch.compute(distinct)
+        self._tiers.memory.put(keys.take(distinct), rows)
+        if len(distinct) == len(keys):
+            return output if batch.dtype is None else batch.output(rows)
+        if duplicates is not None:
+            rows = rows.take(torch.from_numpy(duplicates[1]))
+        if any(part.schema != rows.schema for _, part in parts):
+            return batch.compute_all()
+        return batch.output(Rows.scatter([(wanted, rows), *parts], len(keys)))
+
+    def count_bypass(self, reason: str, items: int, advice: str) -> None:
+        """Count items that were computed and not stored; warns the first time for each reason."""
+        if self._counters.bypass(reason, items):
+            logger.warning("%s: not cached (%s): %s", self._name(), reason, advice)
+
+    def stats(self) -> CacheStats:
+        """What this cache has done so far."""
+        memory = self._tiers.memory.stats()
+        return self._counters.stats(
+            evictions=memory.evictions, memory_rows=memory.rows, memory_bytes=memory.bytes
+        )
+
+    def flush(self) -> None:
+        """Return when everything that was computed is as durable as the tiers make it."""
+        self._tiers.memory.flush()
+
+    def clear(self) -> None:
+        """Forget every row of this cache's namespace."""
+        self._tiers.memory.drop(self.namespace)
+
+    def close(self) -> None:
+        """Stop caching and let go of the rows; calls compute everything from then on."""
+        if not self._closed:
+            self._closed = True
+            self._tiers.memory.drop(self.namespace)
+            self._tiers.leave(self)
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Cache, (self.namespace, self.settings)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.namespace.hex()}>"
+
+    def _name(self) -> str:
+        return repr(self)
+
+
+class _Batch:
+    """One `fetch`: computes, and counts what it computed."""
+
+    def __init__(
+        self, keys: Keys, compute: Compute, device: torch.device, dtype: torch.dtype | None
+    ) -> None:
+        self.keys = keys
+        self.dtype = dtype
+        self.misses = 0
+        self.computed = 0
+        self.seconds = 0.0
+        self._compute = compute
+        self._device = device
+
+    def compute(self, positions: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Any, Rows]:
+        """Compute the items at some positions."""
+        output = self._timed(positions)
+        self.misses = len(positions)
+        try:
+            rows = Rows.from_pytree(
+                output, len(positions), device=self._device, dtype=self.dtype
+            )
+        except UnstorableError as error:
+            if len(positions) < len(self.keys):
+                output = self._timed(np.arange(len(self.keys)))
+            advice = "only dense tensors, numbers, texts and None can be kept"
+            raise NotStoredError(str(error), advice, output) from None
+        return output, rows
+
+    def compute_all(self) -> Any:
+        """The whole batch, computed without the cache."""
+        self.misses = len(self.keys)
+        return self._timed(np.arange(len(self.keys)))
+
+    def output(self, rows: Rows) -> Any:
+        """What the rows of a whole batch stand for."""
+        try:
+            return rows.to_pytree(device=self._device)
+        except UnstorableError:  # a value that is one for the batch differs between its rows
+            return self.compute_all()
+
+    def _timed(self, positions: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+        start = time.perf_counter()
+        try:
+            return self._compute(torch.from_numpy(positions))
+        finally:
+            self.seconds += time.perf_counter() - start
+            self.computed += len(positions)

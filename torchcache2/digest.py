@@ -1,0 +1,223 @@
+"""Canonical bytes of values, and digests of tensors.
+
+`Encoder` writes a Python value as bytes that are equal exactly if type and value are: each value
+carries a type tag, and whatever varies in length its length, so that no two values run together. The
+bytes do not depend on the process, the platform, or the version of Python or torch. Tensors, and
+whatever has no fixed encoding, go to the hooks `tensor` and `other` of a subclass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
+import re
+import struct
+import types
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from xxhash import xxh3_128_digest
+
+__all__ = [
+    "Encoder",
+    "UnencodableError",
+    "digest",
+    "item_bytes",
+    "qualified_name",
+    "sized",
+    "tensor_digest",
+    "text_bytes",
+]
+
+_PRINTED = (
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    np.dtype,
+    range,
+    type(Ellipsis),
+    type(NotImplemented),
+    decimal.Decimal,
+    fractions.Fraction,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    datetime.timezone,
+    uuid.UUID,
+    re.Pattern,
+    pathlib.PurePath,
+)
+
+
+class UnencodableError(Exception):
+    """A value without canonical bytes; `path` says where it was met."""
+
+    def __init__(self, path: str, value: object, reason: str = "") -> None:
+        super().__init__(path, value, reason)
+        self.path = path
+        self.value = value
+        self.reason = reason
+
+
+def digest(parts: Iterable[bytes]) -> bytes:
+    """xxh3-128 over length-prefixed parts, 16 bytes."""
+    return xxh3_128_digest(b"".join(map(sized, parts)))
+
+
+def qualified_name(obj: Any) -> str:
+    """``module.qualname`` of a class or function."""
+    name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", type(obj).__qualname__)
+    return f"{getattr(obj, '__module__', None) or ''}.{name}"
+
+
+def item_bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes of each item of a strided tensor of shape ``(n, ...)``, as uint8 ``(n, bytes)``.
+
+    Shares memory with the tensor where that is contiguous and on the CPU.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    items = tensor.shape[0]
+    size = tensor.numel() // items * tensor.element_size() if items else 0
+    if size == 0:
+        return np.empty((items, 0), np.uint8)
+    flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.view(-1).view(torch.uint8).numpy()
+    return flat.reshape(items, size)
+
+
+def tensor_digest(tensor: Tensor) -> bytes:
+    """Digest of a whole strided tensor: dtype, shape and content, 16 bytes."""
+    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    content = item_bytes(tensor.reshape(1, -1))
+    return digest([head, xxh3_128_digest(content[0])])
+
+
+def sized(data: bytes) -> bytes:
+    """Bytes behind their length."""
+    return struct.pack("<Q", len(data)) + data
+
+
+class Encoder:
+    """Canonical bytes of values; subclasses decide about tensors and unknown objects."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, int] = {}  # containers being encoded, for those that hold themselves
+
+    def encode(self, value: Any, path: str) -> bytes:
+        """The bytes of `value`, met at `path`."""
+        kind = type(value)
+        simple = _SIMPLE.get(kind)
+        if simple is not None:
+            return simple(value)
+        if isinstance(value, Tensor):
+            return b"T" + sized(self.tensor(value, path))
+        if id(value) in self._open:
+            return b"^" + text_bytes(str(len(self._open) - self._open[id(value)]))
+        self._open[id(value)] = len(self._open)
+        try:
+            return self._encode_compound(value, kind, path)
+        finally:
+            del self._open[id(value)]
+
+    def tensor(self, value: Tensor, path: str) -> bytes:
+        """Bytes that stand for a tensor; by default its content."""
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
+            raise UnencodableError(path, value, f"a tensor with layout {value.layout}")
+        return tensor_digest(value)
+
+    def kind(self, kind: type, path: str) -> bytes:
+        """Bytes that stand for a class; by default its name."""
+        return text_bytes(qualified_name(kind))
+
+    def other(self, value: Any, path: str) -> bytes:
+        """Bytes of a value of unknown type; by default there are none."""
+        raise UnencodableError(path, value)
+
+    def items(self, pairs: Iterable[tuple[Any, str]]) -> bytes:
+        """The bytes of several values, each with its path."""
+        encoded = [sized(self.encode(value, path)) for value, path in pairs]
+        return struct.pack("<Q", len(encoded)) + b"".join(encoded)
+
+    def _encode_compound(self, value: Any, kind: type, path: str) -> bytes:
+        if isinstance(value, np.ndarray):
+            if value.dtype.hasobject:
+                return b"O" + self.items([(value.shape, path), (value.tolist(), path)])
+            head = text_bytes(f"{value.dtype.str} {value.shape}")
+            return b"A" + head + xxh3_128_digest(np.ascontiguousarray(value).tobytes())
+        if isinstance(value, np.generic):
+            return b"g" + text_bytes(value.dtype.str) + value.tobytes()
+        if isinstance(value, enum.Enum):
+            return b"e" + self.kind(kind, path) + text_bytes(value.name)
+        if isinstance(value, slice):
+            return b"l" + self.items([(value.start, path), (value.stop, path), (value.step, path)])
+        if isinstance(value, _PRINTED):
+            return b"p" + text_bytes(kind.__name__) + text_bytes(str(value))
+        tag = _CONTAINERS.get(kind)
+        if tag is None:
+            # Containers with attributes of their own, and whatever a subclass knows better.
+            return self.compound(value, kind, path)
+        return tag + self.contents(value, path)
+
+    def compound(self, value: Any, kind: type, path: str) -> bytes:
+        """Bytes of a subclass of a container, a dataclass, or another object."""
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [field.name for field in dataclasses.fields(value)]
+            pairs = [(getattr(value, name, None), f"{path}.{name}") for name in names]
+            return b"D" + self.kind(kind, path) + text_bytes(" ".join(names)) + self.items(pairs)
+        for base, plain in _SIMPLE.items():
+            if isinstance(value, base):
+                return b"C" + self.kind(kind, path) + plain(base(value))
+        for base, tag in _CONTAINERS.items():
+            if isinstance(value, base):
+                return b"C" + self.kind(kind, path) + tag + self.contents(value, path)
+        return self.other(value, path)
+
+    def contents(self, value: Any, path: str) -> bytes:
+        """The bytes of a container's elements."""
+        if isinstance(value, (dict, types.MappingProxyType)):
+            pairs = []
+            for key, element in value.items():
+                place = f"{path}[{key!r}]" if isinstance(key, (str, int)) else f"{path}[…]"
+                pairs += [(key, place), (element, place)]
+            return self.items(pairs)
+        if isinstance(value, (set, frozenset)):
+            elements = sorted(self.encode(element, f"{path}{{…}}") for element in value)
+            return b"".join(map(sized, elements))
+        return self.items([(element, f"{path}[{i}]") for i, element in enumerate(value)])
+
+
+_CONTAINERS: dict[type, bytes] = {
+    tuple: b"(",
+    list: b"[",
+    dict: b"{",
+    set: b"<",
+    frozenset: b"<",
+    types.MappingProxyType: b"{",
+    deque: b"[",
+}
+
+
+def text_bytes(text: str) -> bytes:
+    """A text behind its length."""
+    return sized(text.encode("utf-8", "surrogatepass"))
+
+
+_SIMPLE: dict[type, Callable[[Any], bytes]] = {
+    type(None): lambda value: b"n",
+    bool: lambda value: b"b1" if value else b"b0",
+    int: lambda value: b"i" + text_bytes(str(value)),
+    float: lambda value: b"f" + struct.pack("<d", value),
+    complex: lambda value: b"c" + struct.pack("<dd", value.real, value.imag),
+    str: lambda value: b"s" + text_bytes(value),
+    bytes: lambda value: b"y" + sized(value),
+    bytearray: lambda value: b"Y" + sized(bytes(value)),
+}

@@ -1,0 +1,153 @@
+"""`KeyIndex`: a vectorised open-addressing table from 16-byte keys to dense entry numbers.
+
+Entry numbers are 0, 1, 2, … in the order of insertion, so that parallel arrays can hold whatever belongs
+to an entry. The keys themselves lie in such an array, which the owner provides and grows. A slot of
+the table proper is 8 bytes: 31 bits of the key, so that a probe seldom looks at a wrong key, and the
+entry number. At most three quarters of the slots are in use. Every operation works on whole batches.
+
+Not thread-safe: the owner holds a lock.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["KeyIndex"]
+
+Words = np.ndarray[Any, np.dtype[np.uint64]]
+Entries = np.ndarray[Any, np.dtype[np.int64]]
+
+_FREE, _REMOVED = -1, -2
+_WINDOW = np.arange(8)  # slots that are looked at together: one cache line
+_LEAST = 16
+
+
+class KeyIndex:
+    """Open addressing with linear probing; keys are digests, so their low bits are the hash.
+
+    Attributes
+    ----------
+    keys : ndarray of uint64, shape (capacity, 2)
+        Key of each entry; the first `len(self)` are in use. The owner may replace it by a longer array
+        that starts with the same keys.
+    """
+
+    def __init__(self, keys: Words) -> None:
+        self.keys = keys
+        self._count = 0
+        self._removed = 0
+        self._slots = np.full(_LEAST, _FREE, np.int64)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table proper, without the keys."""
+        return self._slots.nbytes
+
+    @property
+    def room(self) -> int:
+        """Keys that can be added before the table grows."""
+        return len(self._slots) * 3 // 4 - self._count - self._removed
+
+    def growth(self, count: int) -> int:
+        """Bytes of the new table if `count` more keys need one; the old one goes afterwards."""
+        return self._slots_for(count) * self._slots.itemsize if count > self.room else 0
+
+    def reserve(self, count: int) -> None:
+        """Make the table large enough for `count` more keys."""
+        if count > self.room:
+            self._slots = np.full(self._slots_for(count), _FREE, np.int64)
+            self._removed = 0
+            self._place(np.arange(self._count))
+
+    def find(self, words: Words) -> Entries:
+        """Entry of each key ``(n, 2)``, or -1."""
+        return self._probe(words)[0]
+
+    def add(self, words: Words) -> None:
+        """Append keys that are distinct and not in the table.
+
+        Their entries are the next ones; `keys` has room for them.
+        """
+        count = len(words)
+        self.reserve(count)
+        first = self._count
+        self.keys[first : first + count] = words
+        self._count += count
+        self._place(np.arange(first, first + count))
+
+    def remove(self, entries: Entries) -> tuple[Entries, Entries]:
+        """Remove distinct entries, and move the last ones into their places.
+
+        Returns
+        -------
+        source, target : ndarray of int64
+            Entries that moved, and where to: the owner moves its parallel arrays likewise.
+        """
+        left = self._count - len(entries)
+        target = entries[entries < left]
+        moves = np.ones(len(entries), bool)
+        moves[entries[entries >= left] - left] = False
+        source = np.flatnonzero(moves) + left
+        gone = self._probe(self.keys[entries])[1]
+        moved = self._probe(self.keys[source])[1]
+        self._slots[gone] = _REMOVED
+        self._slots[moved] += target - source
+        self.keys[target] = self.keys[source]
+        self._count = left
+        self._removed += len(entries)
+        return source, target
+
+    def _slots_for(self, count: int) -> int:
+        slots = _LEAST
+        while self._count + count > slots * 3 // 4:
+            slots *= 2
+        return slots
+
+    def _home(self, words: Words) -> tuple[Entries, Entries]:
+        """First slot and tag of each key."""
+        slots = (words[:, 0] & np.uint64(len(self._slots) - 1)).view(np.int64)
+        return slots, (words[:, 1] & np.uint64(0x7FFFFFFF)).view(np.int64)
+
+    def _probe(self, words: Words) -> tuple[Entries, Entries]:
+        """Entry and slot of each key; -1 where there is none."""
+        entries = np.full(len(words), -1)
+        places = np.full(len(words), -1)
+        slots, tags = self._home(words)
+        mask = len(self._slots) - 1
+        waiting = np.arange(len(words))
+        while len(waiting):
+            window = self._slots.take((slots[:, None] + _WINDOW) & mask)
+            # Tags agree by chance once in billions of probes: the whole key decides.
+            rows, columns = ((window >> 32) == tags[:, None]).nonzero()
+            candidates = window[rows, columns] & 0x7FFFFFFF
+            sought = waiting.take(rows)
+            same = (self.keys.take(candidates, axis=0) == words.take(sought, axis=0)).all(axis=1)
+            if not same.all():
+                rows, columns, candidates = rows[same], columns[same], candidates[same]
+                sought = sought[same]
+            entries[sought] = candidates
+            places[sought] = (slots.take(rows) + columns) & mask
+            if len(rows) == len(waiting):
+                break
+            undecided = (window != _FREE).all(axis=1)
+            undecided[rows] = False
+            rest = undecided.nonzero()[0]
+            waiting, slots, tags = waiting[rest], (slots[rest] + len(_WINDOW)) & mask, tags[rest]
+        return entries, places
+
+    def _place(self, entries: Entries) -> None:
+        """Write entries that are not in the table into free slots."""
+        mask = len(self._slots) - 1
+        slots, tags = self._home(self.keys[entries])
+        values = (tags << 32) | entries
+        while len(values):
+            free = self._slots[slots] == _FREE
+            self._slots[slots[free]] = values[free]
+            # Of several entries that wrote to one slot, one stays; the others move on.
+            lost = self._slots[slots] != values
+            values, slots = values[lost], (slots[lost] + 1) & mask

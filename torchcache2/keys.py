@@ -1,0 +1,131 @@
+"""`Keys`: the keys of a batch.
+
+The key of an item is
+
+    xxh3_128( header ‖ xxh3_128(item in leaf 1) ‖ xxh3_128(item in leaf 2) ‖ … )
+
+where `header` is the 16-byte digest of everything that the items of a batch share: the namespace,
+the arguments that are not batched, the autocast state, and for each batched tensor its argument path,
+dtype, and per-item shape. A key thus depends on neither the batch size nor the order, strides or device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from xxhash import xxh3_128_digest
+
+from torchcache2.digest import digest, item_bytes
+
+__all__ = ["Keys", "item_keys"]
+
+Bytes2D = np.ndarray[Any, np.dtype[np.uint8]]
+Positions = np.ndarray[Any, np.dtype[np.int64]]
+
+_BLOCK = 250  # elements; a stride between single elements would touch every cache line anyway
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Keys:
+    """The keys of a batch.
+
+    Attributes
+    ----------
+    namespace : bytes
+        16 bytes that say who computes.
+    data : ndarray of uint8, shape (n, 16)
+        One key per item, C-contiguous.
+    """
+
+    namespace: bytes
+    data: Bytes2D
+
+    def __post_init__(self) -> None:
+        if len(self.namespace) != 16:
+            raise ValueError(f"namespace has {len(self.namespace)} bytes, expected 16")
+        data = self.data
+        if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 16:
+            raise ValueError(f"keys are {data.dtype} {data.shape}, expected uint8 (n, 16)")
+        if not data.flags.c_contiguous:
+            object.__setattr__(self, "data", np.ascontiguousarray(data))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def words(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """The keys as little-endian uint64, shape (n, 2)."""
+        return self.data.view("<u8")
+
+    def take(self, positions: Positions) -> Keys:
+        """The keys at some positions."""
+        return Keys(self.namespace, self.data[positions])
+
+    def first_positions(self) -> tuple[Positions, Positions] | None:
+        """Where each distinct key is first, and which of those each key equals; None if all differ."""
+        words = self.words
+        if len(np.unique(words[:, 0])) == len(words):
+            return None
+        whole = words.view(np.dtype([("low", "<u8"), ("high", "<u8")])).reshape(-1)
+        _, first, inverse = np.unique(whole, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(order))
+        return first[order].astype(np.int64), rank[inverse.reshape(-1)].astype(np.int64)
+
+
+def item_keys(
+    namespace: bytes,
+    context: bytes,
+    leaves: Sequence[tuple[str, Tensor]],
+    *,
+    subsample_count: int | None = None,
+) -> Keys:
+    """The keys of a batch.
+
+    Parameters
+    ----------
+    namespace : bytes
+        16 bytes.
+    context : bytes
+        Canonical bytes of what the items share besides.
+    leaves : sequence of (str, Tensor)
+        Argument path and tensor of shape ``(n, ...)``; at least one, all with the same n.
+    subsample_count : int, optional
+        Elements to read of items that have more.
+    """
+    leaves = sorted(leaves, key=lambda leaf: leaf[0])
+    count = leaves[0][1].shape[0]
+    parts = [namespace, context]
+    digests = np.empty((count, 16 * (len(leaves) + 1)), np.uint8)
+    for column, (path, tensor) in enumerate(leaves, start=1):
+        parts.append(f"{path} {tensor.dtype} {tuple(tensor.shape[1:])}".encode())
+        if subsample_count is not None and math.prod(tensor.shape[1:]) > subsample_count:
+            parts.append(f"subsample {subsample_count}".encode())
+            tensor = _subsample(tensor, subsample_count)
+        digests[:, 16 * column : 16 * column + 16] = _digests(item_bytes(tensor))
+    digests[:, :16] = np.frombuffer(digest(parts), np.uint8)
+    return Keys(namespace, _digests(digests))
+
+
+def _digests(rows: Bytes2D) -> Bytes2D:
+    return np.frombuffer(b"".join(map(xxh3_128_digest, rows)), np.uint8).reshape(len(rows), 16)
+
+
+def _subsample(tensor: Tensor, count: int) -> Tensor:
+    """`count` elements of each item in contiguous, evenly spread blocks, first and last included."""
+    flat = tensor.detach().reshape(tensor.shape[0], -1)
+    size = flat.shape[1]
+    blocks = max(2, round(count / _BLOCK))
+    ends = [count * i // blocks for i in range(blocks + 1)]
+    starts = [(size - (ends[-1] - ends[-2])) * i // (blocks - 1) for i in range(blocks)]
+    widths = [high - low for low, high in zip(ends, ends[1:], strict=False)]
+    return torch.cat(
+        [flat.narrow(1, start, width) for start, width in zip(starts, widths, strict=True)], dim=1
+    )

@@ -1,0 +1,329 @@
+"""`torchcache`: the decorator of classes, functions and module instances.
+
+A class is patched in place, so that it stays the class it was for `isinstance`, `super` and pickle.
+An instance gets a callable in place of its forward. Either way the cache of a module is its
+``cache_instance``, made at the first call.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+
+from torchcache2.cache import TierStack
+from torchcache2.errors import DecorationError
+from torchcache2.fingerprint import (
+    ADDED_ATTRIBUTE,
+    INIT_ATTRIBUTE,
+    ORIGINAL_ATTRIBUTE,
+    argument_digests,
+)
+from torchcache2.forward import ModuleCache
+from torchcache2.settings import CacheSettings, Policy, Size
+
+__all__ = ["torchcache"]
+
+T = TypeVar("T")
+
+_BINDING = "_torchcache_binding"
+_STARTING = "_torchcache_starting"
+_PREFIX = "torchcache_"
+_creation = threading.RLock()
+
+
+@overload
+def torchcache(target: T, /) -> T: ...
+
+
+@overload
+def torchcache(
+    *,
+    enabled: bool = True,
+    subsample_count: int | None = None,
+    persistent_module_hash: str | None = None,
+    max_memory_cache_size: Size = 1_000_000_000,
+    memory_cache_device: torch.device | str | None = "cpu",
+    cache_dtype: torch.dtype | None = None,
+    policy: Policy = "mru",
+    shared_args: tuple[str, ...] = (),
+) -> Callable[[T], T]: ...
+
+
+def torchcache(target: Any = None, /, **options: Any) -> Any:
+    """Cache the outputs of a module or function per batch item.
+
+    Use it with or without parentheses, on a subclass of `torch.nn.Module`, on a function, or on a
+    module that exists already: ``backbone = torchcache(policy="lru")(backbone)``.
+
+    Every tensor argument that is not named in `shared_args` has the batch in its first dimension, and
+    so has every tensor of the output. An item's output must not depend on the rest of its batch. A module
+    sets ``self.torchcache_<option>`` in its constructor to override an option.
+
+    Parameters
+    ----------
+    target : class, function or nn.Module
+        What to cache, if used without parentheses.
+    **options
+        The fields of `CacheSettings`:
+        `enabled`, `subsample_count`, `persistent_module_hash`, `max_memory_cache_size`,
+        `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`.
+
+    Returns
+    -------
+    class, function or nn.Module
+        A class is patched and returned; a function is wrapped; an instance is patched and returned.
+
+    Raises
+    ------
+    DecorationError
+        If `target` is neither a module (class or instance) nor a function.
+    OptionError
+        If there is no such option, or it cannot have this value.
+
+    Examples
+    --------
+    >>> @torchcache
+    ... class Square(nn.Module):
+    ...     def forward(self, x):
+    ...         return x ** 2
+    >>> square = Square()
+    >>> square(torch.tensor([1., 2., 2.]))
+    tensor([1., 4., 4.])
+    >>> square.cache_instance.stats().misses
+    2
+    """
+    settings = CacheSettings.from_options(options)
+
+    def decorate(target: Any) -> Any:
+        binding = _Binding(settings)
+        if isinstance(target, type) and issubclass(target, nn.Module):
+            return _decorate_class(target, binding)
+        if isinstance(target, nn.Module):
+            return _decorate_instance(target, binding)
+        if isinstance(target, types.FunctionType) and not _is_deferred(target):
+            return _decorate_function(target, binding)
+        raise DecorationError(
+            f"torchcache cannot decorate {target!r}, {_article(target)}: expected a subclass or instance "
+            "of torch.nn.Module, or a plain function"
+        )
+
+    if target is None:
+        return decorate
+    return decorate(target)
+
+
+class _Binding:
+    """One decorator: its options, and the tiers that all of its caches share."""
+
+    def __init__(self, settings: CacheSettings) -> None:
+        self.settings = settings
+        self.tiers = TierStack(settings)
+
+    def cache(self, root: Any, plain: Callable[..., Any]) -> ModuleCache:
+        """A cache for a module or function, with the options that the module overrides."""
+        options: dict[str, Any] = {}
+        if isinstance(root, nn.Module):
+            for scope in (*map(vars, reversed(type(root).__mro__)), vars(root)):
+                options |= {
+                    name.removeprefix(_PREFIX): value
+                    for name, value in scope.items()
+                    if name.startswith(_PREFIX)
+                }
+        settings = self.settings.replace(options)
+        tiers = self.tiers if settings.shares_tiers_with(self.settings) else None
+        return ModuleCache(root, plain, settings, tiers)
+
+
+def _decorate_class(cls: type[nn.Module], binding: _Binding) -> type[nn.Module]:
+    setattr(cls, _BINDING, binding)
+    cls.cache_instance = _CacheAttribute()  # type: ignore[assignment]
+    _patch_methods(cls)
+    inherited = cls.__dict__.get("__init_subclass__")
+    if hasattr(getattr(inherited, "__func__", None), ADDED_ATTRIBUTE):
+        return cls
+
+    def __init_subclass__(subclass: type[nn.Module], **kwargs: Any) -> None:
+        if inherited is not None:
+            inherited.__get__(None, subclass)(**kwargs)
+        else:
+            super(cls, subclass).__init_subclass__(**kwargs)
+        _patch_methods(subclass)
+
+    setattr(__init_subclass__, ADDED_ATTRIBUTE, True)
+    cls.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
+    return cls
+
+
+def _patch_methods(cls: type[nn.Module]) -> None:
+    for name, wrap in (("forward", _cached_forward), ("__init__", _recording_init)):
+        method = getattr(cls, name)
+        own = name in cls.__dict__
+        if hasattr(method, ORIGINAL_ATTRIBUTE):
+            continue  # wrapped here, or in the base class that it is inherited from
+        wrapper = wrap(method)
+        setattr(wrapper, ORIGINAL_ATTRIBUTE, method)
+        if not own:
+            setattr(wrapper, ADDED_ATTRIBUTE, True)
+        setattr(cls, name, wrapper)
+
+
+def _cached_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def cached_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Another forward than the class's own, as through super(), computes something else.
+        if type(self).forward is not cached_forward:
+            return forward(self, *args, **kwargs)
+        return _cache_of(self).call(types.MethodType(forward, self), args, kwargs)
+
+    return cached_forward
+
+
+def _recording_init(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if _STARTING in self.__dict__:
+            init(self, *args, **kwargs)
+            return
+        self.__dict__[_STARTING] = True
+        try:
+            _record_arguments(self, init, args, kwargs)
+            init(self, *args, **kwargs)
+        finally:
+            del self.__dict__[_STARTING]
+
+    return recording_init
+
+
+def _record_arguments(
+    module: nn.Module, init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    try:
+        bound = inspect.signature(init).bind(module, *args, **kwargs)
+    except TypeError:
+        return  # the constructor itself will say so
+    bound.apply_defaults()
+    arguments = dict(list(bound.arguments.items())[1:])
+    module.__dict__[INIT_ATTRIBUTE] = argument_digests(arguments)
+
+
+class _CacheAttribute:
+    """``module.cache_instance`` of a decorated class."""
+
+    def __get__(self, module: nn.Module | None, owner: type[nn.Module]) -> Any:
+        return self if module is None else _cache_of(module)
+
+    def __set__(self, module: nn.Module, value: object) -> None:
+        raise AttributeError("cache_instance cannot be set")
+
+
+setattr(_CacheAttribute, ADDED_ATTRIBUTE, True)
+
+
+def _cache_of(module: nn.Module) -> ModuleCache:
+    """The cache of an instance of a decorated class."""
+    cache = module.__dict__.get("cache_instance")
+    if cache is not None and cache.root is module:
+        return cache  # type: ignore[no-any-return]
+    with _creation:
+        cache = module.__dict__.get("cache_instance")
+        if cache is None or cache.root is not module:
+            forward = getattr(type(module).forward, ORIGINAL_ATTRIBUTE, type(module).forward)
+            plain = types.MethodType(forward, module)
+            cache = getattr(type(module), _BINDING).cache(module, plain)
+            module.__dict__["cache_instance"] = cache
+        return cache  # type: ignore[no-any-return]
+
+
+def _decorate_instance(module: nn.Module, binding: _Binding) -> nn.Module:
+    if hasattr(type(module), _BINDING) or isinstance(
+        module.__dict__.get("forward"), _InstanceForward
+    ):
+        raise DecorationError(f"this {type(module).__name__} is cached already")
+    forward = _InstanceForward(module, module.__dict__.get("forward"))
+    forward.cache = binding.cache(module, forward.plain())
+    module.__dict__["cache_instance"] = forward.cache
+    module.__dict__["forward"] = forward
+    return module
+
+
+class _InstanceForward:
+    """The forward of a decorated instance; is copied and pickled as part of its module.
+
+    It refers to the module weakly: a cycle would keep a dropped model's memory until the next
+    garbage collection.
+    """
+
+    cache: ModuleCache
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
+        self._module = weakref.ref(module)
+        self._own = own  # a forward that somebody else has put on the instance
+        setattr(self, ORIGINAL_ATTRIBUTE, own)
+        self.__name__ = "forward"
+        self.__doc__ = type(module).forward.__doc__
+        self.__signature__ = inspect.signature(self.plain())
+
+    def plain(self) -> Callable[..., Any]:
+        """The forward without the cache."""
+        module = self._module()
+        if module is None:
+            raise ReferenceError("the module of this forward does not exist any more")
+        return self._own or types.MethodType(type(module).forward, module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.cache.call(self.plain(), args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _InstanceForward:
+        module = memo.get(id(self._module()))
+        if module is None:
+            return self
+        twin = _InstanceForward(module, copy.deepcopy(self._own, memo))
+        twin.cache = copy.deepcopy(self.cache, memo)
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load_instance_forward, (self._module(), self._own, self.cache)
+
+
+def _load_instance_forward(
+    module: nn.Module, own: Callable[..., Any] | None, cache: ModuleCache
+) -> _InstanceForward:
+    forward = _InstanceForward(module, own)
+    forward.cache = cache
+    cache.bind(module, forward.plain())
+    return forward
+
+
+def _decorate_function(function: types.FunctionType, binding: _Binding) -> Callable[..., Any]:
+    cache = binding.cache(function, function)
+
+    @functools.wraps(function)
+    def cached(*args: Any, **kwargs: Any) -> Any:
+        return cache.call(function, args, kwargs)
+
+    setattr(cached, ORIGINAL_ATTRIBUTE, function)
+    cached.cache_instance = cache  # type: ignore[attr-defined]
+    return cached
+
+
+def _is_deferred(function: Callable[..., Any]) -> bool:
+    """Whether calling it returns a coroutine or generator instead of an output."""
+    return (
+        inspect.iscoroutinefunction(function)
+        or inspect.isgeneratorfunction(function)
+        or inspect.isasyncgenfunction(function)
+    )
+
+
+def _article(target: object) -> str:
+    name = type(target).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

@@ -1,0 +1,110 @@
+"""Whether a forward may be cached: reasons to step aside before it runs, and what it did as it ran."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+__all__ = ["RandomState", "depends_on_batch", "versions"]
+
+
+def depends_on_batch(module: nn.Module) -> str | None:
+    """Why outputs of a module are random or depend on the rest of the batch, if they do."""
+    name = type(module).__name__
+    if isinstance(module, _BatchNorm):
+        if module.training or module.running_mean is None:
+            return f"{name} normalises by the statistics of the batch"
+    elif module.training:
+        if isinstance(module, _DropoutNd):
+            rate = module.p
+        elif isinstance(module, nn.MultiheadAttention):
+            rate = module.dropout
+        elif isinstance(module, nn.RNNBase) and module.num_layers > 1:
+            rate = module.dropout
+        else:
+            rate = 0.0
+        if rate > 0:
+            return f"{name} drops out at random"
+    return None
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Version counters; inference tensors have none."""
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
+class RandomState:
+    """The state of the generators that a forward may draw from, as it was.
+
+    Parameters
+    ----------
+    generators : iterable
+        Generators besides the default ones of torch, numpy and Python.
+    """
+
+    def __init__(self, generators: Iterable[Any]) -> None:
+        self._generators = list(generators)
+        self._state = self._read()
+
+    def moved(self) -> bool:
+        """Whether something has been drawn since."""
+        return self._read()[0] != self._state[0]
+
+    def restore(self) -> None:
+        """Undo what has been drawn."""
+        _, cpu, cuda, numbers, numpy_state, others = self._state
+        torch.set_rng_state(cpu)
+        for device, state in enumerate(cuda):
+            torch.cuda.set_rng_state(state, device)
+        random.setstate(numbers)
+        np.random.set_state(numpy_state)
+        for generator, state in zip(self._generators, others, strict=True):
+            _set_state(generator, state)
+
+    def _read(self) -> tuple[Any, ...]:
+        cpu = torch.get_rng_state()
+        cuda: list[Tensor] = []
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            cuda = [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())]
+        numbers = random.getstate()
+        numpy_state: Any = np.random.get_state()
+        others = list(map(_get_state, self._generators))
+        comparable = (
+            [state.numpy().tobytes() for state in (cpu, *cuda)],
+            numbers,
+            [part.tobytes() if isinstance(part, np.ndarray) else part for part in numpy_state],
+            list(map(_comparable, others)),
+        )
+        return comparable, cpu, cuda, numbers, numpy_state, others
+
+
+def _get_state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state()
+    return generator.getstate()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, (torch.Generator, np.random.RandomState)):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.setstate(state)
+
+
+def _comparable(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state.cpu().numpy().tobytes()
+    return repr(state)

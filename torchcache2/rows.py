@@ -1,0 +1,283 @@
+"""`Schema` and `Rows`: what a computation returns for a batch, one row per item.
+
+An output is a pytree. Its tensors become columns of shape ``(n, *shape)``; its numbers and texts
+become columns too, the value repeated for each row, because they are data and not part of the schema.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchcache2.errors import OutputError
+
+__all__ = ["Leaf", "Rows", "Schema", "UnstorableError", "empty_bytes", "select"]
+
+Positions = np.ndarray[Any, np.dtype[np.int64]]
+
+_HUGE = 4 << 20  # from here on numpy asks for huge pages, which make page faults several times cheaper
+_PACKED = {"bool": "<?", "int": "<q", "float": "<d", "complex": "<dd"}
+
+
+class UnstorableError(Exception):
+    """An output that cannot be kept as rows, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf of an output.
+
+    Attributes
+    ----------
+    path : str
+        Where it is in the output, as in ``['hidden'][0]``; empty for a bare tensor.
+    kind : str
+        ``tensor``, or the type tag of a value that is not one: ``int``, ``str``, ``none``, ...
+    dtype, stored : torch.dtype
+        Of the output, and of the column that keeps it.
+    shape : tuple of int
+        Of one row.
+    device : str, optional
+        The device of the output where that is not the device of the call.
+    """
+
+    path: str
+    kind: str
+    dtype: torch.dtype
+    stored: torch.dtype
+    shape: tuple[int, ...]
+    device: str | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of the column."""
+        size = self.stored.itemsize
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schema:
+    """The structure of an output and its leaves; equal schemas can share a column."""
+
+    structure: pytree.TreeSpec
+    leaves: tuple[Leaf, ...]
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, Schema)
+            and self.leaves == other.leaves
+            and self.structure == other.structure
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.leaves)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, all columns together."""
+        return sum(leaf.row_bytes for leaf in self.leaves)
+
+
+class Rows:
+    """A schema and its columns, each ``(n, *shape)`` in the leaf's stored dtype."""
+
+    __slots__ = ("columns", "count", "schema")
+
+    def __init__(self, schema: Schema, columns: Sequence[Tensor], count: int) -> None:
+        self.schema = schema
+        self.columns = tuple(columns)
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    @classmethod
+    def from_pytree(
+        cls,
+        output: Any,
+        count: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> Rows:
+        """The rows of a computation's output for a batch of `count` items.
+
+        Parameters
+        ----------
+        output : pytree
+            Tensors of shape ``(count, ...)``, and values that are not tensors.
+        count : int
+            The batch size.
+        device : torch.device
+            The device of the call, which outputs are returned to.
+        dtype : torch.dtype, optional
+            Stored dtype of floating-point leaves.
+
+        Raises
+        ------
+        OutputError
+            If a tensor's first dimension is not `count`.
+        UnstorableError
+            If a leaf is neither a dense tensor nor a number, text, or None.
+        """
+        if isinstance(output, Tensor):
+            pairs, structure = [((), output)], _BARE
+        else:
+            pairs, structure = pytree.tree_flatten_with_path(output)
+        leaves, columns = [], []
+        for keypath, value in pairs:
+            path = pytree.keystr(keypath) if keypath else ""
+            if isinstance(value, Tensor):
+                leaf, column = _tensor_column(path, value, count, device, dtype)
+            else:
+                leaf, column = _value_column(path, value, count)
+            leaves.append(leaf)
+            columns.append(column)
+        return cls(Schema(structure, tuple(leaves)), columns, count)
+
+    def to_pytree(self, *, device: torch.device) -> Any:
+        """The output that these rows stand for, its tensors on `device`.
+
+        Raises
+        ------
+        UnstorableError
+            If a value that is not a tensor differs between the rows.
+        """
+        values = []
+        for leaf, column in zip(self.schema.leaves, self.columns, strict=True):
+            if leaf.kind == "tensor":
+                target = torch.device(leaf.device) if leaf.device else device
+                if column.dtype != leaf.dtype or column.device != target:
+                    column = column.to(target, leaf.dtype)
+                values.append(column)
+            else:
+                values.append(_column_value(leaf, column))
+        return values[0] if self.schema.structure is _BARE else pytree.tree_unflatten(
+            values, self.schema.structure
+        )
+
+    def take(self, positions: Tensor) -> Rows:
+        """The rows at `positions` (int64), in that order."""
+        picked = [select(column, positions.to(column.device)) for column in self.columns]
+        return Rows(self.schema, picked, len(positions))
+
+    @staticmethod
+    def scatter(parts: Sequence[tuple[Positions, Rows]], count: int) -> Rows:
+        """One batch of `count` rows, from parts with the positions of their rows in it.
+
+        The parts have one schema, and their positions cover the batch.
+        """
+        schema = parts[0][1].schema
+        columns = []
+        for i, leaf in enumerate(schema.leaves):
+            device = parts[0][1].columns[i].device
+            target = empty_rows(count, leaf.shape, leaf.stored, device)
+            flat = _as_bytes(target)
+            for positions, rows in parts:
+                column = _as_bytes(rows.columns[i].to(device))
+                flat.index_copy_(0, torch.from_numpy(positions).to(device), column)
+            columns.append(target)
+        return Rows(schema, columns, count)
+
+
+def empty_bytes(size: int) -> Tensor:
+    """Fresh uint8 memory on the CPU; cheap to touch for the first time if it is large."""
+    # A tensor made in inference mode could not be written outside of it.
+    with torch.inference_mode(False):
+        if size >= _HUGE:
+            return torch.from_numpy(np.empty(size, np.uint8))
+        return torch.empty(size, dtype=torch.uint8)
+
+
+def empty_rows(
+    count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Fresh memory for a column of `count` rows."""
+    if device.type == "cpu":
+        size = count * dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        return empty_bytes(size).view(dtype).view(count, *shape)
+    with torch.inference_mode(False):
+        return torch.empty((count, *shape), dtype=dtype, device=device)
+
+
+_BARE = pytree.tree_flatten(0)[1]
+
+
+def select(tensor: Tensor, positions: Tensor) -> Tensor:
+    """The items of a tensor at some positions, for any dtype that it may have."""
+    try:
+        return tensor.index_select(0, positions)
+    except NotImplementedError:  # small unsigned and 8-bit floating dtypes, in some versions
+        picked = _as_bytes(tensor.detach()).index_select(0, positions)
+        return picked.view(-1).view(tensor.dtype).view(len(positions), *tensor.shape[1:])
+
+
+def _as_bytes(column: Tensor) -> Tensor:
+    """A column as uint8 ``(n, bytes)``; shares memory if it is contiguous."""
+    count = column.shape[0]
+    size = column.numel() // count * column.element_size() if count else 0
+    return column.contiguous().view(-1).view(torch.uint8).view(count, size)
+
+
+def _tensor_column(
+    path: str, value: Tensor, count: int, device: torch.device, dtype: torch.dtype | None
+) -> tuple[Leaf, Tensor]:
+    if value.layout != torch.strided or value.is_quantized or value.is_meta:
+        raise UnstorableError(f"output{path} is a tensor with layout {value.layout}")
+    if value.dim() == 0 or value.shape[0] != count:
+        raise OutputError(
+            f"output{path} has shape {tuple(value.shape)} for a batch of {count}: the first dimension "
+            "of every output tensor must be the batch. Return per-batch values outside of the cached "
+            "forward, or as Python numbers"
+        )
+    stored = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
+    column = value.detach().resolve_conj().resolve_neg()
+    place = None if value.device == device else str(value.device)
+    leaf = Leaf(path, "tensor", value.dtype, stored, tuple(value.shape[1:]), place)
+    return leaf, column.to(stored)
+
+
+def _value_column(path: str, value: Any, count: int) -> tuple[Leaf, Tensor]:
+    kind = "none" if value is None else type(value).__name__
+    if value is None:
+        data = b""
+    elif type(value) in (str, bytes):
+        data = value.encode("utf-8", "surrogatepass") if type(value) is str else value
+    elif type(value) in (bool, int, float):
+        if type(value) is int and not -(2**63) <= value < 2**63:
+            raise UnstorableError(f"output{path} is an int of more than 64 bits")
+        data = struct.pack(_PACKED[kind], value)
+    elif type(value) is complex:
+        data = struct.pack(_PACKED[kind], value.real, value.imag)
+    else:
+        raise UnstorableError(f"output{path} is a {type(value).__qualname__}")
+    row = torch.tensor(list(data), dtype=torch.uint8)
+    leaf = Leaf(path, kind, torch.uint8, torch.uint8, (len(data),))
+    return leaf, row.expand(count, len(data))
+
+
+def _column_value(leaf: Leaf, column: Tensor) -> Any:
+    if len(column) == 0:
+        raise UnstorableError(f"output{leaf.path} is unknown for an empty batch")
+    data = column[0].cpu().numpy().tobytes()
+    if len(column) > 1 and not bool((column == column[0]).all()):
+        raise UnstorableError(f"output{leaf.path} differs between rows of one batch")
+    if leaf.kind == "none":
+        return None
+    if leaf.kind == "str":
+        return data.decode("utf-8", "surrogatepass")
+    if leaf.kind == "bytes":
+        return data
+    numbers = struct.unpack(_PACKED[leaf.kind], data)
+    return complex(*numbers) if leaf.kind == "complex" else numbers[0]

@@ -1,0 +1,201 @@
+"""`CacheSettings`: every option, checked once, in one frozen dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from torchcache2.errors import OptionError
+
+__all__ = ["CacheSettings", "disabled_by_environment", "parse_size"]
+
+Size = int | float | str
+Policy = Literal["mru", "lru"]
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[_letter] = _UNITS[_letter + "B"] = 1000**_power
+    _UNITS[_letter + "IB"] = 1024**_power
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSettings:
+    """The options of a cache.
+
+    Parameters
+    ----------
+    enabled : bool
+        Off switch. ``TORCHCACHE_DISABLE=1`` turns every cache of a run off.
+    subsample_count : int, optional
+        None: every element of an item is hashed. N: of items with more than N elements, N elements
+        in evenly spread blocks are hashed. Edits outside those blocks are **not seen**.
+    persistent_module_hash : str, optional
+        A name to use instead of the computed namespace. Nothing about the module is then checked.
+    max_memory_cache_size : int, str or float
+        Budget of the memory tier: bytes, a text like ``"4GB"`` or ``"512MiB"``, or a float in
+        (0, 1], a share of the memory that is free when the cache is made.
+    memory_cache_device : str or torch.device, optional
+        Where the memory tier lives. None: where the output was.
+    cache_dtype : torch.dtype, optional
+        Stored dtype of floating-point leaves. Outputs keep their own dtype, and are rounded
+        through this one whether they were found or computed.
+    policy : {"mru", "lru"}
+        What a full memory tier does: keep what came first, or drop the least recently used.
+    shared_args : sequence of str
+        Arguments of forward that belong to the whole batch, such as a mask or a table.
+
+    Raises
+    ------
+    OptionError
+        If an option has a value that it cannot take.
+    """
+
+    enabled: bool = True
+    subsample_count: int | None = None
+    persistent_module_hash: str | None = None
+    max_memory_cache_size: Size = 1_000_000_000
+    memory_cache_device: torch.device | str | None = "cpu"
+    cache_dtype: torch.dtype | None = None
+    policy: Policy = "mru"
+    shared_args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.enabled, bool), "enabled", self.enabled, "True or False")
+        count = self.subsample_count
+        _require(
+            count is None or (type(count) is int and count >= 2),
+            "subsample_count",
+            count,
+            "None or an int of at least 2 (elements hashed per item)",
+        )
+        name = self.persistent_module_hash
+        _require(
+            name is None or (isinstance(name, str) and name != ""),
+            "persistent_module_hash",
+            name,
+            "None or a non-empty str",
+        )
+        parse_size("max_memory_cache_size", self.max_memory_cache_size, free=0)
+        if self.memory_cache_device is not None:
+            try:
+                device = torch.device(self.memory_cache_device)
+            except (RuntimeError, TypeError) as error:
+                raise OptionError(
+                    f"memory_cache_device={self.memory_cache_device!r}: expected None, a "
+                    f"torch.device or its name, such as 'cpu' or 'cuda:0' ({error})"
+                ) from None
+            object.__setattr__(self, "memory_cache_device", device)
+        dtype = self.cache_dtype
+        _require(
+            dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point),
+            "cache_dtype",
+            dtype,
+            "None or a floating-point torch.dtype, such as torch.bfloat16",
+        )
+        _require(self.policy in ("mru", "lru"), "policy", self.policy, "'mru' or 'lru'")
+        shared: Any = self.shared_args
+        _require(
+            isinstance(shared, Iterable)
+            and not isinstance(shared, (str, bytes))
+            and all(isinstance(name, str) for name in shared),
+            "shared_args",
+            shared,
+            "a sequence of argument names, such as ('mask',)",
+        )
+        object.__setattr__(self, "shared_args", tuple(sorted(set(shared))))
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> CacheSettings:
+        """Settings from keyword options, with an error that lists the known ones."""
+        return cls().replace(options)
+
+    def replace(self, options: Mapping[str, Any]) -> CacheSettings:
+        """The same settings with some options changed."""
+        known = [field.name for field in dataclasses.fields(self)]
+        for name in options:
+            if name not in known:
+                raise OptionError(f"unknown option {name!r}; the options are {', '.join(known)}")
+        return dataclasses.replace(self, **options)
+
+    def shares_tiers_with(self, other: CacheSettings) -> bool:
+        """Whether caches with these and the other settings can have one budget."""
+        names = ("max_memory_cache_size", "memory_cache_device", "policy")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+    def memory_budget(self) -> int:
+        """`max_memory_cache_size` in bytes, as of now."""
+        free = None
+        if isinstance(self.max_memory_cache_size, float):
+            free = free_memory(torch.device(self.memory_cache_device or "cpu"))
+        return parse_size("max_memory_cache_size", self.max_memory_cache_size, free=free)
+
+
+def disabled_by_environment() -> bool:
+    """Whether ``TORCHCACHE_DISABLE`` turns caching off for this run."""
+    return os.environ.get("TORCHCACHE_DISABLE", "").strip().lower() not in ("", "0", "false", "no")
+
+
+def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
+    """Bytes meant by a size option.
+
+    Parameters
+    ----------
+    option : str
+        The option's name, for the error.
+    size : int, float or str
+        Bytes, a share of `free` in (0, 1], or a text with a unit (``KB`` = 1000, ``KiB`` = 1024).
+    free : int, optional
+        Bytes that are free; needed for a share.
+
+    Raises
+    ------
+    OptionError
+        If the size does not parse, is negative, or is a share of an unknown amount.
+    """
+    if isinstance(size, float) and 0.0 < size <= 1.0:
+        if free is None:
+            raise OptionError(
+                f"{option}={size!r}: how much memory is free cannot be read here; give bytes or '4GB'"
+            )
+        return int(size * free)
+    if type(size) is int and size >= 0:
+        return size
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
+        unit = match[2].upper()
+        if unit in _UNITS:
+            return int(float(match[1]) * _UNITS[unit])
+    raise OptionError(
+        f"{option}={size!r}: expected bytes as an int, a text like '4GB' or '512MiB', "
+        "or a float in (0, 1] for a share of what is free"
+    )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes free on a device for this process; None where it cannot be read."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = []
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        free.append(int(fields["MemAvailable"].split()[0]) * 1024)
+        # A container may have less than the machine.
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            limit = file.read().strip()
+        if limit != "max":
+            with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
+                free.append(max(0, int(limit) - int(file.read())))
+    except (OSError, KeyError, ValueError):
+        pass
+    return min(free) if free else None
+
+
+def _require(holds: bool, option: str, value: object, expected: str) -> None:
+    if not holds:
+        raise OptionError(f"{option}={value!r}: expected {expected}")

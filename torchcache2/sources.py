@@ -1,0 +1,176 @@
+"""Where code comes from, what its source says, and which names it uses.
+
+Code has one of four origins. *Project* code is the user's own: it is read function by function, and so
+is everything that it names. Code of *installed* packages is covered by its file and the package's version,
+*torch*'s and the standard library's (*builtin*) by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import importlib.metadata
+import inspect
+import linecache
+import os
+import sys
+import sysconfig
+import textwrap
+import types
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from xxhash import xxh3_128_hexdigest
+
+__all__ = [
+    "assigned_attributes",
+    "code_objects",
+    "defining_module",
+    "file_digest",
+    "function_source",
+    "global_chains",
+    "instructions",
+    "origin",
+    "package_version",
+]
+
+Origin = Literal["project", "installed", "torch", "builtin"]
+
+_OURS = __name__.partition(".")[0]
+_SITE = tuple(
+    os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib")
+)
+_SITE_NAMES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+def defining_module(obj: Any) -> str:
+    """Name of the module that the code of a class, function or module stands in."""
+    if isinstance(obj, types.ModuleType):
+        return obj.__name__
+    if isinstance(obj, types.FunctionType):
+        # Unlike __module__, this is not copied onto wrappers by functools.wraps.
+        return str(obj.__globals__.get("__name__", ""))
+    return getattr(obj, "__module__", None) or "builtins"
+
+
+def origin(obj: Any) -> Origin:
+    """Where the code of a class, function or module comes from."""
+    module = defining_module(obj)
+    root = module.partition(".")[0]
+    if root in ("torch", _OURS):
+        return "torch"
+    if root == "__main__":
+        return "project"
+    if root in sys.stdlib_module_names:
+        return "builtin"
+    path = getattr(sys.modules.get(module), "__file__", None)
+    if path is None:
+        return "project"
+    path = os.path.realpath(path)
+    if path.startswith(_SITE) or any(name in path for name in _SITE_NAMES):
+        return "installed"
+    return "project"
+
+
+def package_version(root: str) -> str:
+    """Version of the installed package that provides a top-level module; empty if unknown."""
+    version = getattr(sys.modules.get(root), "__version__", None)
+    if isinstance(version, str):
+        return version
+    try:
+        return importlib.metadata.version(root)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def file_digest(path: str) -> str:
+    """Digest of a source file's content, hexadecimal; empty if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return xxh3_128_hexdigest(file.read())
+    except OSError:
+        return ""
+
+
+def function_source(function: types.FunctionType) -> str | None:
+    """Source of a function without decorator lines and indentation; None if it cannot be had.
+
+    Of a lambda, the lambda alone, as far as its line tells it from others.
+    """
+    code = function.__code__
+    linecache.checkcache(code.co_filename)
+    try:
+        lines, _ = inspect.getsourcelines(code)
+    except (OSError, TypeError, IndentationError, SyntaxError):
+        return None
+    text = textwrap.dedent("".join(lines))
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        # A lambda in the middle of a larger expression.
+        return text + instructions(code)
+    node = tree.body[0] if tree.body else None
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
+        return "".join(text.splitlines(keepends=True)[node.lineno - 1 :])
+    lambdas = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
+    if len(lambdas) == 1:
+        return ast.get_source_segment(text, lambdas[0])
+    return text + instructions(code)
+
+
+def instructions(code: types.CodeType) -> str:
+    """What code does, as text: tells functions of one line apart, but depends on Python's version."""
+    steps = []
+    for step in dis.get_instructions(code):
+        nested = isinstance(step.argval, types.CodeType)
+        steps.append(f"{step.opname} {instructions(step.argval) if nested else step.argrepr}")
+    return "\n".join(steps)
+
+
+def code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A code object and those nested in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from code_objects(constant)
+
+
+def global_chains(code: types.CodeType) -> list[tuple[str, ...]]:
+    """The global names that code reads, each with the attributes read off it, as ``(name, attr, …)``.
+
+    A module that is imported inside of the code is ``("import", name)``.
+    """
+    chains = set()
+    for inner in code_objects(code):
+        chain: list[str] = []
+        for step in dis.get_instructions(inner):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                if chain:
+                    chains.add(tuple(chain))
+                chain = [str(step.argval)]
+            elif step.opname == "IMPORT_NAME":
+                chains.add(("import", str(step.argval)))
+            elif chain and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                chain.append(str(step.argval))
+            elif chain and step.opname not in ("CACHE", "PUSH_NULL"):
+                chains.add(tuple(chain))
+                chain = []
+        if chain:
+            chains.add(tuple(chain))
+    return sorted(chains)
+
+
+def assigned_attributes(source: str) -> set[str]:
+    """Names that a method assigns on its first argument, as in ``self.name = …`` or ``self.n += 1``."""
+    function = ast.parse(source).body[0]
+    if not isinstance(function, ast.FunctionDef) or not function.args.args:
+        return set()
+    first = function.args.args[0].arg
+    return {
+        node.attr
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == first
+    }

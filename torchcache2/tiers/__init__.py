@@ -1,0 +1,1 @@
+"""Stores of rows by key; `base` is their contract."""

@@ -1,0 +1,72 @@
+"""The contract of a tier: a store of rows by key, batches only.
+
+A tier may forget any row at any time, and never returns a row under a key that it was not put under.
+All methods may be called from several threads. A fault inside of a tier is a counted miss and one
+warning, never an exception.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from torchcache2.keys import Keys
+from torchcache2.rows import Rows
+
+__all__ = ["Found", "Tier", "TierStats"]
+
+Positions = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Which keys of a batch a tier has.
+
+    Attributes
+    ----------
+    parts : sequence of (ndarray of int64, Rows)
+        Positions in the batch and their rows, one part for each schema. The rows' memory is the
+        caller's own.
+    """
+
+    parts: Sequence[tuple[Positions, Rows]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TierStats:
+    """What a tier holds now, and how many rows it has forgotten to make room."""
+
+    rows: int
+    bytes: int
+    evictions: int
+
+
+class Tier(Protocol):
+    """A store of rows by key."""
+
+    def get(self, keys: Keys) -> Found:
+        """The rows of those keys that are here."""
+        ...
+
+    def put(self, keys: Keys, rows: Rows) -> int:
+        """Keep rows under distinct keys; how many were kept. Zero is a fine answer."""
+        ...
+
+    def drop(self, namespace: bytes) -> None:
+        """Forget every row of a namespace."""
+        ...
+
+    def flush(self) -> None:
+        """Return when everything that was put is as durable as the tier makes it."""
+        ...
+
+    def close(self) -> None:
+        """Flush and let go of every resource; the tier is empty and keeps nothing from then on."""
+        ...
+
+    def stats(self) -> TierStats:
+        """What is here now."""
+        ...

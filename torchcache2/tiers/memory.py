@@ -1,0 +1,231 @@
+"""`MemoryTier`: rows in RAM (or on a device) under an exact byte budget.
+
+Each namespace and schema has an arena of its own. When the budget is full, rows of namespaces that
+nothing alive uses go first, the least recently used namespace first. After that ``mru`` keeps
+what came first, which is the best that can be had when every epoch reads every item once; ``lru`` drops
+the least recently used rows, which suits serving.
+
+Safe under threads: one lock covers look-up and copy, because under ``lru`` rows move.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+
+import numpy as np
+import torch
+
+from torchcache2.keys import Keys
+from torchcache2.logs import logger
+from torchcache2.rows import Rows, Schema
+from torchcache2.settings import Policy
+from torchcache2.tiers.arena import Arena
+from torchcache2.tiers.base import Found, TierStats
+
+__all__ = ["MemoryTier"]
+
+_MOST_ARENAS = 1024  # each is some reservations of address space, of which a process has a limited number
+_EVICTED_AT_ONCE = 64  # a 64th of the rows: finding the oldest reads when every row was last used
+
+
+class MemoryTier:
+    """Rows in arenas.
+
+    Parameters
+    ----------
+    budget : int
+        Bytes that are never exceeded, bookkeeping included.
+    policy : {"mru", "lru"}
+        What to do when the budget is full.
+    device : torch.device, optional
+        Where rows lie; None: where the put rows were.
+    in_use : callable
+        The namespaces that something alive uses.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        policy: Policy = "mru",
+        device: torch.device | None = None,
+        in_use: Callable[[], Collection[bytes]] = tuple,
+    ) -> None:
+        self.budget = budget
+        self.policy = policy
+        self._device = device
+        self._in_use = in_use
+        self._lock = threading.Lock()
+        self._clock = 0
+        self._evictions = 0
+        self._closed = False
+        self._told = False
+        self._arenas: dict[bytes, dict[tuple[Schema, torch.device], Arena]] = {}
+        self._last_used: dict[bytes, int] = {}
+
+    def get(self, keys: Keys) -> Found:
+        """The rows of those keys that are here, copied into fresh memory."""
+        parts = []
+        with self._lock:
+            arenas = self._arenas.get(keys.namespace)
+            if arenas:
+                self._clock += 1
+                self._last_used[keys.namespace] = self._clock
+                for arena in arenas.values():
+                    entries = arena.find(keys.words)
+                    positions = np.flatnonzero(entries >= 0)
+                    if len(positions) == 0:
+                        continue
+                    if len(positions) < len(entries):
+                        entries = entries[positions]
+                    arena.ticks[entries] = self._clock
+                    parts.append((positions, arena.gather(entries)))
+                    if len(positions) == len(keys):
+                        break
+        return Found(parts)
+
+    def put(self, keys: Keys, rows: Rows) -> int:
+        """Keep rows under distinct keys; those that are here already stay as they are."""
+        with self._lock:
+            if self._closed or len(keys) == 0:
+                return 0
+            absent = self._absent(keys)
+            if len(absent) < len(keys):
+                keys, rows = keys.take(absent), rows.take(torch.from_numpy(absent))
+            arena = self._arena(keys.namespace, rows) if len(keys) else None
+            if arena is None:
+                return 0
+            self._clock += 1
+            self._last_used[keys.namespace] = self._clock
+            kept = self._make_room(keys.namespace, arena, len(keys))
+            if kept < len(keys):
+                self._tell_full()
+                some = np.arange(kept)
+                keys, rows = keys.take(some), rows.take(torch.from_numpy(some))
+            if kept:
+                arena.append(keys.data, rows, self._clock)
+            elif len(arena) == 0:
+                self._forget_empty(keys.namespace)
+            return kept
+
+    def drop(self, namespace: bytes) -> None:
+        """Forget every row of a namespace."""
+        with self._lock:
+            self._arenas.pop(namespace, None)
+            self._last_used.pop(namespace, None)
+
+    def flush(self) -> None:
+        """Nothing to do: memory is as durable as it gets."""
+
+    def close(self) -> None:
+        """Forget everything, and keep nothing from now on."""
+        with self._lock:
+            self._closed = True
+            self._arenas.clear()
+            self._last_used.clear()
+
+    def stats(self) -> TierStats:
+        """Rows and allocated bytes, and how many rows made room for others."""
+        with self._lock:
+            return TierStats(
+                rows=sum(len(arena) for arena in self._all()),
+                bytes=self._used(),
+                evictions=self._evictions,
+            )
+
+    def _all(self) -> list[Arena]:
+        return [arena for arenas in self._arenas.values() for arena in arenas.values()]
+
+    def _used(self) -> int:
+        return sum(arena.nbytes for arena in self._all())
+
+    def _absent(self, keys: Keys) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        absent = np.ones(len(keys), bool)
+        for arena in self._arenas.get(keys.namespace, {}).values():
+            absent &= arena.find(keys.words) < 0
+        return np.flatnonzero(absent)
+
+    def _arena(self, namespace: bytes, rows: Rows) -> Arena | None:
+        device = self._device
+        if device is None:
+            device = rows.columns[0].device if rows.columns else torch.device("cpu")
+        arenas = self._arenas.setdefault(namespace, {})
+        arena = arenas.get((rows.schema, device))
+        if arena is None and rows.schema.row_bytes < self.budget:
+            if len(self._all()) >= _MOST_ARENAS:
+                self._drop_unused(namespace)
+            try:
+                arena = Arena(rows.schema, device, self.budget)
+            except (OSError, MemoryError, RuntimeError) as error:
+                logger.warning("no memory for rows of %d bytes: %s", rows.schema.row_bytes, error)
+            else:
+                arenas[rows.schema, device] = arena
+        return arena
+
+    def _make_room(self, namespace: bytes, arena: Arena, count: int) -> int:
+        """Make room for `count` rows, or as many of them as the budget and policy allow."""
+        while arena.room < count:
+            free = self.budget - self._used()
+            for wanted in (arena.slab(count), count):
+                if arena.cost(wanted) <= free and arena.reserve(wanted):
+                    return count
+            if self._drop_unused(namespace):
+                continue
+            if self.policy == "lru" and self._evict(arena, count - max(arena.room, 0)):
+                continue
+            low, high = max(arena.room, 0), count  # low fits, high does not
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if arena.cost(middle) <= free else (low, middle)
+            return low if arena.cost(low) <= free and arena.reserve(low) else 0
+        return count
+
+    def _drop_unused(self, namespace: bytes) -> bool:
+        """Forget the namespace that was used least recently, of those that nothing alive uses."""
+        used = {namespace, *self._in_use()}
+        unused = [name for name in self._arenas if name not in used]
+        if not unused:
+            return False
+        oldest = min(unused, key=lambda name: self._last_used.get(name, 0))
+        self._evictions += sum(len(arena) for arena in self._arenas.pop(oldest).values())
+        self._last_used.pop(oldest, None)
+        return True
+
+    def _evict(self, favoured: Arena, count: int) -> bool:
+        """Forget the least recently used rows, wherever they are; False if there are none."""
+        arenas = self._all()
+        total = sum(map(len, arenas))
+        if total == 0:
+            return False
+        count = min(total, max(count, total // _EVICTED_AT_ONCE))
+        ticks = np.concatenate([arena.ticks for arena in arenas])
+        oldest = np.sort(np.argpartition(ticks, count - 1)[:count])
+        end = 0
+        for arena in arenas:
+            start, end = end, end + len(arena)
+            low, high = np.searchsorted(oldest, [start, end])
+            arena.remove(oldest[low:high] - start)
+            if arena is not favoured and high > low:
+                arena.shrink()
+        self._evictions += count
+        for namespace in list(self._arenas):
+            self._forget_empty(namespace, keep=favoured)
+        return True
+
+    def _forget_empty(self, namespace: bytes, keep: Arena | None = None) -> None:
+        arenas = self._arenas[namespace]
+        for name in [name for name, arena in arenas.items() if len(arena) == 0]:
+            if arenas[name] is not keep:
+                del arenas[name]
+        if not arenas:
+            del self._arenas[namespace]
+            self._last_used.pop(namespace, None)
+
+    def _tell_full(self) -> None:
+        if self.policy == "mru" and not self._told:
+            self._told = True
+            logger.warning(
+                "the memory cache is full (%d bytes): new items are computed at every call. "
+                "Raise max_memory_cache_size, or set cache_dtype or policy='lru'",
+                self.budget,
+            )

@@ -1,0 +1,194 @@
+"""`Watch`: notices at every call whether what a fingerprint was made of is still what it was.
+
+Attributes, submodules, hooks, globals and closures are compared by identity. Tensors are compared
+by storage address and version counter, and, because fused optimizers, ``.data`` edits and numpy
+writes move neither, by the first bytes of each tensor and in turn by the first 4 KB of one. What this
+does not see: an edit of a part of one tensor through ``.data``, until its turn comes and only if it is
+within the first 4 KB, and a list or dict changed in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from xxhash import xxh3_64_digest
+
+from torchcache2.digest import UnencodableError, tensor_digest
+from torchcache2.fingerprint import GLOBAL_HOOKS, Walk
+
+__all__ = ["TensorWatch", "Watch"]
+
+_ALWAYS = (
+    "training",
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_forward_pre_hooks",
+    "_forward_hooks",
+)
+_HEAD = 64
+_PROBE = 4096
+
+Bytes1D = np.ndarray[Any, np.dtype[np.uint8]]
+
+_Fields = Callable[[dict[str, Any]], tuple[Any, ...]]
+
+_values: Callable[[Any], Iterable[Any]] = dict.values
+_version: Callable[[Tensor], int] = attrgetter("_version")
+
+
+class Watch:
+    """What a walk has seen of code, attributes and modules.
+
+    It refers to the root module only weakly, through what the caller passes: a strong reference to the
+    module's attributes would make a cycle through the cache that is one of them.
+    """
+
+    def __init__(self, walk: Walk, root: nn.Module | None) -> None:
+        self._root: _Fields = _no_fields
+        self._root_left_out: set[str] = set()
+        self._fields: list[tuple[_Fields, dict[str, Any]]] = []
+        self._left_out: list[tuple[dict[str, Any], set[str]]] = []
+        self._modules: list[nn.Module] = []
+        dicts: list[dict[Any, Any]] = list(GLOBAL_HOOKS)
+        contents: list[dict[Any, Any]] = list(GLOBAL_HOOKS)
+        for module, names, left_out in walk.modules:
+            fields = vars(module)
+            contents += [fields[name] for name in _ALWAYS[1:]]
+            getter = itemgetter(*_ALWAYS, *names)
+            if module is root:
+                self._root, self._root_left_out = getter, left_out
+                continue
+            self._modules.append(module)
+            self._fields.append((getter, fields))
+            if left_out:
+                self._left_out.append((fields, left_out))
+            else:
+                dicts.append(fields)
+        self._dicts = dicts + contents
+        self._filled = [content for content in contents if content]
+        self._scopes = [(scope, name) for scope, name, _ in walk.scopes]
+        self._cells = [cell for cell, _ in walk.cells]
+        self._sizes = self._measure(root)
+        self._seen = self._look(root)
+        # What changed while it was walked was not seen as it is now.
+        known = [value for _, _, value in walk.scopes] + [value for _, value in walk.cells]
+        self._is_stale = not all(map(is_, self._seen, known))
+
+    def same(self, root: nn.Module | None) -> bool:
+        """Whether everything is still what it was."""
+        if self._is_stale or self._measure(root) != self._sizes:
+            return False
+        try:
+            now = self._look(root)
+        except (KeyError, ValueError):  # an attribute or the content of a cell is gone
+            return False
+        return all(map(is_, now, self._seen))
+
+    def _measure(self, root: nn.Module | None) -> list[int]:
+        """How many attributes, parameters, submodules and hooks there are; changes with each new one."""
+        sizes = list(map(len, self._dicts))
+        for fields, left_out in self._left_out:
+            sizes.append(len(fields) - len(left_out & fields.keys()))
+        if root is not None:
+            fields = vars(root)
+            sizes.append(len(fields) - len(self._root_left_out & fields.keys()))
+        return sizes
+
+    def _look(self, root: nn.Module | None) -> list[Any]:
+        now = [scope.get(name) for scope, name in self._scopes]
+        now += [cell.cell_contents for cell in self._cells]
+        if root is not None:
+            now.append(type(root))
+            now += self._root(vars(root))
+        now += map(type, self._modules)
+        now += chain.from_iterable([getter(fields) for getter, fields in self._fields])
+        now += chain.from_iterable(map(_values, self._filled))
+        return now
+
+
+def _no_fields(fields: dict[str, Any]) -> tuple[Any, ...]:
+    return ()
+
+
+class TensorWatch:
+    """The content of some tensors: read once, and again when it may have changed.
+
+    Attributes
+    ----------
+    digests : dict of str to bytes
+        Digest of each tensor by its path, as of the last `refresh`.
+    unreadable : list of str
+        Tensors whose content cannot be read.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.digests: dict[str, bytes] = {}
+        self.unreadable: list[str] = []
+        self._named = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
+        self.tensors = list({id(tensor): tensor for tensor in self._named.values()}.values())
+        self.has_lazy = len(self._named) < len(tensors)
+        self._counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
+        self._state: tuple[list[int], list[int]] | None = None
+        self._heads: list[Bytes1D] = []
+        self._head_bytes = b""
+        self._probes: list[bytes] = []
+        self._turn = 0
+
+    def moved(self) -> bool:
+        """Whether a tensor has other storage or another version than at the last `refresh`."""
+        return self._look() != self._state
+
+    def same(self) -> bool:
+        """Whether every tensor seems to have the content that was read."""
+        if self.moved() or b"".join(self._heads) != self._head_bytes:
+            return False
+        if self.tensors:
+            self._turn = (self._turn + 1) % len(self.tensors)
+            return _probe(self.tensors[self._turn]) == self._probes[self._turn]
+        return True
+
+    def refresh(self, *, read: bool = True) -> None:
+        """Read every tensor; without `read`, only remember what could tell of a change."""
+        self._state = self._look()
+        self.unreadable = []
+        digests: dict[int, bytes] = {}
+        for name, tensor in self._named.items() if read else ():
+            try:
+                if id(tensor) not in digests:  # tied weights have several names
+                    digests[id(tensor)] = tensor_digest(tensor)
+            except (RuntimeError, TypeError, NotImplementedError, UnencodableError):
+                self.unreadable.append(name)
+                digests[id(tensor)] = b""
+        self.digests = {n: digests[id(t)] for n, t in self._named.items() if id(t) in digests}
+        self._heads = [_first_bytes(t, _HEAD) for t in self.tensors if t.device.type == "cpu"]
+        self._head_bytes = b"".join(self._heads)
+        self._probes = list(map(_probe, self.tensors))
+
+    def forget(self) -> None:
+        """Have the next `same` say no, and let go of the storage that is watched."""
+        self._heads, self._state = [], None
+
+    def _look(self) -> tuple[list[int], list[int]]:
+        return list(map(Tensor.data_ptr, self.tensors)), list(map(_version, self._counted))
+
+
+def _first_bytes(tensor: Tensor, count: int) -> Bytes1D:
+    """About `count` bytes where a tensor's storage starts; on the CPU a view that follows its content."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        return np.empty(0, np.uint8)
+    start, size = tensor.storage_offset(), tensor.element_size()
+    end = min(start + -(-count // size), tensor.untyped_storage().nbytes() // size)
+    view = tensor.detach().as_strided((max(0, end - start),), (1,), start)
+    return view.view(torch.uint8).cpu().numpy()
+
+
+def _probe(tensor: Tensor) -> bytes:
+    return xxh3_64_digest(_first_bytes(tensor, _PROBE))
