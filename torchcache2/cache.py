@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -82,9 +81,11 @@ class TierStack:
         """The cache is closed. The last one takes the tiers with it."""
         with self._lock:
             self._caches.discard(cache)
-            if not self._caches and self._memory is not None:
-                self._memory.close()
-                self._memory = None
+            memory = self._memory
+            if memory is None or self._caches:
+                return
+            self._memory = None
+        memory.close()  # not under the lock: a full tier asks who is left while it holds its own
 
     def _in_use(self) -> set[bytes]:
         with self._lock:
@@ -131,9 +132,7 @@ class Cache:
         self._closed = False
         self._tiers.join(self)
 
-    def fetch(
-        self, keys: Keys, compute: Compute, *, device: torch.device = _CPU
-    ) -> Any:
+    def fetch(self, keys: Keys, compute: Compute, *, device: torch.device = _CPU) -> Any:
         """The output for a batch: rows that are found, and the others computed.
 
         Parameters
@@ -253,9 +252,7 @@ class Cache:
 class _Batch:
     """One `fetch`: computes, and counts what it computed."""
 
-    def __init__(
-        self, keys: Keys, compute: Compute, device: torch.device, dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, keys: Keys, compute: Compute, device: torch.device, dtype: torch.dtype | None) -> None:
         self.keys = keys
         self.dtype = dtype
         self.misses = 0
@@ -269,9 +266,7 @@ class _Batch:
         output = self._timed(positions)
         self.misses = len(positions)
         try:
-            rows = Rows.from_pytree(
-                output, len(positions), device=self._device, dtype=self.dtype
-            )
+            rows = Rows.from_pytree(output, len(positions), device=self._device, dtype=self.dtype)
         except UnstorableError as error:
             if len(positions) < len(self.keys):
                 output = self._timed(np.arange(len(self.keys)))

@@ -15,7 +15,6 @@ import logging
 import os
 import random
 import re
-import sys
 import threading
 import types
 import weakref
@@ -28,14 +27,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchcache2 import sources
-from torchcache2.digest import Encoder, digest, qualified_name, sized, text_bytes
+from torchcache2.codewalk import ORIGINAL_ATTRIBUTE, CodeWalk
+from torchcache2.digest import Encoder, digest, qualified_name, text_bytes
 
 __all__ = ["FORMAT", "INIT_ATTRIBUTE", "Fingerprint", "Walk", "argument_digests"]
 
 FORMAT = 1
 INIT_ATTRIBUTE = "_torchcache_init"  # of an instance: digests of its constructor arguments
-ORIGINAL_ATTRIBUTE = "_torchcache_original"  # of a wrapper: what it wraps
-ADDED_ATTRIBUTE = "_torchcache_added"  # of what the decorator put where there was nothing
 
 _MOST_OBJECTS = 100_000
 _INTERNAL = frozenset(vars(nn.Module())) | {
@@ -47,13 +45,6 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     torch.nn.modules.module._global_forward_pre_hooks,
     torch.nn.modules.module._global_forward_hooks,
-)
-_CLASS_NOISE = frozenset(
-    "__module__ __dict__ __weakref__ __doc__ __qualname__ __firstlineno__ __static_attributes__ "
-    "__annotations__ __annotate__ __annotate_func__ __annotations_cache__ __parameters__ __orig_bases__ "
-    "__abstractmethods__ _abc_impl __slots__ __match_args__ __dataclass_fields__ __dataclass_params__ "
-    "__signature__ __classdictcell__ _member_map_ _value2member_map_ _unhashable_values_ "
-    "_hashable_values_ _value_repr_ __new_member__ _generate_next_value_".split()
 )
 _NO_STATE = (
     weakref.ReferenceType,
@@ -73,7 +64,6 @@ _BUILTIN_CODE = (
     np.ufunc,
 )
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
-_MISSING = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +89,7 @@ class Fingerprint:
         return cls(namespace, dict(parts))
 
 
-class Walk(Encoder):
+class Walk(CodeWalk):
     """Everything that a module or function computes with, as named parts.
 
     Parameters
@@ -111,19 +101,13 @@ class Walk(Encoder):
 
     Attributes
     ----------
-    parts : dict of str to bytes
-        Canonical bytes of each part.
     tensors : dict of str to Tensor
         Parameters, buffers and other tensors by path: their content is part of the namespace too.
     modules : list of (nn.Module, tuple of str, set of str)
         Every module that was met, the attributes of it that were read, and those left out.
-    scopes : list of (mapping, name, value)
-        Globals and attributes that were read, and what they were.
-    cells : list of (cell, value)
-        Closure cells that were read, and what was in them.
     generators : list
         Random generators that were met; their state is not part of the namespace.
-    unreadable : list of str
+    unread : list of str
         Where something was met that cannot be read.
     assigned : set of str
         Attributes left out because the class's own forward assigns them.
@@ -131,18 +115,12 @@ class Walk(Encoder):
 
     def __init__(self, root: Any, tokens: MutableMapping[int, tuple[object, bytes]]) -> None:
         super().__init__()
-        self.parts: dict[str, bytes] = {}
         self.tensors: dict[str, Tensor] = {}
         self.modules: list[tuple[nn.Module, tuple[str, ...], set[str]]] = []
-        self.scopes: list[tuple[Mapping[str, Any], str, Any]] = []
-        self.cells: list[tuple[types.CellType, Any]] = []
         self.generators: list[Any] = []
-        self.unreadable: list[str] = []
+        self.unread: list[str] = []
         self.assigned: set[str] = set()
         self._tokens = tokens
-        self._labels: dict[int, bytes] = {}  # of classes, functions and modules that were met
-        self._taken: dict[str, int] = {}
-        self._held: list[Any] = []  # keeps ids valid
         self._objects = 0
         self.parts["format"] = str(FORMAT).encode()
         self.parts["root"] = self.encode(root, "")
@@ -151,15 +129,17 @@ class Walk(Encoder):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
 
     def encode(self, value: Any, path: str) -> bytes:
+        """The bytes of `value`, or a token if there is too much of it."""
         self._objects += 1
         if self._objects > _MOST_OBJECTS:
-            return self._unreadable(value, f"{path} (more than {_MOST_OBJECTS} objects)")
+            return self.unreadable(value, f"{path} (more than {_MOST_OBJECTS} objects)")
         try:
             return super().encode(value, path)
         except RecursionError:
-            return self._unreadable(value, f"{path} (too deep)")
+            return self.unreadable(value, f"{path} (too deep)")
 
     def tensor(self, value: Tensor, path: str) -> bytes:
+        """List a tensor, to be read later."""
         if hasattr(value, "__tensor_flatten__"):
             names, context = value.__tensor_flatten__()
             return b"s" + self.items(
@@ -179,29 +159,31 @@ class Walk(Encoder):
     def _parts_of(self, value: Tensor, path: str) -> bytes:
         """A tensor that is not dense, as the dense ones that it is made of."""
         if value.layout == torch.sparse_coo:
-            parts = [value._indices(), value._values()]
+            parts: list[Any] = [value._indices(), value._values()]
         elif value.layout == torch.sparse_csr:
             parts = [value.crow_indices(), value.col_indices(), value.values()]
         elif value.is_quantized and value.qscheme() == torch.per_tensor_affine:
             parts = [value.q_scale(), value.q_zero_point(), value.int_repr()]
         else:
-            return self._unreadable(value, path)
+            return self.unreadable(value, path)
         return b"S" + self.encode([str(value.layout), tuple(value.shape), *parts], path)
 
     def kind(self, kind: type, path: str) -> bytes:
-        return self._class(kind, path)
+        """Walk a class."""
+        return self.klass(kind, path)
 
     def other(self, value: Any, path: str) -> bytes:
+        """Walk modules, code and objects."""
         if isinstance(value, nn.Module):
             return self._module(value, path)
         if isinstance(value, type):
-            return self._class(value, path)
+            return self.klass(value, path)
         if isinstance(value, types.FunctionType):
-            return self._function(value, path)
+            return self.function(value, path)
         if isinstance(value, types.MethodType):
             return b"m" + self.items([(value.__func__, path), (value.__self__, path)])
         if isinstance(value, types.ModuleType):
-            return self._python_module(value)
+            return self.python_module(value)
         if isinstance(value, _BUILTIN_CODE):
             owner = getattr(value, "__self__", None)
             bound = owner is not None and not isinstance(owner, (types.ModuleType, type))
@@ -214,9 +196,7 @@ class Walk(Encoder):
         if isinstance(value, functools.cached_property):
             return b"h" + self.encode(value.func, path)
         if isinstance(value, functools.partial):
-            return b"h" + self.items(
-                [(value.func, path), (value.args, path), (value.keywords, path)]
-            )
+            return b"h" + self.items([(value.func, path), (value.args, path), (value.keywords, path)])
         if isinstance(value, functools._lru_cache_wrapper):
             return b"h" + self.encode(value.__wrapped__, path)
         if isinstance(value, logging.Logger):
@@ -240,18 +220,18 @@ class Walk(Encoder):
         if not state and not (from_python and kind.__base__ is object):
             text = repr(value)
             if _ADDRESS.search(text):
-                return self._unreadable(value, path)
-            return b"r" + self._class(kind, path) + text_bytes(text)
+                return self.unreadable(value, path)
+            return b"r" + self.klass(kind, path) + text_bytes(text)
         self._watch(getattr(value, "__dict__", {}))
         names = sorted(state)
         pairs = [(state[name], f"{path}.{name}") for name in names]
-        return b"o" + self._class(kind, path) + text_bytes(" ".join(names)) + self.items(pairs)
+        return b"o" + self.klass(kind, path) + text_bytes(" ".join(names)) + self.items(pairs)
 
     def _module(self, module: nn.Module, path: str) -> bytes:
         known = self._labels.get(id(module))
         if known is not None:
             return known
-        reference = self._label(module, f"module {path}")
+        reference = self.label(module, f"module {path}")
         kind = type(module)
         where = f"{path}." if path else ""
         skipped = self._assigned_by_forward(kind)
@@ -263,11 +243,11 @@ class Walk(Encoder):
             self.parts[f"attribute {where}{name}"] = self.encode(value, f"{where}{name}")
             names.append(name)
         self.modules.append((module, tuple(names), skipped))
-        init, unreadable = vars(module).get(INIT_ATTRIBUTE, ({}, ()))
-        self.unreadable += unreadable
+        init, unread = vars(module).get(INIT_ATTRIBUTE, ({}, ()))
+        self.unread += unread
         self.parts[reference.decode()] = b"".join(
             [
-                self._class(kind, path),
+                self.klass(kind, path),
                 self.encode(module.training, path),
                 self.encode(init, path),
                 self.encode(list(module._modules), path),
@@ -296,152 +276,21 @@ class Walk(Encoder):
         self.assigned |= {f"{kind.__name__}.{name}" for name in names}
         return names
 
-    def _class(self, kind: type, path: str) -> bytes:
-        known = self._labels.get(id(kind))
-        if known is not None:
-            return known
-        reference = self._label(kind, f"class {_short_name(kind)}")
-        where = sources.origin(kind)
-        if where in ("torch", "builtin"):
-            parts = [text_bytes(qualified_name(kind))]
-        else:
-            parts = [self.items([(base, path) for base in kind.__bases__])]
-            if where == "installed":
-                parts.append(self._installed(kind, qualified_name(kind)))
-            else:
-                parts.append(text_bytes(kind.__name__))
-                parts.append(text_bytes(str(list(getattr(kind, "__dataclass_fields__", ())))))
-            parts += self._class_contents(kind, everything=where == "project")
-        self.parts[reference.decode()] = b"".join(map(sized, parts))
-        return reference
-
-    def _class_contents(self, kind: type, *, everything: bool) -> list[bytes]:
-        parts = []
-        for name, value in sorted(vars(kind).items()):
-            if name in _CLASS_NOISE or name.startswith(("torchcache_", "_torchcache_")):
-                continue
-            if hasattr(getattr(value, "__func__", value), ADDED_ATTRIBUTE):
-                continue
-            value = getattr(value, ORIGINAL_ATTRIBUTE, value)
-            code = getattr(value, "__code__", None)
-            if code is not None and code.co_filename == "<string>":
-                if hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields"):
-                    continue  # made from the fields, which are covered
-            # A package's class is covered by its file, but not what others have put on it.
-            foreign = isinstance(value, types.FunctionType) and sources.origin(value) == "project"
-            if everything or foreign:
-                parts += [name.encode(), self.encode(value, f"{kind.__name__}.{name}")]
-                self.scopes.append((vars(kind), name, vars(kind)[name]))
-        return parts
-
-    def _function(self, function: types.FunctionType, path: str) -> bytes:
-        function = getattr(function, ORIGINAL_ATTRIBUTE, function)
-        known = self._labels.get(id(function))
-        if known is not None:
-            return known
-        reference = self._label(function, f"function {_short_name(function)}")
-        name = function.__name__
-        where = sources.origin(function)
-        wrapped = getattr(function, "__wrapped__", None)
-        if where in ("torch", "builtin"):
-            # The state of torch's own context managers changes while they are used.
-            module = sources.defining_module(function)
-            parts = [text_bytes(f"{module} {function.__qualname__} {function.__code__.co_name}")]
-            parts.append(self.encode(wrapped, path) if wrapped else self._closure(function, path))
-        elif where == "installed":
-            parts = [self._installed(function, name), self._closure(function, path)]
-        else:
-            source = sources.function_source(function)
-            if source is None:
-                token = self._unreadable(function, f"{path or name} (no source)")
-                source = sources.instructions(function.__code__) + token.hex()
-            parts = [
-                source.encode("utf-8", "surrogatepass"),
-                self.encode(function.__defaults__, f"{name}.__defaults__"),
-                self.encode(function.__kwdefaults__, f"{name}.__kwdefaults__"),
-                self._closure(function, path),
-                self._globals(function),
-                self.encode(_own_attributes(function), name),
-            ]
-        self.parts[reference.decode()] = b"".join(map(sized, parts))
-        return reference
-
-    def _closure(self, function: types.FunctionType, path: str) -> bytes:
-        pairs = []
-        names = function.__code__.co_freevars
-        for name, cell in zip(names, function.__closure__ or (), strict=True):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
-            self.cells.append((cell, value))
-            pairs += [(name, path), (value, f"{function.__name__}.{name}")]
-        return self.items(pairs)
-
-    def _globals(self, function: types.FunctionType) -> bytes:
-        parts = []
-        for name, *attributes in sources.global_chains(function.__code__):
-            if name == "import":
-                found = sys.modules.get(attributes[0])
-                parts += [attributes[0].encode(), self._python_module(found) if found else b""]
-                continue
-            scope: Mapping[str, Any] = function.__globals__
-            value = scope.get(name, _MISSING)
-            path = name
-            if value is _MISSING:
-                continue  # a builtin, or a name that does not exist yet: reading it would fail
-            self.scopes.append((scope, name, value))
-            while attributes and isinstance(value, types.ModuleType):
-                if sources.origin(value) != "project":
-                    break
-                scope, attribute = vars(value), attributes.pop(0)
-                path += f".{attribute}"
-                value = scope.get(attribute, None)
-                self.scopes.append((scope, attribute, value))
-            tail = ".".join(attributes) if isinstance(value, types.ModuleType) else ""
-            parts += [path.encode(), tail.encode(), self.encode(value, path)]
-        return b"".join(map(sized, parts))
-
-    def _python_module(self, module: types.ModuleType) -> bytes:
-        if sources.origin(module) != "project":
-            return b"M" + text_bytes(module.__name__)
-        return b"M" + text_bytes(sources.file_digest(getattr(module, "__file__", None) or ""))
-
-    def _installed(self, obj: Any, name: str) -> bytes:
-        module = sources.defining_module(obj)
-        file = getattr(sys.modules.get(module), "__file__", None) or ""
-        version = sources.package_version(module.partition(".")[0])
-        return text_bytes(f"{module} {name} {version} {sources.file_digest(file)}")
-
     def _watch(self, scope: Mapping[str, Any]) -> None:
         self.scopes += [(scope, name, value) for name, value in scope.items()]
 
-    def _label(self, obj: Any, label: str) -> bytes:
-        """A name for something that is met for the first time; deterministic, unique in this walk."""
-        self._held.append(obj)
-        count = self._taken[label] = self._taken.get(label, 0) + 1
-        self._labels[id(obj)] = (label if count == 1 else f"{label} ({count})").encode()
-        return self._labels[id(obj)]
-
-    def _unreadable(self, value: Any, path: str) -> bytes:
-        self.unreadable.append(path or type(value).__qualname__)
+    def unreadable(self, value: Any, path: str) -> bytes:
+        """A token that stands for this object in this process."""
+        self.unread.append(path or type(value).__qualname__)
         _, token = self._tokens.setdefault(id(value), (value, os.urandom(16)))
         return b"?" + token
-
-
-def _short_name(obj: Any) -> str:
-    return str(obj.__qualname__).rpartition("<locals>.")[2]
-
-
-def _own_attributes(function: types.FunctionType) -> dict[str, Any]:
-    ours = ("__wrapped__", ORIGINAL_ATTRIBUTE, ADDED_ATTRIBUTE)
-    return {name: value for name, value in vars(function).items() if name not in ours}
 
 
 class _Arguments(Walk):
     """Constructor arguments: tensors by content, modules by class (they are walked where they are kept)."""
 
     def tensor(self, value: Tensor, path: str) -> bytes:
+        """Read a tensor at once."""
         return Encoder.tensor(self, value, path) if not is_lazy(value) else b"lazy"
 
     def _module(self, module: nn.Module, path: str) -> bytes:
@@ -457,5 +306,5 @@ def argument_digests(
     for name, value in arguments.items():
         walk = _Arguments(value, {})
         digests[name] = Fingerprint.of_parts(walk.parts).namespace
-        unreadable += [f"argument {path or name}" for path in walk.unreadable]
+        unreadable += [f"argument {path or name}" for path in walk.unread]
     return digests, tuple(unreadable)

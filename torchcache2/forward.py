@@ -120,9 +120,7 @@ class ModuleCache(Cache):
         with self._lock:
             self._notice_content()
             namespace, tensors = self.namespace, self._tensors
-        keys = item_keys(
-            namespace, call.context, call.leaves, subsample_count=self.settings.subsample_count
-        )
+        keys = item_keys(namespace, call.context, call.leaves, subsample_count=self.settings.subsample_count)
         computation = _Computation(self, plain, call, tensors)
         return self.fetch(keys, computation, device=call.device)
 
@@ -187,8 +185,8 @@ class ModuleCache(Cache):
                 self._reason = "training", why
         for name in sorted(walk.assigned):
             self._tell(logger.info, f"{name} is assigned by forward and not part of the key")
-        if walk.unreadable and self.settings.persistent_module_hash is None:
-            names = ", ".join(sorted(set(walk.unreadable)))
+        if walk.unread and self.settings.persistent_module_hash is None:
+            names = ", ".join(sorted(set(walk.unread)))
             self._tell(
                 logger.warning,
                 f"cannot read {names}: the cache is good for this process only, and changes there are "
@@ -245,9 +243,7 @@ class ModuleCache(Cache):
 class _Computation:
     """Runs the forward for some items of a call, and says if the outcome must not be stored."""
 
-    def __init__(
-        self, cache: ModuleCache, plain: Forward, call: BoundCall, tensors: TensorWatch
-    ) -> None:
+    def __init__(self, cache: ModuleCache, plain: Forward, call: BoundCall, tensors: TensorWatch) -> None:
         self._cache = cache
         self._plain = plain
         self._bound = call

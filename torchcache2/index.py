@@ -51,7 +51,7 @@ class KeyIndex:
     @property
     def room(self) -> int:
         """Keys that can be added before the table grows."""
-        return len(self._slots) * 3 // 4 - self._count - self._removed
+        return len(self._slots) * 3 // 4 - self._count
 
     def growth(self, count: int) -> int:
         """Bytes of the new table if `count` more keys need one; the old one goes afterwards."""
@@ -61,8 +61,12 @@ class KeyIndex:
         """Make the table large enough for `count` more keys."""
         if count > self.room:
             self._slots = np.full(self._slots_for(count), _FREE, np.int64)
-            self._removed = 0
-            self._place(np.arange(self._count))
+        elif self._count + self._removed + count > len(self._slots) * 7 // 8:
+            self._slots.fill(_FREE)  # removed slots lengthen every probe
+        else:
+            return
+        self._removed = 0
+        self._place(np.arange(self._count))
 
     def find(self, words: Words) -> Entries:
         """Entry of each key ``(n, 2)``, or -1."""
@@ -141,13 +145,15 @@ class KeyIndex:
         return entries, places
 
     def _place(self, entries: Entries) -> None:
-        """Write entries that are not in the table into free slots."""
+        """Write entries that are not in the table into free or removed slots."""
         mask = len(self._slots) - 1
         slots, tags = self._home(self.keys[entries])
         values = (tags << 32) | entries
         while len(values):
-            free = self._slots[slots] == _FREE
+            before = self._slots[slots]
+            free = before < 0
             self._slots[slots[free]] = values[free]
             # Of several entries that wrote to one slot, one stays; the others move on.
-            lost = self._slots[slots] != values
-            values, slots = values[lost], (slots[lost] + 1) & mask
+            placed = self._slots[slots] == values
+            self._removed -= int(np.count_nonzero(before[placed] == _REMOVED))
+            values, slots = values[~placed], (slots[~placed] + 1) & mask

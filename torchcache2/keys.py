@@ -12,6 +12,7 @@ dtype, and per-item shape. A key thus depends on neither the batch size nor the 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -125,7 +126,7 @@ def _subsample(tensor: Tensor, count: int) -> Tensor:
     blocks = max(2, round(count / _BLOCK))
     ends = [count * i // blocks for i in range(blocks + 1)]
     starts = [(size - (ends[-1] - ends[-2])) * i // (blocks - 1) for i in range(blocks)]
-    widths = [high - low for low, high in zip(ends, ends[1:], strict=False)]
+    widths = [high - low for low, high in itertools.pairwise(ends)]
     return torch.cat(
         [flat.narrow(1, start, width) for start, width in zip(starts, widths, strict=True)], dim=1
     )

@@ -57,9 +57,7 @@ def set_logger_config(
     if number is None:
         problems.append(f"no log level {level!r}: use one of {_LEVELS}; using WARNING")
         number = DEFAULT_LEVEL
-    handlers: list[logging.Handler] = [
-        _StderrHandler() if stream is None else logging.StreamHandler(stream)
-    ]
+    handlers: list[logging.Handler] = [_StderrHandler() if stream is None else logging.StreamHandler(stream)]
     if filename is not None:
         try:
             handlers.append(logging.FileHandler(filename, mode="a", encoding="utf-8"))

@@ -20,13 +20,9 @@ import torch
 from torch import nn
 
 from torchcache2.cache import TierStack
+from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 from torchcache2.errors import DecorationError
-from torchcache2.fingerprint import (
-    ADDED_ATTRIBUTE,
-    INIT_ATTRIBUTE,
-    ORIGINAL_ATTRIBUTE,
-    argument_digests,
-)
+from torchcache2.fingerprint import INIT_ATTRIBUTE, argument_digests
 from torchcache2.forward import ModuleCache
 from torchcache2.settings import CacheSettings, Policy, Size
 
@@ -145,21 +141,21 @@ class _Binding:
 
 def _decorate_class(cls: type[nn.Module], binding: _Binding) -> type[nn.Module]:
     setattr(cls, _BINDING, binding)
-    cls.cache_instance = _CacheAttribute()  # type: ignore[assignment]
+    setattr(cls, "cache_instance", _CacheAttribute())  # noqa: B010  mypy knows no such attribute
     _patch_methods(cls)
     inherited = cls.__dict__.get("__init_subclass__")
     if hasattr(getattr(inherited, "__func__", None), ADDED_ATTRIBUTE):
         return cls
 
-    def __init_subclass__(subclass: type[nn.Module], **kwargs: Any) -> None:
+    def init_subclass(subclass: type[nn.Module], /, **kwargs: Any) -> None:
         if inherited is not None:
             inherited.__get__(None, subclass)(**kwargs)
         else:
             super(cls, subclass).__init_subclass__(**kwargs)
         _patch_methods(subclass)
 
-    setattr(__init_subclass__, ADDED_ATTRIBUTE, True)
-    cls.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
+    setattr(init_subclass, ADDED_ATTRIBUTE, True)
+    cls.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
     return cls
 
 
@@ -244,9 +240,7 @@ def _cache_of(module: nn.Module) -> ModuleCache:
 
 
 def _decorate_instance(module: nn.Module, binding: _Binding) -> nn.Module:
-    if hasattr(type(module), _BINDING) or isinstance(
-        module.__dict__.get("forward"), _InstanceForward
-    ):
+    if hasattr(type(module), _BINDING) or isinstance(module.__dict__.get("forward"), _InstanceForward):
         raise DecorationError(f"this {type(module).__name__} is cached already")
     forward = _InstanceForward(module, module.__dict__.get("forward"))
     forward.cache = binding.cache(module, forward.plain())

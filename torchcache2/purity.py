@@ -22,14 +22,11 @@ def depends_on_batch(module: nn.Module) -> str | None:
         if module.training or module.running_mean is None:
             return f"{name} normalises by the statistics of the batch"
     elif module.training:
+        rate = 0.0
         if isinstance(module, _DropoutNd):
             rate = module.p
-        elif isinstance(module, nn.MultiheadAttention):
+        elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
             rate = module.dropout
-        elif isinstance(module, nn.RNNBase) and module.num_layers > 1:
-            rate = module.dropout
-        else:
-            rate = 0.0
         if rate > 0:
             return f"{name} drops out at random"
     return None
@@ -55,7 +52,7 @@ class RandomState:
 
     def moved(self) -> bool:
         """Whether something has been drawn since."""
-        return self._read()[0] != self._state[0]
+        return bool(self._read()[0] != self._state[0])
 
     def restore(self) -> None:
         """Undo what has been drawn."""
@@ -71,7 +68,7 @@ class RandomState:
     def _read(self) -> tuple[Any, ...]:
         cpu = torch.get_rng_state()
         cuda: list[Tensor] = []
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             cuda = [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())]
         numbers = random.getstate()
         numpy_state: Any = np.random.get_state()

@@ -6,9 +6,10 @@ become columns too, the value repeated for each row, because they are data and n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from torchcache2.errors import OutputError
 
-__all__ = ["Leaf", "Rows", "Schema", "UnstorableError", "empty_bytes", "select"]
+__all__ = ["Leaf", "Rows", "Schema", "UnstorableError", "empty_bytes", "ordinary_tensors", "select"]
 
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -74,11 +75,7 @@ class Schema:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return (
-            isinstance(other, Schema)
-            and self.leaves == other.leaves
-            and self.structure == other.structure
-        )
+        return isinstance(other, Schema) and self.leaves == other.leaves and self.structure == other.structure
 
     def __hash__(self) -> int:
         return hash(self.leaves)
@@ -87,6 +84,13 @@ class Schema:
     def row_bytes(self) -> int:
         """Bytes of one row, all columns together."""
         return sum(leaf.row_bytes for leaf in self.leaves)
+
+
+@contextlib.contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Neither inference mode, whose tensors could not be written outside of it, nor grad mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Rows:
@@ -131,6 +135,7 @@ class Rows:
         UnstorableError
             If a leaf is neither a dense tensor nor a number, text, or None.
         """
+        pairs: Sequence[tuple[Any, Any]]
         if isinstance(output, Tensor):
             pairs, structure = [((), output)], _BARE
         else:
@@ -146,6 +151,7 @@ class Rows:
             columns.append(column)
         return cls(Schema(structure, tuple(leaves)), columns, count)
 
+    @ordinary_tensors()
     def to_pytree(self, *, device: torch.device) -> Any:
         """The output that these rows stand for, its tensors on `device`.
 
@@ -163,8 +169,10 @@ class Rows:
                 values.append(column)
             else:
                 values.append(_column_value(leaf, column))
-        return values[0] if self.schema.structure is _BARE else pytree.tree_unflatten(
-            values, self.schema.structure
+        return (
+            values[0]
+            if self.schema.structure is _BARE
+            else pytree.tree_unflatten(values, self.schema.structure)
         )
 
     def take(self, positions: Tensor) -> Rows:
@@ -173,6 +181,7 @@ class Rows:
         return Rows(self.schema, picked, len(positions))
 
     @staticmethod
+    @ordinary_tensors()
     def scatter(parts: Sequence[tuple[Positions, Rows]], count: int) -> Rows:
         """One batch of `count` rows, from parts with the positions of their rows in it.
 
@@ -193,22 +202,17 @@ class Rows:
 
 def empty_bytes(size: int) -> Tensor:
     """Fresh uint8 memory on the CPU; cheap to touch for the first time if it is large."""
-    # A tensor made in inference mode could not be written outside of it.
-    with torch.inference_mode(False):
-        if size >= _HUGE:
-            return torch.from_numpy(np.empty(size, np.uint8))
-        return torch.empty(size, dtype=torch.uint8)
+    if size >= _HUGE:
+        return torch.from_numpy(np.empty(size, np.uint8))
+    return torch.empty(size, dtype=torch.uint8)
 
 
-def empty_rows(
-    count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def empty_rows(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Fresh memory for a column of `count` rows."""
     if device.type == "cpu":
         size = count * dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         return empty_bytes(size).view(dtype).view(count, *shape)
-    with torch.inference_mode(False):
-        return torch.empty((count, *shape), dtype=dtype, device=device)
+    return torch.empty((count, *shape), dtype=dtype, device=device)
 
 
 _BARE = pytree.tree_flatten(0)[1]

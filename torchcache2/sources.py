@@ -37,9 +37,7 @@ __all__ = [
 Origin = Literal["project", "installed", "torch", "builtin"]
 
 _OURS = __name__.partition(".")[0]
-_SITE = tuple(
-    os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib")
-)
+_SITE = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib"))
 _SITE_NAMES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 

@@ -36,7 +36,8 @@ _ALWAYS = (
 _HEAD = 64
 _PROBE = 4096
 
-Bytes1D = np.ndarray[Any, np.dtype[np.uint8]]
+# Arrays are buffers, which older type checkers do not know.
+Bytes1D = Any
 
 _Fields = Callable[[dict[str, Any]], tuple[Any, ...]]
 

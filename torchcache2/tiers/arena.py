@@ -8,7 +8,7 @@ bytes, so that every dtype is one of them.
 Rows lie at 0 … n-1; removing some moves the last ones into their places. Sizes are exact: pages as
 committed, and while a column or table moves, both copies.
 
-Not thread-safe: the tier holds a lock.
+Not thread-safe: the tier holds a lock, and turns inference mode off.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ class Arena:
         return min(rows, self._index.room)
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of one row with its key and tick."""
+        return sum(column.row_bytes for column in self._all)
+
+    @property
     def nbytes(self) -> int:
         """Bytes allocated: columns, keys, ticks, and the table."""
         return sum(column.nbytes for column in self._all) + self._index.nbytes
@@ -103,8 +108,8 @@ class Arena:
         positions = torch.from_numpy(entries).to(self.device)
         columns = []
         for leaf, column in zip(self.schema.leaves, self._columns, strict=True):
-            picked = column.gather(positions)
-            columns.append(picked.view(leaf.stored).view(len(entries), *leaf.shape))
+            picked = column.gather(positions).view(-1).view(leaf.stored)
+            columns.append(picked.view(len(entries), *leaf.shape))
         return Rows(self.schema, columns, len(entries))
 
     def append(self, keys: Bytes2D, rows: Rows, tick: int) -> None:
@@ -128,6 +133,7 @@ class Arena:
         """Give back the memory behind the last row."""
         for column in self._all:
             column.shrink(len(self))
+        self._index.keys = self._key_words()
 
     def _key_words(self) -> Words:
         words: Words = self._keys.view(self._keys.capacity).numpy().view("<u8")
@@ -164,8 +170,7 @@ class _Column:
         return self._data[:rows]
 
     def gather(self, positions: Tensor) -> Tensor:
-        with torch.inference_mode(False):
-            return self._data.index_select(0, positions)
+        return self._data.index_select(0, positions)
 
     def write(self, first: int, values: Tensor) -> None:
         count = values.shape[0]
@@ -178,8 +183,7 @@ class _Column:
         self._data.index_copy_(0, target, self._data.index_select(0, source))
 
     def _allocate(self, rows: int) -> Tensor:
-        with torch.inference_mode(False):
-            return torch.empty((rows, self.row_bytes), dtype=torch.uint8, device=self._device)
+        return torch.empty((rows, self.row_bytes), dtype=torch.uint8, device=self._device)
 
 
 class _ReservedColumn(_Column):
@@ -211,6 +215,9 @@ class _ReservedColumn(_Column):
         size = self._pages(rows)
         if size < self._committed:
             self._map.madvise(mmap.MADV_DONTNEED, size, self._committed - size)
+            if hasattr(mmap, "MADV_NOHUGEPAGE"):
+                # Else the next page in front of it would be a huge one that reaches into it.
+                self._map.madvise(mmap.MADV_NOHUGEPAGE, size, self._committed - size)
             self._committed, self.capacity = size, size // self.row_bytes
 
     def gather(self, positions: Tensor) -> Tensor:
@@ -222,8 +229,7 @@ class _ReservedColumn(_Column):
 
     def _allocate(self, rows: int) -> Tensor:
         rows = self._limit // self.row_bytes
-        with torch.inference_mode(False):
-            data = torch.frombuffer(self._map, dtype=torch.uint8, count=rows * self.row_bytes)
+        data = torch.frombuffer(self._map, dtype=torch.uint8, count=rows * self.row_bytes)
         return data.view(rows, self.row_bytes)
 
 
@@ -235,6 +241,9 @@ class _NoColumn(_Column):
         self.capacity = np.iinfo(np.int64).max
 
     def shrink(self, rows: int) -> None:
+        pass
+
+    def move(self, source: Tensor, target: Tensor) -> None:
         pass
 
     def gather(self, positions: Tensor) -> Tensor:

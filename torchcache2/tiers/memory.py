@@ -18,7 +18,7 @@ import torch
 
 from torchcache2.keys import Keys
 from torchcache2.logs import logger
-from torchcache2.rows import Rows, Schema
+from torchcache2.rows import Rows, Schema, ordinary_tensors
 from torchcache2.settings import Policy
 from torchcache2.tiers.arena import Arena
 from torchcache2.tiers.base import Found, TierStats
@@ -40,8 +40,8 @@ class MemoryTier:
         What to do when the budget is full.
     device : torch.device, optional
         Where rows lie; None: where the put rows were.
-    in_use : callable
-        The namespaces that something alive uses.
+    in_use : callable, optional
+        The namespaces that something alive uses; default: all.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class MemoryTier:
         budget: int,
         policy: Policy = "mru",
         device: torch.device | None = None,
-        in_use: Callable[[], Collection[bytes]] = tuple,
+        in_use: Callable[[], Collection[bytes]] | None = None,
     ) -> None:
         self.budget = budget
         self.policy = policy
@@ -63,6 +63,7 @@ class MemoryTier:
         self._arenas: dict[bytes, dict[tuple[Schema, torch.device], Arena]] = {}
         self._last_used: dict[bytes, int] = {}
 
+    @ordinary_tensors()
     def get(self, keys: Keys) -> Found:
         """The rows of those keys that are here, copied into fresh memory."""
         parts = []
@@ -84,6 +85,7 @@ class MemoryTier:
                         break
         return Found(parts)
 
+    @ordinary_tensors()
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys; those that are here already stay as they are."""
         with self._lock:
@@ -171,9 +173,9 @@ class MemoryTier:
                     return count
             if self._drop_unused(namespace):
                 continue
-            if self.policy == "lru" and self._evict(arena, count - max(arena.room, 0)):
+            if self.policy == "lru" and self._evict(arena, count - arena.room):
                 continue
-            low, high = max(arena.room, 0), count  # low fits, high does not
+            low, high = arena.room, count  # low fits, high does not
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (middle, high) if arena.cost(middle) <= free else (low, middle)
@@ -182,6 +184,8 @@ class MemoryTier:
 
     def _drop_unused(self, namespace: bytes) -> bool:
         """Forget the namespace that was used least recently, of those that nothing alive uses."""
+        if self._in_use is None:
+            return False
         used = {namespace, *self._in_use()}
         unused = [name for name in self._arenas if name not in used]
         if not unused:
@@ -192,22 +196,31 @@ class MemoryTier:
         return True
 
     def _evict(self, favoured: Arena, count: int) -> bool:
-        """Forget the least recently used rows, wherever they are; False if there are none."""
+        """Forget least recently used rows, worth `count` of the favoured arena; False if there are none."""
         arenas = self._all()
-        total = sum(map(len, arenas))
+        lengths = list(map(len, arenas))
+        total = sum(lengths)
         if total == 0:
             return False
-        count = min(total, max(count, total // _EVICTED_AT_ONCE))
+        row_bytes = np.repeat([arena.row_bytes for arena in arenas], lengths)
+        needed = count * favoured.row_bytes
+        most = max(count, total // _EVICTED_AT_ONCE, round(needed / float(row_bytes.mean())) + 1)
         ticks = np.concatenate([arena.ticks for arena in arenas])
-        oldest = np.sort(np.argpartition(ticks, count - 1)[:count])
+        if most < total:
+            oldest = np.argpartition(ticks, most)[:most]
+            oldest = oldest[np.argsort(ticks[oldest], kind="stable")]
+        else:
+            oldest = np.argsort(ticks, kind="stable")
+        enough = int(np.searchsorted(np.cumsum(row_bytes[oldest]), needed)) + 1
+        victims = np.sort(oldest[: max(enough, total // _EVICTED_AT_ONCE)])
         end = 0
-        for arena in arenas:
-            start, end = end, end + len(arena)
-            low, high = np.searchsorted(oldest, [start, end])
-            arena.remove(oldest[low:high] - start)
+        for arena, length in zip(arenas, lengths, strict=True):
+            start, end = end, end + length
+            low, high = np.searchsorted(victims, [start, end])
+            arena.remove(victims[low:high] - start)
             if arena is not favoured and high > low:
                 arena.shrink()
-        self._evictions += count
+        self._evictions += len(victims)
         for namespace in list(self._arenas):
             self._forget_empty(namespace, keep=favoured)
         return True

@@ -1,0 +1,346 @@
+"""The memory tier against a plain dict that may forget, and its budget against the system's."""
+
+import gc
+import hashlib
+import pathlib
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from torchcache2.keys import Keys
+from torchcache2.rows import Rows
+from torchcache2.tiers import arena as arena_module
+from torchcache2.tiers.memory import MemoryTier
+
+CPU = torch.device("cpu")
+NAMESPACES = [b"first namespace.", b"second namespace"]
+
+
+def keys_of(names, namespace=NAMESPACES[0]):
+    data = b"".join(hashlib.md5(str(name).encode()).digest() for name in names)
+    return Keys(namespace, np.frombuffer(data, np.uint8).reshape(-1, 16))
+
+
+def value_of(name, width):
+    generator = torch.Generator().manual_seed(int(hashlib.md5(str(name).encode()).hexdigest()[:8], 16))
+    return torch.randn(width, generator=generator)
+
+
+def rows_of(names, width, dtype=None):
+    output = {"y": torch.stack([value_of(name, width) for name in names]), "n": width, "z": None}
+    return Rows.from_pytree(output, len(names), device=CPU, dtype=dtype)
+
+
+def put(tier, names, width=4, namespace=NAMESPACES[0]):
+    return tier.put(keys_of(names, namespace), rows_of(names, width))
+
+
+def found(tier, names, width=4, namespace=NAMESPACES[0]):
+    """The names that are there, each checked against its value."""
+    here = []
+    for positions, rows in tier.get(keys_of(names, namespace)).parts:
+        output = rows.to_pytree(device=CPU)
+        assert output["n"] == width and output["z"] is None
+        for position, row in zip(positions, output["y"], strict=True):
+            assert torch.equal(row, value_of(names[position], width))
+            here.append(names[position])
+    return sorted(here)
+
+
+@pytest.fixture(params=["reserved", "moved"])
+def growth(request, monkeypatch):
+    """Columns that grow in reserved address space, and columns that grow by moving."""
+    if request.param == "moved":
+
+        def refuse(row_bytes, limit):
+            raise OSError("no address space")
+
+        monkeypatch.setattr(arena_module, "_ReservedColumn", refuse)
+
+
+@pytest.mark.usefixtures("growth")
+@pytest.mark.parametrize("policy", ["mru", "lru"])
+def test_random_walk_stays_in_the_budget_and_never_lies(policy):
+    budget = 200_000
+    tier = MemoryTier(budget, policy)
+    rng = np.random.default_rng(1)
+    widths = [1, 3, 50, 400]
+    for _ in range(600):
+        width = int(rng.choice(widths))
+        names = [f"{i}/{width}" for i in rng.choice(600, rng.integers(1, 40), replace=False)]
+        namespace = NAMESPACES[rng.integers(2)]
+        if rng.random() < 0.5:
+            assert 0 <= put(tier, names, width, namespace) <= len(names)
+        else:
+            found(tier, names, width, namespace)
+        assert tier.stats().bytes <= budget
+    stats = tier.stats()
+    assert stats.bytes > budget * 0.7
+    assert (stats.evictions > 0) == (policy == "lru")
+
+
+class Dict(RuleBasedStateMachine):
+    """A tier is a dict that may forget."""
+
+    @initialize(policy=st.sampled_from(["mru", "lru"]), budget=st.sampled_from([0, 20_000, 10**9]))
+    def make(self, policy, budget):
+        self.live = set(NAMESPACES)
+        self.tier = MemoryTier(budget, policy, in_use=lambda: self.live)
+        self.known = {}
+        self.forgets = budget < 10**9
+
+    names = st.lists(st.integers(0, 40), min_size=1, max_size=20, unique=True)
+    namespaces = st.sampled_from(NAMESPACES)
+
+    @rule(names=names, namespace=namespaces, width=st.sampled_from([0, 1, 7]))
+    def put(self, names, namespace, width):
+        names = [name for name in names if (namespace, name) not in self.known]
+        if names:
+            kept = put(self.tier, names, width, namespace)
+            assert kept == len(names) or self.forgets
+            self.known.update({(namespace, name): width for name in names})
+
+    @rule(names=names, namespace=namespaces)
+    def get(self, names, namespace):
+        for width in (0, 1, 7):
+            mine = [name for name in names if self.known.get((namespace, name)) == width]
+            if mine:
+                here = found(self.tier, mine, width, namespace)
+                assert here == sorted(mine) or self.forgets
+        unknown = [name for name in names if (namespace, name) not in self.known]
+        assert not self.tier.get(keys_of(unknown, namespace)).parts
+
+    @rule(namespace=namespaces)
+    def drop(self, namespace):
+        self.tier.drop(namespace)
+        self.known = {key: width for key, width in self.known.items() if key[0] != namespace}
+
+    @rule(namespace=namespaces)
+    def forget_module(self, namespace):
+        self.live ^= {namespace}
+
+    @invariant()
+    def budget_holds(self):
+        if hasattr(self, "tier"):
+            assert self.tier.stats().bytes <= self.tier.budget
+
+
+TestDict = Dict.TestCase
+TestDict.settings = hypothesis.settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def room_for(rows, width=4):
+    """A budget that just holds so many rows."""
+    tier = MemoryTier(10**9)
+    put(tier, list(range(rows)), width)
+    return tier.stats().bytes
+
+
+def test_mru_keeps_what_came_first():
+    tier = MemoryTier(room_for(40, 1000), "mru")
+    for name in range(80):
+        put(tier, [name], 1000)
+    kept = found(tier, list(range(80)), 1000)
+    assert kept == list(range(len(kept))) and 35 <= len(kept) <= 41
+    assert tier.stats().evictions == 0
+
+
+def test_lru_drops_the_least_recently_used():
+    tier = MemoryTier(room_for(30, 1000), "lru")
+    for name in range(30):
+        put(tier, [name], 1000)
+    before = [name for name in range(30) if found(tier, [name], 1000)]
+    found(tier, before[:5], 1000)
+    for name in range(100, 110):
+        assert put(tier, [name], 1000) == 1
+    after = found(tier, [*range(30), *range(100, 110)], 1000)
+    assert set(before[:5]) <= set(after) and set(range(100, 110)) <= set(after)
+    dropped = sorted(set(before) - set(after))
+    assert dropped == before[5 : 5 + len(dropped)]
+    assert tier.stats().evictions >= len(dropped) > 0
+
+
+def test_half_an_epoch_in_memory_hits_half_of_it():
+    # The reason for the default: what came first is the best that can be kept.
+    rates = {}
+    for policy in ("mru", "lru"):
+        tier = MemoryTier(room_for(100, 1000), policy)
+        hits = 0
+        for _ in range(4):
+            for name in range(200):
+                if found(tier, [name], 1000):
+                    hits += 1
+                else:
+                    put(tier, [name], 1000)
+        rates[policy] = hits / 600
+    assert 0.45 < rates["mru"] < 0.55
+    assert rates["lru"] == 0
+
+
+@pytest.mark.parametrize("policy", ["mru", "lru"])
+def test_rows_of_a_dead_namespace_make_room(policy):
+    living = set(NAMESPACES)
+    tier = MemoryTier(room_for(50, 1000), policy, in_use=lambda: living)
+    for name in range(200):
+        put(tier, [name], 1000, NAMESPACES[0])
+    old = found(tier, list(range(200)), 1000, NAMESPACES[0])
+    evictions = tier.stats().evictions
+    living.remove(NAMESPACES[0])
+    for name in range(40):
+        assert put(tier, [name], 1000, NAMESPACES[1]) == 1
+    assert found(tier, list(range(40)), 1000, NAMESPACES[1]) == list(range(40))
+    assert found(tier, list(range(200)), 1000, NAMESPACES[0]) == []
+    assert tier.stats().evictions == evictions + len(old)
+
+
+def test_a_namespace_without_a_module_stays_while_there_is_room():
+    tier = MemoryTier(10**8, in_use=set)
+    put(tier, [1, 2], namespace=NAMESPACES[0])
+    put(tier, [1, 2], namespace=NAMESPACES[1])
+    assert found(tier, [1, 2], namespace=NAMESPACES[0]) == [1, 2]
+
+
+def test_a_full_tier_says_so_once(log):
+    tier = MemoryTier(room_for(5, 1000))
+    for name in range(30):
+        put(tier, [name], 1000)
+    messages = [record.getMessage() for record in log if record.levelname == "WARNING"]
+    assert len(messages) == 1
+    assert "max_memory_cache_size" in messages[0] and "full" in messages[0]
+
+
+def test_a_batch_larger_than_the_budget_is_kept_in_part():
+    for policy in ("mru", "lru"):
+        tier = MemoryTier(100_000, policy)
+        assert 15 <= put(tier, list(range(100)), 1000) < 25
+        assert tier.stats().bytes <= 100_000
+
+
+@pytest.mark.parametrize("budget", [0, 1, 100, 4000])
+def test_a_budget_without_room_for_a_row_keeps_nothing(budget):
+    tier = MemoryTier(budget)
+    assert put(tier, [1, 2, 3], 1000) == 0
+    assert tier.stats() == (type(tier.stats()))(rows=0, bytes=0, evictions=0)
+
+
+def test_rows_that_are_there_stay_as_they_are():
+    tier = MemoryTier(10**8)
+    assert put(tier, [1, 2]) == 2
+    assert put(tier, [2, 3]) == 1
+    assert put(tier, [1, 2, 3]) == 0
+    assert tier.stats().rows == 3
+
+
+def test_closed_tier_keeps_nothing():
+    tier = MemoryTier(10**8)
+    put(tier, [1])
+    tier.close()
+    assert put(tier, [2]) == 0 and found(tier, [1, 2]) == []
+    assert tier.stats().bytes == 0
+
+
+def resident_bytes():
+    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssAnon")
+
+
+def test_the_budget_is_what_the_process_allocates():
+    tier = MemoryTier(120_000_000, "lru")
+    rng = np.random.default_rng(0)
+    put(tier, [0])
+    gc.collect()
+    before = resident_bytes()
+    base = tier.stats().bytes
+    for number in range(600):
+        width = int(rng.choice([16, 256, 4096, 65_536]))
+        count = max(1, min(200, 100_000 // width))
+        data = rng.integers(0, 256, (count, 16), dtype=np.uint8)
+        output = torch.full((count, width), float(number))
+        tier.put(Keys(NAMESPACES[width % 2], data), Rows.from_pytree(output, count, device=CPU))
+        del output
+        grown = resident_bytes() - before
+        stats = tier.stats()
+        assert stats.bytes <= 120_000_000
+        # Besides: what Python and malloc keep for themselves, which does not grow with the cache.
+        assert grown <= stats.bytes - base + 25_000_000
+    assert tier.stats().bytes > 90_000_000
+    assert resident_bytes() - before > 70_000_000
+    tier.close()
+    gc.collect()
+    assert resident_bytes() - before < 25_000_000
+
+
+def test_bookkeeping_of_a_million_rows_is_at_most_64_bytes_a_row():
+    tier = MemoryTier(10**9)
+    rng = np.random.default_rng(0)
+    rows = Rows.from_pytree(torch.zeros(10_000, 4), 10_000, device=CPU)
+    for _ in range(100):
+        tier.put(Keys(NAMESPACES[0], rng.integers(0, 256, (10_000, 16), dtype=np.uint8)), rows)
+    stats = tier.stats()
+    assert stats.rows == 1_000_000
+    assert (stats.bytes - 16_000_000) / stats.rows <= 64
+
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+@pytest.mark.usefixtures("growth")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)])
+def test_every_dtype_and_shape_comes_back_bit_by_bit(dtype, shape):
+    size = 6 * int(np.prod(shape)) * dtype.itemsize
+    data = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8)
+    values = data.view(dtype).view(6, *shape)
+    tier = MemoryTier(10**7)
+    assert tier.put(keys_of(range(6)), Rows.from_pytree(values, 6, device=CPU)) == 6
+    ((positions, rows),) = tier.get(keys_of([4, 9, 1, 1])).parts
+    assert positions.tolist() == [0, 2, 3]
+    back = rows.to_pytree(device=CPU)
+    assert back.dtype == dtype and back.shape == (3, *shape)
+    again = values.view(6, -1)[[4, 1, 1]] if values.numel() and dtype.itemsize == 1 else None
+    expected = data.view(6, -1)[[4, 1, 1]]
+    assert torch.equal(back.contiguous().view(-1).view(torch.uint8).view(3, -1), expected)
+    assert again is None or back.numel() == again.numel()
+
+
+def test_a_gathered_batch_is_the_callers_own():
+    tier = MemoryTier(10**7)
+    put(tier, [1, 2])
+    ((_, rows),) = tier.get(keys_of([1, 2])).parts
+    rows.columns[1].zero_()
+    assert found(tier, [1, 2]) == [1, 2]
+
+
+def test_rows_of_inference_mode_can_be_written_later():
+    tier = MemoryTier(10**7)
+    with torch.inference_mode():
+        put(tier, [1, 2])
+        ((_, rows),) = tier.get(keys_of([1, 2])).parts
+        output = rows.to_pytree(device=CPU)["y"]
+    put(tier, [3])
+    output.add_(1)
+    assert not output.is_inference()

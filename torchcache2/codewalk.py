@@ -1,0 +1,218 @@
+"""`CodeWalk`: classes and functions as named parts, with everything that their code names."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from torchcache2 import sources
+from torchcache2.digest import Encoder, qualified_name, sized, text_bytes
+
+__all__ = ["ADDED_ATTRIBUTE", "ORIGINAL_ATTRIBUTE", "CodeWalk"]
+
+ORIGINAL_ATTRIBUTE = "_torchcache_original"  # of a wrapper: what it wraps
+ADDED_ATTRIBUTE = "_torchcache_added"  # of what the decorator put where there was nothing
+
+
+# What a class statement leaves behind besides the code and values in it.
+_CLASS_NOISE = frozenset(
+    (
+        "__module__",
+        "__dict__",
+        "__weakref__",
+        "__doc__",
+        "__qualname__",
+        "__firstlineno__",
+        "__static_attributes__",
+        "__annotations__",
+        "__annotate__",
+        "__annotate_func__",
+        "__annotations_cache__",
+        "__parameters__",
+        "__orig_bases__",
+        "__abstractmethods__",
+        "_abc_impl",
+        "__slots__",
+        "__match_args__",
+        "__dataclass_fields__",
+        "__dataclass_params__",
+        "__signature__",
+        "__classdictcell__",
+        "_member_map_",
+        "_value2member_map_",
+        "_unhashable_values_",
+        "_hashable_values_",
+        "_value_repr_",
+        "__new_member__",
+        "_generate_next_value_",
+    )
+)
+_MISSING = object()
+
+
+class CodeWalk(Encoder):
+    """The part of a walk that reads code.
+
+    Project code is read function by function: source, defaults, closure, and the globals that it names.
+    Each class and function becomes one part, under a label that does not depend on where its file is.
+
+    Attributes
+    ----------
+    parts : dict of str to bytes
+        Canonical bytes of each part.
+    scopes : list of (mapping, name, value)
+        Globals and attributes that were read, and what they were.
+    cells : list of (cell, value)
+        Closure cells that were read, and what was in them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: dict[str, bytes] = {}
+        self.scopes: list[tuple[Mapping[str, Any], str, Any]] = []
+        self.cells: list[tuple[types.CellType, Any]] = []
+        self._labels: dict[int, bytes] = {}  # of classes, functions and modules that were met
+        self._taken: dict[str, int] = {}
+        self._held: list[Any] = []  # keeps ids valid
+
+    def unreadable(self, value: Any, path: str) -> bytes:
+        """Bytes that stand for what cannot be read."""
+        raise NotImplementedError
+
+    def klass(self, kind: type, path: str) -> bytes:
+        """Write down a class and its bases; the label of its part."""
+        known = self._labels.get(id(kind))
+        if known is not None:
+            return known
+        reference = self.label(kind, f"class {_short_name(kind)}")
+        where = sources.origin(kind)
+        if where in ("torch", "builtin"):
+            parts = [text_bytes(qualified_name(kind))]
+        else:
+            parts = [self.items([(base, path) for base in kind.__bases__])]
+            if where == "installed":
+                parts.append(self._installed(kind, qualified_name(kind)))
+            else:
+                parts.append(text_bytes(kind.__name__))
+                parts.append(text_bytes(str(list(getattr(kind, "__dataclass_fields__", ())))))
+            parts += self._class_contents(kind, everything=where == "project")
+        self.parts[reference.decode()] = b"".join(map(sized, parts))
+        return reference
+
+    def _class_contents(self, kind: type, *, everything: bool) -> list[bytes]:
+        parts = []
+        for name, value in sorted(vars(kind).items()):
+            if name in _CLASS_NOISE or name.startswith(("torchcache_", "_torchcache_")):
+                continue
+            if hasattr(getattr(value, "__func__", value), ADDED_ATTRIBUTE):
+                continue
+            value = getattr(value, ORIGINAL_ATTRIBUTE, value)
+            code = getattr(value, "__code__", None)
+            has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
+            if code is not None and code.co_filename == "<string>" and has_fields:
+                continue  # made from the fields, which are covered
+            # A package's class is covered by its file, but not what others have put on it.
+            foreign = isinstance(value, types.FunctionType) and sources.origin(value) == "project"
+            if everything or foreign:
+                parts += [name.encode(), self.encode(value, f"{kind.__name__}.{name}")]
+                self.scopes.append((vars(kind), name, vars(kind)[name]))
+        return parts
+
+    def function(self, function: types.FunctionType, path: str) -> bytes:
+        """Write down a function and what it names; the label of its part."""
+        function = getattr(function, ORIGINAL_ATTRIBUTE, function)
+        known = self._labels.get(id(function))
+        if known is not None:
+            return known
+        reference = self.label(function, f"function {_short_name(function)}")
+        name = function.__name__
+        where = sources.origin(function)
+        wrapped = getattr(function, "__wrapped__", None)
+        if where in ("torch", "builtin"):
+            # The state of torch's own context managers changes while they are used.
+            module = sources.defining_module(function)
+            parts = [text_bytes(f"{module} {function.__qualname__} {function.__code__.co_name}")]
+            parts.append(self.encode(wrapped, path) if wrapped else self._closure(function, path))
+        elif where == "installed":
+            parts = [self._installed(function, name), self._closure(function, path)]
+        else:
+            source = sources.function_source(function)
+            if source is None:
+                token = self.unreadable(function, f"{path or name} (no source)")
+                source = sources.instructions(function.__code__) + token.hex()
+            parts = [
+                source.encode("utf-8", "surrogatepass"),
+                self.encode(function.__defaults__, f"{name}.__defaults__"),
+                self.encode(function.__kwdefaults__, f"{name}.__kwdefaults__"),
+                self._closure(function, path),
+                self._globals(function),
+                self.encode(_own_attributes(function), name),
+            ]
+        self.parts[reference.decode()] = b"".join(map(sized, parts))
+        return reference
+
+    def _closure(self, function: types.FunctionType, path: str) -> bytes:
+        pairs = []
+        names = function.__code__.co_freevars
+        for name, cell in zip(names, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            self.cells.append((cell, value))
+            pairs += [(name, path), (value, f"{function.__name__}.{name}")]
+        return self.items(pairs)
+
+    def _globals(self, function: types.FunctionType) -> bytes:
+        parts = []
+        for name, *attributes in sources.global_chains(function.__code__):
+            if name == "import":
+                found = sys.modules.get(attributes[0])
+                parts += [attributes[0].encode(), self.python_module(found) if found else b""]
+                continue
+            scope: Mapping[str, Any] = function.__globals__
+            value = scope.get(name, _MISSING)
+            path = name
+            if value is _MISSING:
+                continue  # a builtin, or a name that does not exist yet: reading it would fail
+            self.scopes.append((scope, name, value))
+            while attributes and isinstance(value, types.ModuleType):
+                if sources.origin(value) != "project":
+                    break
+                scope, attribute = vars(value), attributes.pop(0)
+                path += f".{attribute}"
+                value = scope.get(attribute, None)
+                self.scopes.append((scope, attribute, value))
+            tail = ".".join(attributes) if isinstance(value, types.ModuleType) else ""
+            parts += [path.encode(), tail.encode(), self.encode(value, path)]
+        return b"".join(map(sized, parts))
+
+    def python_module(self, module: types.ModuleType) -> bytes:
+        """Bytes of a Python module that code uses as a whole."""
+        if sources.origin(module) != "project":
+            return b"M" + text_bytes(module.__name__)
+        return b"M" + text_bytes(sources.file_digest(getattr(module, "__file__", None) or ""))
+
+    def _installed(self, obj: Any, name: str) -> bytes:
+        module = sources.defining_module(obj)
+        file = getattr(sys.modules.get(module), "__file__", None) or ""
+        version = sources.package_version(module.partition(".")[0])
+        return text_bytes(f"{module} {name} {version} {sources.file_digest(file)}")
+
+    def label(self, obj: Any, label: str) -> bytes:
+        """A name for something that is met for the first time; deterministic, unique in this walk."""
+        self._held.append(obj)
+        count = self._taken[label] = self._taken.get(label, 0) + 1
+        self._labels[id(obj)] = (label if count == 1 else f"{label} ({count})").encode()
+        return self._labels[id(obj)]
+
+
+def _short_name(obj: Any) -> str:
+    return str(obj.__qualname__).rpartition("<locals>.")[2]
+
+
+def _own_attributes(function: types.FunctionType) -> dict[str, Any]:
+    ours = ("__wrapped__", ORIGINAL_ATTRIBUTE, ADDED_ATTRIBUTE)
+    return {name: value for name, value in vars(function).items() if name not in ours}
