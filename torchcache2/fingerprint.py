@@ -267,12 +267,12 @@ class Walk(CodeWalk):
         return reference
 
     def _assigned_by_forward(self, kind: type) -> set[str]:
-        forward = getattr(kind, "forward", None)
-        forward = getattr(forward, ORIGINAL_ATTRIBUTE, forward)
-        if not isinstance(forward, types.FunctionType) or sources.origin(forward) == "torch":
-            return set()
-        source = sources.function_source(forward)
-        names = sources.assigned_attributes(source) if source else set()
+        names = set()
+        for base in kind.__mro__:
+            forward = vars(base).get("forward")
+            forward = getattr(forward, ORIGINAL_ATTRIBUTE, forward)
+            if isinstance(forward, types.FunctionType) and sources.origin(forward) != "torch":
+                names |= sources.assigned_attributes(sources.function_source(forward) or "")
         self.assigned |= {f"{kind.__name__}.{name}" for name in names}
         return names
 

@@ -160,7 +160,10 @@ def global_chains(code: types.CodeType) -> list[tuple[str, ...]]:
 
 def assigned_attributes(source: str) -> set[str]:
     """Names that a method assigns on its first argument, as in ``self.name = …`` or ``self.n += 1``."""
-    function = ast.parse(source).body[0]
+    try:
+        function = ast.parse(source).body[0]
+    except (SyntaxError, IndexError):
+        return set()
     if not isinstance(function, ast.FunctionDef) or not function.args.args:
         return set()
     first = function.args.args[0].arg

@@ -1,0 +1,413 @@
+"""What `@torchcache` decorates, and that the decorated thing stays what it was."""
+
+import copy
+import gc
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from torchcache2 import Cache, DecorationError, OptionError, torchcache
+
+
+@torchcache
+class Bare(nn.Module):
+    """Documented."""
+
+    def __init__(self, width: int = 4, *, scale: float = 2.0) -> None:
+        super(Bare, self).__init__()  # noqa: UP008  two-argument super has to work
+        self.fc = nn.Linear(width, 3)
+        self.scale = scale
+        self.register_buffer("offset", torch.ones(3))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        """The forward's own words."""
+        self.calls += 1
+        return self.fc(x) * self.scale * factor + self.offset
+
+
+@torchcache(policy="lru")
+class Called(Bare):
+    """Decorated again, with options of its own."""
+
+
+class Child(Bare):
+    def forward(self, x, factor=1.0):
+        return super().forward(x, factor) + 1
+
+
+class Grandchild(Child):
+    def __init__(self):
+        super().__init__(4, scale=3.0)
+
+
+class Quiet(Bare):
+    """Inherits everything."""
+
+
+MODULES = [Bare, Called, Child, Grandchild, Quiet]
+
+
+GENERATOR = torch.Generator().manual_seed(1)
+
+
+def items(count):
+    """Items that no other test has, since all tests share the budgets of these classes."""
+    return torch.randn(count, 4, generator=GENERATOR)
+
+
+def frozen(module):
+    return module.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_class_and_its_subclasses_are_cached_once(kind):
+    module = frozen(kind())
+    x = items(5)
+    first = module(x)
+    assert torch.equal(module(x), first)
+    assert module.calls == 1
+    stats = module.cache_instance.stats()
+    assert (stats.hits, stats.misses, stats.memory_rows >= 5) == (5, 5, True)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_class_keeps_its_identity(kind):
+    module = kind()
+    assert isinstance(module, Bare) and isinstance(module, kind) and type(module) is kind
+    assert kind.__name__ in ("Bare", "Called", "Child", "Grandchild", "Quiet")
+    assert kind.__module__ == __name__ and pickle.loads(pickle.dumps(kind)) is kind
+    assert Bare.__doc__ == "Documented."
+    assert Bare.forward.__doc__ == "The forward's own words."
+    assert list(inspect.signature(Bare).parameters) == ["width", "scale"]
+    assert list(inspect.signature(module.forward).parameters) == ["x", "factor"]
+    plain = {"offset", "fc.weight", "fc.bias"}
+    assert set(module.state_dict()) == plain
+    assert {name for name, _ in module.named_modules()} == {"", "fc"}
+    frozen(module)(items(2))
+    assert set(module.state_dict()) == plain
+    assert repr(module).startswith(kind.__name__ + "(")
+
+
+def copies(module):
+    if isinstance(module, Bare):
+        yield copy.copy(module)  # of an instance-decorated module it would call the original's forward
+    yield copy.deepcopy(module)
+    yield pickle.loads(pickle.dumps(module))
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    yield torch.load(file, weights_only=False)
+
+
+def instance(own=None):
+    module = nn.Sequential(nn.Linear(4, 3), nn.GELU())
+    return torchcache(policy="lru")(frozen(module))
+
+
+@pytest.mark.parametrize("make", [lambda: frozen(Bare()), lambda: frozen(Grandchild()), instance])
+@pytest.mark.parametrize("called", [False, True])
+def test_copies_and_pickles_have_a_cache_of_their_own(make, called):
+    module = make()
+    x = items(6)
+    if called:
+        module(x)
+    for twin in copies(module):
+        expected = type(module)._call_impl(twin, x)
+        assert torch.equal(twin(x), expected)
+        assert twin.cache_instance.root is twin
+        assert twin.cache_instance is not module.cache_instance
+        assert twin.cache_instance.settings == module.cache_instance.settings
+        assert twin.cache_instance.module_hash == module.cache_instance.module_hash
+
+
+def test_a_deep_copy_uses_its_own_weights():
+    for module in (frozen(Bare()), instance()):
+        x = items(6)
+        before = module(x)
+        twin = copy.deepcopy(module)
+        for parameter in twin.parameters():
+            parameter.data.mul_(3)
+        assert not torch.equal(twin(x), before)
+        assert torch.equal(module(x), before)
+
+
+def test_a_deep_copy_shares_the_budget():
+    module = instance()
+    x = items(6)
+    module(x)
+    twin = copy.deepcopy(module)
+    twin(x)
+    assert twin.cache_instance.stats().hits == 6
+
+
+def test_a_cache_copies_to_itself_and_pickles_as_its_settings():
+    cache = Cache(b"a namespace of16")
+    assert copy.deepcopy(cache) is cache
+    twin = pickle.loads(pickle.dumps(cache))
+    assert twin.settings == cache.settings and twin.namespace == cache.namespace
+
+
+def test_state_loads_into_a_plain_twin():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+            self.register_buffer("offset", torch.zeros(3))
+
+    module, plain = Bare(), Plain()
+    plain.load_state_dict(module.state_dict())
+    module.load_state_dict(plain.state_dict())
+    assert torch.equal(plain.offset, torch.ones(3))
+
+
+def test_instances_of_one_class_share_a_budget_and_not_their_rows():
+    first, second = frozen(Bare()), frozen(Bare())
+    x = items(5)
+    outputs = [first(x), second(x), first(x), second(x)]
+    assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3])
+    assert not torch.equal(outputs[0], outputs[1])
+    stats = [module.cache_instance.stats() for module in (first, second)]
+    assert stats[0].memory_rows == stats[1].memory_rows >= 10
+    assert [s.misses for s in stats] == [5, 5]
+
+
+def test_equal_instances_share_their_rows():
+    first = frozen(Bare())
+    second = frozen(Bare())
+    second.load_state_dict(first.state_dict())
+    x = items(5)
+    assert torch.equal(first(x), second(x))
+    assert second.calls == 0
+
+
+def test_an_instance_that_somebody_else_built():
+    plain = nn.Sequential(nn.Linear(4, 3), nn.GELU()).eval()
+    x = items(5)
+    expected = plain(x).detach()
+    module = torchcache(max_memory_cache_size="1MB")(plain)
+    assert module is plain
+    with torch.no_grad():
+        assert torch.equal(module(x), expected)
+        assert torch.equal(module(x), expected)
+    assert module.cache_instance.stats().hits == 5
+    assert list(module.state_dict()) == ["0.weight", "0.bias"]
+    # Other instances of the class are left alone.
+    assert not hasattr(nn.Sequential(nn.Linear(4, 3)), "cache_instance")
+    with pytest.raises(DecorationError, match="already"):
+        torchcache(module)
+    with pytest.raises(DecorationError, match="already"):
+        torchcache(Bare())
+
+
+def test_an_instance_whose_forward_somebody_has_replaced():
+    plain = frozen(nn.Linear(4, 3))
+    original = plain.forward
+    plain.forward = lambda x: original(x) * 10
+    x = items(5)
+    expected = plain(x)
+    module = torchcache(plain)
+    assert torch.equal(module(x), expected)
+    assert torch.equal(module(x), expected)
+    assert module.cache_instance.stats().hits == 5
+
+
+def test_hooks_on_the_module_itself_run_on_hits():
+    module = frozen(Bare())
+    x = items(2)
+    module(x)
+    seen = []
+    module.register_forward_hook(lambda module, args, output: seen.append(output))
+    module.register_forward_pre_hook(lambda module, args: (args[0] + 0,))
+    for _ in range(2):
+        module(x)
+    assert len(seen) == 2 and torch.equal(*seen)
+
+
+def test_a_function():
+    @torchcache
+    def embed(x, power=2):
+        """Documented."""
+        return x**power
+
+    x = items(5)
+    assert torch.equal(embed(x), x**2) and torch.equal(embed(x, 2), x**2)
+    assert torch.equal(embed(x, power=3), x**3)
+    stats = embed.cache_instance.stats()
+    assert (stats.hits, stats.misses) == (5, 10)
+    assert embed.__name__ == "embed" and embed.__doc__ == "Documented."
+    assert list(inspect.signature(embed).parameters) == ["x", "power"]
+
+
+def test_with_parentheses_and_options():
+    @torchcache(max_memory_cache_size=0)
+    def nothing_kept(x):
+        return x + 1
+
+    x = items(5)
+    for _ in range(2):
+        assert torch.equal(nothing_kept(x), x + 1)
+    assert nothing_kept.cache_instance.stats().misses == 10
+
+    @torchcache(enabled=False)
+    def off(x):
+        return x + 1
+
+    assert torch.equal(off(x), x + 1)
+    assert off.cache_instance.stats().misses == 0
+
+
+def test_attributes_override_options():
+    @torchcache(policy="mru")
+    class Overridden(nn.Module):
+        def __init__(self, policy, size):
+            super().__init__()
+            self.torchcache_policy = policy
+            self.torchcache_max_memory_cache_size = size
+
+        def forward(self, x):
+            return x * 2
+
+    small, large = Overridden("lru", "10KB"), Overridden("mru", 10**6)
+    for module in (small, large):
+        for _ in range(2):
+            module(torch.arange(3000.0))
+    assert small.cache_instance.settings.policy == "lru"
+    assert small.cache_instance.stats().memory_bytes <= 10_000
+    assert large.cache_instance.settings.memory_budget() == 10**6
+    assert large.cache_instance.stats().hits == 3000
+    wrong = Overridden("mru", 10)
+    wrong.torchcache_polcy = "lru"
+    with pytest.raises(OptionError, match="polcy"):
+        wrong(torch.zeros(2))
+
+
+def test_a_subclass_decorated_with_other_options_has_them():
+    assert Called().cache_instance.settings.policy == "lru"
+    assert Bare().cache_instance.settings.policy == "mru"
+
+
+@pytest.mark.parametrize(
+    "target, words",
+    [
+        (3, "an int"),
+        ("net", "a str"),
+        (object, "a type"),
+        (len, "a builtin_function_or_method"),
+        ([nn.Linear(2, 2)], "a list"),
+    ],
+)
+def test_other_things_cannot_be_decorated(target, words):
+    with pytest.raises(DecorationError, match=words):
+        torchcache(target)
+    with pytest.raises(DecorationError, match="expected a subclass or instance"):
+        torchcache(policy="lru")(target)
+
+
+def test_generators_and_coroutines_cannot_be_decorated():
+    def generator(x):
+        yield x
+
+    async def coroutine(x):
+        return x
+
+    for function in (generator, coroutine):
+        with pytest.raises(DecorationError):
+            torchcache(function)
+
+
+def test_unknown_options_are_named():
+    with pytest.raises(OptionError, match=r"unknown option 'polici'.*policy"):
+        torchcache(polici="lru")
+    with pytest.raises(OptionError, match=r"shared_args.*'mask'.*x"):
+
+        @torchcache(shared_args=("mask",))
+        def forward(x):
+            return x
+
+
+def test_another_forward_of_the_same_instance_is_not_mistaken_for_its_own():
+    # Called from outside, a base class's forward computes something else than the class's own.
+    module = frozen(Child())
+    x = items(3)
+    own = module(x)
+    assert torch.equal(Bare.forward(module, x) + 1, own)
+    assert torch.equal(super(Child, module).forward(x) + 1, own)
+    assert torch.equal(module(x), own)
+
+
+def test_init_subclass_of_the_user_still_runs():
+    seen = []
+
+    class Base(nn.Module):
+        def __init_subclass__(cls, *, tag="", **kwargs):
+            super().__init_subclass__(**kwargs)
+            seen.append((cls.__name__, tag))
+
+    @torchcache
+    class Middle(Base, tag="m"):
+        def forward(self, x):
+            return x
+
+    @torchcache
+    class Own(nn.Module):
+        def __init_subclass__(cls, *, tag="", **kwargs):
+            super().__init_subclass__(**kwargs)
+            seen.append((cls.__name__, tag))
+
+        def forward(self, x):
+            return x
+
+    class Leaf(Middle, tag="l"):
+        pass
+
+    class Other(Own, tag="o"):
+        pass
+
+    assert seen == [("Middle", "m"), ("Leaf", "l"), ("Other", "o")]
+    assert Leaf()(torch.ones(2)).tolist() == [1, 1] and Other()(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_constructor_errors_are_the_constructors_own():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wdth'"):
+        Bare(wdth=3)
+
+
+@pytest.mark.parametrize("make", [lambda: frozen(Bare()), instance])
+def test_a_dropped_module_is_freed_at_once(make):
+    import weakref
+
+    module = make()
+    module(items(3))
+    gc.disable()
+    try:
+        reference = weakref.ref(module)
+        del module
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_the_cache_is_a_context_manager():
+    module = frozen(Bare())
+    x = items(5)
+    with module.cache_instance as cache:
+        module(x)
+        module(x)
+        assert cache.stats().hits == 5
+    expected = module(x)
+    assert torch.equal(module(x), expected)
+    assert cache.stats().hits == 5
+
+
+def test_clear_forgets_the_rows():
+    module = frozen(Bare())
+    x = items(5)
+    module(x)
+    module.cache_instance.clear()
+    module(x)
+    assert module.cache_instance.stats().misses == 10

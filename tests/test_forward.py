@@ -1,0 +1,631 @@
+"""A cached forward against the plain one: arguments, outputs, bypasses and errors."""
+
+import collections
+import dataclasses
+import inspect
+import random
+import threading
+import typing
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from transformers.utils import ModelOutput
+
+from torchcache2 import InputError, OutputError, UnhashableArgumentError, torchcache
+
+
+def cached(forward, **options):
+    """A cached function that lists the sizes of the batches that it computed."""
+    sizes = []
+
+    def counting(*args, **kwargs):
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        sizes.append(len(tensors[0]))
+        return forward(*args, **kwargs)
+
+    counting.__signature__ = inspect.signature(forward)
+    function = torchcache(**options)(counting)
+    function.sizes = sizes
+    return function
+
+
+def assert_same(left, right):
+    left_leaves, left_spec = pytree.tree_flatten(left)
+    right_leaves, right_spec = pytree.tree_flatten(right)
+    assert type(left) is type(right) and left_spec == right_spec
+    for a, b in zip(left_leaves, right_leaves, strict=True):
+        assert type(a) is type(b)
+        if isinstance(a, torch.Tensor):
+            assert (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
+            assert torch.equal(a, b)
+            assert a.requires_grad is False
+        else:
+            assert a == b
+
+
+@dataclasses.dataclass
+class Registered:
+    image: torch.Tensor
+    scale: float
+
+
+torch.export.register_dataclass(Registered)
+
+
+class Pair(typing.NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+@dataclasses.dataclass
+class Hidden(ModelOutput):
+    last: torch.Tensor | None = None
+    states: tuple | None = None
+
+
+X = torch.arange(24.0).reshape(6, 4)
+IDS = torch.arange(6)
+
+CALLS = {
+    "positional": (lambda x, y: x * 2 + y[:, None], (X, IDS), {}),
+    "keyword": (lambda x, y: x * 2 + y[:, None], (), {"y": IDS, "x": X}),
+    "mixed dtypes": (lambda x, y, z: (x, y, z), (X.half(), IDS, X.bool()), {}),
+    "dict": (lambda batch: batch["a"] + batch["b"][0], ({"a": X, "b": [X, 3]},), {}),
+    "nested": (lambda batch: batch[0][1]["x"] * batch[1], (((1, {"x": X}), 2.5),), {}),
+    "named tuple": (lambda pair: pair.left - pair.right, (Pair(X, X + 1),), {}),
+    "dataclass": (lambda item: item.image * item.scale, (Registered(X, 3.0),), {}),
+    "ordered dict": (lambda d: d["x"] * 2, (collections.OrderedDict(x=X),), {}),
+    "variadic": (lambda *xs: sum(xs), (X, X + 1, X + 2), {}),
+    "keywords": (lambda **xs: xs["b"] - xs["a"], (), {"a": X, "b": X * 3}),
+    "the same twice": (lambda x, y: x * y, (X, X), {}),
+    "one-dimensional": (lambda x: x * 2, (IDS,), {}),
+    "no elements": (lambda x: x.sum(1), (X[:, :0],), {}),
+}
+
+OUTPUTS = {
+    "tensor": lambda x: x * 2,
+    "tuple": lambda x: (x * 2, x.long()),
+    "list": lambda x: [x, x.sum(1)],
+    "dict": lambda x: {"b": x * 2, "a": (x.sum(1), [x > 3])},
+    "named tuple": lambda x: Pair(x * 2, x * 3),
+    "model output": lambda x: Hidden(last=x * 2, states=(x, x + 1)),
+    "model output with a gap": lambda x: Hidden(last=x * 2),
+    "numbers and texts": lambda x: {"y": x, "n": 3, "f": 2.5, "t": "text é", "b": True, "c": 1j, "z": None},
+    "bytes": lambda x: (x, b"\x00\xff", ""),
+    "half": lambda x: x.half(),
+    "bfloat16": lambda x: x.bfloat16(),
+    "double": lambda x: x.double(),
+    "complex": lambda x: torch.complex(x, -x),
+    "conjugated": lambda x: torch.complex(x, -x).conj(),
+    "bool": lambda x: x > 5,
+    "one number an item": lambda x: x.sum(1),
+    "no elements": lambda x: x[:, :0],
+    "view": lambda x: (x * 2)[:, 1:3],
+    "transposed": lambda x: torch.stack([x, x * 2], 2).transpose(1, 2),
+    "expanded": lambda x: x.sum(1)[:, None].expand(-1, 5),
+    "the input": lambda x: x,
+    "a view of the input": lambda x: x[:, ::2],
+    "the same tensor twice": lambda x: [x * 2] * 2,
+    "channels last": lambda x: (
+        x.reshape(-1, 1, 2, 2).expand(-1, 3, 2, 2).to(memory_format=torch.channels_last)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_any_call_is_cached(name):
+    forward, args, kwargs = CALLS[name]
+    function = cached(forward)
+    expected = forward(*args, **kwargs)
+    for _ in range(3):
+        assert_same(function(*args, **kwargs), expected)
+    assert function.sizes == ([1] if name == "no elements" else [6])
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("mode", ["normal", "no_grad", "inference"])
+def test_any_output_comes_back_as_it_is(name, mode):
+    forward = OUTPUTS[name]
+    function = cached(forward)
+    context = {"normal": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+    with context[mode]():
+        expected = forward(X)
+        for order in (range(3), range(6), [5, 0, 5], [1], range(5, -1, -1)):
+            index = torch.tensor(list(order))
+            output = function(X[index])
+            assert_same(output, forward(X[index]))
+        assert_same(function(X), expected)
+    assert function.sizes == [3, 3]
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs_own_their_memory(name):
+    function = cached(OUTPUTS[name])
+    x = X.clone()
+    for _ in range(3):
+        output = function(x)
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, torch.Tensor):
+                assert leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()
+                leaf.zero_()
+        assert torch.equal(x, X)
+        assert_same(function(X), OUTPUTS[name](X))
+
+
+def test_a_batch_of_misses_gets_the_callers_own_tensors():
+    seen = []
+    function = cached(lambda x, table: seen.append((x, table)) or x * table.sum(), shared_args=("table",))
+    x, table = torch.randn(4, 3), torch.randn(2)
+    function(x, table)
+    assert seen[0][0] is x and seen[0][1] is table
+    function(torch.cat([x[:2], x + 1]), table)
+    assert len(seen[1][0]) == 4 and seen[1][1] is table
+
+
+def test_only_misses_are_computed_and_duplicates_once():
+    function = cached(lambda x: x * 2)
+    function(X[:2])
+    assert torch.equal(function(X), X * 2)
+    index = torch.tensor([0, 3, 3, 5, 0])
+    more = torch.cat([X[index], X[index] + 100, X[index] + 100])
+    assert torch.equal(function(more), more * 2)
+    assert function.sizes == [2, 4, 3]
+    assert function.cache_instance.stats().misses == 9
+    assert function.cache_instance.stats().hits == 14
+
+
+def test_an_empty_batch():
+    function = cached(lambda x: {"y": x * 2, "n": 3})
+    for _ in range(2):
+        assert_same(function(X[:0]), {"y": X[:0] * 2, "n": 3})
+    assert function.cache_instance.stats().memory_rows == 0
+
+
+def test_rows_of_differing_shape_lie_side_by_side():
+    function = cached(lambda x: torch.cat([x, x], dim=1))
+    for width in (1, 3, 4, 3, 1):
+        x = torch.arange(5.0 * width).reshape(5, width)
+        assert torch.equal(function(x), torch.cat([x, x], dim=1))
+    assert function.sizes == [5, 5, 5]
+
+
+def longest(x):
+    """As tokenizers pad: the output's width depends on the batch."""
+    width = int(x.max())
+    return torch.arange(width).expand(len(x), width) * x[:, None]
+
+
+def test_hits_that_do_not_stack_are_computed_again():
+    function = cached(longest)
+    for batch in ([1, 2], [3, 4], [1, 3], [1, 5], [1, 2], [4, 5, 1, 2]):
+        x = torch.tensor(batch)
+        assert torch.equal(function(x), longest(x))
+
+
+def test_values_of_a_batch_that_differ_between_its_rows_are_computed_again():
+    def forward(x):
+        return x * 2, float(x.sum())
+
+    function = cached(forward)
+    x = X.sum(1)
+    for part in (x[:2], x[2:4]):
+        assert_same(function(part), forward(part))
+    assert_same(function(x[1:3]), forward(x[1:3]))
+
+
+def test_cache_dtype_rounds_hits_and_misses_alike():
+    function = cached(lambda x: (x / 3, x.long()), cache_dtype=torch.bfloat16)
+    expected = ((X / 3).bfloat16().float(), X.long())
+    for batch in (slice(0, 2), slice(0, 6), slice(3, 6)):
+        assert_same(function(X[batch]), tuple(leaf[batch] for leaf in expected))
+    assert function.sizes == [2, 4]
+
+
+def test_shared_arguments_belong_to_the_batch():
+    function = cached(lambda x, mask, tables=None: x * mask, shared_args=("mask", "tables"))
+    masks = [torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.ones(4)]
+    for mask in masks * 2:
+        assert torch.equal(function(X, mask, tables={"t": [torch.ones(1)]}), X * mask)
+        assert torch.equal(function(X[2:], mask=mask.clone(), tables={"t": [torch.ones(1)]}), X[2:] * mask)
+    assert function.sizes == [6, 6]
+
+
+def test_an_exception_leaves_the_cache_as_it_was():
+    fail = True
+
+    def forward(x, fail):
+        if fail:
+            raise KeyError("mine")
+        return x * 2
+
+    function = cached(forward)
+    function(X[:3], False)
+    stats = function.cache_instance.stats()
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            function(X, fail)
+    assert function.cache_instance.stats().memory_rows == stats.memory_rows
+    assert function.cache_instance.stats().misses == stats.misses
+    assert torch.equal(function(X, False), X * 2)
+
+
+class Net(nn.Module):
+    def __init__(self, extra=None):
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+        self.extra = extra if extra is not None else nn.Identity()
+
+    def forward(self, x):
+        return self.extra(self.fc(x))
+
+
+def bypasses(module):
+    return dict(module.cache_instance.stats().bypasses)
+
+
+def warnings_of(log):
+    return [record.getMessage() for record in log if record.levelname == "WARNING"]
+
+
+def test_a_trainable_module_is_bypassed_in_grad_mode(log):
+    module = torchcache(Net())
+    for _ in range(2):
+        output = module(X)
+        assert output.requires_grad
+        output.sum().backward()
+    assert bypasses(module) == {"grad": 12}
+    (message,) = warnings_of(log)
+    assert "grad mode is on" in message and "no_grad" in message and message.startswith("Net")
+    with torch.no_grad():
+        module(X)
+        module(X)
+    assert module.cache_instance.stats().hits == 6
+    assert module(X).requires_grad
+
+
+def test_an_input_that_requires_grad_is_bypassed():
+    module = torchcache(Net().requires_grad_(False))
+    x = X.clone().requires_grad_()
+    module(x).sum().backward()
+    assert x.grad is not None and bypasses(module) == {"grad": 6}
+    module(X)
+    assert module(X).requires_grad is False
+    assert module.cache_instance.stats().hits == 6
+
+
+def test_a_frozen_module_is_cached_in_grad_mode():
+    module = torchcache(Net().requires_grad_(False))
+    head = nn.Linear(3, 1)
+    for _ in range(2):
+        head(module(X)).sum().backward()
+    assert module.cache_instance.stats().hits == 6 and head.weight.grad is not None
+
+
+def test_a_graph_from_elsewhere_is_kept():
+    weight = torch.ones(4, requires_grad=True)
+    scale = {"w": weight}
+
+    function = torchcache(lambda x: x * scale["w"])
+    for _ in range(2):
+        function(X).sum().backward()
+    assert torch.equal(weight.grad, 2 * X.sum(0))
+    assert bypasses(function) == {"grad": 12}
+
+
+TRAINING = {
+    "dropout": lambda: nn.Dropout(0.5),
+    "dropout2d": lambda: nn.Sequential(nn.Unflatten(1, (3, 1, 1)), nn.Dropout2d(0.3)),
+    "batch norm": lambda: nn.BatchNorm1d(3),
+    "alpha": lambda: nn.AlphaDropout(0.1),
+    "encoder": lambda: nn.TransformerEncoderLayer(3, 1, 8, dropout=0.1, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_training_mode_with_a_random_part_is_bypassed(name, log):
+    module = torchcache(Net(TRAINING[name]()))
+    with torch.no_grad():
+        module(X)
+        module(X)
+        assert bypasses(module) == {"training": 12}
+        (message,) = warnings_of(log)
+        assert ".eval()" in message
+        module.eval()
+        first = module(X)
+        assert torch.equal(module(X), first)
+    assert module.cache_instance.stats().hits == 6
+
+
+def test_training_mode_alone_is_no_reason():
+    module = torchcache(Net(nn.Dropout(0.0)))
+    with torch.no_grad():
+        module(X)
+        module(X)
+    assert module.cache_instance.stats().hits == 6
+
+
+def test_batch_norm_without_running_statistics_depends_on_the_batch():
+    module = torchcache(Net(nn.BatchNorm1d(3, track_running_stats=False)).eval())
+    with torch.no_grad():
+        for batch in (X, X[:3], X):
+            assert torch.equal(module(batch), module.extra(module.fc(batch)))
+    assert bypasses(module) == {"training": 15}
+
+
+NOISE = {
+    "torch": lambda x: x + torch.rand(x.shape),
+    "functional dropout": lambda x: nn.functional.dropout(x, 0.5, training=True),
+    "python": lambda x: x + random.random(),
+    "numpy": lambda x: x + np.random.rand(),
+}
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_a_random_forward_is_bypassed_and_draws_what_it_would_have(name, log):
+    forward = NOISE[name]
+    function = torchcache(forward)
+    batches = [X, X, torch.cat([X[:2], X[:2]])]
+
+    def run(forward):
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        return [forward(batch) for batch in batches]
+
+    for left, right in zip(run(function), run(forward), strict=True):
+        assert torch.equal(left, right)
+    assert bypasses(function) == {"random": 16}
+    (message,) = warnings_of(log)
+    assert "random" in message
+
+
+def test_a_generator_of_its_own_is_watched():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.torch_generator = torch.Generator().manual_seed(1)
+            self.numpy_generator = np.random.default_rng(1)
+            self.which = 0
+
+        def forward(self, x):
+            if self.which == 0:
+                return x + torch.rand(4, generator=self.torch_generator)
+            return x + self.numpy_generator.random()
+
+    plain, module = Noisy(), torchcache(Noisy())
+    for which in (0, 1):
+        plain.which = module.which = which
+        for batch in (X, X, torch.cat([X, X])):
+            assert torch.equal(module(batch), plain(batch))
+    assert bypasses(module) == {"random": 48}
+
+
+def test_an_item_that_is_random_only_sometimes():
+    def forward(x, sample):
+        return x + torch.rand(x.shape) if sample else x * 2
+
+    function = cached(forward)
+    function(X, False)
+    assert not torch.equal(function(X, True), function(X, True))
+    assert torch.equal(function(X, False), X * 2)
+    assert function.cache_instance.stats().hits == 6
+
+
+def test_a_forward_that_changes_its_own_tensors_is_bypassed(log):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            return x + self.count
+
+    module = torchcache(Counting())
+    for step in range(1, 4):
+        assert torch.equal(module(X), X + step)
+    assert bypasses(module) == {"state": 18}
+    assert "changed" in warnings_of(log)[0]
+
+
+def test_a_buffer_that_is_made_at_the_first_call_is_no_obstacle():
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", None)
+
+        def forward(self, x):
+            if self.table is None:
+                self.table = torch.arange(4.0)
+            return x * self.table
+
+    module = torchcache(Lazy())
+    for _ in range(3):
+        assert torch.equal(module(X), X * torch.arange(4.0))
+    assert bypasses(module) == {"state": 6}
+    assert module.cache_instance.stats().hits == 6
+
+
+def test_attributes_that_forward_assigns_are_left_out_and_named(log):
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            self.kept, self.other = x.sum(), "seen"
+            return x * 2
+
+    module = torchcache(Keeps())
+    for _ in range(3):
+        module(X)
+    assert module.calls == 1 and module.cache_instance.stats().hits == 12
+    assert warnings_of(log) == []
+    named = [record.getMessage() for record in log if record.levelname == "INFO"]
+    assert any("Keeps.calls" in message for message in named)
+    assert any("Keeps.kept" in message for message in named)
+
+
+def test_an_input_changed_in_place_is_bypassed():
+    function = torchcache(lambda x: x.add_(1) * 2)
+    for _ in range(2):
+        x = X.clone()
+        assert torch.equal(function(x), (X + 1) * 2) and torch.equal(x, X + 1)
+    assert bypasses(function) == {"input": 12}
+    x = torch.cat([X, X])
+    assert torch.equal(function(x), (torch.cat([X, X]) + 1) * 2)
+    assert torch.equal(x, torch.cat([X, X]) + 1)
+
+
+def test_an_uninitialised_module_is_bypassed_once():
+    module = torchcache(nn.Sequential(nn.LazyLinear(3), nn.ReLU()).eval())
+    with torch.no_grad():
+        first = module(X)
+        assert bypasses(module) == {"lazy": 6}
+        assert torch.equal(module(X), first) and torch.equal(module(X), first)
+    assert module.cache_instance.stats().hits == 6
+
+
+@pytest.mark.parametrize(
+    "output, words",
+    [
+        (object(), "object"),
+        (torch.zeros(6, 2).to_sparse(), "sparse"),
+        (2**70, "64 bits"),
+        (np.zeros(3), "ndarray"),
+    ],
+)
+def test_outputs_that_cannot_be_kept_are_passed_through(output, words, log):
+    function = cached(lambda x: {"y": x * 2, "o": output})
+    for batch in (X, X, torch.cat([X, X])):
+        back = function(batch)
+        assert torch.equal(back["y"], batch * 2) and back["o"] is output
+    assert function.cache_instance.stats().misses == 0
+    assert sum(bypasses(function).values()) == 24
+    (message,) = warnings_of(log)
+    assert words in message and "['o']" in message
+
+
+ERRORS = {
+    "no tensor": (lambda f: f(3), InputError, "no batched tensor"),
+    "only shared": (lambda f: f(mask=X), InputError, "no batched tensor"),
+    "no dimension": (lambda f: f(torch.tensor(3.0)), InputError, "argument x .*without dimensions"),
+    "batch sizes": (lambda f: f(X, X[:5]), InputError, r"x has shape \(6, 4\), y has shape \(5, 4\)"),
+    "nested sizes": (lambda f: f(X, {"a": [X[:2]]}), InputError, r"y\['a'\]\[0\] has shape \(2, 4\)"),
+    "an object": (lambda f: f(X, object()), UnhashableArgumentError, "argument y is a object"),
+    "a module": (lambda f: f(X, [nn.ReLU()]), UnhashableArgumentError, r"y\[0\] is a ReLU"),
+    "a function": (lambda f: f(X, len), UnhashableArgumentError, "argument y is a builtin"),
+    "sparse": (lambda f: f(X.to_sparse()), UnhashableArgumentError, "argument x .*sparse"),
+    "in a set": (lambda f: f(X, {X}), UnhashableArgumentError, "set"),
+    "unexpected": (lambda f: f(X, z=1), TypeError, "unexpected keyword"),
+    "missing": (lambda f: f(), TypeError, "missing a required argument"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_mistakes_are_errors_at_once(name):
+    call, kind, words = ERRORS[name]
+    function = torchcache(shared_args=("mask",))(lambda x=1, y=None, mask=None: x)
+    if name == "missing":
+        function = torchcache(lambda x, y: x)
+    with pytest.raises(kind, match=words):
+        call(function)
+
+
+def test_an_unregistered_dataclass_with_a_tensor_is_an_error():
+    @dataclasses.dataclass
+    class Loose:
+        image: torch.Tensor
+
+    with pytest.raises(UnhashableArgumentError, match="Loose, which is not a registered"):
+        torchcache(lambda item: item.image)(Loose(X))
+
+
+@pytest.mark.parametrize("output", [lambda x: x.sum(), lambda x: {"a": x, "b": x[:2]}, lambda x: x.t()])
+def test_an_output_that_is_not_batched_is_an_error(output):
+    function = torchcache(output)
+    with pytest.raises(OutputError, match=r"output.*shape.*for a batch of 6"):
+        function(X)
+    assert function.cache_instance.stats().memory_rows == 0
+
+
+def test_recursion_caches_the_outermost_call():
+    class Recursive(nn.Module):
+        calls = 0
+
+        def forward(self, x, depth=2):
+            type(self).calls += 1
+            return x if depth == 0 else self(x * 2, depth - 1)
+
+    module = torchcache(Recursive())
+    for _ in range(2):
+        assert torch.equal(module(X), X * 4)
+
+
+def test_a_cached_module_inside_of_a_cached_module():
+    inner = torchcache(Net().requires_grad_(False).eval())
+    outer = torchcache(nn.Sequential(inner, nn.ReLU()).eval())
+    expected = nn.functional.relu(inner.fc(X))
+    assert torch.equal(outer(X), expected) and torch.equal(outer(X), expected)
+    with torch.no_grad():
+        inner.fc.weight.mul_(2)
+    assert torch.equal(outer(X), nn.functional.relu(inner.fc(X)))
+
+
+def test_a_function_notices_the_module_that_it_uses():
+    net = Net()
+
+    @torchcache
+    def embed(x):
+        return net(x)
+
+    assert embed(X).requires_grad and bypasses(embed) == {"grad": 6}
+    net.requires_grad_(False)
+    first = embed(X)
+    assert torch.equal(embed(X), first) and embed.cache_instance.stats().hits == 6
+    net.fc.weight.data.mul_(2)
+    assert torch.equal(embed(X), net(X)) and not torch.equal(net(X), first)
+    net.extra = nn.Dropout(0.5)
+    embed(X)
+    assert bypasses(embed) == {"grad": 6, "training": 6}
+
+
+def test_the_callers_thread_is_the_one_that_computes():
+    threads = []
+    function = torchcache(lambda x: threads.append(threading.get_ident()) or x * 2)
+    function(X)
+    assert threads == [threading.get_ident()]
+
+
+def test_autocast_has_rows_of_its_own():
+    module = torchcache(Net().requires_grad_(False))
+    plain = module(X)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = module(X)
+        assert low.dtype == torch.bfloat16 and torch.equal(module(X), low)
+    assert torch.equal(module(X), plain)
+    assert module.cache_instance.stats().misses == 12
+
+
+def test_the_environment_turns_caching_off(monkeypatch):
+    function = cached(lambda x: x * 2)
+    monkeypatch.setenv("TORCHCACHE_DISABLE", "1")
+    function(X)
+    function(X)
+    monkeypatch.setenv("TORCHCACHE_DISABLE", "0")
+    function(X)
+    function(X)
+    assert function.sizes == [6, 6, 6]
+
+
+def test_persistent_module_hash_replaces_the_namespace():
+    first = torchcache(persistent_module_hash="mine")(Net().requires_grad_(False))
+    second = torchcache(persistent_module_hash="mine")(nn.Identity())
+    assert first.cache_instance.module_hash == second.cache_instance.module_hash
+    before = first(X)
+    first.fc.weight.mul_(2)
+    assert torch.equal(first(X), before)

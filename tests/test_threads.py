@@ -1,0 +1,87 @@
+"""Many threads on one module."""
+
+import concurrent.futures
+import os
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from torchcache2 import torchcache
+
+SOAK = bool(os.environ.get("SOAK"))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x, scale=1.0):
+        return {"y": torch.relu(self.fc(x)) * scale, "x": x.sum(1)}
+
+
+@pytest.mark.parametrize("policy, budget", [("mru", 10**8), ("mru", 20_000), ("lru", 20_000)])
+def test_sixteen_threads_on_one_module_get_no_wrong_output(policy, budget):
+    plain = Net().eval().requires_grad_(False)
+    module = torchcache(policy=policy, max_memory_cache_size=budget)(Net().eval().requires_grad_(False))
+    module.load_state_dict(plain.state_dict())
+    # Powers of two: the sum of a row is exact, whatever the size of its batch.
+    plain.fc.weight.copy_(torch.randint(-4, 4, (5, 6)) / 2)
+    plain.fc.bias.copy_(torch.randint(-4, 4, (5,)) / 2)
+    module.load_state_dict(plain.state_dict())
+    items = torch.randint(-8, 8, (400, 6)).float()
+    calls = (10_000 if not SOAK else 200_000) // 16
+    start = threading.Barrier(16)
+
+    def work(number):
+        generator = torch.Generator().manual_seed(number)
+        start.wait()
+        wrong = 0
+        for _ in range(calls):
+            count = int(torch.randint(1, 9, (), generator=generator))
+            x = items[torch.randint(len(items), (count,), generator=generator)]
+            scale = float(torch.randint(1, 3, (), generator=generator))
+            output, expected = module(x, scale), plain(x, scale)
+            wrong += not all(torch.equal(output[name], expected[name]) for name in ("y", "x"))
+        return wrong
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        assert sum(pool.map(work, range(16))) == 0
+    stats = module.cache_instance.stats()
+    assert stats.memory_bytes <= budget and stats.hits > 0
+    assert stats.hits + stats.misses + sum(stats.bypasses.values()) > 16 * calls
+
+
+def test_threads_with_modules_of_their_own_share_a_budget():
+    cached = torchcache(max_memory_cache_size=30_000, policy="lru")(type("Shared", (Net,), {}))
+
+    def work(number):
+        torch.manual_seed(number)
+        module = cached().eval().requires_grad_(False)
+        weight, bias = module.fc.weight.double(), module.fc.bias.double()
+        for step in range(150):
+            x = torch.arange(6.0).repeat(4, 1) + step % 7 + torch.arange(4.0)[:, None]
+            expected = torch.relu(x.double() @ weight.T + bias)
+            if not torch.allclose(module(x)["y"].double(), expected, atol=1e-4):
+                return False
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+def test_caches_made_and_dropped_while_others_evict_do_not_deadlock():
+    cached = torchcache(max_memory_cache_size=20_000, policy="lru")(type("Short", (Net,), {}))
+
+    def work(number):
+        for step in range(40):
+            module = cached().eval().requires_grad_(False)
+            module(torch.randn(20, 6))
+            if step % 3 == 0:
+                module.cache_instance.close()
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8), timeout=60))
