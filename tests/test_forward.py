@@ -52,7 +52,11 @@ class Registered:
     scale: float
 
 
-torch.export.register_dataclass(Registered)
+pytree.register_pytree_node(
+    Registered,
+    lambda item: ([item.image, item.scale], None),
+    lambda leaves, context: Registered(*leaves),
+)
 
 
 class Pair(typing.NamedTuple):

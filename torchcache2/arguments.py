@@ -235,8 +235,8 @@ def _batch_size(leaves: list[tuple[str, Tensor]]) -> int:
 
 
 def _autocast_state(leaves: list[tuple[str, Tensor]]) -> bytes:
-    """What autocast and the default dtype make of an operation."""
-    state = [f"default {torch.get_default_dtype()}"]
+    """What autocast, the default dtype and the precision of products make of an operation."""
+    state = [f"default {torch.get_default_dtype()} {torch.get_float32_matmul_precision()}"]
     for kind in sorted({"cpu", "cuda", *(tensor.device.type for _, tensor in leaves)}):
         if torch.is_autocast_enabled(kind):
             state.append(f"{kind} {torch.get_autocast_dtype(kind)}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from torchcache2 import sources
@@ -35,6 +37,7 @@ _CLASS_NOISE = frozenset(
         "__abstractmethods__",
         "_abc_impl",
         "__slots__",
+        "__slotnames__",
         "__match_args__",
         "__dataclass_fields__",
         "__dataclass_params__",
@@ -49,6 +52,7 @@ _CLASS_NOISE = frozenset(
         "_generate_next_value_",
     )
 )
+_FUNCTION_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _MISSING = object()
 
 
@@ -66,6 +70,10 @@ class CodeWalk(Encoder):
         Globals and attributes that were read, and what they were.
     cells : list of (cell, value)
         Closure cells that were read, and what was in them.
+    reads : list of (callable, object)
+        ``callable(object)`` is a tuple of what else was read off an object.
+    dicts : list of mapping
+        Attributes of objects and classes, which may get more.
     """
 
     def __init__(self) -> None:
@@ -73,6 +81,8 @@ class CodeWalk(Encoder):
         self.parts: dict[str, bytes] = {}
         self.scopes: list[tuple[Mapping[str, Any], str, Any]] = []
         self.cells: list[tuple[types.CellType, Any]] = []
+        self.reads: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
+        self.dicts: list[Mapping[str, Any]] = []
         self._labels: dict[int, bytes] = {}  # of classes, functions and modules that were met
         self._taken: dict[str, int] = {}
         self._held: list[Any] = []  # keeps ids valid
@@ -91,7 +101,8 @@ class CodeWalk(Encoder):
         if where in ("torch", "builtin"):
             parts = [text_bytes(qualified_name(kind))]
         else:
-            parts = [self.items([(base, path) for base in kind.__bases__])]
+            metaclass = [type(kind)] if type(kind) is not type else []
+            parts = [self.items([(base, path) for base in (*kind.__bases__, *metaclass)])]
             if where == "installed":
                 parts.append(self._installed(kind, qualified_name(kind)))
             else:
@@ -108,8 +119,10 @@ class CodeWalk(Encoder):
                 continue
             if hasattr(getattr(value, "__func__", value), ADDED_ATTRIBUTE):
                 continue
-            value = getattr(value, ORIGINAL_ATTRIBUTE, value)
-            code = getattr(value, "__code__", None)
+            if hasattr(value, ORIGINAL_ATTRIBUTE):
+                scope, value = vars(value), getattr(value, ORIGINAL_ATTRIBUTE)
+                self.scopes.append((scope, ORIGINAL_ATTRIBUTE, value))
+            code = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
             has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
             if code is not None and code.co_filename == "<string>" and has_fields:
                 continue  # made from the fields, which are covered
@@ -118,6 +131,8 @@ class CodeWalk(Encoder):
             if everything or foreign:
                 parts += [name.encode(), self.encode(value, f"{kind.__name__}.{name}")]
                 self.scopes.append((vars(kind), name, vars(kind)[name]))
+        if everything:
+            self.dicts.append(vars(kind))
         return parts
 
     def function(self, function: types.FunctionType, path: str) -> bytes:
@@ -131,10 +146,9 @@ class CodeWalk(Encoder):
         where = sources.origin(function)
         wrapped = getattr(function, "__wrapped__", None)
         if where in ("torch", "builtin"):
-            # The state of torch's own context managers changes while they are used.
             module = sources.defining_module(function)
             parts = [text_bytes(f"{module} {function.__qualname__} {function.__code__.co_name}")]
-            parts.append(self.encode(wrapped, path) if wrapped else self._closure(function, path))
+            parts += [self.encode(wrapped, path), self._closure(function, path)]
         elif where == "installed":
             parts = [self._installed(function, name), self._closure(function, path)]
         else:
@@ -150,6 +164,9 @@ class CodeWalk(Encoder):
                 self._globals(function),
                 self.encode(_own_attributes(function), name),
             ]
+            self.reads.append((_FUNCTION_FIELDS, function))
+            self.dicts.append(vars(function))
+            self.scopes += [(vars(function), *item) for item in _own_attributes(function).items()]
         self.parts[reference.decode()] = b"".join(map(sized, parts))
         return reference
 
@@ -169,15 +186,15 @@ class CodeWalk(Encoder):
         parts = []
         for name, *attributes in sources.global_chains(function.__code__):
             if name == "import":
-                found = sys.modules.get(attributes[0])
-                parts += [attributes[0].encode(), self.python_module(found) if found else b""]
+                file = sources.module_file(attributes[0], function.__globals__.get("__package__"))
+                parts += [attributes[0].encode(), file.encode()]
                 continue
             scope: Mapping[str, Any] = function.__globals__
             value = scope.get(name, _MISSING)
             path = name
+            self.scopes.append((scope, name, None if value is _MISSING else value))
             if value is _MISSING:
                 continue  # a builtin, or a name that does not exist yet: reading it would fail
-            self.scopes.append((scope, name, value))
             while attributes and isinstance(value, types.ModuleType):
                 if sources.origin(value) != "project":
                     break

@@ -28,6 +28,7 @@ from torch import Tensor
 from xxhash import xxh3_128_digest
 
 __all__ = [
+    "CONTAINERS",
     "Encoder",
     "UnencodableError",
     "digest",
@@ -148,7 +149,7 @@ class Encoder:
         return struct.pack("<Q", len(encoded)) + b"".join(encoded)
 
     def _encode_compound(self, value: Any, kind: type, path: str) -> bytes:
-        if isinstance(value, np.ndarray):
+        if kind in (np.ndarray, np.memmap):
             if value.dtype.hasobject:
                 return b"O" + self.items([(value.shape, path), (value.tolist(), path)])
             head = text_bytes(f"{value.dtype.str} {value.shape}")
@@ -156,11 +157,14 @@ class Encoder:
         if isinstance(value, np.generic):
             return b"g" + text_bytes(value.dtype.str) + value.tobytes()
         if isinstance(value, enum.Enum):
-            return b"e" + self.kind(kind, path) + text_bytes(value.name)
+            name = text_bytes(value.name or "")  # combined flags have none
+            return b"e" + self.kind(kind, path) + name + self.encode(value.value, path)
         if isinstance(value, slice):
             return b"l" + self.items([(value.start, path), (value.stop, path), (value.step, path)])
         if isinstance(value, _PRINTED):
             return b"p" + text_bytes(kind.__name__) + text_bytes(str(value))
+        if isinstance(value, type) and value.__module__ == "builtins":
+            return b"k" + text_bytes(value.__qualname__)
         tag = _CONTAINERS.get(kind)
         if tag is None:
             # Containers with attributes of their own, and whatever a subclass knows better.
@@ -176,6 +180,8 @@ class Encoder:
         for base, plain in _SIMPLE.items():
             if isinstance(value, base):
                 return b"C" + self.kind(kind, path) + plain(base(value))
+        if isinstance(value, deque):
+            return b"q" + self.kind(kind, path) + self.items([(value.maxlen, path), (list(value), path)])
         for base, tag in _CONTAINERS.items():
             if isinstance(value, base):
                 return b"C" + self.kind(kind, path) + tag + self.contents(value, path)
@@ -195,14 +201,15 @@ class Encoder:
         return self.items([(element, f"{path}[{i}]") for i, element in enumerate(value)])
 
 
+# What `Encoder.compound` knows the content of.
+CONTAINERS = (bool, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset, deque)
 _CONTAINERS: dict[type, bytes] = {
     tuple: b"(",
     list: b"[",
     dict: b"{",
     set: b"<",
-    frozenset: b"<",
-    types.MappingProxyType: b"{",
-    deque: b"[",
+    frozenset: b">",
+    types.MappingProxyType: b"|",
 }
 
 
@@ -214,7 +221,7 @@ def text_bytes(text: str) -> bytes:
 _SIMPLE: dict[type, Callable[[Any], bytes]] = {
     type(None): lambda value: b"n",
     bool: lambda value: b"b1" if value else b"b0",
-    int: lambda value: b"i" + text_bytes(str(value)),
+    int: lambda value: b"i" + text_bytes(f"{value:x}"),
     float: lambda value: b"f" + struct.pack("<d", value),
     complex: lambda value: b"c" + struct.pack("<dd", value.real, value.imag),
     str: lambda value: b"s" + text_bytes(value),

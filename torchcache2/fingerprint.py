@@ -10,60 +10,35 @@ The source of the user's own code counts, wherever the file is; see `torchcache2
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
-import os
-import random
-import re
-import threading
 import types
-import weakref
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchcache2 import sources
-from torchcache2.codewalk import ORIGINAL_ATTRIBUTE, CodeWalk
+from torchcache2.codewalk import ORIGINAL_ATTRIBUTE
 from torchcache2.digest import Encoder, digest, qualified_name, text_bytes
+from torchcache2.objectwalk import ObjectWalk, attributes
 
 __all__ = ["FORMAT", "INIT_ATTRIBUTE", "Fingerprint", "Walk", "argument_digests"]
 
 FORMAT = 1
 INIT_ATTRIBUTE = "_torchcache_init"  # of an instance: digests of its constructor arguments
 
-_MOST_OBJECTS = 100_000
 _INTERNAL = frozenset(vars(nn.Module())) | {
     INIT_ATTRIBUTE,
     "_compiled_call_impl",
     "cache_instance",
 }
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_HOOK_FLAGS = ("with_kwargs", "always_called")
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     torch.nn.modules.module._global_forward_pre_hooks,
     torch.nn.modules.module._global_forward_hooks,
 )
-_NO_STATE = (
-    weakref.ReferenceType,
-    type(threading.Lock()),
-    type(threading.RLock()),
-    threading.local,
-    types.MemberDescriptorType,
-    types.GetSetDescriptorType,
-    types.WrapperDescriptorType,
-    types.MethodWrapperType,
-)
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_BUILTIN_CODE = (
-    types.BuiltinFunctionType,
-    types.MethodDescriptorType,
-    types.ClassMethodDescriptorType,
-    np.ufunc,
-)
-_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +64,7 @@ class Fingerprint:
         return cls(namespace, dict(parts))
 
 
-class Walk(CodeWalk):
+class Walk(ObjectWalk):
     """Everything that a module or function computes with, as named parts.
 
     Parameters
@@ -105,38 +80,24 @@ class Walk(CodeWalk):
         Parameters, buffers and other tensors by path: their content is part of the namespace too.
     modules : list of (nn.Module, tuple of str, set of str)
         Every module that was met, the attributes of it that were read, and those left out.
-    generators : list
-        Random generators that were met; their state is not part of the namespace.
-    unread : list of str
-        Where something was met that cannot be read.
     assigned : set of str
         Attributes left out because the class's own forward assigns them.
     """
 
     def __init__(self, root: Any, tokens: MutableMapping[int, tuple[object, bytes]]) -> None:
-        super().__init__()
+        super().__init__(tokens)
         self.tensors: dict[str, Tensor] = {}
         self.modules: list[tuple[nn.Module, tuple[str, ...], set[str]]] = []
-        self.generators: list[Any] = []
-        self.unread: list[str] = []
         self.assigned: set[str] = set()
-        self._tokens = tokens
-        self._objects = 0
         self.parts["format"] = str(FORMAT).encode()
         self.parts["root"] = self.encode(root, "")
         for hooks in GLOBAL_HOOKS:
             for number, hook in enumerate(hooks.values()):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
 
-    def encode(self, value: Any, path: str) -> bytes:
-        """The bytes of `value`, or a token if there is too much of it."""
-        self._objects += 1
-        if self._objects > _MOST_OBJECTS:
-            return self.unreadable(value, f"{path} (more than {_MOST_OBJECTS} objects)")
-        try:
-            return super().encode(value, path)
-        except RecursionError:
-            return self.unreadable(value, f"{path} (too deep)")
+    def other(self, value: Any, path: str) -> bytes:
+        """Walk modules, code and objects."""
+        return self._module(value, path) if isinstance(value, nn.Module) else super().other(value, path)
 
     def tensor(self, value: Tensor, path: str) -> bytes:
         """List a tensor, to be read later."""
@@ -154,7 +115,8 @@ class Walk(CodeWalk):
         while name in self.tensors:
             name += "'"
         self.tensors[name] = value
-        return name.encode()
+        state = attributes(value)
+        return text_bytes(name) + (self.state(state, path) if state else b"")
 
     def _parts_of(self, value: Tensor, path: str) -> bytes:
         """A tensor that is not dense, as the dense ones that it is made of."""
@@ -172,61 +134,6 @@ class Walk(CodeWalk):
         """Walk a class."""
         return self.klass(kind, path)
 
-    def other(self, value: Any, path: str) -> bytes:
-        """Walk modules, code and objects."""
-        if isinstance(value, nn.Module):
-            return self._module(value, path)
-        if isinstance(value, type):
-            return self.klass(value, path)
-        if isinstance(value, types.FunctionType):
-            return self.function(value, path)
-        if isinstance(value, types.MethodType):
-            return b"m" + self.items([(value.__func__, path), (value.__self__, path)])
-        if isinstance(value, types.ModuleType):
-            return self.python_module(value)
-        if isinstance(value, _BUILTIN_CODE):
-            owner = getattr(value, "__self__", None)
-            bound = owner is not None and not isinstance(owner, (types.ModuleType, type))
-            name = text_bytes(qualified_name(value))
-            return b"u" + name + (self.encode(owner, path) if bound else b"")
-        if isinstance(value, (staticmethod, classmethod)):
-            return b"h" + self.items([(type(value).__name__, path), (value.__func__, path)])
-        if isinstance(value, property):
-            return b"h" + self.items([(value.fget, path), (value.fset, path)])
-        if isinstance(value, functools.cached_property):
-            return b"h" + self.encode(value.func, path)
-        if isinstance(value, functools.partial):
-            return b"h" + self.items([(value.func, path), (value.args, path), (value.keywords, path)])
-        if isinstance(value, functools._lru_cache_wrapper):
-            return b"h" + self.encode(value.__wrapped__, path)
-        if isinstance(value, logging.Logger):
-            return b"h" + text_bytes(value.name)
-        if isinstance(value, _GENERATORS):
-            self.generators.append(value)
-            return b"z" + text_bytes(qualified_name(type(value)))
-        if isinstance(value, _NO_STATE) or type(value) is object:
-            return b"z" + text_bytes(qualified_name(type(value)))
-        return self._object(value, path)
-
-    def _object(self, value: Any, path: str) -> bytes:
-        kind = type(value)
-        state = dict(getattr(value, "__dict__", {}))
-        for base in kind.__mro__:
-            slots = vars(base).get("__slots__", ())
-            for slot in (slots,) if isinstance(slots, str) else slots:
-                if slot not in ("__dict__", "__weakref__"):
-                    state.setdefault(slot, getattr(value, slot, None))
-        from_python = bool(kind.__flags__ & (1 << 9))  # a class statement made it
-        if not state and not (from_python and kind.__base__ is object):
-            text = repr(value)
-            if _ADDRESS.search(text):
-                return self.unreadable(value, path)
-            return b"r" + self.klass(kind, path) + text_bytes(text)
-        self._watch(getattr(value, "__dict__", {}))
-        names = sorted(state)
-        pairs = [(state[name], f"{path}.{name}") for name in names]
-        return b"o" + self.klass(kind, path) + text_bytes(" ".join(names)) + self.items(pairs)
-
     def _module(self, module: nn.Module, path: str) -> bytes:
         known = self._labels.get(id(module))
         if known is not None:
@@ -235,28 +142,11 @@ class Walk(CodeWalk):
         kind = type(module)
         where = f"{path}." if path else ""
         skipped = self._assigned_by_forward(kind)
-        names = []
-        for name, value in sorted(vars(module).items()):
-            if name in _INTERNAL or name in skipped or name.startswith("torchcache_"):
-                continue
-            value = getattr(value, ORIGINAL_ATTRIBUTE, value) if name == "forward" else value
-            self.parts[f"attribute {where}{name}"] = self.encode(value, f"{where}{name}")
-            names.append(name)
-        self.modules.append((module, tuple(names), skipped))
-        init, unread = vars(module).get(INIT_ATTRIBUTE, ({}, ()))
-        self.unread += unread
-        self.parts[reference.decode()] = b"".join(
-            [
-                self.klass(kind, path),
-                self.encode(module.training, path),
-                self.encode(init, path),
-                self.encode(list(module._modules), path),
-            ]
-        )
         for hooks in _HOOKS:
-            for number, hook in enumerate(vars(module).get(hooks, {}).values()):
+            for number, (key, hook) in enumerate(vars(module).get(hooks, {}).items()):
                 name = f"{where}{hooks}[{number}]"
-                self.parts[f"hook {name}"] = self.encode(hook, name)
+                flags = [key in vars(module).get(f"{hooks}_{flag}", ()) for flag in _HOOK_FLAGS]
+                self.parts[f"hook {name}"] = self.encode([hook, *flags], name)
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:
@@ -264,6 +154,27 @@ class Walk(CodeWalk):
         for name, child in module._modules.items():
             if child is not None:
                 self.parts[f"child {where}{name}"] = self._module(child, f"{where}{name}")
+        # After the submodules, which have names of their own wherever an attribute refers to them.
+        names = []
+        for name, value in sorted(vars(module).items()):
+            if name in _INTERNAL or name in skipped or name.startswith("torchcache_"):
+                continue
+            value = getattr(value, ORIGINAL_ATTRIBUTE, value) if name == "forward" else value
+            self.parts[f"attribute {where}{name}"] = self.encode(value, f"{where}{name}")
+            # The root's own refers to the cache, which would then refer to itself.
+            if path or name != "forward":
+                names.append(name)
+        self.modules.append((module, tuple(names), skipped))
+        init, unread = vars(module).get(INIT_ATTRIBUTE, ({}, ()))
+        self.unread += unread
+        self.parts[reference.decode()] = b"".join(
+            [
+                self.klass(kind, path),
+                self.encode(module.training, path),
+                self.encode(sorted(init.items()), path),
+                self.encode(list(module._modules), path),
+            ]
+        )
         return reference
 
     def _assigned_by_forward(self, kind: type) -> set[str]:
@@ -275,15 +186,6 @@ class Walk(CodeWalk):
                 names |= sources.assigned_attributes(sources.function_source(forward) or "")
         self.assigned |= {f"{kind.__name__}.{name}" for name in names}
         return names
-
-    def _watch(self, scope: Mapping[str, Any]) -> None:
-        self.scopes += [(scope, name, value) for name, value in scope.items()]
-
-    def unreadable(self, value: Any, path: str) -> bytes:
-        """A token that stands for this object in this process."""
-        self.unread.append(path or type(value).__qualname__)
-        _, token = self._tokens.setdefault(id(value), (value, os.urandom(16)))
-        return b"?" + token
 
 
 class _Arguments(Walk):

@@ -121,7 +121,7 @@ class ModuleCache(Cache):
             self._notice_content()
             namespace, tensors = self.namespace, self._tensors
         keys = item_keys(namespace, call.context, call.leaves, subsample_count=self.settings.subsample_count)
-        computation = _Computation(self, plain, call, tensors)
+        computation = _Computation(self, plain, call, namespace, tensors)
         return self.fetch(keys, computation, device=call.device)
 
     def _reason_to_bypass(self, root: Any) -> tuple[str, str] | None:
@@ -243,10 +243,18 @@ class ModuleCache(Cache):
 class _Computation:
     """Runs the forward for some items of a call, and says if the outcome must not be stored."""
 
-    def __init__(self, cache: ModuleCache, plain: Forward, call: BoundCall, tensors: TensorWatch) -> None:
+    def __init__(
+        self,
+        cache: ModuleCache,
+        plain: Forward,
+        call: BoundCall,
+        namespace: bytes,
+        tensors: TensorWatch,
+    ) -> None:
         self._cache = cache
         self._plain = plain
         self._bound = call
+        self._namespace = namespace
         self._tensors = tensors
 
     def __call__(self, positions: Tensor) -> Any:
@@ -286,12 +294,15 @@ class _Computation:
 
     def _changed_itself(self) -> bool:
         cache = self._cache
-        module = cache.root if cache._is_module else None
+        root = cache.root
         with cache._lock:
-            # Another thread may have noticed a change already: the tensors are then others.
-            if self._tensors is not cache._tensors or self._tensors.moved():
-                return True
-            return cache._watch is None or not cache._watch.same(module)
+            module = root if cache._is_module else None
+            if not self._tensors.moved() and cache._watch is not None and cache._watch.same(module):
+                return False
+            # Something was touched, perhaps only to be what it was: pruning does so at every call.
+            cache._notice_structure(root)
+            cache._notice_content()
+            return cache.namespace != self._namespace
 
     def _own(self, output: Any, inputs: list[Tensor]) -> Any:
         """The output, with copies of tensors that are parts or aliases of others."""

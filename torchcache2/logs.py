@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 __all__ = ["logger", "set_logger_config"]
 
@@ -81,7 +81,7 @@ def _level_number(level: int | str) -> int | None:
     if isinstance(level, int):
         return level
     text = level.strip()
-    if text.isdigit():
+    if text.isdecimal():
         return int(text)
     number = logging.getLevelName(text.upper())
     return number if isinstance(number, int) else None
@@ -96,7 +96,13 @@ def _checked(fmt: str, default: str, problems: list[str]) -> str:
     return fmt
 
 
-class _StderrHandler(logging.StreamHandler[TextIO]):
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:
+    _StreamHandler = logging.StreamHandler  # not subscriptable in Python 3.10
+
+
+class _StderrHandler(_StreamHandler):
     """Writes to `sys.stderr` as it is now, so that redirection and notebooks work."""
 
     def __init__(self) -> None:

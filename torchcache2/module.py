@@ -175,6 +175,8 @@ def _patch_methods(cls: type[nn.Module]) -> None:
 def _cached_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def cached_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Not the one of the closure: a notebook may have reloaded the class in place.
+        forward = getattr(cached_forward, ORIGINAL_ATTRIBUTE)
         # Another forward than the class's own, as through super(), computes something else.
         if type(self).forward is not cached_forward:
             return forward(self, *args, **kwargs)
@@ -202,12 +204,17 @@ def _recording_init(init: Callable[..., None]) -> Callable[..., None]:
 def _record_arguments(
     module: nn.Module, init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
+    signature = inspect.signature(init)
     try:
-        bound = inspect.signature(init).bind(module, *args, **kwargs)
+        bound = signature.bind(module, *args, **kwargs)
     except TypeError:
         return  # the constructor itself will say so
     bound.apply_defaults()
-    arguments = dict(list(bound.arguments.items())[1:])
+    _, *names = bound.arguments
+    arguments = {name: bound.arguments[name] for name in names}
+    for name in names:
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name)
     module.__dict__[INIT_ATTRIBUTE] = argument_digests(arguments)
 
 

@@ -139,7 +139,11 @@ class Rows:
         if isinstance(output, Tensor):
             pairs, structure = [((), output)], _BARE
         else:
-            pairs, structure = pytree.tree_flatten_with_path(output)
+            try:
+                pairs, structure = pytree.tree_flatten_with_path(output)
+            except ValueError:  # a node that was registered without names for its children
+                values, structure = pytree.tree_flatten(output)
+                pairs = [((pytree.SequenceKey(i),), value) for i, value in enumerate(values)]
         leaves, columns = [], []
         for keypath, value in pairs:
             path = pytree.keystr(keypath) if keypath else ""

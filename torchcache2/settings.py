@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from typing import Any, Literal
 
 import torch
@@ -169,7 +170,7 @@ def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
         unit = match[2].upper()
         if unit in _UNITS:
-            return int(float(match[1]) * _UNITS[unit])
+            return int(Decimal(match[1]) * _UNITS[unit])
     raise OptionError(
         f"{option}={size!r}: expected bytes as an int, a text like '4GB' or '512MiB', "
         "or a float in (0, 1] for a share of what is free"

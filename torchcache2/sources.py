@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import dis
+import importlib.machinery
 import importlib.metadata
 import inspect
 import linecache
@@ -30,6 +31,7 @@ __all__ = [
     "function_source",
     "global_chains",
     "instructions",
+    "module_file",
     "origin",
     "package_version",
 ]
@@ -64,10 +66,12 @@ def origin(obj: Any) -> Origin:
     path = getattr(sys.modules.get(module), "__file__", None)
     if path is None:
         return "project"
+    return "installed" if _is_site(path) else "project"
+
+
+def _is_site(path: str) -> bool:
     path = os.path.realpath(path)
-    if path.startswith(_SITE) or any(name in path for name in _SITE_NAMES):
-        return "installed"
-    return "project"
+    return path.startswith(_SITE) or any(name in path for name in _SITE_NAMES)
 
 
 def package_version(root: str) -> str:
@@ -88,6 +92,28 @@ def file_digest(path: str) -> str:
             return xxh3_128_hexdigest(file.read())
     except OSError:
         return ""
+
+
+def module_file(name: str, package: str | None) -> str:
+    """Digest of the file of a project module that code imports; its name if it is no project module.
+
+    Finds modules that have not been imported yet, and imports none.
+    """
+    for candidate in [name] if not package else [f"{package}.{name}".rstrip("."), name]:
+        module = sys.modules.get(candidate)
+        if module is not None:
+            if origin(module) != "project":
+                return name
+            return file_digest(getattr(module, "__file__", None) or "")
+        outer = candidate.rpartition(".")[0]
+        if outer and outer not in sys.modules:
+            continue
+        places = getattr(sys.modules[outer], "__path__", []) if outer else None
+        spec = importlib.machinery.PathFinder.find_spec(candidate, places)
+        if spec is not None and spec.origin is not None:
+            is_project = not _is_site(spec.origin) and candidate not in sys.stdlib_module_names
+            return file_digest(spec.origin) if is_project else name
+    return name
 
 
 def function_source(function: types.FunctionType) -> str | None:
@@ -141,13 +167,17 @@ def global_chains(code: types.CodeType) -> list[tuple[str, ...]]:
     chains = set()
     for inner in code_objects(code):
         chain: list[str] = []
+        imported = ""
         for step in dis.get_instructions(inner):
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 if chain:
                     chains.add(tuple(chain))
                 chain = [str(step.argval)]
             elif step.opname == "IMPORT_NAME":
-                chains.add(("import", str(step.argval)))
+                imported = str(step.argval)
+                chains.add(("import", imported))
+            elif step.opname == "IMPORT_FROM":
+                chains.add(("import", f"{imported}.{step.argval}".lstrip(".")))
             elif chain and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 chain.append(str(step.argval))
             elif chain and step.opname not in ("CACHE", "PUSH_NULL"):

@@ -1,14 +1,15 @@
 """`Watch`: notices at every call whether what a fingerprint was made of is still what it was.
 
 Attributes, submodules, hooks, globals and closures are compared by identity. Tensors are compared
-by storage address and version counter, and, because fused optimizers, ``.data`` edits and numpy
-writes move neither, by the first bytes of each tensor and in turn by the first 4 KB of one. What this
+by storage address, shape, strides and version counter, and, because ``.data`` edits and numpy writes
+move none of them, by the first bytes of each tensor and in turn by the first 4 KB of one. What this
 does not see: an edit of a part of one tensor through ``.data``, until its turn comes and only if it is
 within the first 4 KB, and a list or dict changed in place.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from xxhash import xxh3_64_digest
 
 from torchcache2.digest import UnencodableError, tensor_digest
@@ -40,6 +42,8 @@ _PROBE = 4096
 Bytes1D = Any
 
 _Fields = Callable[[dict[str, Any]], tuple[Any, ...]]
+
+_State = tuple[list[int], list[Any], list[Any], list[int]]
 
 _values: Callable[[Any], Iterable[Any]] = dict.values
 _version: Callable[[Tensor], int] = attrgetter("_version")
@@ -73,10 +77,11 @@ class Watch:
                 self._left_out.append((fields, left_out))
             else:
                 dicts.append(fields)
-        self._dicts = dicts + contents
+        self._dicts = [*dicts, *contents, *walk.dicts]
         self._filled = [content for content in contents if content]
         self._scopes = [(scope, name) for scope, name, _ in walk.scopes]
         self._cells = [cell for cell, _ in walk.cells]
+        self._reads = walk.reads
         self._sizes = self._measure(root)
         self._seen = self._look(root)
         # What changed while it was walked was not seen as it is now.
@@ -89,7 +94,7 @@ class Watch:
             return False
         try:
             now = self._look(root)
-        except (KeyError, ValueError):  # an attribute or the content of a cell is gone
+        except (AttributeError, KeyError, ValueError):  # an attribute or the content of a cell is gone
             return False
         return all(map(is_, now, self._seen))
 
@@ -110,6 +115,7 @@ class Watch:
             now.append(type(root))
             now += self._root(vars(root))
         now += map(type, self._modules)
+        now += chain.from_iterable([read(value) for read, value in self._reads])
         now += chain.from_iterable([getter(fields) for getter, fields in self._fields])
         now += chain.from_iterable(map(_values, self._filled))
         return now
@@ -137,7 +143,8 @@ class TensorWatch:
         self.tensors = list({id(tensor): tensor for tensor in self._named.values()}.values())
         self.has_lazy = len(self._named) < len(tensors)
         self._counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
-        self._state: tuple[list[int], list[int]] | None = None
+        self._state: _State | None = None
+        self._follows = False
         self._heads: list[Bytes1D] = []
         self._head_bytes = b""
         self._probes: list[bytes] = []
@@ -158,6 +165,8 @@ class TensorWatch:
 
     def refresh(self, *, read: bool = True) -> None:
         """Read every tensor; without `read`, only remember what could tell of a change."""
+        if not self._follows and any(tensor.requires_grad for tensor in self.tensors):
+            self._follow_optimizers()
         self._state = self._look()
         self.unreadable = []
         digests: dict[int, bytes] = {}
@@ -177,8 +186,25 @@ class TensorWatch:
         """Have the next `same` say no, and let go of the storage that is watched."""
         self._heads, self._state = [], None
 
-    def _look(self) -> tuple[list[int], list[int]]:
-        return list(map(Tensor.data_ptr, self.tensors)), list(map(_version, self._counted))
+    def _look(self) -> _State:
+        tensors = self.tensors
+        return (
+            list(map(Tensor.data_ptr, tensors)),
+            list(map(Tensor.stride, tensors)),
+            list(map(Tensor.size, tensors)),
+            list(map(_version, self._counted)),
+        )
+
+    def _follow_optimizers(self) -> None:
+        # Fused ones move no version counter.
+        watch = weakref.ref(self)
+
+        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if (this := watch()) is not None:
+                this.forget()
+
+        self._follows = True
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
 
 def _first_bytes(tensor: Tensor, count: int) -> Bytes1D:

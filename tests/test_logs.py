@@ -1,0 +1,274 @@
+import contextlib
+import io
+import logging
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import torchcache2
+from torchcache2 import set_logger_config
+
+LOGGER = logging.getLogger("torchcache2")
+VARIABLES = [f"TORCHCACHE_LOG_{name}" for name in ("LEVEL", "FMT", "DATEFMT", "FILE")]
+DEFAULT_LINE = r"\[torchcache2\] - \d{4}-\d\d-\d\d \d\d:\d\d:\d\d - torchcache2 - WARNING - careful\n"
+
+
+@pytest.fixture(autouse=True)
+def _own_configuration(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    yield
+    monkeypatch.undo()
+    set_logger_config()
+
+
+def lines_of(config, levels=("debug", "info", "warning", "error")):
+    stream = io.StringIO()
+    set_logger_config(**config, stream=stream)
+    for level in levels:
+        getattr(LOGGER, level)(level)
+    return stream.getvalue().splitlines()
+
+
+def run(*script, **environ):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHCACHE_")}
+    done = subprocess.run(
+        [sys.executable, *script], env=kept | environ, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+SPEAK = """
+import logging
+before = logging.root.level, list(logging.root.handlers), logging.root.disabled
+import torchcache2
+logger = logging.getLogger("torchcache2")
+for level in ("debug", "info", "warning"):
+    getattr(logger, level)("careful")
+assert before == (logging.root.level, logging.root.handlers, logging.root.disabled)
+assert [name for name in logging.root.manager.loggerDict if name.startswith("torchcache2")] == ["torchcache2"]
+"""
+
+
+def test_a_bare_import_logs_warnings_to_stderr_in_the_default_format():
+    done = run("-c", SPEAK)
+    assert re.fullmatch(DEFAULT_LINE, done.stderr)
+    assert done.stdout == ""
+
+
+def test_all_variables_of_the_environment_count_at_import(tmp_path):
+    file = tmp_path / "cache.log"
+    file.write_text("from an earlier run\n")
+    done = run(
+        "-c",
+        SPEAK,
+        TORCHCACHE_LOG_LEVEL="info",
+        TORCHCACHE_LOG_FMT="%(asctime)s|%(levelname)s|%(message)s",
+        TORCHCACHE_LOG_DATEFMT="year %Y",
+        TORCHCACHE_LOG_FILE=str(file),
+    )
+    assert re.fullmatch(r"year \d{4}\|INFO\|careful\nyear \d{4}\|WARNING\|careful\n", done.stderr)
+    assert file.read_text() == "from an earlier run\n" + done.stderr
+
+
+def test_a_bad_level_in_the_environment_warns_and_falls_back():
+    done = run("-c", SPEAK, TORCHCACHE_LOG_LEVEL="loud")
+    complaint, line = done.stderr.splitlines(keepends=True)
+    assert "WARNING" in complaint
+    assert "'loud'" in complaint
+    assert "DEBUG, INFO, WARNING, ERROR, CRITICAL" in complaint
+    assert re.fullmatch(DEFAULT_LINE, line)
+
+
+@pytest.mark.parametrize(
+    ("level", "first"),
+    [
+        ("DEBUG", "debug"),
+        ("debug", "debug"),
+        (" Info ", "info"),
+        ("WARN", "warning"),
+        ("WARNING", "warning"),
+        ("warn", "warning"),
+        ("ERROR", "error"),
+        ("10", "debug"),
+        ("15", "info"),
+        ("35", "error"),
+    ],
+)
+def test_levels(monkeypatch, level, first):
+    names = ["debug", "info", "warning", "error"]
+    expected = names[names.index(first) :]
+
+    def said(lines):
+        return [line.rpartition(" ")[2] for line in lines]
+
+    monkeypatch.setenv("TORCHCACHE_LOG_LEVEL", level)
+    assert said(lines_of({})) == expected
+    monkeypatch.setenv("TORCHCACHE_LOG_LEVEL", "CRITICAL")
+    assert said(lines_of({"level": level})) == expected
+    number = logging.getLevelName(first.upper())
+    assert said(lines_of({"level": number})) == expected
+
+
+@pytest.mark.parametrize("level", ["loud", "-5", "1.5", "DEBUG INFO", "Level 10", "²", " "])
+def test_a_bad_level_warns_and_is_replaced_by_the_default(monkeypatch, level):
+    for config in ({"level": level}, {}):
+        monkeypatch.setenv("TORCHCACHE_LOG_LEVEL", "DEBUG" if config else level)
+        complaint, *lines = lines_of(config)
+        assert f"no log level {level!r}" in complaint
+        assert [line.rpartition(" ")[2] for line in lines] == ["warning", "error"]
+        assert LOGGER.level == logging.WARNING
+
+
+@pytest.mark.parametrize("fmt", ["no field", "%(message", "%(message)q", "%(message)s %(bogus)s"])
+def test_a_bad_format_warns_and_is_replaced_by_the_default(capsys, fmt):
+    complaint, line = lines_of({"fmt": fmt}, ["warning"])
+    assert repr(fmt) in complaint
+    assert line.startswith("[torchcache2] - ")
+    assert line.endswith(" - torchcache2 - WARNING - warning")
+    assert capsys.readouterr().err == ""
+
+
+def test_the_defaults_are_those_of_torchcache():
+    stream = io.StringIO()
+    set_logger_config(stream=stream)
+    LOGGER.info("careful")
+    LOGGER.warning("careful")
+    assert re.fullmatch(DEFAULT_LINE, stream.getvalue())
+    (handler,) = LOGGER.handlers
+    assert handler.formatter._fmt == ("[torchcache2] - %(asctime)s - %(name)s - %(levelname)s - %(message)s")
+    assert handler.formatter.datefmt == "%Y-%m-%d %H:%M:%S"
+    assert LOGGER.level == logging.WARN
+
+
+def test_code_does_the_same_as_the_environment(monkeypatch, tmp_path):
+    config = {"level": "INFO", "fmt": "%(asctime)s!%(message)s", "datefmt": "%y"}
+    file = tmp_path / "code.log"
+    from_code = lines_of(config | {"filename": file})
+    for name, value in zip(VARIABLES, (*config.values(), str(tmp_path / "environment.log")), strict=True):
+        monkeypatch.setenv(name, value)
+    assert lines_of({}) == from_code
+    assert len(from_code) == 3
+    assert (tmp_path / "environment.log").read_text() == file.read_text()
+
+
+def test_code_comes_before_the_environment(monkeypatch, tmp_path):
+    for name, value in zip(
+        VARIABLES, ("DEBUG", "environment %(message)s", "%y", str(tmp_path / "e")), strict=True
+    ):
+        monkeypatch.setenv(name, value)
+    config = {"level": "ERROR", "fmt": "code %(asctime)s", "datefmt": "now", "filename": tmp_path / "c"}
+    assert lines_of(config) == ["code now"]
+    assert not (tmp_path / "e").exists()
+    assert lines_of({"fmt": "code %(message)s", "level": "INFO"})[0] == "code info"
+
+
+def test_an_empty_variable_is_one_that_is_not_set(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
+    (line,) = lines_of({}, ["info", "warning"])
+    assert line.startswith("[torchcache2] - ")
+
+
+def test_a_file_is_appended_to_and_stderr_is_written_as_well(tmp_path, capsys):
+    file = tmp_path / "cache.log"
+    file.write_text("earlier\n")
+    for text in ("first", "sécond"):
+        set_logger_config(fmt="%(message)s", filename=str(file))
+        LOGGER.warning(text)
+    assert file.read_text(encoding="utf-8") == "earlier\nfirst\nsécond\n"
+    assert capsys.readouterr().err == "first\nsécond\n"
+
+
+def test_a_file_that_cannot_be_opened_is_warned_about_and_left_out(tmp_path):
+    missing = tmp_path / "nowhere" / "cache.log"
+    complaint, line = lines_of({"filename": missing, "fmt": "%(message)s"}, ["warning"])
+    assert complaint.startswith(f"cannot append the log to {str(missing)!r}: ")
+    assert line == "warning"
+
+
+def test_a_configuration_replaces_the_one_before(tmp_path, capsys):
+    old = io.StringIO()
+    set_logger_config(stream=old, filename=tmp_path / "old.log")
+    file_handler = LOGGER.handlers[-1]
+    set_logger_config(fmt="%(message)s")
+    LOGGER.warning("once")
+    assert len(LOGGER.handlers) == 1
+    assert capsys.readouterr().err == "once\n"
+    assert old.getvalue() == ""
+    assert (tmp_path / "old.log").read_text() == ""
+    assert file_handler.stream is None  # closed: an open file would be a leak
+
+
+def test_lines_go_to_stderr_as_it_is_when_they_are_written():
+    set_logger_config(fmt="%(message)s")
+    for text in ("one", "two"):
+        stream = io.StringIO()
+        with contextlib.redirect_stderr(stream):
+            LOGGER.warning(text)
+        assert stream.getvalue() == f"{text}\n"
+
+
+def test_the_root_logger_is_left_alone_and_hears_nothing():
+    root = logging.root
+    heard = []
+    handler = logging.Handler()
+    handler.emit = heard.append
+    root.addHandler(handler)
+    try:
+        before = root.level, list(root.handlers), list(root.filters), root.disabled
+        set_logger_config(level="DEBUG", fmt="%(message)s", stream=io.StringIO())
+        LOGGER.error("careful")
+        assert before == (root.level, root.handlers, root.filters, root.disabled)
+        assert heard == []
+        logging.getLogger("somebody.else").error("careful")
+        assert len(heard) == 1
+    finally:
+        root.removeHandler(handler)
+
+
+def test_set_logger_config_is_public():
+    assert torchcache2.set_logger_config is set_logger_config
+
+
+COUNT = """
+import torch
+from torch import nn
+from torchcache2 import torchcache
+
+class Part(nn.Module):
+    def forward(self, x):
+        print("computed")
+        return x + 1
+
+Cached = torchcache(type("Cached", (Part,), {}))
+instance = torchcache()(Part())
+
+@torchcache
+def function(x):
+    print("computed")
+    return x + 1
+
+for cached in (Cached(), instance, function):
+    for _ in range(3):
+        assert cached(torch.ones(2, 2)).tolist() == [[2, 2], [2, 2]]
+    stats = cached.cache_instance.stats()
+    print("stats", stats.hits, stats.misses, dict(stats.bypasses))
+"""
+
+
+@pytest.mark.parametrize(
+    ("environ", "calls", "stats"),
+    [({}, 1, "stats 5 1 {}"), ({"TORCHCACHE_DISABLE": "1"}, 3, "stats 0 0 {}")],
+    ids=["enabled", "disabled"],
+)
+def test_one_variable_turns_caching_off(tmp_path, environ, calls, stats):
+    script = tmp_path / "count.py"  # a file: what has no source is warned about
+    script.write_text(COUNT)
+    done = run(str(script), **environ)
+    assert done.stdout.splitlines() == (["computed"] * calls + [stats]) * 3
+    assert done.stderr == ""

@@ -1,0 +1,312 @@
+import dataclasses
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchcache2 import CacheSettings, OptionError, TorchcacheError, torchcache
+from torchcache2.settings import disabled_by_environment, parse_size
+
+SIZES = [
+    (0, 0),
+    (1, 1),
+    (4_000_000_000, 4_000_000_000),
+    (1 << 50, 1 << 50),
+    ("0", 0),
+    ("123", 123),
+    ("123B", 123),
+    ("123 b", 123),
+    ("4K", 4_000),
+    ("4KB", 4_000),
+    ("4kB", 4_000),
+    ("4kb", 4_000),
+    ("4KiB", 4_096),
+    ("4kib", 4_096),
+    ("5M", 5_000_000),
+    ("5MB", 5_000_000),
+    ("5mb", 5_000_000),
+    ("5MiB", 5 * 1024**2),
+    ("4G", 4_000_000_000),
+    ("4GB", 4_000_000_000),
+    ("4gb", 4_000_000_000),
+    ("4 GB", 4_000_000_000),
+    (" 4GB ", 4_000_000_000),
+    ("\t4  GB\n", 4_000_000_000),
+    ("4GiB", 4 * 1024**3),
+    ("2T", 2_000_000_000_000),
+    ("2TB", 2_000_000_000_000),
+    ("2TiB", 2 * 1024**4),
+    ("1.5GB", 1_500_000_000),
+    ("1.GB", 1_000_000_000),
+    (".5GB", 500_000_000),
+    ("0.25KiB", 256),
+    ("007MB", 7_000_000),
+    ("9007199254740993", 2**53 + 1),
+    ("1" + 400 * "0", 10**400),
+]
+
+NO_SIZES = [
+    -1,
+    -0.5,
+    0.0,
+    1.0000001,
+    2.0,
+    4e9,
+    float("nan"),
+    float("inf"),
+    True,
+    False,
+    None,
+    b"4GB",
+    [4],
+    4j,
+    "",
+    " ",
+    "GB",
+    ".",
+    ".GB",
+    "-4GB",
+    "+4GB",
+    "4XB",
+    "4GBB",
+    "4 G B",
+    "4iB",
+    "4B4",
+    "4PB",
+    "1e9",
+    "4,000",
+    "4_000",
+    "0x10",
+    "50%",
+    "inf",
+    "nan",
+    # A share is a float: a text would otherwise be a budget of no bytes at all.
+    "0.5",
+    "1.5 B",
+]
+
+# Option, values that it cannot take, and what its message says it takes.
+WRONG = [
+    ("enabled", [None, 0, 1, "yes"], "expected True or False"),
+    ("subsample_count", [0, 1, -5, True, 2.0, "10", (10,)], "None or an int of at least 2"),
+    ("persistent_module_hash", ["", 5, b"name", True], "None or a non-empty str"),
+    ("max_memory_cache_size", NO_SIZES, "bytes as an int, a text like '4GB'"),
+    ("memory_cache_device", ["gpu", "", "cpu:x", 1.5, [], "meta"], "None, a torch.device or its name"),
+    (
+        "cache_dtype",
+        [torch.int8, torch.bool, torch.complex64, "float16", float, np.float32],
+        "None or a floating-point torch.dtype",
+    ),
+    ("policy", [None, "", "fifo", "MRU", b"mru", 0, ["mru"]], "'mru' or 'lru'"),
+    ("shared_args", [None, "mask", b"mask", 5, [5], ("mask", None)], "a sequence of argument names"),
+]
+WRONG_CASES = [(option, value, expected) for option, values, expected in WRONG for value in values]
+
+
+@pytest.mark.parametrize(("size", "expected"), SIZES, ids=lambda value: repr(value)[:20])
+def test_sizes(size, expected):
+    assert parse_size("size", size) == expected
+    settings = CacheSettings(max_memory_cache_size=size)
+    assert settings.memory_budget() == expected
+    assert type(settings.memory_budget()) is int
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25, 1e-6, np.float64(0.5)], ids=repr)
+def test_a_float_is_a_share_of_what_is_free(share):
+    assert parse_size("size", share, free=1 << 30) == int(share * (1 << 30))
+    assert parse_size("size", share, free=0) == 0
+
+
+def test_a_share_of_an_unknown_amount_is_an_error():
+    with pytest.raises(OptionError, match=r"^max_memory_cache_size=0\.5: how much memory is free cannot be"):
+        parse_size("max_memory_cache_size", 0.5)
+
+
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_a_budget_that_is_a_share_is_part_of_the_memory_of_the_machine(device):
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    settings = CacheSettings(max_memory_cache_size=0.5, memory_cache_device=device)
+    assert 1 << 20 < settings.memory_budget() <= whole // 2
+    # Of the memory that is free when it is asked for, not when the option was given.
+    assert settings.max_memory_cache_size == 0.5
+
+
+@pytest.mark.parametrize(("option", "value", "expected"), WRONG_CASES, ids=repr)
+def test_a_wrong_value_is_an_error_that_names_option_value_and_what_is_expected(option, value, expected):
+    with pytest.raises(OptionError) as caught:
+        CacheSettings(**{option: value})
+    message = str(caught.value)
+    assert message.startswith(f"{option}={value!r}: ")
+    assert expected in message
+
+
+@pytest.mark.parametrize("option", [field.name for field in dataclasses.fields(CacheSettings)])
+def test_every_option_is_checked_and_in_the_table_above(option):
+    assert option in [name for name, _, _ in WRONG]
+
+
+def test_an_option_error_is_a_value_error_and_one_of_ours():
+    assert issubclass(OptionError, ValueError)
+    assert issubclass(OptionError, TorchcacheError)
+
+
+def test_every_option_has_its_documented_default():
+    assert dataclasses.asdict(CacheSettings()) == {
+        "enabled": True,
+        "subsample_count": None,
+        "persistent_module_hash": None,
+        "max_memory_cache_size": 1_000_000_000,
+        "memory_cache_device": torch.device("cpu"),
+        "cache_dtype": None,
+        "policy": "mru",
+        "shared_args": (),
+    }
+
+
+def test_values_that_options_take():
+    settings = CacheSettings(
+        enabled=False,
+        subsample_count=2,
+        persistent_module_hash="resnet, 2026-11",
+        memory_cache_device=None,
+        cache_dtype=torch.bfloat16,
+        policy="lru",
+        shared_args=["table", "mask", "table"],
+    )
+    assert not settings.enabled
+    assert settings.subsample_count == 2
+    assert settings.persistent_module_hash == "resnet, 2026-11"
+    assert settings.memory_cache_device is None
+    assert settings.cache_dtype is torch.bfloat16
+    assert settings.policy == "lru"
+    assert settings.shared_args == ("mask", "table")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_every_floating_dtype_can_be_stored(dtype):
+    assert CacheSettings(cache_dtype=dtype).cache_dtype is dtype
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+def test_a_device_is_given_by_name_or_as_itself(device):
+    assert CacheSettings(memory_cache_device=device).memory_cache_device == torch.device("cpu")
+
+
+def test_a_device_that_is_not_here_costs_the_cache_and_not_the_run(log):
+    @torchcache(memory_cache_device="cuda:99")
+    def double(x):
+        return x * 2
+
+    items = torch.arange(6.0).view(3, 2)
+    for _ in range(2):
+        torch.testing.assert_close(double(items), items * 2, rtol=0, atol=0)
+    assert [record.levelname for record in log].count("WARNING") >= 1
+
+
+@pytest.mark.parametrize("collection", [list, tuple, set, frozenset, dict.fromkeys, iter])
+def test_names_of_shared_arguments_come_in_any_collection(collection):
+    assert CacheSettings(shared_args=collection(["table", "mask"])).shared_args == ("mask", "table")
+
+
+@pytest.mark.parametrize("options", [{"max_size": 5}, {"policy": "lru", "Enabled": True}, {"": 1}], ids=str)
+def test_an_unknown_option_is_an_error_that_lists_the_options(options):
+    unknown = list(options)[-1]
+    known = [field.name for field in dataclasses.fields(CacheSettings)]
+    for call in (
+        lambda: torchcache(**options),
+        lambda: CacheSettings.from_options(options),
+        lambda: CacheSettings().replace(options),
+    ):
+        with pytest.raises(OptionError) as caught:
+            call()
+        assert str(caught.value) == f"unknown option {unknown!r}; the options are {', '.join(known)}"
+
+
+def test_an_option_of_an_instance_is_checked_as_well():
+    @torchcache
+    class Part(nn.Module):
+        def __init__(self, name, value):
+            super().__init__()
+            setattr(self, f"torchcache_{name}", value)
+
+        def forward(self, x):
+            return x + 1
+
+    with pytest.raises(OptionError, match="unknown option 'sise'"):
+        Part("sise", 5)(torch.ones(2, 2))
+    with pytest.raises(OptionError, match="policy='newest': expected 'mru' or 'lru'"):
+        Part("policy", "newest")(torch.ones(2, 2))
+
+
+def test_settings_are_frozen():
+    settings = CacheSettings()
+    for field in dataclasses.fields(settings):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(settings, field.name, getattr(settings, field.name))
+
+
+def test_equal_settings_are_equal_keys_of_a_dict():
+    one = CacheSettings(memory_cache_device="cpu", shared_args=["b", "a"], cache_dtype=torch.float16)
+    same = CacheSettings(
+        memory_cache_device=torch.device("cpu"), shared_args=("a", "b", "a"), cache_dtype=torch.half
+    )
+    other = CacheSettings(memory_cache_device=None, shared_args=("a", "b"), cache_dtype=torch.float16)
+    assert one == same
+    assert hash(one) == hash(same)
+    assert one != other
+    assert len({one, same, other}) == 2
+
+
+def test_settings_survive_pickle():
+    settings = CacheSettings(max_memory_cache_size="4MB", cache_dtype=torch.float16, shared_args=("mask",))
+    assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+def test_replace_changes_what_it_is_given_and_checks_it():
+    settings = CacheSettings(policy="lru")
+    changed = settings.replace({"max_memory_cache_size": "1MB"})
+    assert (changed.policy, changed.memory_budget()) == ("lru", 1_000_000)
+    assert settings.memory_budget() == 1_000_000_000
+    assert settings.replace({}) == settings
+    with pytest.raises(OptionError, match="subsample_count=0"):
+        settings.replace({"subsample_count": 0})
+
+
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [
+        ({}, True),
+        ({"enabled": False, "subsample_count": 5, "cache_dtype": torch.half, "shared_args": ("m",)}, True),
+        ({"max_memory_cache_size": "5MB"}, False),
+        ({"policy": "lru"}, False),
+        ({"memory_cache_device": None}, False),
+    ],
+    ids=str,
+)
+def test_one_budget_is_shared_by_settings_that_mean_the_same_memory(options, shares):
+    assert CacheSettings().shares_tiers_with(CacheSettings(**options)) is shares
+
+
+@pytest.mark.parametrize(
+    ("value", "disabled"),
+    [
+        (None, False),
+        ("", False),
+        (" ", False),
+        ("0", False),
+        ("false", False),
+        ("No", False),
+        ("1", True),
+        (" 1 ", True),
+        ("true", True),
+        ("YES", True),
+    ],
+)
+def test_values_of_the_switch_in_the_environment(monkeypatch, value, disabled):
+    monkeypatch.delenv("TORCHCACHE_DISABLE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TORCHCACHE_DISABLE", value)
+    assert disabled_by_environment() is disabled

@@ -1,0 +1,207 @@
+"""`ObjectWalk`: arbitrary objects as canonical bytes: their class, and the state that they have."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import random
+import re
+import threading
+import types
+import weakref
+from collections import defaultdict
+from collections.abc import Mapping, MutableMapping
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchcache2 import sources
+from torchcache2.codewalk import CodeWalk
+from torchcache2.digest import CONTAINERS, qualified_name, text_bytes
+
+__all__ = ["ObjectWalk", "attributes"]
+
+_MOST_OBJECTS = 100_000
+_NO_STATE = (
+    type(threading.Lock()),
+    type(threading.RLock()),
+    threading.local,
+    weakref.WeakKeyDictionary,  # caches, such as that of functools.singledispatch
+)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_BUILTIN_CODE = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodWrapperType,
+    np.ufunc,
+)
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
+
+
+class ObjectWalk(CodeWalk):
+    """The part of a walk that reads objects.
+
+    Parameters
+    ----------
+    tokens : dict
+        Random bytes that stand for objects that cannot be read, by id; a caller that walks again
+        passes it again, so that the same object keeps its token.
+
+    Attributes
+    ----------
+    generators : list
+        Random generators that were met; their state is not part of the namespace.
+    unread : list of str
+        Where something was met that cannot be read.
+    """
+
+    def __init__(self, tokens: MutableMapping[int, tuple[object, bytes]]) -> None:
+        super().__init__()
+        self.generators: list[Any] = []
+        self.unread: list[str] = []
+        self._tokens = tokens
+        self._objects = 0
+
+    def encode(self, value: Any, path: str) -> bytes:
+        """The bytes of `value`, or a token if there is too much of it."""
+        self._objects += 1
+        if self._objects > _MOST_OBJECTS:
+            return self.unreadable(value, f"{path} (more than {_MOST_OBJECTS} objects)")
+        try:
+            return super().encode(value, path)
+        except RecursionError:
+            return self.unreadable(value, f"{path} (too deep)")
+
+    def kind(self, kind: type, path: str) -> bytes:
+        """Walk a class."""
+        return self.klass(kind, path)
+
+    def compound(self, value: Any, kind: type, path: str) -> bytes:
+        """Walk a subclass of a container or a dataclass, with the attributes that it has besides."""
+        fields = getattr(kind, "__dataclass_fields__", ())
+        if not fields and not isinstance(value, CONTAINERS):
+            return self.other(value, path)
+        state = {name: item for name, item in attributes(value).items() if name not in fields}
+        self.watch(value, attributes(value))
+        if isinstance(value, defaultdict):
+            state["default_factory"] = value.default_factory
+        return super().compound(value, kind, path) + self.state(state, path)
+
+    def other(self, value: Any, path: str) -> bytes:
+        """Walk code and objects."""
+        if isinstance(value, type):
+            return self.klass(value, path)
+        if isinstance(value, types.FunctionType):
+            return self.function(value, path)
+        if isinstance(value, types.MethodType):
+            return b"m" + self.items([(value.__func__, path), (value.__self__, path)])
+        if isinstance(value, types.ModuleType):
+            return self.python_module(value)
+        if isinstance(value, _BUILTIN_CODE):
+            owner = getattr(value, "__self__", None)
+            bound = owner is not None and not isinstance(owner, (types.ModuleType, type))
+            name = text_bytes(qualified_name(value) + repr(getattr(value, "__objclass__", "")))
+            return b"u" + name + (self.encode(owner, path) if bound else b"")
+        if isinstance(value, (staticmethod, classmethod)):
+            return b"h" + self.items([(type(value).__name__, path), (value.__func__, path)])
+        if isinstance(value, property):
+            return b"h" + self.items([(value.fget, path), (value.fset, path)])
+        if isinstance(value, functools.cached_property):
+            return b"h" + self.encode(value.func, path)
+        if isinstance(value, functools._lru_cache_wrapper):
+            return b"h" + self.encode(value.__wrapped__, path)
+        if isinstance(value, weakref.ReferenceType):
+            return b"w" + self.encode(value(), path)
+        if isinstance(value, logging.Logger):
+            return b"h" + text_bytes(value.name)
+        if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            return b"u" + text_bytes(str(value))
+        if isinstance(value, _GENERATORS):
+            self.generators.append(value)
+            return b"z" + text_bytes(qualified_name(type(value)))
+        if isinstance(value, _NO_STATE) or type(value) is object:
+            return b"z" + text_bytes(qualified_name(type(value)))
+        return self._object(value, path)
+
+    def _object(self, value: Any, path: str) -> bytes:
+        kind = type(value)
+        state = attributes(value)
+        if hasattr(kind, "__enter__") and sources.origin(kind) == "torch":
+            # What a context manager has to go back to changes while it is used.
+            state = {name: item for name, item in state.items() if not name.startswith("prev")}
+        self.watch(value, state)
+        head = self.klass(kind, path) + self.state(state, path)
+        if all(_made_by_class_statement(base) for base in kind.__mro__[:-1]):
+            return b"o" + head
+        if hasattr(kind, "__next__"):
+            return self.unreadable(value, path)  # where it stands changes as it is used
+        try:
+            reduced = value.__reduce_ex__(4)  # the state that only C code can see
+        except Exception:
+            reduced = None
+        if isinstance(reduced, str):
+            return b"R" + head + text_bytes(reduced)
+        if isinstance(reduced, tuple):
+            parts = [list(part) if hasattr(part, "__next__") else part for part in reduced]
+            return b"R" + head + self.encode(parts, path)
+        text = repr(value)
+        if _ADDRESS.search(text):
+            return self.unreadable(value, path)
+        return b"r" + head + text_bytes(text)
+
+    def state(self, state: Mapping[str, Any], path: str) -> bytes:
+        """Bytes of named values."""
+        names = sorted(state)
+        pairs = [(state[name], f"{path}.{name}") for name in names]
+        return text_bytes(" ".join(names)) + self.items(pairs)
+
+    def watch(self, value: Any, state: Mapping[str, Any]) -> None:
+        """Have changed attributes of an object noticed."""
+        scope = getattr(value, "__dict__", None)
+        if type(scope) is not dict:
+            scope = {}
+        else:
+            self.dicts.append(scope)
+        self.scopes += [(scope, name, item) for name, item in state.items() if name in scope]
+        slots = [name for name in state if name not in scope and hasattr(value, name)]
+        if slots:
+            # Two names at least, for a tuple in any case.
+            self.reads.append((attrgetter("__class__", *slots), value))
+
+    def unreadable(self, value: Any, path: str) -> bytes:
+        """A token that stands for this object in this process."""
+        self.unread.append(path or type(value).__qualname__)
+        _, token = self._tokens.setdefault(id(value), (value, os.urandom(16)))
+        return b"?" + token
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """What an object has in its dictionary and slots."""
+    state = dict(getattr(value, "__dict__", {}))
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if slot not in ("__dict__", "__weakref__"):
+                name = f"_{base.__name__.lstrip('_')}{slot}" if _is_private(slot) else slot
+                state.setdefault(name, getattr(value, name, None))
+    return state
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("__") and not name.endswith("__")
+
+
+def _made_by_class_statement(kind: type) -> bool:
+    """Whether a class has no state but attributes; classes made in C have methods made in C."""
+    return not any(
+        isinstance(value, (types.MethodDescriptorType, types.WrapperDescriptorType))
+        and value.__objclass__ is kind
+        for value in vars(kind).values()
+    )
