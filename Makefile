@@ -26,11 +26,15 @@ bench: $(VENV)/bench
 soak: $(VENV)/test
 	SOAK=1 $(RUN) -m pytest -s
 
-# The registry's builds of old torch bring CUDA libraries: some gigabytes.
-lowest:
-	$(PYTHON) -m venv $(VENV)-lowest
-	$(VENV)-lowest/bin/pip install --quiet "torch==2.4.*" -e ".[test]"
+# The builds of old torch that a registry has bring CUDA libraries: some gigabytes. The transformers of
+# today do not work with it.
+lowest: $(VENV)-lowest/installed
 	$(VENV)-lowest/bin/python -m pytest
+
+$(VENV)-lowest/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-lowest
+	$(VENV)-lowest/bin/pip install --quiet "torch==2.4.*" "transformers<4.50" -e ".[test]"
+	touch $@
 
 $(VENV)/%: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)

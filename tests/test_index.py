@@ -181,6 +181,17 @@ def test_keys_that_come_and_go_do_not_fill_the_table():
     assert index.nbytes == KeyIndex(keys).nbytes
 
 
+@pytest.mark.parametrize("count", range(1, 13))
+def test_an_absent_key_is_given_up_on_however_many_slots_were_used(count):
+    index = KeyIndex(np.zeros((12, 2), np.uint64))
+    absent = words((home, 1) for home in range(16))
+    for start in range(0, 50 * count, count):  # every slot in turn, until a probe would meet no free one
+        index.add(words((home % 16, 0) for home in range(start, start + count)))
+        assert (index.find(absent) == -1).all()
+        index.remove(np.arange(count))
+        assert (index.find(absent) == -1).all()
+
+
 def test_a_sliding_window_of_keys_stays_found():
     keys = random_words(6000)
     index = KeyIndex(np.zeros((200, 2), np.uint64))

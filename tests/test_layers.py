@@ -173,8 +173,10 @@ MUTABLE = (
     weakref.WeakKeyDictionary,
     weakref.WeakSet,
 )
-MUTATORS = set("add append appendleft clear discard extend insert pop popitem popleft remove".split())
-MUTATORS |= {"setdefault", "sort", "update"}
+MUTATORS = [
+    *("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft"),
+    *("remove", "setdefault", "sort", "update"),
+]
 
 
 def variables(module):
@@ -196,8 +198,6 @@ def writes(text):
         elif isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, (ast.Store, ast.Del)):
             if is_constant(node.value):
                 yield ast.unparse(node)
-        elif isinstance(node, ast.AugAssign) and is_constant(node.target):
-            yield ast.unparse(node)
         elif is_mutation(node):
             yield ast.unparse(node)
     for function in filter(is_function, ast.walk(tree)):
@@ -207,6 +207,8 @@ def writes(text):
 
 
 def is_mutation(node):
+    if isinstance(node, ast.AugAssign):
+        return is_constant(node.target)
     called = getattr(node, "func", None) if isinstance(node, ast.Call) else None
     return isinstance(called, ast.Attribute) and called.attr in MUTATORS and is_constant(called.value)
 
@@ -242,6 +244,7 @@ def test_the_check_finds_planted_state():
         ("def f():\n    NAMES.append(1)", ["NAMES.append(1)"]),
         ("f = lambda x: SEEN.add(x)", ["SEEN.add(x)"]),
         ("def f():\n    SEEN.size = 1", ["SEEN.size"]),
+        ("def f(more):\n    global SEEN\n    SEEN |= more", ["global SEEN", "SEEN |= more"]),
         ("@functools.lru_cache(5)\ndef f(): pass", ["@functools.lru_cache(5)"]),
         ("@cache\ndef f(): pass", ["@cache"]),
         ("_TABLE = {}\n_TABLE['key'] = 1\n_TABLE.update(a=1)", []),

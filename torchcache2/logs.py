@@ -89,8 +89,8 @@ def _level_number(level: int | str) -> int | None:
 
 def _checked(fmt: str, default: str, problems: list[str]) -> str:
     try:
-        logging.Formatter(fmt)
-    except ValueError as error:
+        logging.Formatter(fmt).format(logging.makeLogRecord({}))
+    except (KeyError, TypeError, ValueError) as error:
         problems.append(f"log format {fmt!r} is not valid ({error}); using the default")
         return default
     return fmt

@@ -91,6 +91,12 @@ class CacheSettings:
                     f"memory_cache_device={self.memory_cache_device!r}: expected None, a "
                     f"torch.device or its name, such as 'cpu' or 'cuda:0' ({error})"
                 ) from None
+            _require(
+                device.type != "meta",
+                "memory_cache_device",
+                self.memory_cache_device,
+                "None, a torch.device or its name, of a device that holds data",
+            )
             object.__setattr__(self, "memory_cache_device", device)
         dtype = self.cache_dtype
         _require(
@@ -101,12 +107,12 @@ class CacheSettings:
         )
         _require(self.policy in ("mru", "lru"), "policy", self.policy, "'mru' or 'lru'")
         shared: Any = self.shared_args
+        if isinstance(shared, Iterable) and not isinstance(shared, (str, bytes)):
+            shared = tuple(shared)
         _require(
-            isinstance(shared, Iterable)
-            and not isinstance(shared, (str, bytes))
-            and all(isinstance(name, str) for name in shared),
+            isinstance(shared, tuple) and all(isinstance(name, str) for name in shared),
             "shared_args",
-            shared,
+            self.shared_args,
             "a sequence of argument names, such as ('mask',)",
         )
         object.__setattr__(self, "shared_args", tuple(sorted(set(shared))))
@@ -170,7 +176,9 @@ def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
         unit = match[2].upper()
         if unit in _UNITS:
-            return int(Decimal(match[1]) * _UNITS[unit])
+            count = Decimal(match[1]) * _UNITS[unit]
+            if count == int(count):
+                return int(count)
     raise OptionError(
         f"{option}={size!r}: expected bytes as an int, a text like '4GB' or '512MiB', "
         "or a float in (0, 1] for a share of what is free"

@@ -101,7 +101,12 @@ class MemoryTier:
             self._last_used[keys.namespace] = self._clock
             kept = self._make_room(keys.namespace, arena, len(keys))
             if kept < len(keys):
-                self._tell_full()
+                if self.policy == "mru":
+                    self._tell(
+                        "the memory cache is full (%d bytes): new items are computed at every call. "
+                        "Raise max_memory_cache_size, or set cache_dtype or policy='lru'",
+                        self.budget,
+                    )
                 some = np.arange(kept)
                 keys, rows = keys.take(some), rows.take(torch.from_numpy(some))
             if kept:
@@ -158,8 +163,9 @@ class MemoryTier:
                 self._drop_unused(namespace)
             try:
                 arena = Arena(rows.schema, device, self.budget)
-            except (OSError, MemoryError, RuntimeError) as error:
-                logger.warning("no memory for rows of %d bytes: %s", rows.schema.row_bytes, error)
+            except (AssertionError, OSError, MemoryError, RuntimeError) as error:
+                # Torch asserts that it was built for a device.
+                self._tell("there is no memory for rows on %s: %s", device, error)
             else:
                 arenas[rows.schema, device] = arena
         return arena
@@ -234,11 +240,7 @@ class MemoryTier:
             del self._arenas[namespace]
             self._last_used.pop(namespace, None)
 
-    def _tell_full(self) -> None:
-        if self.policy == "mru" and not self._told:
+    def _tell(self, message: str, *args: object) -> None:
+        if not self._told:
             self._told = True
-            logger.warning(
-                "the memory cache is full (%d bytes): new items are computed at every call. "
-                "Raise max_memory_cache_size, or set cache_dtype or policy='lru'",
-                self.budget,
-            )
+            logger.warning(message, *args)

@@ -1,0 +1,77 @@
+"""All-hit batches: ours, torchcache 0.6.0 and the machine's own limit in turn."""
+
+import torch
+from torch import nn
+from torchcache import torchcache as peer
+
+from tests.benchmarks.timing import (
+    at_least,
+    at_most,
+    interleave,
+    print_targets,
+    print_times,
+    progress,
+    time_rows,
+)
+from torchcache2 import torchcache
+
+BATCH = 256
+OURS, PEER, LIMIT = "torchcache2, whole items", "torchcache 0.6.0", "x.sum()"
+SUBSAMPLED = "torchcache2, subsample_count=10_000"
+
+# Input, rounds, and how many times as fast as the peer we have to be.
+CASES = [((3, 224, 224), 30, 8), ((3, 64, 64), 60, 7), ((2048,), 100, 6)]
+
+
+def make_features():
+    """A new class at every call: one of them is patched, the others are wrapped."""
+
+    class Features(nn.Module):
+        """A cheap forward with (768,) outputs; its cost does not matter where all are hits."""
+
+        def __init__(self):
+            super().__init__()
+            generator = torch.Generator().manual_seed(0)
+            self.weight = nn.Parameter(torch.randn(8, 768, generator=generator), requires_grad=False)
+
+        def forward(self, x):
+            return x.flatten(1)[:, :8] @ self.weight
+
+    return Features
+
+
+def run():
+    times, targets = [], []
+    for shape, rounds, bound in CASES:
+        progress(f"all-hit batches of {shape}")
+        x = torch.randn(BATCH, *shape, generator=torch.Generator().manual_seed(1))
+        nets = {OURS: torchcache(make_features())().eval(), PEER: peer()(make_features())().eval()}
+        is_largest = shape == CASES[0][0]
+        if is_largest:
+            nets[SUBSAMPLED] = torchcache(subsample_count=10_000)(make_features())().eval()
+        with torch.no_grad():
+            fill_and_check(nets, x)
+            functions = {name: lambda net=net: net(x) for name, net in nets.items()}
+            measured = interleave({**functions, LIMIT: x.sum}, rounds=rounds)
+        times += time_rows(shape, measured, BATCH)
+        median = {name: value.median for name, value in measured.items()}
+        targets.append(at_least(f"{shape}: times as fast as {PEER}", median[PEER] / median[OURS], bound))
+        if is_largest:
+            targets.append(at_most(f"{shape}: time over {LIMIT}", median[OURS] / median[LIMIT], 2.2))
+            ratio = median[PEER] / median[SUBSAMPLED]
+            targets.append(at_least(f"{shape}, subsample_count=10_000: times as fast", ratio, 25))
+    print_times(f"All-hit batches of {BATCH}, float32 → (768,) float32", times)
+    print_targets(targets)
+
+
+def fill_and_check(nets, x):
+    """Fill every cache, and see that hits are right and that they are hits."""
+    expected = make_features()()(x)
+    for name, net in nets.items():
+        net(x)
+        assert torch.equal(net(x), expected), name
+        if name == PEER:
+            assert len(net.cache_instance.cache) == BATCH
+            assert net.cache_instance.current_indices_to_embed.numel() == 0
+        else:
+            assert net.cache_instance.stats().hits == net.cache_instance.stats().misses == BATCH, name
