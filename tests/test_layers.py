@@ -29,6 +29,7 @@ LAYERS = [
     "fingerprint",
     "objectwalk",
     "codewalk",
+    "assigned",
     "sources",
     "arguments",
     "keys",

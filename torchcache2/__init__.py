@@ -10,7 +10,7 @@ from torchcache2.errors import (
     UnhashableArgumentError,
 )
 from torchcache2.keys import Keys
-from torchcache2.logs import set_logger_config
+from torchcache2.logs import logger, set_logger_config
 from torchcache2.module import torchcache
 from torchcache2.settings import CacheSettings
 from torchcache2.stats import CacheStats
@@ -33,4 +33,5 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-set_logger_config()
+if not logger.handlers:  # else the application has configured it already
+    set_logger_config()

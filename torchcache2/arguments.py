@@ -39,6 +39,8 @@ class BoundCall:
     batch_size : int
     shared : tuple of str
         Parameters whose tensors belong to the whole batch.
+    shared_tensors : list of Tensor
+        Those tensors.
     """
 
     args: tuple[Any, ...]
@@ -48,11 +50,18 @@ class BoundCall:
     context: bytes
     batch_size: int
     shared: tuple[str, ...]
+    shared_tensors: list[Tensor]
 
     @property
     def device(self) -> torch.device:
         """The device of the first batched tensor."""
         return self.leaves[0][1].device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether an argument requires grad."""
+        tensors = [*self.shared_tensors, *(tensor for _, tensor in self.leaves)]
+        return any(tensor.requires_grad for tensor in tensors)
 
     def take(self, positions: Tensor) -> tuple[list[Any], dict[str, Any]]:
         """Arguments for a call with the items at `positions` (int64, CPU) alone."""
@@ -142,7 +151,16 @@ class Signature:
         if extra > 0:
             names += (self._variadic or "",) * extra
         context = b"".join(map(sized, [*parts, _autocast_state(encoder.leaves)]))
-        return BoundCall(args, kwargs, names, encoder.leaves, context, batch_size, self._shared)
+        return BoundCall(
+            args,
+            kwargs,
+            names,
+            encoder.leaves,
+            context,
+            batch_size,
+            self._shared,
+            encoder.shared,
+        )
 
     def _encode_default(self, parameter: inspect.Parameter) -> bytes:
         # The value is part of the namespace; here it only has to equal the same value given by hand.
@@ -161,6 +179,7 @@ class _ArgumentEncoder(Encoder):
     def __init__(self) -> None:
         super().__init__()
         self.leaves: list[tuple[str, Tensor]] = []
+        self.shared: list[Tensor] = []
         self._is_shared = False
         self._unregistered = ""
 
@@ -177,9 +196,13 @@ class _ArgumentEncoder(Encoder):
             ) from None
 
     def tensor(self, value: Tensor, path: str) -> bytes:
-        if value.layout != torch.strided or value.is_quantized or value.is_meta:
-            raise UnencodableError(path, value, f"layout {value.layout}, device {value.device}")
+        if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_nested:
+            kind = "nested" if value.is_nested else value.layout
+            raise UnencodableError(path, value, f"layout {kind}, device {value.device}")
+        if type(value) not in (Tensor, torch.nn.Parameter):
+            raise UnencodableError(path, value, "a subclass of Tensor")
         if self._is_shared:
+            self.shared.append(value)
             return super().tensor(value, path)
         if self._unregistered:
             raise UnencodableError(
@@ -191,22 +214,24 @@ class _ArgumentEncoder(Encoder):
     def compound(self, value: Any, kind: type, path: str) -> bytes:
         node = pytree.SUPPORTED_NODES.get(kind)
         if node is None:
-            with self._outside_pytree(kind):
+            with self._outside_pytree(value):
                 return super().compound(value, kind, path)
         children, context = node.flatten_fn(value)
         head = self.kind(kind, path) + sized(self.encode(context, path))
         return b"P" + head + self.items([(c, f"{path}[{i}]") for i, c in enumerate(children)])
 
     def contents(self, value: Any, path: str) -> bytes:
-        with self._outside_pytree(type(value)):
+        with self._outside_pytree(value):
             return super().contents(value, path)
 
     @contextlib.contextmanager
-    def _outside_pytree(self, kind: type) -> Iterator[None]:
+    def _outside_pytree(self, value: Any) -> Iterator[None]:
         """While inside of something that `take` cannot rebuild, tensors are an error."""
         outer = self._unregistered
-        if kind not in pytree.SUPPORTED_NODES and not hasattr(kind, "_fields"):
-            self._unregistered = kind.__qualname__
+        if type(value) not in pytree.SUPPORTED_NODES:
+            leaves = pytree.tree_leaves(value)  # named tuples are nodes though not registered
+            if len(leaves) == 1 and leaves[0] is value:
+                self._unregistered = type(value).__qualname__
         try:
             yield
         finally:

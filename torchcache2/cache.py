@@ -54,7 +54,7 @@ class TierStack:
 
     def __init__(self, settings: CacheSettings) -> None:
         self.settings = settings
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may close a cache at any point
         self._caches: weakref.WeakSet[Cache] = weakref.WeakSet()
         self._memory: MemoryTier | None = None
 
@@ -89,7 +89,7 @@ class TierStack:
 
     def _in_use(self) -> set[bytes]:
         with self._lock:
-            return {cache.namespace for cache in self._caches}
+            return {cache.namespace for cache in list(self._caches)}
 
 
 class Cache:
@@ -277,7 +277,11 @@ class _Batch:
     def compute_all(self) -> Any:
         """The whole batch, computed without the cache."""
         self.misses = len(self.keys)
-        return self._timed(np.arange(len(self.keys)))
+        output = self._timed(np.arange(len(self.keys)))
+        if self.dtype is None:
+            return output
+        rows = Rows.from_pytree(output, len(self.keys), device=self._device, dtype=self.dtype)
+        return rows.to_pytree(device=self._device)
 
     def output(self, rows: Rows) -> Any:
         """What the rows of a whole batch stand for."""

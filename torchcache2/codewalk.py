@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter
 from typing import Any
 
 from torchcache2 import sources
+from torchcache2.assigned import assigned_for_others
 from torchcache2.digest import Encoder, qualified_name, sized, text_bytes
 
 __all__ = ["ADDED_ATTRIBUTE", "ORIGINAL_ATTRIBUTE", "CodeWalk"]
@@ -74,6 +75,8 @@ class CodeWalk(Encoder):
         ``callable(object)`` is a tuple of what else was read off an object.
     dicts : list of mapping
         Attributes of objects and classes, which may get more.
+    assigned : set of str
+        Attributes and variables left out because code assigns them for others to read.
     """
 
     def __init__(self) -> None:
@@ -83,6 +86,8 @@ class CodeWalk(Encoder):
         self.cells: list[tuple[types.CellType, Any]] = []
         self.reads: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
         self.dicts: list[Mapping[str, Any]] = []
+        self.assigned: set[str] = set()
+        self._versions: dict[str, str] = {}
         self._labels: dict[int, bytes] = {}  # of classes, functions and modules that were met
         self._taken: dict[str, int] = {}
         self._held: list[Any] = []  # keeps ids valid
@@ -99,7 +104,7 @@ class CodeWalk(Encoder):
         reference = self.label(kind, f"class {_short_name(kind)}")
         where = sources.origin(kind)
         if where in ("torch", "builtin"):
-            parts = [text_bytes(qualified_name(kind))]
+            parts = [text_bytes(qualified_name(kind)), *self._class_contents(kind, everything=False)]
         else:
             metaclass = [type(kind)] if type(kind) is not type else []
             parts = [self.items([(base, path) for base in (*kind.__bases__, *metaclass)])]
@@ -117,11 +122,13 @@ class CodeWalk(Encoder):
         for name, value in sorted(vars(kind).items()):
             if name in _CLASS_NOISE or name.startswith(("torchcache_", "_torchcache_")):
                 continue
-            if hasattr(getattr(value, "__func__", value), ADDED_ATTRIBUTE):
+            raw = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+            marks = vars(raw) if isinstance(raw, types.FunctionType) else vars(type(raw))
+            if ADDED_ATTRIBUTE in marks:
                 continue
-            if hasattr(value, ORIGINAL_ATTRIBUTE):
-                scope, value = vars(value), getattr(value, ORIGINAL_ATTRIBUTE)
-                self.scopes.append((scope, ORIGINAL_ATTRIBUTE, value))
+            if ORIGINAL_ATTRIBUTE in marks:
+                value = marks[ORIGINAL_ATTRIBUTE]
+                self.scopes.append((marks, ORIGINAL_ATTRIBUTE, value))
             code = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
             has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
             if code is not None and code.co_filename == "<string>" and has_fields:
@@ -156,12 +163,14 @@ class CodeWalk(Encoder):
             if source is None:
                 token = self.unreadable(function, f"{path or name} (no source)")
                 source = sources.instructions(function.__code__) + token.hex()
+            _, left_out = assigned_for_others(source)
+            self.assigned |= left_out
             parts = [
                 source.encode("utf-8", "surrogatepass"),
                 self.encode(function.__defaults__, f"{name}.__defaults__"),
                 self.encode(function.__kwdefaults__, f"{name}.__kwdefaults__"),
-                self._closure(function, path),
-                self._globals(function),
+                self._closure(function, path, left_out),
+                self._globals(function, left_out),
                 self.encode(_own_attributes(function), name),
             ]
             self.reads.append((_FUNCTION_FIELDS, function))
@@ -170,7 +179,7 @@ class CodeWalk(Encoder):
         self.parts[reference.decode()] = b"".join(map(sized, parts))
         return reference
 
-    def _closure(self, function: types.FunctionType, path: str) -> bytes:
+    def _closure(self, function: types.FunctionType, path: str, left_out: Collection[str] = ()) -> bytes:
         pairs = []
         names = function.__code__.co_freevars
         for name, cell in zip(names, function.__closure__ or (), strict=True):
@@ -178,16 +187,20 @@ class CodeWalk(Encoder):
                 value = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
+            if name in left_out:
+                continue
             self.cells.append((cell, value))
             pairs += [(name, path), (value, f"{function.__name__}.{name}")]
         return self.items(pairs)
 
-    def _globals(self, function: types.FunctionType) -> bytes:
+    def _globals(self, function: types.FunctionType, left_out: Collection[str]) -> bytes:
         parts = []
         for name, *attributes in sources.global_chains(function.__code__):
             if name == "import":
                 file = sources.module_file(attributes[0], function.__globals__.get("__package__"))
                 parts += [attributes[0].encode(), file.encode()]
+                continue
+            if name in left_out:
                 continue
             scope: Mapping[str, Any] = function.__globals__
             value = scope.get(name, _MISSING)
@@ -195,15 +208,18 @@ class CodeWalk(Encoder):
             self.scopes.append((scope, name, None if value is _MISSING else value))
             if value is _MISSING:
                 continue  # a builtin, or a name that does not exist yet: reading it would fail
+            owner = value
             while attributes and isinstance(value, types.ModuleType):
-                if sources.origin(value) != "project":
-                    break
-                scope, attribute = vars(value), attributes.pop(0)
+                owner, scope, attribute = value, vars(value), attributes.pop(0)
                 path += f".{attribute}"
                 value = scope.get(attribute, None)
                 self.scopes.append((scope, attribute, value))
-            tail = ".".join(attributes) if isinstance(value, types.ModuleType) else ""
-            parts += [path.encode(), tail.encode(), self.encode(value, path)]
+            # What others have in their modules counts by name, unless somebody has replaced it.
+            foreign = isinstance(value, types.FunctionType) and sources.origin(value) == "project"
+            if isinstance(owner, types.ModuleType) and sources.origin(owner) != "project" and not foreign:
+                parts += [path.encode(), owner.__name__.encode()]
+            else:
+                parts += [path.encode(), self.encode(value, path)]
         return b"".join(map(sized, parts))
 
     def python_module(self, module: types.ModuleType) -> bytes:
@@ -214,9 +230,11 @@ class CodeWalk(Encoder):
 
     def _installed(self, obj: Any, name: str) -> bytes:
         module = sources.defining_module(obj)
-        file = getattr(sys.modules.get(module), "__file__", None) or ""
-        version = sources.package_version(module.partition(".")[0])
-        return text_bytes(f"{module} {name} {version} {sources.file_digest(file)}")
+        if module not in self._versions:
+            file = getattr(sys.modules.get(module), "__file__", None) or ""
+            version = sources.package_version(module.partition(".")[0])
+            self._versions[module] = f"{version} {sources.file_digest(file)}"
+        return text_bytes(f"{module} {name} {self._versions[module]}")
 
     def label(self, obj: Any, label: str) -> bytes:
         """A name for something that is met for the first time; deterministic, unique in this walk."""

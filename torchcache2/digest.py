@@ -51,11 +51,9 @@ _PRINTED = (
     decimal.Decimal,
     fractions.Fraction,
     datetime.date,
-    datetime.time,
     datetime.timedelta,
     datetime.timezone,
     uuid.UUID,
-    re.Pattern,
     pathlib.PurePath,
 )
 
@@ -152,15 +150,22 @@ class Encoder:
         if kind in (np.ndarray, np.memmap):
             if value.dtype.hasobject:
                 return b"O" + self.items([(value.shape, path), (value.tolist(), path)])
-            head = text_bytes(f"{value.dtype.str} {value.shape}")
+            kind_of_item = value.dtype.descr if value.dtype.names else value.dtype.str
+            head = text_bytes(f"{kind_of_item} {value.shape}")
             return b"A" + head + xxh3_128_digest(np.ascontiguousarray(value).tobytes())
         if isinstance(value, np.generic):
-            return b"g" + text_bytes(value.dtype.str) + value.tobytes()
+            kind_of_item = value.dtype.descr if value.dtype.names else value.dtype.str
+            return b"g" + text_bytes(str(kind_of_item)) + value.tobytes()
         if isinstance(value, enum.Enum):
             name = text_bytes(value.name or "")  # combined flags have none
             return b"e" + self.kind(kind, path) + name + self.encode(value.value, path)
         if isinstance(value, slice):
             return b"l" + self.items([(value.start, path), (value.stop, path), (value.step, path)])
+        if isinstance(value, re.Pattern):
+            return b"x" + self.items([(value.pattern, path), (value.flags, path)])
+        if isinstance(value, (datetime.datetime, datetime.time)):
+            details = f"{value.isoformat()} {value.fold} {value.tzinfo!r}"
+            return b"p" + text_bytes(kind.__name__) + text_bytes(details)
         if isinstance(value, _PRINTED):
             return b"p" + text_bytes(kind.__name__) + text_bytes(str(value))
         if isinstance(value, type) and value.__module__ == "builtins":
@@ -176,29 +181,38 @@ class Encoder:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [field.name for field in dataclasses.fields(value)]
             pairs = [(getattr(value, name, None), f"{path}.{name}") for name in names]
-            return b"D" + self.kind(kind, path) + text_bytes(" ".join(names)) + self.items(pairs)
+            head = self.kind(kind, path) + text_bytes(" ".join(names))
+            return b"D" + head + self.items(pairs) + self.besides(value, path)
         for base, plain in _SIMPLE.items():
             if isinstance(value, base):
-                return b"C" + self.kind(kind, path) + plain(base(value))
+                content = _PLAIN[base](value) if base in _PLAIN else base(value)
+                return b"C" + self.kind(kind, path) + plain(content) + self.besides(value, path)
         if isinstance(value, deque):
             return b"q" + self.kind(kind, path) + self.items([(value.maxlen, path), (list(value), path)])
         for base, tag in _CONTAINERS.items():
             if isinstance(value, base):
-                return b"C" + self.kind(kind, path) + tag + self.contents(value, path)
+                head = self.kind(kind, path) + text_bytes(" ".join(getattr(kind, "_fields", ())))
+                return b"C" + head + tag + self.contents(value, path) + self.besides(value, path)
         return self.other(value, path)
+
+    def besides(self, value: Any, path: str) -> bytes:
+        """The bytes of attributes that a container or dataclass has besides its content."""
+        fields = getattr(value, "__dataclass_fields__", ())
+        state = {name: item for name, item in getattr(value, "__dict__", {}).items() if name not in fields}
+        return self.encode(state, path) if state else b""
 
     def contents(self, value: Any, path: str) -> bytes:
         """The bytes of a container's elements."""
         if isinstance(value, (dict, types.MappingProxyType)):
             pairs = []
-            for key, element in value.items():
+            for key, element in list(value.items()):
                 place = f"{path}[{key!r}]" if isinstance(key, (str, int)) else f"{path}[…]"
                 pairs += [(key, place), (element, place)]
             return self.items(pairs)
         if isinstance(value, (set, frozenset)):
-            elements = sorted(self.encode(element, f"{path}{{…}}") for element in value)
+            elements = sorted(self.encode(element, f"{path}{{…}}") for element in list(value))
             return b"".join(map(sized, elements))
-        return self.items([(element, f"{path}[{i}]") for i, element in enumerate(value)])
+        return self.items([(element, f"{path}[{i}]") for i, element in enumerate(list(value))])
 
 
 # What `Encoder.compound` knows the content of.
@@ -218,6 +232,12 @@ def text_bytes(text: str) -> bytes:
     return sized(text.encode("utf-8", "surrogatepass"))
 
 
+# Of subclasses, past whatever conversion they define.
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    str: str.__str__,
+    int: int.__int__,
+    float: float.__float__,
+}
 _SIMPLE: dict[type, Callable[[Any], bytes]] = {
     type(None): lambda value: b"n",
     bool: lambda value: b"b1" if value else b"b0",

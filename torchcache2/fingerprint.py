@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchcache2 import sources
+from torchcache2.assigned import assigned_for_others
 from torchcache2.codewalk import ORIGINAL_ATTRIBUTE
-from torchcache2.digest import Encoder, digest, qualified_name, text_bytes
+from torchcache2.digest import Encoder, UnencodableError, digest, qualified_name, text_bytes
 from torchcache2.objectwalk import ObjectWalk, attributes
 
 __all__ = ["FORMAT", "INIT_ATTRIBUTE", "Fingerprint", "Walk", "argument_digests"]
@@ -80,15 +81,13 @@ class Walk(ObjectWalk):
         Parameters, buffers and other tensors by path: their content is part of the namespace too.
     modules : list of (nn.Module, tuple of str, set of str)
         Every module that was met, the attributes of it that were read, and those left out.
-    assigned : set of str
-        Attributes left out because the class's own forward assigns them.
     """
 
     def __init__(self, root: Any, tokens: MutableMapping[int, tuple[object, bytes]]) -> None:
         super().__init__(tokens)
         self.tensors: dict[str, Tensor] = {}
         self.modules: list[tuple[nn.Module, tuple[str, ...], set[str]]] = []
-        self.assigned: set[str] = set()
+        self._assigned_of: dict[type, set[str]] = {}
         self.parts["format"] = str(FORMAT).encode()
         self.parts["root"] = self.encode(root, "")
         for hooks in GLOBAL_HOOKS:
@@ -107,7 +106,7 @@ class Walk(ObjectWalk):
                 [(type(value), path), (context, path)]
                 + [(getattr(value, name), f"{path}.{name}") for name in names]
             )
-        if not is_lazy(value) and (value.layout != torch.strided or value.is_quantized):
+        if not is_lazy(value) and (value.layout != torch.strided or value.is_quantized or value.is_nested):
             return self._parts_of(value, path)
         if value.is_meta:
             return b"meta" + self.encode([value.dtype, tuple(value.shape)], path)
@@ -139,6 +138,7 @@ class Walk(ObjectWalk):
         if known is not None:
             return known
         reference = self.label(module, f"module {path}")
+        path = reference.decode().removeprefix("module ")  # which no other module has
         kind = type(module)
         where = f"{path}." if path else ""
         skipped = self._assigned_by_forward(kind)
@@ -172,20 +172,44 @@ class Walk(ObjectWalk):
                 self.klass(kind, path),
                 self.encode(module.training, path),
                 self.encode(sorted(init.items()), path),
-                self.encode(list(module._modules), path),
+                self.encode([name for name, _ in module._modules.items()], path),
             ]
         )
         return reference
 
     def _assigned_by_forward(self, kind: type) -> set[str]:
-        names = set()
-        for base in kind.__mro__:
-            forward = vars(base).get("forward")
-            forward = getattr(forward, ORIGINAL_ATTRIBUTE, forward)
-            if isinstance(forward, types.FunctionType) and sources.origin(forward) != "torch":
-                names |= sources.assigned_attributes(sources.function_source(forward) or "")
+        known = self._assigned_of.get(kind)
+        if known is not None:
+            return known
+        methods = self._methods(kind)
+        forwards = methods.get("forward", [])
+        reached, queue = list(forwards), list(forwards)
+        while queue:
+            for name in queue.pop().__code__.co_names:
+                helpers = [method for method in methods.get(name, ()) if method not in reached]
+                reached += helpers
+                queue += helpers
+        text = {method: sources.function_source(method) or "" for method in reached}
+        names: set[str] = set()
+        for forward in forwards:
+            others = [text[other] for other in reached if other is not forward]
+            names |= assigned_for_others(text[forward], others)[0]
+        self._assigned_of[kind] = names
         self.assigned |= {f"{kind.__name__}.{name}" for name in names}
         return names
+
+    def _methods(self, kind: type) -> dict[str, list[types.FunctionType]]:
+        """The methods of a class and its bases by name, torch's own left out."""
+        methods: dict[str, list[types.FunctionType]] = {}
+        for base in kind.__mro__:
+            if sources.origin(base) in ("torch", "builtin"):
+                continue
+            for name, value in list(vars(base).items()):
+                value = getattr(value, "fget", value)
+                if isinstance(value, types.FunctionType):
+                    value = vars(value).get(ORIGINAL_ATTRIBUTE, value)
+                    methods.setdefault(name, []).append(value)
+        return methods
 
 
 class _Arguments(Walk):
@@ -193,7 +217,12 @@ class _Arguments(Walk):
 
     def tensor(self, value: Tensor, path: str) -> bytes:
         """Read a tensor at once."""
-        return Encoder.tensor(self, value, path) if not is_lazy(value) else b"lazy"
+        if is_lazy(value):
+            return b"lazy"
+        try:
+            return Encoder.tensor(self, value, path)
+        except (UnencodableError, NotImplementedError, RuntimeError, TypeError):
+            return self.unreadable(value, path)
 
     def _module(self, module: nn.Module, path: str) -> bytes:
         return text_bytes(qualified_name(type(module)))

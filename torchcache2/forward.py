@@ -1,7 +1,6 @@
 """`ModuleCache`: the forward of a module, or a function, through a cache.
 
-Decides for each call whether it can be cached, keeps the namespace true to the module, and has the
-forward run for the items that are missing.
+Decides for each call whether it can be cached, and has the forward run for the items that are missing.
 """
 
 from __future__ import annotations
@@ -9,8 +8,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -18,16 +19,17 @@ from torch.utils import _pytree as pytree
 from torchcache2.arguments import BoundCall, Signature
 from torchcache2.cache import Cache, NotStoredError, TierStack
 from torchcache2.digest import digest
-from torchcache2.fingerprint import Fingerprint, Walk
-from torchcache2.keys import item_keys
-from torchcache2.logs import logger
-from torchcache2.purity import RandomState, depends_on_batch, versions
+from torchcache2.fingerprint import Fingerprint
+from torchcache2.keys import Keys, item_keys
+from torchcache2.namespace import NamespaceKeeper, Reason, Seen
+from torchcache2.purity import RandomState, is_traced, versions
 from torchcache2.settings import CacheSettings, disabled_by_environment
-from torchcache2.watch import TensorWatch, Watch
 
 __all__ = ["ModuleCache"]
 
 Forward = Callable[..., Any]
+
+_MOST_RANDOM = 10_000
 
 _ADVICE = {
     "grad": "call it under torch.no_grad() or set requires_grad_(False) on parameters and inputs",
@@ -62,21 +64,17 @@ class ModuleCache(Cache):
         tiers: TierStack | None = None,
     ) -> None:
         super().__init__(bytes(16), settings, tiers=tiers)
-        self._lock = threading.RLock()
         self._running = threading.local()
-        self._tokens: dict[int, tuple[object, bytes]] = {}
-        self._told: set[str] = set()
         self._root: Callable[[], Any] = lambda: None
-        self._is_module = False
-        self._reset()
+        self._keeper = NamespaceKeeper("a cache without a module", settings)
+        self._random: set[bytes] = set()
         if root is not None and plain is not None:
             self.bind(root, plain)
 
     def bind(self, root: Any, plain: Forward) -> None:
         """Say what is cached."""
-        self._is_module = isinstance(root, nn.Module)
         self._root = weakref.ref(root)
-        self._root_name = type(root).__name__ if self._is_module else root.__name__
+        self._keeper.name = type(root).__name__ if isinstance(root, nn.Module) else root.__name__
         self._signature = Signature(plain, shared=self.settings.shared_args)
 
     @property
@@ -87,128 +85,64 @@ class ModuleCache(Cache):
     @property
     def module_hash(self) -> str:
         """The namespace, 32 hexadecimal digits, as of now."""
-        root = self._living_root()
-        with self._lock:
-            self._notice_structure(root)
-            self._notice_content()
-            return self.namespace.hex()
+        self.namespace = self._keeper.look(self._living_root()).namespace
+        return self.namespace.hex()
 
     @property
     def fingerprint(self) -> Fingerprint:
         """The named parts behind the namespace, as of the last call."""
-        return self._fingerprint
+        return self._keeper.fingerprint
 
     def refresh(self) -> None:
         """Read the whole module again at the next call; needed after edits that are not noticed."""
-        with self._lock:
-            self._reset()
+        self._keeper.reset()
 
     def call(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of ``plain(*args, **kwargs)``."""
-        root = self._living_root()
         if getattr(self._running, "now", False) or not self.settings.enabled:
             return plain(*args, **kwargs)  # inside of its own forward: the outermost call is cached
-        if disabled_by_environment():
+        if is_traced() or disabled_by_environment():
             return plain(*args, **kwargs)
-        reason = self._reason_to_bypass(root)
+        root = self._living_root()
+        reason = self._keeper.reason_to_bypass(root)
         if reason is None:
             call = self._signature.bind(args, kwargs)
-            if torch.is_grad_enabled() and any(t.requires_grad for _, t in call.leaves):
-                reason = ("grad", "an input requires grad")
+            if torch.is_grad_enabled() and call.requires_grad:
+                reason = "grad", "an input requires grad"
         if reason is not None:
             return self._bypass(reason, plain, args, kwargs)
-        with self._lock:
-            self._notice_content()
-            namespace, tensors = self.namespace, self._tensors
-        keys = item_keys(namespace, call.context, call.leaves, subsample_count=self.settings.subsample_count)
-        computation = _Computation(self, plain, call, namespace, tensors)
-        return self.fetch(keys, computation, device=call.device)
-
-    def _reason_to_bypass(self, root: Any) -> tuple[str, str] | None:
-        with self._lock:
-            # A module in training: nothing else needs to be known.
-            reason = self._reason_grad()
-            if reason is None:
-                self._notice_structure(root)
-                reason = self._reason or self._reason_grad()
-            return reason
-
-    def _reason_grad(self) -> tuple[str, str] | None:
-        if torch.is_grad_enabled():
-            for tensor in self._tensors.tensors:
-                if tensor.requires_grad:
-                    return "grad", "grad mode is on and a parameter requires grad"
-        return None
+        seen = self._keeper.look_at_tensors()
+        self.namespace = seen.namespace
+        computation = _Computation(self, root, plain, call, seen)
+        if computation.context in self._random:
+            reason = "random", "its output was random before"
+            return self._bypass(reason, plain, args, kwargs)
+        return self.fetch(computation.keys(call), computation, device=call.device)
 
     def _bypass(
-        self, reason: tuple[str, str], plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, reason: Reason, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         name, why = reason
         if name == "grad":
-            with self._lock:
-                self._tensors.forget()  # an optimizer may step now, which not every tensor tells
+            self._keeper.distrust_tensors()
         leaves = pytree.tree_leaves((args, dict(kwargs)))
-        sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+        sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
         self.count_bypass(name, sizes[0] if sizes else 1, f"{why}; {_ADVICE[name]}")
+        return self.run(plain, args, kwargs)
+
+    def run(self, plain: Forward, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Run the forward, and what it calls of itself, without the cache."""
         self._running.now = True
         try:
             return plain(*args, **kwargs)
         finally:
             self._running.now = False
 
-    def _reset(self) -> None:
-        self._watch: Watch | None = None
-        self._tensors = TensorWatch({})
-        self._reason: tuple[str, str] | None = None
-        self._generators: list[Any] = []
-        self._parts: dict[str, bytes] = {}
-        self._fingerprint = Fingerprint(bytes(16), {})
-        self._has_namespace = False
-
-    def _notice_structure(self, root: Any) -> None:
-        """Walk the module again if anything but the content of its tensors has changed."""
-        module = root if self._is_module else None
-        if self._watch is not None and not self._tensors.has_lazy and self._watch.same(module):
-            return
-        walk = Walk(root, self._tokens)
-        self._parts = {name: digest([data]) for name, data in walk.parts.items()}
-        self._parts["option cache_dtype"] = str(self.settings.cache_dtype).encode()
-        self._tensors = TensorWatch(walk.tensors)
-        self._watch = Watch(walk, module)
-        self._generators = walk.generators
-        self._has_namespace = False
-        self._reason = None
-        if self._tensors.has_lazy:
-            self._reason = "lazy", "a parameter is uninitialised"
-        for part, _, _ in walk.modules:
-            if self._reason is None and (why := depends_on_batch(part)):
-                self._reason = "training", why
-        for name in sorted(walk.assigned):
-            self._tell(logger.info, f"{name} is assigned by forward and not part of the key")
-        if walk.unread and self.settings.persistent_module_hash is None:
-            names = ", ".join(sorted(set(walk.unread)))
-            self._tell(
-                logger.warning,
-                f"cannot read {names}: the cache is good for this process only, and changes there are "
-                "not noticed. Keep such objects out of the module, or set persistent_module_hash",
-            )
-
-    def _notice_content(self) -> None:
-        """Read the tensors again if their content may have changed, and make the namespace."""
-        if self._has_namespace and self._tensors.same():
-            return
-        name = self.settings.persistent_module_hash
-        self._tensors.refresh(read=name is None)
-        if name is None:
-            parts = dict(self._parts)
-            parts.update((f"weights {path}", data) for path, data in self._tensors.digests.items())
-        else:
-            parts = {"persistent_module_hash": name.encode()}
-        self._fingerprint = Fingerprint.of_parts(parts)
-        self._has_namespace = True
-        if self.namespace != self._fingerprint.namespace:
-            self.namespace = self._fingerprint.namespace
-            logger.info("%s: namespace %s", self._root_name, self.namespace.hex())
+    def remember_random(self, context: bytes) -> None:
+        """Bypass such calls from now on: a forward that seeds its generator leaves no trace next time."""
+        if len(self._random) >= _MOST_RANDOM:
+            self._random = set()
+        self._random.add(context)
 
     def _living_root(self) -> Any:
         root = self._root()
@@ -218,22 +152,17 @@ class ModuleCache(Cache):
             )
         return root
 
-    def _tell(self, log: Callable[[str, str, str], None], text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            log("%s: %s", self._root_name, text)
-
     def _name(self) -> str:
-        return self._root_name
+        return self._keeper.name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
         # As part of a module, it becomes the cache of the copied module, and shares the budget.
-        copy = memo.get(id(self.root)) if self._is_module else None
+        copy = memo.get(id(self.root)) if isinstance(self.root, nn.Module) else None
         if copy is None:
             return self
         twin = ModuleCache(None, None, self.settings, self._tiers)
-        twin._is_module, twin._root = True, weakref.ref(copy)
-        twin._root_name, twin._signature = self._root_name, self._signature
+        twin._root, twin._signature = weakref.ref(copy), self._signature
+        twin._keeper.name = self._keeper.name
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -243,76 +172,82 @@ class ModuleCache(Cache):
 class _Computation:
     """Runs the forward for some items of a call, and says if the outcome must not be stored."""
 
-    def __init__(
-        self,
-        cache: ModuleCache,
-        plain: Forward,
-        call: BoundCall,
-        namespace: bytes,
-        tensors: TensorWatch,
-    ) -> None:
+    def __init__(self, cache: ModuleCache, root: Any, plain: Forward, call: BoundCall, seen: Seen) -> None:
         self._cache = cache
+        self._root = root
         self._plain = plain
         self._bound = call
-        self._namespace = namespace
-        self._tensors = tensors
+        self._seen = seen
+        self.context = digest([seen.namespace, call.context])
+
+    def keys(self, call: BoundCall) -> Keys:
+        """The keys of a call's items."""
+        count = self._cache.settings.subsample_count
+        return item_keys(self._seen.namespace, call.context, call.leaves, subsample_count=count)
 
     def __call__(self, positions: Tensor) -> Any:
-        call = self._bound
+        call, cache = self._bound, self._cache
         whole = len(positions) == call.batch_size
         args, kwargs = (call.args, call.kwargs) if whole else call.take(positions)
-        inputs = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
-        before = versions(inputs)
-        state = RandomState(self._cache._generators)
-        output = self._run(args, kwargs)
+        before = pytree.tree_leaves((args, dict(kwargs)))
+        inputs = [leaf for leaf in before if isinstance(leaf, Tensor)]
+        counts = versions(inputs)
+        content = self._content(args, kwargs, inputs)
+        buffers = [] if whole else [(b, b.clone()) for b in self._seen.tensors.small_buffers()]
+        state = RandomState(cache._keeper.generators)
+        output = cache.run(self._plain, args, kwargs)
         reason = None
         if state.moved():
             reason = "random"
-        elif self._changed_itself():
+            cache.remember_random(self.context)
+        elif cache._keeper.changed_since(self._seen, self._root):
             reason = "state"
-        elif versions(inputs) != before:
-            reason = "input"
-        elif torch.is_grad_enabled() and any(
-            isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output)
+        elif (
+            versions(inputs) != counts
+            or not _same(pytree.tree_leaves((args, dict(kwargs))), before)
+            or not np.array_equal(self._content(args, kwargs, inputs), content)
         ):
+            reason = "input"
+        elif any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output)):
             reason = "grad"
         if reason is not None:
             if not whole:
-                if reason == "random":
+                # The caller is to see what one plain forward does.
+                if reason == "random" and threading.active_count() == 1:
                     state.restore()
-                output = self._run(call.args, call.kwargs)
+                with torch.no_grad():
+                    for buffer, copy in buffers:
+                        buffer.copy_(copy)
+                output = cache.run(self._plain, call.args, call.kwargs)
             raise NotStoredError(reason, _ADVICE[reason], output)
         return self._own(output, inputs) if whole else output
 
-    def _run(self, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        running = self._cache._running
-        running.now = True
-        try:
-            return self._plain(*args, **kwargs)
-        finally:
-            running.now = False
-
-    def _changed_itself(self) -> bool:
-        cache = self._cache
-        root = cache.root
-        with cache._lock:
-            module = root if cache._is_module else None
-            if not self._tensors.moved() and cache._watch is not None and cache._watch.same(module):
-                return False
-            # Something was touched, perhaps only to be what it was: pruning does so at every call.
-            cache._notice_structure(root)
-            cache._notice_content()
-            return cache.namespace != self._namespace
+    def _content(self, args: Any, kwargs: Mapping[str, Any], inputs: list[Tensor]) -> Any:
+        """What tells of changes in inference tensors, which have no version counters."""
+        if not any(tensor.is_inference() for tensor in inputs):
+            return None
+        return self.keys(self._cache._signature.bind(tuple(args), kwargs)).data
 
     def _own(self, output: Any, inputs: list[Tensor]) -> Any:
         """The output, with copies of tensors that are parts or aliases of others."""
-        borrowed = {t.untyped_storage().data_ptr() for t in (*inputs, *self._tensors.tensors)}
+        borrowed = set(map(_storage, (*inputs, *self._seen.tensors.tensors)))
 
         def own(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
+            if type(leaf) is not Tensor or leaf.layout != torch.strided or leaf.is_nested:
                 return leaf
             storage = leaf.untyped_storage()
             is_part = storage.nbytes() != leaf.numel() * leaf.element_size()
-            return leaf.clone() if is_part or storage.data_ptr() in borrowed else leaf
+            return leaf.clone() if is_part or _storage(leaf) in borrowed else leaf
 
         return own(output) if isinstance(output, Tensor) else pytree.tree_map(own, output)
+
+
+def _same(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(map(is_, left, right))
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a subclass or layout without storage of its own
+        return 0

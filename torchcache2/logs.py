@@ -11,6 +11,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, TextIO
 
+from torchcache2.errors import OptionError
+
 __all__ = ["logger", "set_logger_config"]
 
 logger = logging.getLogger("torchcache2")
@@ -53,6 +55,8 @@ def set_logger_config(
         level = environ.get("TORCHCACHE_LOG_LEVEL") or DEFAULT_LEVEL
 
     problems = []
+    if not isinstance(level, (int, str)):
+        raise OptionError(f"level={level!r}: expected an int or one of {_LEVELS}")
     number = _level_number(level)
     if number is None:
         problems.append(f"no log level {level!r}: use one of {_LEVELS}; using WARNING")

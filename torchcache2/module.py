@@ -28,12 +28,11 @@ from torchcache2.settings import CacheSettings, Policy, Size
 
 __all__ = ["torchcache"]
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Callable[..., Any])
 
 _BINDING = "_torchcache_binding"
 _STARTING = "_torchcache_starting"
 _PREFIX = "torchcache_"
-_creation = threading.RLock()
 
 
 @overload
@@ -123,6 +122,7 @@ class _Binding:
     def __init__(self, settings: CacheSettings) -> None:
         self.settings = settings
         self.tiers = TierStack(settings)
+        self.creation = threading.RLock()
 
     def cache(self, root: Any, plain: Callable[..., Any]) -> ModuleCache:
         """A cache for a module or function, with the options that the module overrides."""
@@ -196,7 +196,7 @@ def _recording_init(init: Callable[..., None]) -> Callable[..., None]:
             _record_arguments(self, init, args, kwargs)
             init(self, *args, **kwargs)
         finally:
-            del self.__dict__[_STARTING]
+            self.__dict__.pop(_STARTING, None)
 
     return recording_init
 
@@ -236,12 +236,13 @@ def _cache_of(module: nn.Module) -> ModuleCache:
     cache = module.__dict__.get("cache_instance")
     if cache is not None and cache.root is module:
         return cache  # type: ignore[no-any-return]
-    with _creation:
+    binding: _Binding = getattr(type(module), _BINDING)
+    with binding.creation:
         cache = module.__dict__.get("cache_instance")
         if cache is None or cache.root is not module:
             forward = getattr(type(module).forward, ORIGINAL_ATTRIBUTE, type(module).forward)
             plain = types.MethodType(forward, module)
-            cache = getattr(type(module), _BINDING).cache(module, plain)
+            cache = binding.cache(module, plain)
             module.__dict__["cache_instance"] = cache
         return cache  # type: ignore[no-any-return]
 

@@ -68,12 +68,17 @@ class ObjectWalk(CodeWalk):
         self.unread: list[str] = []
         self._tokens = tokens
         self._objects = 0
+        self._too_much = os.urandom(16)
 
     def encode(self, value: Any, path: str) -> bytes:
         """The bytes of `value`, or a token if there is too much of it."""
+        if isinstance(value, (str, int, float, bytes)):
+            return super().encode(value, path)
         self._objects += 1
         if self._objects > _MOST_OBJECTS:
-            return self.unreadable(value, f"{path} (more than {_MOST_OBJECTS} objects)")
+            if self._objects == _MOST_OBJECTS + 1:
+                self.unread.append(f"{path} (more than {_MOST_OBJECTS} objects)")
+            return self._too_much
         try:
             return super().encode(value, path)
         except RecursionError:
@@ -85,14 +90,18 @@ class ObjectWalk(CodeWalk):
 
     def compound(self, value: Any, kind: type, path: str) -> bytes:
         """Walk a subclass of a container or a dataclass, with the attributes that it has besides."""
-        fields = getattr(kind, "__dataclass_fields__", ())
-        if not fields and not isinstance(value, CONTAINERS):
+        if not hasattr(kind, "__dataclass_fields__") and not isinstance(value, CONTAINERS):
             return self.other(value, path)
+        return super().compound(value, kind, path)
+
+    def besides(self, value: Any, path: str) -> bytes:
+        """Slots too, and have them watched."""
+        fields = getattr(value, "__dataclass_fields__", ())
         state = {name: item for name, item in attributes(value).items() if name not in fields}
         self.watch(value, attributes(value))
         if isinstance(value, defaultdict):
             state["default_factory"] = value.default_factory
-        return super().compound(value, kind, path) + self.state(state, path)
+        return self.state(state, path)
 
     def other(self, value: Any, path: str) -> bytes:
         """Walk code and objects."""
@@ -123,6 +132,8 @@ class ObjectWalk(CodeWalk):
             return b"h" + text_bytes(value.name)
         if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             return b"u" + text_bytes(str(value))
+        if isinstance(value, random.SystemRandom):
+            return b"z" + text_bytes(qualified_name(type(value)))
         if isinstance(value, _GENERATORS):
             self.generators.append(value)
             return b"z" + text_bytes(qualified_name(type(value)))
@@ -152,9 +163,9 @@ class ObjectWalk(CodeWalk):
             parts = [list(part) if hasattr(part, "__next__") else part for part in reduced]
             return b"R" + head + self.encode(parts, path)
         text = repr(value)
-        if _ADDRESS.search(text):
+        if sources.origin(kind) != "torch" or _ADDRESS.search(text):
             return self.unreadable(value, path)
-        return b"r" + head + text_bytes(text)
+        return b"r" + head + text_bytes(text)  # such as torch.finfo
 
     def state(self, state: Mapping[str, Any], path: str) -> bytes:
         """Bytes of named values."""

@@ -208,7 +208,7 @@ def empty_bytes(size: int) -> Tensor:
     """Fresh uint8 memory on the CPU; cheap to touch for the first time if it is large."""
     if size >= _HUGE:
         return torch.from_numpy(np.empty(size, np.uint8))
-    return torch.empty(size, dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default device is
 
 
 def empty_rows(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -241,13 +241,16 @@ def _as_bytes(column: Tensor) -> Tensor:
 def _tensor_column(
     path: str, value: Tensor, count: int, device: torch.device, dtype: torch.dtype | None
 ) -> tuple[Leaf, Tensor]:
-    if value.layout != torch.strided or value.is_quantized or value.is_meta:
-        raise UnstorableError(f"output{path} is a tensor with layout {value.layout}")
+    if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_nested:
+        kind = "nested" if value.is_nested else value.layout
+        raise UnstorableError(f"output{path} is a tensor with layout {kind}")
+    if type(value) not in (Tensor, torch.nn.Parameter):
+        raise UnstorableError(f"output{path} is a {type(value).__qualname__}")
     if value.dim() == 0 or value.shape[0] != count:
         raise OutputError(
             f"output{path} has shape {tuple(value.shape)} for a batch of {count}: the first dimension "
-            "of every output tensor must be the batch. Return per-batch values outside of the cached "
-            "forward, or as Python numbers"
+            "of every output tensor must be the batch. Compute what belongs to the batch as a whole "
+            "outside of the cached forward"
         )
     stored = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
     column = value.detach().resolve_conj().resolve_neg()
@@ -270,7 +273,7 @@ def _value_column(path: str, value: Any, count: int) -> tuple[Leaf, Tensor]:
         data = struct.pack(_PACKED[kind], value.real, value.imag)
     else:
         raise UnstorableError(f"output{path} is a {type(value).__qualname__}")
-    row = torch.tensor(list(data), dtype=torch.uint8)
+    row = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
     leaf = Leaf(path, kind, torch.uint8, torch.uint8, (len(data),))
     return leaf, row.expand(count, len(data))
 

@@ -177,7 +177,7 @@ def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
         unit = match[2].upper()
         if unit in _UNITS:
             count = Decimal(match[1]) * _UNITS[unit]
-            if count == int(count):
+            if count == int(count) or _UNITS[unit] > 1:
                 return int(count)
     raise OptionError(
         f"{option}={size!r}: expected bytes as an int, a text like '4GB' or '512MiB', "

@@ -17,6 +17,7 @@ import os
 import sys
 import sysconfig
 import textwrap
+import time
 import types
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -24,7 +25,6 @@ from typing import Any, Literal
 from xxhash import xxh3_128_hexdigest
 
 __all__ = [
-    "assigned_attributes",
     "code_objects",
     "defining_module",
     "file_digest",
@@ -38,8 +38,10 @@ __all__ = [
 
 Origin = Literal["project", "installed", "torch", "builtin"]
 
+_LOADED = time.time()  # files that are older than this are what was loaded
 _OURS = __name__.partition(".")[0]
 _SITE = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib"))
+_STDLIB = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
 _SITE_NAMES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
@@ -50,7 +52,8 @@ def defining_module(obj: Any) -> str:
     if isinstance(obj, types.FunctionType):
         # Unlike __module__, this is not copied onto wrappers by functools.wraps.
         return str(obj.__globals__.get("__name__", ""))
-    return getattr(obj, "__module__", None) or "builtins"
+    name = getattr(obj, "__module__", None)
+    return name if isinstance(name, str) else "builtins"
 
 
 def origin(obj: Any) -> Origin:
@@ -61,12 +64,10 @@ def origin(obj: Any) -> Origin:
         return "torch"
     if root == "__main__":
         return "project"
-    if root in sys.stdlib_module_names:
-        return "builtin"
     path = getattr(sys.modules.get(module), "__file__", None)
-    if path is None:
-        return "project"
-    return "installed" if _is_site(path) else "project"
+    if root in sys.stdlib_module_names and (path is None or os.path.realpath(path).startswith(_STDLIB)):
+        return "builtin"
+    return "installed" if path is not None and _is_site(path) else "project"
 
 
 def _is_site(path: str) -> bool:
@@ -123,6 +124,8 @@ def function_source(function: types.FunctionType) -> str | None:
     """
     code = function.__code__
     linecache.checkcache(code.co_filename)
+    if _is_edited(code):
+        return None
     try:
         lines, _ = inspect.getsourcelines(code)
     except (OSError, TypeError, IndentationError, SyntaxError):
@@ -140,6 +143,28 @@ def function_source(function: types.FunctionType) -> str | None:
     if len(lambdas) == 1:
         return ast.get_source_segment(text, lambdas[0])
     return text + instructions(code)
+
+
+def _is_edited(code: types.CodeType) -> bool:
+    """Whether a file has been changed since its code was loaded, as in a long notebook session."""
+    try:
+        if os.path.getmtime(code.co_filename) < _LOADED:
+            return False
+        with open(code.co_filename, "rb") as file:
+            loaded = compile(file.read(), code.co_filename, "exec", dont_inherit=True)
+    except (OSError, SyntaxError, ValueError):
+        return False
+
+    def same(other: types.CodeType) -> bool:
+        return (
+            other.co_name == code.co_name
+            and other.co_code == code.co_code
+            and other.co_names == code.co_names
+            and [c for c in other.co_consts if not isinstance(c, types.CodeType)]
+            == [c for c in code.co_consts if not isinstance(c, types.CodeType)]
+        )
+
+    return not any(map(same, code_objects(loaded)))
 
 
 def instructions(code: types.CodeType) -> str:
@@ -180,28 +205,9 @@ def global_chains(code: types.CodeType) -> list[tuple[str, ...]]:
                 chains.add(("import", f"{imported}.{step.argval}".lstrip(".")))
             elif chain and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 chain.append(str(step.argval))
-            elif chain and step.opname not in ("CACHE", "PUSH_NULL"):
+            elif chain and step.opname not in ("CACHE", "EXTENDED_ARG", "PUSH_NULL"):
                 chains.add(tuple(chain))
                 chain = []
         if chain:
             chains.add(tuple(chain))
     return sorted(chains)
-
-
-def assigned_attributes(source: str) -> set[str]:
-    """Names that a method assigns on its first argument, as in ``self.name = …`` or ``self.n += 1``."""
-    try:
-        function = ast.parse(source).body[0]
-    except (SyntaxError, IndexError):
-        return set()
-    if not isinstance(function, ast.FunctionDef) or not function.args.args:
-        return set()
-    first = function.args.args[0].arg
-    return {
-        node.attr
-        for node in ast.walk(function)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == first
-    }

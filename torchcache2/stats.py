@@ -6,7 +6,6 @@ import dataclasses
 import html
 import threading
 from collections.abc import Mapping
-from types import MappingProxyType
 
 __all__ = ["CacheStats", "Counters"]
 
@@ -36,7 +35,7 @@ class CacheStats:
 
     hits: int = 0
     misses: int = 0
-    bypasses: Mapping[str, int] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    bypasses: Mapping[str, int] = dataclasses.field(default_factory=dict)
     evictions: int = 0
     memory_rows: int = 0
     memory_bytes: int = 0
@@ -108,7 +107,7 @@ class Counters:
             return CacheStats(
                 hits=self.hits,
                 misses=self.misses,
-                bypasses=MappingProxyType(dict(self.bypasses)),
+                bypasses=dict(self.bypasses),
                 evictions=evictions,
                 memory_rows=memory_rows,
                 memory_bytes=memory_bytes,

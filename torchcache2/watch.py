@@ -9,8 +9,9 @@ within the first 4 KB, and a list or dict changed in place.
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -37,6 +38,7 @@ _ALWAYS = (
 )
 _HEAD = 64
 _PROBE = 4096
+_COPIED = 16 << 20
 
 # Arrays are buffers, which older type checkers do not know.
 Bytes1D = Any
@@ -62,12 +64,13 @@ class Watch:
         self._fields: list[tuple[_Fields, dict[str, Any]]] = []
         self._left_out: list[tuple[dict[str, Any], set[str]]] = []
         self._modules: list[nn.Module] = []
-        dicts: list[dict[Any, Any]] = list(GLOBAL_HOOKS)
+        dicts: list[Collection[Any]] = list(GLOBAL_HOOKS)
         contents: list[dict[Any, Any]] = list(GLOBAL_HOOKS)
         for module, names, left_out in walk.modules:
             fields = vars(module)
-            contents += [fields[name] for name in _ALWAYS[1:]]
-            getter = itemgetter(*_ALWAYS, *names)
+            contents += [fields[name] for name in _ALWAYS[1:] if name in fields]
+            # Wrappers of modules, such as compiled ones, keep some of these elsewhere.
+            getter = itemgetter(*[name for name in _ALWAYS if name in fields], *names)
             if module is root:
                 self._root, self._root_left_out = getter, left_out
                 continue
@@ -134,11 +137,14 @@ class TensorWatch:
         Digest of each tensor by its path, as of the last `refresh`.
     unreadable : list of str
         Tensors whose content cannot be read.
+    generation : int
+        How often `refresh` has been called.
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.digests: dict[str, bytes] = {}
         self.unreadable: list[str] = []
+        self.generation = 0
         self._named = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
         self.tensors = list({id(tensor): tensor for tensor in self._named.values()}.values())
         self.has_lazy = len(self._named) < len(tensors)
@@ -167,7 +173,8 @@ class TensorWatch:
         """Read every tensor; without `read`, only remember what could tell of a change."""
         if not self._follows and any(tensor.requires_grad for tensor in self.tensors):
             self._follow_optimizers()
-        self._state = self._look()
+        state, self._state = self._look(), None  # should reading be interrupted
+        self.generation += 1
         self.unreadable = []
         digests: dict[int, bytes] = {}
         for name, tensor in self._named.items() if read else ():
@@ -176,11 +183,12 @@ class TensorWatch:
                     digests[id(tensor)] = tensor_digest(tensor)
             except (RuntimeError, TypeError, NotImplementedError, UnencodableError):
                 self.unreadable.append(name)
-                digests[id(tensor)] = b""
+                digests[id(tensor)] = os.urandom(16)
         self.digests = {n: digests[id(t)] for n, t in self._named.items() if id(t) in digests}
         self._heads = [_first_bytes(t, _HEAD) for t in self.tensors if t.device.type == "cpu"]
         self._head_bytes = b"".join(self._heads)
         self._probes = list(map(_probe, self.tensors))
+        self._state = state
 
     def forget(self) -> None:
         """Have the next `same` say no, and let go of the storage that is watched."""
@@ -189,11 +197,16 @@ class TensorWatch:
     def _look(self) -> _State:
         tensors = self.tensors
         return (
-            list(map(Tensor.data_ptr, tensors)),
+            list(map(_pointer, tensors)),
             list(map(Tensor.stride, tensors)),
             list(map(Tensor.size, tensors)),
             list(map(_version, self._counted)),
         )
+
+    def small_buffers(self) -> list[Tensor]:
+        """Tensors that a forward may write to and that are cheap to copy."""
+        buffers = [tensor for tensor in self.tensors if type(tensor) is not nn.Parameter]
+        return buffers if sum(tensor.nbytes for tensor in buffers) <= _COPIED else []
 
     def _follow_optimizers(self) -> None:
         # Fused ones move no version counter.
@@ -205,6 +218,13 @@ class TensorWatch:
 
         self._follows = True
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+
+def _pointer(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a subclass without storage
+        return 0
 
 
 def _first_bytes(tensor: Tensor, count: int) -> Bytes1D:

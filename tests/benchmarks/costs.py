@@ -90,7 +90,7 @@ def misses():
         # Values grow, so that no two batches have a key in common, the peer's included.
         measured = interleave(functions, rounds=15, before=lambda: x.add_(1.0))
     assert ours.cache_instance.stats().hits == 0
-    print_times(f"Batches of {BATCH} misses, (3, 224, 224) → (768,)", time_rows("", measured, BATCH))
+    print_times(f"Batches of {BATCH} misses, float32 → (768,)", time_rows("(3, 224, 224)", measured, BATCH))
     over = (measured["torchcache2"].median - measured["plain forward"].median) / BATCH * 1e6
     print_targets([at_most("a miss over the plain forward", over, 60, " µs")])
 
@@ -119,7 +119,7 @@ def call():
             {"torchcache2": lambda: net(x), PEER: lambda: theirs(x)}, rounds=1000, warmup=50
         )
         noticed = sum(changes_noticed(net, x))
-    print_times("A call with one item that hits, 200 parameters", time_rows("", measured, 1))
+    print_times("One item that hits, 200 parameters in 150 submodules", time_rows("(16,)", measured, 1))
     print_targets(
         [
             at_most("fixed cost of a call", measured["torchcache2"].median * 1e6, 350, " µs"),

@@ -51,7 +51,7 @@ def run():
             nets[SUBSAMPLED] = torchcache(subsample_count=10_000)(make_features())().eval()
         with torch.no_grad():
             fill_and_check(nets, x)
-            functions = {name: lambda net=net: net(x) for name, net in nets.items()}
+            functions = {name: lambda net=net, x=x: net(x) for name, net in nets.items()}
             measured = interleave({**functions, LIMIT: x.sum}, rounds=rounds)
         times += time_rows(shape, measured, BATCH)
         median = {name: value.median for name, value in measured.items()}

@@ -113,7 +113,8 @@ def machine():
     threads = torch.get_num_threads()
     return (
         f"{_processor()}, {os.cpu_count()} cores, {platform.system()}, "
-        f"Python {platform.python_version()}, {packages}, {threads} torch threads"
+        f"Python {platform.python_version()}, {packages}, {threads} torch threads, "
+        f"load average at the start {os.getloadavg()[0]:.1f}"
     )
 
 

@@ -28,6 +28,7 @@ __all__ = ["Arena"]
 
 _PAGE = mmap.PAGESIZE
 _SLAB = 64 << 20  # a column grows by doubling up to this many bytes at a time
+_ALONE = 1 << 20  # up to here one thread is done before others are awake
 _HUGE = 8 << 20  # slabs from here on are backed by huge pages
 
 
@@ -115,10 +116,11 @@ class Arena:
     def append(self, keys: Bytes2D, rows: Rows, tick: int) -> None:
         """Add rows under distinct keys that are not here; `room` has been made for them."""
         first, count = len(self), len(rows)
-        self._index.add(keys.view("<u8"))
         for column, values in zip(self._columns, rows.columns, strict=True):
             column.write(first, values)
-        self.ticks[first : first + count] = tick
+        self._ticks.write(first, torch.full((count,), tick, device="cpu"))
+        # Last, so that there is never a key without its row.
+        self._index.add(keys.view("<u8"))
 
     def remove(self, entries: Entries) -> None:
         """Forget rows; the last rows take their places."""
@@ -222,6 +224,9 @@ class _ReservedColumn(_Column):
 
     def gather(self, positions: Tensor) -> Tensor:
         picked = empty_bytes(len(positions) * self.row_bytes).view(-1, self.row_bytes)
+        if picked.numel() <= _ALONE:
+            np.take(self._data.numpy(), positions.numpy(), axis=0, out=picked.numpy(), mode="clip")
+            return picked
         return torch.index_select(self._data, 0, positions, out=picked)
 
     def _pages(self, rows: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from torchcache2.keys import Keys
 from torchcache2.rows import Rows
 
-__all__ = ["Found", "Tier", "TierStats"]
+__all__ = ["Found", "Positions", "Tier", "TierStats"]
 
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 

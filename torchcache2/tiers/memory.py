@@ -10,8 +10,10 @@ Safe under threads: one lock covers look-up and copy, because under ``lru`` rows
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from torchcache2.logs import logger
 from torchcache2.rows import Rows, Schema, ordinary_tensors
 from torchcache2.settings import Policy
 from torchcache2.tiers.arena import Arena
-from torchcache2.tiers.base import Found, TierStats
+from torchcache2.tiers.base import Found, Positions, TierStats
 
 __all__ = ["MemoryTier"]
 
@@ -59,6 +61,7 @@ class MemoryTier:
         self._clock = 0
         self._evictions = 0
         self._closed = False
+        self._dropped: deque[bytes] = deque()
         self._told = False
         self._arenas: dict[bytes, dict[tuple[Schema, torch.device], Arena]] = {}
         self._last_used: dict[bytes, int] = {}
@@ -66,79 +69,118 @@ class MemoryTier:
     @ordinary_tensors()
     def get(self, keys: Keys) -> Found:
         """The rows of those keys that are here, copied into fresh memory."""
-        parts = []
-        with self._lock:
-            arenas = self._arenas.get(keys.namespace)
-            if arenas:
-                self._clock += 1
-                self._last_used[keys.namespace] = self._clock
-                for arena in arenas.values():
-                    entries = arena.find(keys.words)
-                    positions = np.flatnonzero(entries >= 0)
-                    if len(positions) == 0:
-                        continue
-                    if len(positions) < len(entries):
-                        entries = entries[positions]
-                    arena.ticks[entries] = self._clock
-                    parts.append((positions, arena.gather(entries)))
-                    if len(positions) == len(keys):
-                        break
-        return Found(parts)
+        with self._locked("read"):
+            return Found(self._find(keys))
+        return Found([])
 
     @ordinary_tensors()
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys; those that are here already stay as they are."""
-        with self._lock:
-            if self._closed or len(keys) == 0:
-                return 0
-            absent = self._absent(keys)
-            if len(absent) < len(keys):
-                keys, rows = keys.take(absent), rows.take(torch.from_numpy(absent))
-            arena = self._arena(keys.namespace, rows) if len(keys) else None
-            if arena is None:
-                return 0
-            self._clock += 1
-            self._last_used[keys.namespace] = self._clock
-            kept = self._make_room(keys.namespace, arena, len(keys))
-            if kept < len(keys):
-                if self.policy == "mru":
-                    self._tell(
-                        "the memory cache is full (%d bytes): new items are computed at every call. "
-                        "Raise max_memory_cache_size, or set cache_dtype or policy='lru'",
-                        self.budget,
-                    )
-                some = np.arange(kept)
-                keys, rows = keys.take(some), rows.take(torch.from_numpy(some))
-            if kept:
-                arena.append(keys.data, rows, self._clock)
-            elif len(arena) == 0:
-                self._forget_empty(keys.namespace)
-            return kept
+        with self._locked("written"):
+            return self._keep(keys, rows)
+        return 0
 
     def drop(self, namespace: bytes) -> None:
-        """Forget every row of a namespace."""
-        with self._lock:
-            self._arenas.pop(namespace, None)
-            self._last_used.pop(namespace, None)
+        """Forget every row of a namespace, now or before the next call."""
+        self._dropped.append(namespace)
+        self._try_to_forget()
 
     def flush(self) -> None:
         """Nothing to do: memory is as durable as it gets."""
 
     def close(self) -> None:
-        """Forget everything, and keep nothing from now on."""
-        with self._lock:
-            self._closed = True
-            self._arenas.clear()
-            self._last_used.clear()
+        """Forget everything, now or before the next call, and keep nothing from then on."""
+        self._closed = True
+        self._try_to_forget()
 
     def stats(self) -> TierStats:
         """Rows and allocated bytes, and how many rows made room for others."""
         with self._lock:
+            self._forget_dropped()
             return TierStats(
                 rows=sum(len(arena) for arena in self._all()),
                 bytes=self._used(),
                 evictions=self._evictions,
             )
+
+    @contextlib.contextmanager
+    def _locked(self, verb: str) -> Iterator[None]:
+        """The lock; a fault forgets everything, since rows may be half moved, and is a miss."""
+        with self._lock:
+            self._forget_dropped()
+            try:
+                yield
+            except BaseException as error:
+                self._arenas.clear()
+                self._last_used.clear()
+                if not isinstance(error, Exception):
+                    raise
+                self._tell("the memory cache could not be %s, and starts anew: %r", verb, error)
+
+    def _try_to_forget(self) -> None:
+        # Perhaps called by the garbage collector, in the middle of a call that holds the lock.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._forget_dropped()
+            finally:
+                self._lock.release()
+
+    def _forget_dropped(self) -> None:
+        while self._dropped:
+            namespace = self._dropped.popleft()
+            self._arenas.pop(namespace, None)
+            self._last_used.pop(namespace, None)
+        if self._closed:
+            self._arenas.clear()
+            self._last_used.clear()
+
+    def _find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
+        parts: list[tuple[Positions, Rows]] = []
+        arenas = self._arenas.get(keys.namespace)
+        if not arenas:
+            return parts
+        self._clock += 1
+        self._last_used[keys.namespace] = self._clock
+        for arena in arenas.values():
+            entries = arena.find(keys.words)
+            positions = np.flatnonzero(entries >= 0)
+            if len(positions) == 0:
+                continue
+            if len(positions) < len(entries):
+                entries = entries[positions]
+            arena.ticks[entries] = self._clock
+            parts.append((positions, arena.gather(entries)))
+            if len(positions) == len(keys):
+                break
+        return parts
+
+    def _keep(self, keys: Keys, rows: Rows) -> int:
+        if self._closed or len(keys) == 0:
+            return 0
+        absent = self._absent(keys)
+        if len(absent) < len(keys):
+            keys, rows = keys.take(absent), rows.take(torch.from_numpy(absent))
+        arena = self._arena(keys.namespace, rows) if len(keys) else None
+        if arena is None:
+            self._forget_empty(keys.namespace)
+            return 0
+        self._clock += 1
+        self._last_used[keys.namespace] = self._clock
+        kept = self._make_room(keys.namespace, arena, len(keys))
+        if kept < len(keys):
+            if self.policy == "mru":
+                self._tell(
+                    "the memory cache is full (%d bytes): new items are computed at every call. "
+                    "Raise max_memory_cache_size, or set cache_dtype or policy='lru'",
+                    self.budget,
+                )
+            some = np.arange(kept)
+            keys, rows = keys.take(some), rows.take(torch.from_numpy(some))
+        if kept:
+            arena.append(keys.data, rows, self._clock)
+        elif len(arena) == 0:
+            self._forget_empty(keys.namespace)
+        return kept
 
     def _all(self) -> list[Arena]:
         return [arena for arenas in self._arenas.values() for arena in arenas.values()]
@@ -232,12 +274,12 @@ class MemoryTier:
         return True
 
     def _forget_empty(self, namespace: bytes, keep: Arena | None = None) -> None:
-        arenas = self._arenas[namespace]
+        arenas = self._arenas.get(namespace, {})
         for name in [name for name, arena in arenas.items() if len(arena) == 0]:
             if arenas[name] is not keep:
                 del arenas[name]
         if not arenas:
-            del self._arenas[namespace]
+            self._arenas.pop(namespace, None)
             self._last_used.pop(namespace, None)
 
     def _tell(self, message: str, *args: object) -> None:

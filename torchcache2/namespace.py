@@ -1,0 +1,180 @@
+"""`NamespaceKeeper`: the namespace of one module or function, kept true while it changes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torchcache2.digest import digest
+from torchcache2.fingerprint import Fingerprint, Walk
+from torchcache2.logs import logger
+from torchcache2.purity import depends_on_batch
+from torchcache2.settings import CacheSettings
+from torchcache2.watch import TensorWatch, Watch
+
+__all__ = ["NamespaceKeeper", "Seen"]
+
+Reason = tuple[str, str]  # a word for statistics, and a sentence
+
+
+class Seen(NamedTuple):
+    """A namespace, and the tensors as they were when it was made."""
+
+    namespace: bytes
+    tensors: TensorWatch
+    generation: int
+
+
+class NamespaceKeeper:
+    """Walks a module when its structure has changed, and reads its tensors when their content may have.
+
+    Safe under threads.
+
+    Parameters
+    ----------
+    name : str
+        What to call the module in messages.
+    settings : CacheSettings
+
+    Attributes
+    ----------
+    fingerprint : Fingerprint
+        As of the last look.
+    generators : list
+        Random generators that the module refers to.
+    """
+
+    def __init__(self, name: str, settings: CacheSettings) -> None:
+        self.name = name
+        self.fingerprint = Fingerprint(bytes(16), {})
+        self.generators: list[Any] = []
+        self._settings = settings
+        self._lock = threading.RLock()
+        self._tokens: dict[int, tuple[object, bytes]] = {}
+        self._told: set[str] = set()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what has been seen: the next look reads everything."""
+        with self._lock:
+            self._watch: Watch | None = None
+            self._tensors = TensorWatch({})
+            self._reason: Reason | None = None
+            self._parts: dict[str, bytes] = {}
+            self._is_known = False
+
+    def reason_to_bypass(self, root: Any) -> Reason | None:
+        """Why a call of the module now cannot be cached, whatever its arguments are."""
+        with self._lock:
+            # A module in training: nothing else needs to be known.
+            reason = self._reason_grad()
+            if reason is None and self._notice_structure(root):
+                reason = self._reason_grad()
+            return reason or self._reason
+
+    def look(self, root: Any) -> Seen:
+        """The namespace as of now."""
+        with self._lock:
+            self._notice_structure(root)
+            return self.look_at_tensors()
+
+    def look_at_tensors(self) -> Seen:
+        """The namespace as of now, after `reason_to_bypass` has looked at everything else."""
+        with self._lock:
+            if not (self._is_known and self._tensors.same()):
+                self._read()
+            return Seen(self.fingerprint.namespace, self._tensors, self._tensors.generation)
+
+    def changed_since(self, seen: Seen, root: Any) -> bool:
+        """Whether the module, or a tensor of it, has changed since it was looked at."""
+        with self._lock:
+            if seen.tensors.moved() or seen.tensors.generation != seen.generation:
+                # Written to, by the forward or, while it ran, by another thread.
+                return self._tensors is not seen.tensors or not self._is_as_before(seen, root)
+            if self._watch is not None and self._watch.same(_module(root)):
+                return False
+            # Something was touched, perhaps only to be what it was: pruning does so at every call.
+            return self.look(root).namespace != seen.namespace
+
+    def _is_as_before(self, seen: Seen, root: Any) -> bool:
+        # Another thread may have written and written back: only one's own write can be judged.
+        if seen.tensors.generation != seen.generation:
+            return False
+        return self.look(root).namespace == seen.namespace and threading.active_count() == 1
+
+    def distrust_tensors(self) -> None:
+        """Have the tensors read again: an optimizer may step now, which not every tensor tells."""
+        with self._lock:
+            self._tensors.forget()
+
+    def _reason_grad(self) -> Reason | None:
+        if torch.is_grad_enabled():
+            for tensor in self._tensors.tensors:
+                if tensor.requires_grad:
+                    return "grad", "grad mode is on and a parameter requires grad"
+        return None
+
+    def _notice_structure(self, root: Any) -> bool:
+        """Walk the module again if anything but the content of its tensors has changed; whether it did."""
+        module = _module(root)
+        if self._watch is not None and not self._tensors.has_lazy and self._watch.same(module):
+            return False
+        self._watch = None  # should the walk be interrupted
+        walk = Walk(root, self._tokens)
+        self._parts = {name: digest([data]) for name, data in walk.parts.items()}
+        self._parts["option cache_dtype"] = str(self._settings.cache_dtype).encode()
+        self._tensors = TensorWatch(walk.tensors)
+        self.generators = walk.generators
+        self._is_known = False
+        self._reason = None
+        if self._tensors.has_lazy:
+            self._reason = "lazy", "a parameter is uninitialised"
+        for part, _, _ in walk.modules:
+            if self._reason is None and (why := depends_on_batch(part)):
+                self._reason = "training", why
+        for name in sorted(walk.assigned):
+            self._tell(logger.info, f"{name} is assigned by forward and not part of the key")
+        if walk.unread and self._settings.persistent_module_hash is None:
+            names = ", ".join(sorted(set(walk.unread)))
+            self._tell(
+                logger.warning,
+                f"cannot read {names}: the cache is good for this process only, and changes there are "
+                "not noticed. Keep such objects out of the module, or set persistent_module_hash",
+            )
+        self._watch = Watch(walk, module)
+        return True
+
+    def _read(self) -> None:
+        """Read the tensors, and make the namespace."""
+        name = self._settings.persistent_module_hash
+        self._is_known = False  # should reading be interrupted
+        self._tensors.refresh(read=name is None)
+        if self._tensors.unreadable:
+            self._tell(
+                logger.warning,
+                f"cannot read the tensors {', '.join(self._tensors.unreadable)}: they count as new whenever "
+                "they may have changed, and the cache is good for this process only",
+            )
+        parts = dict(self._parts)
+        parts |= {f"weights {path}": data for path, data in self._tensors.digests.items()}
+        if name is not None:
+            parts = {part: self._parts[part] for part in ("format", "option cache_dtype")}
+            parts["persistent_module_hash"] = name.encode()
+        fingerprint = Fingerprint.of_parts(parts)
+        if fingerprint.namespace != self.fingerprint.namespace:
+            logger.info("%s: namespace %s", self.name, fingerprint.namespace.hex())
+        self.fingerprint = fingerprint
+        self._is_known = True
+
+    def _tell(self, log: Callable[[str, str, str], None], text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            log("%s: %s", self.name, text)
+
+
+def _module(root: Any) -> nn.Module | None:
+    return root if isinstance(root, nn.Module) else None
