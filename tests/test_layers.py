@@ -24,6 +24,7 @@ LAYERS = [
     "tiers.arena",
     "tiers.base",
     "index",
+    "namespace",
     "watch",
     "purity",
     "fingerprint",

@@ -10,7 +10,8 @@ from torchcache2.errors import (
     UnhashableArgumentError,
 )
 from torchcache2.keys import Keys
-from torchcache2.logs import logger, set_logger_config
+from torchcache2.logs import logger as _logger
+from torchcache2.logs import set_logger_config
 from torchcache2.module import torchcache
 from torchcache2.settings import CacheSettings
 from torchcache2.stats import CacheStats
@@ -33,5 +34,5 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-if not logger.handlers:  # else the application has configured it already
+if not _logger.handlers:  # else the application has configured it already
     set_logger_config()

@@ -244,7 +244,7 @@ def _cache_of(module: nn.Module) -> ModuleCache:
             plain = types.MethodType(forward, module)
             cache = binding.cache(module, plain)
             module.__dict__["cache_instance"] = cache
-        return cache  # type: ignore[no-any-return]
+        return cache
 
 
 def _decorate_instance(module: nn.Module, binding: _Binding) -> nn.Module:
