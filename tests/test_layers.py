@@ -186,7 +186,9 @@ def variables(module):
     return [
         name
         for name, value in vars(module).items()
-        if isinstance(value, MUTABLE) and not CONSTANT.fullmatch(name)
+        if isinstance(value, MUTABLE)
+        and not CONSTANT.fullmatch(name)
+        and not name.startswith("__builtins_dict__")  # where torch.compile has traced a module
     ]
 
 

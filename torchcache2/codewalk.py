@@ -105,6 +105,8 @@ class CodeWalk(Encoder):
         where = sources.origin(kind)
         if where in ("torch", "builtin"):
             parts = [text_bytes(qualified_name(kind)), *self._class_contents(kind, everything=False)]
+            if "forward" in vars(kind):
+                self.scopes.append((vars(kind), "forward", vars(kind)["forward"]))
         else:
             metaclass = [type(kind)] if type(kind) is not type else []
             parts = [self.items([(base, path) for base in (*kind.__bases__, *metaclass)])]
@@ -123,13 +125,14 @@ class CodeWalk(Encoder):
             if name in _CLASS_NOISE or name.startswith(("torchcache_", "_torchcache_")):
                 continue
             raw = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-            marks = vars(raw) if isinstance(raw, types.FunctionType) else vars(type(raw))
+            is_function = isinstance(raw, types.FunctionType)
+            marks = vars(raw) if is_function else vars(type(raw))
             if ADDED_ATTRIBUTE in marks:
                 continue
             if ORIGINAL_ATTRIBUTE in marks:
                 value = marks[ORIGINAL_ATTRIBUTE]
                 self.scopes.append((marks, ORIGINAL_ATTRIBUTE, value))
-            code = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
+            code = getattr(inspect.unwrap(raw), "__code__", None) if is_function else None
             has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
             if code is not None and code.co_filename == "<string>" and has_fields:
                 continue  # made from the fields, which are covered

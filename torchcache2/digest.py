@@ -31,6 +31,7 @@ __all__ = [
     "CONTAINERS",
     "Encoder",
     "UnencodableError",
+    "attributes",
     "digest",
     "item_bytes",
     "qualified_name",
@@ -103,6 +104,22 @@ def tensor_digest(tensor: Tensor) -> bytes:
 def sized(data: bytes) -> bytes:
     """Bytes behind their length."""
     return struct.pack("<Q", len(data)) + data
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """What an object has in its dictionary and slots."""
+    state = dict(getattr(value, "__dict__", {}))
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if slot not in ("__dict__", "__weakref__"):
+                name = f"_{base.__name__.lstrip('_')}{slot}" if _is_private(slot) else slot
+                state.setdefault(name, getattr(value, name, None))
+    return state
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("__") and not name.endswith("__")
 
 
 class Encoder:
@@ -197,15 +214,17 @@ class Encoder:
 
     def besides(self, value: Any, path: str) -> bytes:
         """The bytes of attributes that a container or dataclass has besides its content."""
-        fields = getattr(value, "__dataclass_fields__", ())
-        state = {name: item for name, item in getattr(value, "__dict__", {}).items() if name not in fields}
+        fields = getattr(type(value), "__dataclass_fields__", ())
+        state = {name: item for name, item in attributes(value).items() if name not in fields}
         return self.encode(state, path) if state else b""
 
     def contents(self, value: Any, path: str) -> bytes:
         """The bytes of a container's elements."""
         if isinstance(value, (dict, types.MappingProxyType)):
             pairs = []
-            for key, element in list(value.items()):
+            # A copy, for other threads may add to it.
+            plain = dict.copy(value) if isinstance(value, dict) else dict(value)
+            for key, element in plain.items():
                 place = f"{path}[{key!r}]" if isinstance(key, (str, int)) else f"{path}[…]"
                 pairs += [(key, place), (element, place)]
             return self.items(pairs)

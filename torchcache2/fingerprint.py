@@ -21,8 +21,8 @@ from torch.nn.parameter import is_lazy
 from torchcache2 import sources
 from torchcache2.assigned import assigned_for_others
 from torchcache2.codewalk import ORIGINAL_ATTRIBUTE
-from torchcache2.digest import Encoder, UnencodableError, digest, qualified_name, text_bytes
-from torchcache2.objectwalk import ObjectWalk, attributes
+from torchcache2.digest import Encoder, UnencodableError, attributes, digest, qualified_name, text_bytes
+from torchcache2.objectwalk import ObjectWalk
 
 __all__ = ["FORMAT", "INIT_ATTRIBUTE", "Fingerprint", "Walk", "argument_digests"]
 
@@ -205,7 +205,7 @@ class Walk(ObjectWalk):
             if sources.origin(base) in ("torch", "builtin"):
                 continue
             for name, value in list(vars(base).items()):
-                value = getattr(value, "fget", value)
+                value = value.fget if isinstance(value, property) else value
                 if isinstance(value, types.FunctionType):
                     value = vars(value).get(ORIGINAL_ATTRIBUTE, value)
                     methods.setdefault(name, []).append(value)

@@ -126,7 +126,7 @@ class ModuleCache(Cache):
         if name == "grad":
             self._keeper.distrust_tensors()
         leaves = pytree.tree_leaves((args, dict(kwargs)))
-        sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+        sizes = [leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
         self.count_bypass(name, sizes[0] if sizes else 1, f"{why}; {_ADVICE[name]}")
         return self.run(plain, args, kwargs)
 
@@ -194,6 +194,7 @@ class _Computation:
         counts = versions(inputs)
         content = self._content(args, kwargs, inputs)
         buffers = [] if whole else [(b, b.clone()) for b in self._seen.tensors.small_buffers()]
+        attributes = [] if whole else cache._keeper.attributes(self._root)
         state = RandomState(cache._keeper.generators)
         output = cache.run(self._plain, args, kwargs)
         reason = None
@@ -216,8 +217,11 @@ class _Computation:
                 if reason == "random" and threading.active_count() == 1:
                     state.restore()
                 with torch.no_grad():
-                    for buffer, copy in buffers:
-                        buffer.copy_(copy)
+                    for buffer, content_before in buffers:
+                        buffer.copy_(content_before)
+                for fields, fields_before in attributes if reason == "state" else ():
+                    fields.clear()
+                    fields.update(fields_before)
                 output = cache.run(self._plain, call.args, call.kwargs)
             raise NotStoredError(reason, _ADVICE[reason], output)
         return self._own(output, inputs) if whole else output

@@ -24,6 +24,7 @@ from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 from torchcache2.errors import DecorationError
 from torchcache2.fingerprint import INIT_ATTRIBUTE, argument_digests
 from torchcache2.forward import ModuleCache
+from torchcache2.purity import is_traced
 from torchcache2.settings import CacheSettings, Policy, Size
 
 __all__ = ["torchcache"]
@@ -102,7 +103,7 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
         binding = _Binding(settings)
         if isinstance(target, type) and issubclass(target, nn.Module):
             return _decorate_class(target, binding)
-        if isinstance(target, nn.Module):
+        if isinstance(target, nn.Module) and not isinstance(target, torch.jit.ScriptModule):
             return _decorate_instance(target, binding)
         if isinstance(target, types.FunctionType) and not _is_deferred(target):
             return _decorate_function(target, binding)
@@ -178,7 +179,7 @@ def _cached_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         # Not the one of the closure: a notebook may have reloaded the class in place.
         forward = getattr(cached_forward, ORIGINAL_ATTRIBUTE)
         # Another forward than the class's own, as through super(), computes something else.
-        if type(self).forward is not cached_forward:
+        if type(self).forward is not cached_forward or is_traced():
             return forward(self, *args, **kwargs)
         return _cache_of(self).call(types.MethodType(forward, self), args, kwargs)
 

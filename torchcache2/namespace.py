@@ -93,18 +93,21 @@ class NamespaceKeeper:
         """Whether the module, or a tensor of it, has changed since it was looked at."""
         with self._lock:
             if seen.tensors.moved() or seen.tensors.generation != seen.generation:
-                # Written to, by the forward or, while it ran, by another thread.
-                return self._tensors is not seen.tensors or not self._is_as_before(seen, root)
+                return True  # written to by the forward or, while it ran, by another thread
+            if self.fingerprint.namespace != seen.namespace:
+                return True
             if self._watch is not None and self._watch.same(_module(root)):
                 return False
             # Something was touched, perhaps only to be what it was: pruning does so at every call.
             return self.look(root).namespace != seen.namespace
 
-    def _is_as_before(self, seen: Seen, root: Any) -> bool:
-        # Another thread may have written and written back: only one's own write can be judged.
-        if seen.tensors.generation != seen.generation:
-            return False
-        return self.look(root).namespace == seen.namespace and threading.active_count() == 1
+    def attributes(self, root: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """The attributes of the module and its submodules, each with a copy of what they are now."""
+        with self._lock:
+            modules = self._watch.modules if self._watch is not None else []
+            module = _module(root)
+            found = map(vars, [*modules, *([module] if module is not None else [])])
+            return [(fields, dict(fields)) for fields in found]
 
     def distrust_tensors(self) -> None:
         """Have the tensors read again: an optimizer may step now, which not every tensor tells."""

@@ -20,9 +20,9 @@ import torch
 
 from torchcache2 import sources
 from torchcache2.codewalk import CodeWalk
-from torchcache2.digest import CONTAINERS, qualified_name, text_bytes
+from torchcache2.digest import CONTAINERS, attributes, qualified_name, text_bytes
 
-__all__ = ["ObjectWalk", "attributes"]
+__all__ = ["ObjectWalk"]
 
 _MOST_OBJECTS = 100_000
 _NO_STATE = (
@@ -96,7 +96,7 @@ class ObjectWalk(CodeWalk):
 
     def besides(self, value: Any, path: str) -> bytes:
         """Slots too, and have them watched."""
-        fields = getattr(value, "__dataclass_fields__", ())
+        fields = getattr(type(value), "__dataclass_fields__", ())
         state = {name: item for name, item in attributes(value).items() if name not in fields}
         self.watch(value, attributes(value))
         if isinstance(value, defaultdict):
@@ -191,22 +191,6 @@ class ObjectWalk(CodeWalk):
         self.unread.append(path or type(value).__qualname__)
         _, token = self._tokens.setdefault(id(value), (value, os.urandom(16)))
         return b"?" + token
-
-
-def attributes(value: Any) -> dict[str, Any]:
-    """What an object has in its dictionary and slots."""
-    state = dict(getattr(value, "__dict__", {}))
-    for base in type(value).__mro__:
-        slots = vars(base).get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            if slot not in ("__dict__", "__weakref__"):
-                name = f"_{base.__name__.lstrip('_')}{slot}" if _is_private(slot) else slot
-                state.setdefault(name, getattr(value, name, None))
-    return state
-
-
-def _is_private(name: str) -> bool:
-    return name.startswith("__") and not name.endswith("__")
 
 
 def _made_by_class_statement(kind: type) -> bool:

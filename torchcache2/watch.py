@@ -63,18 +63,19 @@ class Watch:
         self._root_left_out: set[str] = set()
         self._fields: list[tuple[_Fields, dict[str, Any]]] = []
         self._left_out: list[tuple[dict[str, Any], set[str]]] = []
-        self._modules: list[nn.Module] = []
+        self.modules: list[nn.Module] = []
         dicts: list[Collection[Any]] = list(GLOBAL_HOOKS)
         contents: list[dict[Any, Any]] = list(GLOBAL_HOOKS)
         for module, names, left_out in walk.modules:
             fields = vars(module)
-            contents += [fields[name] for name in _ALWAYS[1:] if name in fields]
+            found = [fields.get(name) for name in _ALWAYS[1:]]  # scripted modules have other kinds
+            contents += [content for content in found if isinstance(content, dict)]
             # Wrappers of modules, such as compiled ones, keep some of these elsewhere.
             getter = itemgetter(*[name for name in _ALWAYS if name in fields], *names)
             if module is root:
                 self._root, self._root_left_out = getter, left_out
                 continue
-            self._modules.append(module)
+            self.modules.append(module)
             self._fields.append((getter, fields))
             if left_out:
                 self._left_out.append((fields, left_out))
@@ -117,7 +118,7 @@ class Watch:
         if root is not None:
             now.append(type(root))
             now += self._root(vars(root))
-        now += map(type, self._modules)
+        now += map(type, self.modules)
         now += chain.from_iterable([read(value) for read, value in self._reads])
         now += chain.from_iterable([getter(fields) for getter, fields in self._fields])
         now += chain.from_iterable(map(_values, self._filled))

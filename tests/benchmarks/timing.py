@@ -13,83 +13,100 @@ import torch
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one call."""
+    """Seconds of one call.
+
+    `median` and `p90` are of calls that follow a call of the same function, `cold` is the median of those
+    that follow another function and find its data in the processor's caches.
+    """
 
     median: float
     p90: float
+    cold: float
 
     @classmethod
-    def of(cls, seconds):
-        return cls(statistics.median(seconds), statistics.quantiles(seconds, n=10, method="inclusive")[-1])
+    def of(cls, warm, cold):
+        p90 = statistics.quantiles(warm, n=10, method="inclusive")[-1]
+        return cls(statistics.median(warm), p90, statistics.median(cold))
 
 
 def interleave(functions, *, rounds, warmup=3, before=None):
     """Time functions in turn, A B C C B A …, so that a slow moment of the machine hits all of them.
 
-    `functions` is a dict by name; `before`, if given, runs untimed before each call. What a function
-    returns is freed when its clock has stopped.
+    At its turn a function is called three times: the first is cold, the last is warm. `functions` is a
+    dict by name; `before`, if given, runs untimed before each call. What a function returns is freed when
+    its clock has stopped.
     """
-    seconds = {name: [] for name in functions}
+    cold, warm = ({name: [] for name in functions} for _ in range(2))
     names = list(functions)
     for turn in range(-warmup, rounds):
         for name in names:
-            if before is not None:
-                before()
-            start = time.perf_counter()
-            result = functions[name]()
-            elapsed = time.perf_counter() - start
-            del result
+            seconds = [_time(functions[name], before) for _ in range(3)]
             if turn >= 0:
-                seconds[name].append(elapsed)
+                cold[name].append(seconds[0])
+                warm[name].append(seconds[-1])
         names.reverse()
-    return {name: Times.of(values) for name, values in seconds.items()}
+    return {name: Times.of(warm[name], cold[name]) for name in functions}
+
+
+def _time(function, before):
+    if before is not None:
+        before()
+    start = time.perf_counter()
+    result = function()
+    elapsed = time.perf_counter() - start
+    del result
+    return elapsed
 
 
 @dataclass(frozen=True)
 class Target:
-    """A measured number beside the one that it has to reach."""
+    """A measured number beside the one that it has to reach; `cold` where it was measured so too."""
 
     what: str
     value: float
     bound: float
     unit: str
+    cold: float | None = None
     is_at_least: bool = False
 
     def row(self):
         met = self.value >= self.bound if self.is_at_least else self.value <= self.bound
-        sign = "≥" if self.is_at_least else "≤"
-        digits = 0 if isinstance(self.value, int) else 1 if self.value >= 20 else 2
-        number = f"{self.value:.{digits}f}"
-        return (
-            self.what,
-            f"{number}{self.unit}",
-            f"{sign} {self.bound:g}{self.unit}",
-            "met" if met else "NOT met",
-        )
+        bound = f"{'≥' if self.is_at_least else '≤'} {self.bound:g}{self.unit}"
+        cold = "" if self.cold is None else self._number(self.cold)
+        return self.what, self._number(self.value), cold, bound, "met" if met else "NOT met"
+
+    def _number(self, value):
+        digits = 0 if isinstance(value, int) else 1 if value >= 20 else 2
+        return f"{value:.{digits}f}{self.unit}"
 
 
-def at_least(what, value, bound, unit="×"):
-    return Target(what, value, bound, unit, is_at_least=True)
+def ratio(over, under):
+    """Times one as long as the other: warm, and cold."""
+    return over.median / under.median, over.cold / under.cold
 
 
-def at_most(what, value, bound, unit="×"):
-    return Target(what, value, bound, unit)
+def at_least(what, value, bound, unit="×", cold=None):
+    return Target(what, value, bound, unit, cold, is_at_least=True)
+
+
+def at_most(what, value, bound, unit="×", cold=None):
+    return Target(what, value, bound, unit, cold)
 
 
 def time_rows(label, times, items=256):
     """Rows of a table, one for each function of `interleave`."""
     return [
-        (label, name, _duration(t.median), _duration(t.p90), f"{t.median / items * 1e6:,.2f}")
+        (label, name, *map(_duration, (t.median, t.p90, t.cold)), f"{t.median / items * 1e6:,.2f}")
         for name, t in times.items()
     ]
 
 
 def print_times(title, rows):
-    _print_table(title, ("", "what", "median", "P90", "µs per item"), rows)
+    _print_table(title, ("", "what", "median", "P90", "cold median", "µs per item"), rows)
 
 
 def print_targets(targets):
-    _print_table("Targets", ("", "measured", "target", ""), [target.row() for target in targets])
+    _print_table("Targets", ("", "measured", "cold", "target", ""), [target.row() for target in targets])
 
 
 def _print_table(title, header, rows):

@@ -1,0 +1,771 @@
+"""Hard cases that once changed a result, broke a call or hung: right is what the plain forward does."""
+
+import collections
+import dataclasses
+import datetime
+import gc
+import mmap
+import random
+import re
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torchcache2 import UnhashableArgumentError, torchcache
+from torchcache2.tiers import arena, memory
+
+NESTED = "ignore:The PyTorch API of nested tensors"
+TRACED = "ignore:.*torch.jit"
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(5))
+Y = torch.randn(4, 3, generator=torch.Generator().manual_seed(6))
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+def cached(module, **options):
+    return torchcache(**options)(module.eval().requires_grad_(False))
+
+
+def plain(module, *args):
+    return type(module).forward(module, *args)
+
+
+def hits_and_bypasses(cache):
+    stats = cache.cache_instance.stats()
+    return stats.hits, dict(stats.bypasses)
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale=2.0):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Weighted(nn.Module):
+    """Has others act while it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        actions = ACTIONS.get(len(x), (None, None))
+        if actions[0]:
+            actions[0]()
+        y = x * self.w
+        if actions[1]:
+            actions[1]()
+        return y
+
+
+ACTIONS = {}
+
+
+def assert_notices(module, change, x=X):
+    """The module, cached, before and after a change."""
+    cached(module)
+    assert torch.equal(module(x), plain(module, x))
+    change(module)
+    assert torch.equal(module(x), plain(module, x))
+
+
+# Other threads
+
+
+def in_thread(function):
+    def run():
+        with torch.no_grad():
+            function()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_weights_that_another_thread_changed_meanwhile_are_not_stored(monkeypatch):
+    model = cached(Weighted())
+    started, go_on = threading.Event(), threading.Event()
+    model(Y[:2])
+    monkeypatch.setitem(ACTIONS, 4, (lambda: (started.set(), go_on.wait(30)), None))
+    thread = in_thread(lambda: model(X))
+    assert started.wait(30)
+    model.w.mul_(5)
+    assert torch.equal(model(Y[:2]), Y[:2] * 5)  # this thread has them read
+    go_on.set()
+    thread.join(30)
+    monkeypatch.undo()
+    model.w.div_(5)
+    assert torch.equal(model(X), X)
+
+
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_weights_swapped_out_and_back_by_another_thread_are_not_stored(monkeypatch, ends_early):
+    model = cached(Weighted())
+    model(Y[:2])
+    events = [threading.Event() for _ in range(5)]
+    swap, swapped, restore, restored, leave = events
+
+    def swapper():
+        swap.wait(30)
+        model.w.mul_(5)
+        swapped.set()
+        restore.wait(30)
+        model.w.div_(5)
+        restored.set()
+        leave.wait(30)
+
+    thread = in_thread(swapper)
+
+    def at_end():
+        restore.set()
+        restored.wait(30)
+        if ends_early:
+            leave.set()
+            thread.join(30)
+
+    monkeypatch.setitem(ACTIONS, 4, (lambda: (swap.set(), swapped.wait(30)), at_end))
+    model(X)
+    monkeypatch.undo()
+    leave.set()
+    thread.join(30)
+    assert torch.equal(model(X), X)
+
+
+def test_a_dict_that_another_thread_changes_while_it_is_walked():
+    model = cached(Scaled())
+    model.memo = {i: str(i) for i in range(2000)}
+    stop = threading.Event()
+
+    def change():
+        while not stop.is_set():
+            for i in range(50):
+                model.memo["k", i] = 1
+            for i in range(50):
+                del model.memo["k", i]
+
+    thread = in_thread(change)
+    try:
+        for scale in range(10):
+            model.scale = scale
+            assert torch.equal(model(X), X * scale)
+    finally:
+        stop.set()
+        thread.join(30)
+
+
+def test_a_finalizer_that_closes_a_cache_while_the_tier_is_locked(monkeypatch):
+    # Classes share a tier: what the garbage collector closes is in the tier that is being written to.
+    kind = torchcache(type("Doubled", (nn.Module,), {"forward": lambda self, x: x * 2}))
+    model, other = kind(), kind()
+    model(X), other(X)
+    closed = []
+
+    class Owner:
+        def __init__(self):
+            self.itself = self  # only the garbage collector ends it
+
+        def __del__(self):
+            other.cache_instance.close()
+            closed.append(True)
+
+    append = arena.Arena.append
+
+    def append_with_collection(self, *args):
+        Owner()
+        gc.collect()
+        append(self, *args)
+
+    monkeypatch.setattr(memory.Arena, "append", append_with_collection)
+    thread = in_thread(lambda: model(Y))
+    thread.join(30)
+    assert not thread.is_alive() and closed
+    assert torch.equal(model(Y), Y * 2) and torch.equal(other(X), X * 2)
+
+
+# Faults in the middle
+
+
+def fail_at_write(monkeypatch, number, error):
+    write, count = arena._Column.write, iter(range(1000))
+
+    def failing(self, *args):
+        if next(count) % 2 == number:
+            raise error
+        write(self, *args)
+
+    monkeypatch.setattr(arena._Column, "write", failing)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_error_while_rows_are_written_costs_one_warning(monkeypatch, log, number):
+    model = cached(Scaled())
+    model(X[:1])
+    fail_at_write(monkeypatch, number, RuntimeError("no memory on the device"))
+    assert torch.equal(model(X), X * 2) and torch.equal(model(Y), Y * 2)
+    assert [record.levelname for record in log].count("WARNING") == 1
+    monkeypatch.undo()
+    for batch in (X, Y, X, Y):
+        assert torch.equal(model(batch), batch * 2)
+    assert model.cache_instance.stats().memory_rows == 8
+    assert model.cache_instance.stats().hits >= 8
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_interrupt_while_rows_are_written_leaves_no_key_without_its_row(monkeypatch, number):
+    model = cached(Scaled())
+    model(X[:1])
+    fail_at_write(monkeypatch, number, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    monkeypatch.undo()
+    for batch in (X, Y, X.flip(0), Y):
+        assert torch.equal(model(batch), batch * 2)
+
+
+def test_an_interrupt_while_weights_are_read_leaves_no_stale_namespace(monkeypatch):
+    def interrupted(tensor):
+        raise KeyboardInterrupt
+
+    model = cached(Weighted())
+    model(X)
+    model.w.mul_(5)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("torchcache2.watch.tensor_digest", interrupted)
+        model(X)
+    assert torch.equal(model(X), X * 5)
+
+
+# Gradients, tracing and devices
+
+
+def test_a_shared_argument_keeps_its_gradient_on_hits():
+    @torchcache(shared_args=("w",))
+    def product(x, w):
+        return x * w
+
+    w = torch.ones(3, requires_grad=True)
+    product(X, w), product(X, w)
+    with torch.enable_grad():
+        product(X, w).sum().backward()
+    assert torch.equal(w.grad, X.sum(0))
+
+
+def test_a_forward_that_turns_grad_mode_on_keeps_its_gradient():
+    w = torch.ones(3, requires_grad=True)
+
+    @torchcache
+    def product(x):
+        with torch.enable_grad():
+            return x * w
+
+    for _ in range(3):
+        assert product(X).requires_grad
+
+
+def with_compile(f):
+    return torch.compile(f, backend="eager")
+
+
+def with_vmap(f):
+    return lambda x: torch.func.vmap(f)(x.view(2, 2, 3)).view(4, -1)
+
+
+def with_trace(f):
+    return torch.jit.trace(f, (X,), check_trace=False)
+
+
+def with_dual(f):
+    def primal(x):
+        with forward_ad.dual_level():
+            out = forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x))))
+            assert torch.allclose(out.tangent, torch.full_like(x, 2.0))
+            return out.primal
+
+    return primal
+
+
+def with_jvp(f):
+    def value(x):
+        primal, tangent = torch.func.jvp(f, (x,), (torch.ones_like(x),))
+        assert torch.allclose(tangent, torch.full_like(x, 2.0))
+        return primal
+
+    return value
+
+
+TRANSFORMS = [with_compile, with_vmap, with_trace, with_dual, with_jvp, lambda f: make_fx(f)(X)]
+
+
+@pytest.mark.filterwarnings(TRACED)
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("kind", ["instance", "class", "function"])
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__)
+def test_transforms_see_the_plain_forward(transform, kind, warm):
+    if kind == "function":
+        target = torchcache(lambda x: x * 2)
+    else:
+        target = cached(Scaled()) if kind == "instance" else torchcache(type("C", (Scaled,), {}))().eval()
+    if warm:
+        target(X)
+    transformed = transform(target)
+    for batch in (X, Y, X):
+        assert torch.allclose(transformed(batch), batch * 2)
+    assert torch.equal(target(Y), Y * 2)
+
+
+def test_fake_tensors_are_not_stored():
+    from torch._subclasses import FakeTensorMode
+
+    model = torchcache(lambda x: x * 2)
+    with FakeTensorMode():
+        assert model(torch.ones(4, 3)).shape == (4, 3)
+    assert torch.equal(model(torch.ones(4, 3)), torch.full((4, 3), 2.0))
+
+
+@pytest.mark.parametrize("how", ["with", "set"])
+def test_default_devices_do_not_matter(how):
+    model = torchcache(lambda x: (x * 2, "text", 3))
+
+    def check():
+        for batch in (X, X, torch.cat([X[:2], Y[:2]], 0), Y.flip(0)):
+            out, *values = model(batch)
+            assert out.device.type == "cpu" and torch.equal(out, batch * 2) and values == ["text", 3]
+
+    if how == "with":
+        with torch.device("meta"):
+            check()
+    else:
+        torch.set_default_device("meta")
+        try:
+            check()
+        finally:
+            torch.set_default_device(None)
+    assert model.cache_instance.stats().hits > 0
+
+
+# What forwards assign, draw and change
+
+
+class Step(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.step = 0
+
+    def forward(self, x):
+        self.step += 1
+        return x * self.step
+
+
+class StepInHelper(Step):
+    def forward(self, x):
+        self.step = self.after()
+        return x * self.step
+
+    def after(self):
+        return self.step + 1
+
+
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x):
+        self.n.add_(1)
+        return x * self.n
+
+
+@pytest.mark.parametrize("kind", [Step, StepInHelper, Counted])
+@pytest.mark.parametrize("batches", [(X, X, X), (X[:2], X, Y)], ids=["whole", "partly hit"])
+@pytest.mark.parametrize("duplicates", [False, True])
+def test_counters_count_as_without_a_cache(kind, batches, duplicates):
+    model, twin = cached(kind()), kind()
+    for batch in batches:
+        batch = torch.cat([batch, batch]) if duplicates else batch
+        assert torch.equal(model(batch), twin(batch))
+
+
+class Lazily(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = None
+
+    def forward(self, x):
+        if self.scale is None:
+            self.scale = 2.0
+        return x * self.scale
+
+
+class Late(Scaled):
+    def forward(self, x):
+        y = self.scaled(x)
+        self.scale = self.scale * 1.0
+        return y
+
+    def scaled(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize("kind", [Lazily, Late])
+def test_attributes_that_forward_assigns_and_reads_are_part_of_the_key(kind):
+    assert_notices(kind(), lambda model: setattr(model, "scale", 5.0))
+
+
+COUNT = 0
+
+
+def test_what_forward_only_keeps_for_others_does_not_stop_caching():
+    calls = 0
+
+    class Attention(nn.Module):
+        def forward(self, x):
+            global COUNT
+            nonlocal calls
+            COUNT += 1
+            calls += 1
+            self.map = x.softmax(1)
+            return x * self.map
+
+    model = cached(Attention())
+    for _ in range(3):
+        assert torch.equal(model(X), X * X.softmax(1))
+    hits, bypasses = hits_and_bypasses(model)
+    # The attribute is new in the first call.
+    assert hits >= 4 and bypasses in ({}, {"state": 4})
+
+
+def test_a_forward_that_seeds_is_never_cached():
+    def noisy(x):
+        torch.manual_seed(0)
+        return x + torch.randn(x.shape)
+
+    model = torchcache(noisy)
+    for batch in (X, X, X.flip(0), X[:2], X):
+        assert torch.equal(model(batch), noisy(batch))
+    assert model.cache_instance.stats().hits == 0
+
+
+def test_arguments_that_forward_changes_are_changed_in_every_call():
+    @torchcache
+    def append(x, notes):
+        notes.append(1)
+        return x * 2
+
+    @torchcache
+    def extend(d):
+        d["y"] = d["x"] * 2
+        return d
+
+    @torchcache
+    def double(x):
+        return x.mul_(2)
+
+    for _ in range(3):
+        notes, inputs = [], {"x": X}
+        append(X, notes)
+        out = extend(inputs)
+        assert notes == [1] and out is inputs and torch.equal(inputs["y"], X * 2)
+    with torch.inference_mode():
+        for _ in range(3):
+            own = X.clone()
+            assert torch.equal(double(own), X * 2) and torch.equal(own, X * 2)
+
+
+# Objects in the key
+
+
+@dataclasses.dataclass
+class Config:
+    value: int = 1
+
+
+class OwnDict(dict):
+    pass
+
+
+class OwnInt(int):
+    pass
+
+
+class OwnStr(str):
+    pass
+
+
+class Slotted(str):
+    __slots__ = ("extra",)
+
+
+def made(thing, **attributes):
+    for name, value in attributes.items():
+        setattr(thing, name, value)
+    return thing
+
+
+def named(fields):
+    return collections.namedtuple("Point", fields)
+
+
+def a_day(zone):
+    return datetime.datetime(2024, 1, 1, tzinfo=zone)
+
+
+HOUR = datetime.timedelta(hours=1)
+
+
+class London(datetime.tzinfo):
+    def utcoffset(self, when):
+        return 0 * HOUR
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "read"),
+    [
+        (np.array([(1, 2)], [("a", "i4"), ("b", "i4")]), np.array([(1, 2)], [("b", "i4"), ("a", "i4")]), "a"),
+        (re.compile("a" * 300), re.compile("a" * 301), lambda p: len(p.pattern)),
+        (made(Config(), extra=1), made(Config(), extra=2), lambda c: c.extra),
+        (made(OwnDict(), extra=1), made(OwnDict(), extra=2), lambda c: c.extra),
+        (made(OwnInt(1), extra=1), made(OwnInt(1), extra=2), lambda c: c.extra),
+        (made(OwnStr("a"), extra=1), made(OwnStr("a"), extra=2), lambda c: c.extra),
+        (made(Slotted("a"), extra=1), made(Slotted("a"), extra=2), lambda c: c.extra),
+        (named("a b")(1, 2), named("b a")(1, 2), lambda p: p.a),
+        (named("a b")(X, Y), named("b a")(X, Y), lambda p: p.a),
+        (a_day(datetime.timezone.utc), a_day(London()), lambda d: 1 + isinstance(d.tzinfo, London)),
+        (a_day(None), a_day(datetime.timezone.utc), lambda d: 1 if d.tzinfo is None else 2),
+        ([1, 2], collections.deque([1, 2]), lambda v: 1 + isinstance(v, list)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_arguments_that_differ_have_other_keys(left, right, read):
+    def scaled(x, value):
+        return x * (int(value[read][0]) if isinstance(read, str) else read(value))
+
+    model = torchcache(scaled)
+    for value in (left, right, left):
+        assert torch.equal(model(X, value), scaled(X, value))
+
+
+def test_a_tensor_subclass_is_refused_by_name():
+    class Tagged(torch.Tensor):
+        pass
+
+    with pytest.raises(UnhashableArgumentError, match=r"Tagged \(a subclass of Tensor\)"):
+        torchcache(lambda x: x * 2)(X.as_subclass(Tagged))
+
+
+class DotGet(dict):
+    __getattr__ = dict.get
+
+
+class DotItem(dict):
+    __getattr__ = dict.__getitem__
+
+
+class Grumpy(dict):
+    def __getattr__(self, name):
+        raise RuntimeError(f"no {name}")
+
+
+@pytest.mark.parametrize("kind", [DotGet, DotItem, Grumpy])
+@pytest.mark.parametrize("on_class", [False, True])
+def test_dicts_with_attribute_access(kind, on_class):
+    class Model(nn.Module):
+        config = kind(scale=2)
+
+        def forward(self, x):
+            return x * self.config["scale"]
+
+    model = Model()
+    if not on_class:
+        model.config = kind(scale=3)
+    assert_notices(model, lambda m: setattr(Model if on_class else m, "config", kind(scale=5)))
+
+
+def mapped(value):
+    area = mmap.mmap(-1, 16)
+    area[0] = value
+    return area
+
+
+def test_memory_maps_as_attributes():
+    class Model(Scaled):
+        def forward(self, x):
+            return x * self.scale[0]
+
+    assert_notices(Model(mapped(2)), lambda model: setattr(model, "scale", mapped(5)))
+
+
+def test_patched_forwards_of_torch_classes_are_noticed(monkeypatch):
+    def patch(model):
+        monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: x * 5)
+
+    model = nn.Sequential(nn.ReLU())
+    assert_notices(model, patch)
+    monkeypatch.undo()
+    assert torch.equal(model(X), X.relu())
+
+
+def test_a_patched_forward_of_a_torch_class_is_another_namespace(monkeypatch):
+    before, after = cached(nn.Sequential(nn.ReLU())), cached(nn.Sequential(nn.ReLU()))
+    assert torch.equal(before(X), X.relu())
+    monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: x * 5)
+    assert torch.equal(after(X), X * 5)
+    assert after.cache_instance.namespace != before.cache_instance.namespace
+
+
+def test_two_closures_of_one_name_over_different_modules():
+    def call_of(model):
+        return lambda x: model(x)
+
+    first, second = Scaled(2), Scaled(3)
+    left, right = call_of(first), call_of(second)
+
+    def total(x):
+        return left(x) + right(x)
+
+    model = torchcache(total)
+    for scale in (2, 7, 9):
+        first.scale = scale
+        assert torch.equal(model(X), total(X))
+        second.scale = scale
+        assert torch.equal(model(X), total(X))
+
+
+def test_a_named_namespace_still_tells_stored_dtypes_apart():
+    @torchcache(persistent_module_hash="adversarial")
+    class Model(nn.Module):
+        def __init__(self, dtype):
+            super().__init__()
+            self.torchcache_cache_dtype = dtype
+
+        def forward(self, x):
+            return x * 1.0001
+
+    rounded, exact = Model(torch.bfloat16), Model(None)
+    for _ in range(2):
+        assert torch.equal(rounded(X), (X * 1.0001).bfloat16().float())
+        assert torch.equal(exact(X), X * 1.0001)
+
+
+def test_rows_that_do_not_stack_are_rounded_all_the_same():
+    model = torchcache(cache_dtype=torch.bfloat16)(lambda x: (x * 1.001, "few" if len(x) < 4 else "many"))
+    model(X), model(Y[:3])
+    for batch in (torch.cat([X[:2], Y[:3]]), torch.cat([X[:1], torch.ones(1, 3)])):
+        out = model(batch)[0]
+        assert torch.equal(out, (batch * 1.001).bfloat16().float())
+
+
+# Unusual modules and tensors
+
+
+def nested(**options):
+    return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 3)], **options)
+
+
+@pytest.mark.filterwarnings(NESTED)
+def test_constructor_arguments_of_every_layout():
+    @torchcache
+    class Model(nn.Module):
+        def __init__(self, table):
+            super().__init__()
+            self.table = table
+
+        def forward(self, x):
+            return x * 2
+
+    for table in (torch.eye(3).to_sparse(), torch.ones(3, device="meta"), nested()):
+        model = Model(table)
+        assert torch.equal(model(X), X * 2) and torch.equal(model(X), X * 2)
+    with torch.device("meta"):
+        model = Model(torch.ones(3))
+    assert torch.equal(model(X), X * 2)
+
+
+@pytest.mark.filterwarnings(NESTED)
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout):
+    tensor = nested(layout=layout)
+    with pytest.raises(UnhashableArgumentError, match="nested"):
+        torchcache(lambda x: x * 2)(tensor)
+    model = torchcache(lambda x: torch.nested.nested_tensor([x[0], x[1]], layout=layout))
+    for _ in range(2):
+        assert model(X).is_nested and torch.equal(model(X).unbind()[1], X[1])
+    trained = torchcache(nn.Linear(3, 2))
+    with torch.enable_grad():
+        out = trained(tensor)
+        assert out.is_nested and out.requires_grad
+        torch.cat(list(out.unbind())).sum().backward()
+    assert trained.weight.grad is not None
+    assert trained.cache_instance.stats().bypasses == {"grad": 2}
+
+
+@pytest.mark.filterwarnings(TRACED)
+@pytest.mark.parametrize(
+    ("make", "is_child"), [(torch.jit.script, True), (with_compile, True), (with_compile, False)]
+)
+def test_scripted_and_compiled_modules(make, is_child):
+    inner = nn.Sequential(nn.Linear(3, 3)).eval().requires_grad_(False)
+    weight = inner[0].weight
+    converted = make(inner)
+    model = torchcache(nn.Sequential(nn.Identity(), converted) if is_child else converted)
+    for _ in range(3):
+        torch.testing.assert_close(model(X), inner(X))
+    assert model.cache_instance.stats().hits > 0
+    weight.mul_(2)
+    torch.testing.assert_close(model(X), inner(X))
+
+
+def test_system_random_is_no_state():
+    class Model(Scaled):
+        def forward(self, x):
+            return x * self.scale if self.source else x
+
+    model = Model()
+    model.source = random.SystemRandom()
+    cached(model)
+    model(X)
+    assert torch.equal(model(X), X * 2) and hits_and_bypasses(model) == (4, {})
+
+
+def test_a_large_vocabulary_is_read_whole(log):
+    model = Scaled()
+    model.vocabulary = {f"token {i}": i for i in range(200_000)}
+    cached(model)
+    model(X), model(X)
+    assert hits_and_bypasses(model) == (4, {})
+    assert not [record for record in log if record.levelname == "WARNING"]
+    before = model.cache_instance.module_hash
+    model.vocabulary = {**model.vocabulary, "token 199999": 0}
+    assert model.cache_instance.module_hash != before
+
+
+def test_functions_with_more_than_256_names(tmp_path, monkeypatch):
+    names = [f"N{i}" for i in range(320)]
+    (tmp_path / "adversarial_settings.py").write_text("SCALE = 2.0\n")
+    (tmp_path / "adversarial_many.py").write_text(
+        "import adversarial_settings\n"
+        + "".join(f"{name} = 1.0\n" for name in names)
+        + f"def total(x):\n    return x * ({' + '.join(names)}) * adversarial_settings.SCALE\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import adversarial_many as many
+
+    for name in ("adversarial_many", "adversarial_settings"):
+        monkeypatch.delitem(sys.modules, name)
+    model = torchcache(many.total)
+    for scale, last in ((2.0, 1.0), (5.0, 1.0), (5.0, 3.0)):
+        many.adversarial_settings.SCALE, many.N319 = scale, last
+        assert torch.equal(model(X), many.total(X))
+    assert model.cache_instance.stats().misses == 12
