@@ -19,8 +19,11 @@ from torch.utils import _pytree as pytree
 
 from torchcache2.errors import OutputError
 
-__all__ = ["Leaf", "Rows", "Schema", "UnstorableError", "empty_bytes", "ordinary_tensors", "select"]
+__all__ = ["Leaf", "Rows", "Schema", "UnstorableError", "empty_bytes", "gather", "ordinary_tensors", "select"]
 
+_ALONE = 1 << 20  # bytes that one thread has copied before others are awake
+_GRAIN = 32_768  # elements from which torch copies a single row with all threads
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 _HUGE = 4 << 20  # from here on numpy asks for huge pages, which make page faults several times cheaper
@@ -224,11 +227,31 @@ _BARE = pytree.tree_flatten(0)[1]
 
 def select(tensor: Tensor, positions: Tensor) -> Tensor:
     """The items of a tensor at some positions, for any dtype that it may have."""
-    try:
-        return tensor.index_select(0, positions)
-    except NotImplementedError:  # small unsigned and 8-bit floating dtypes, in some versions
-        picked = _as_bytes(tensor.detach()).index_select(0, positions)
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.requires_grad:
+        picked = gather(_as_bytes(tensor.detach()), positions)
         return picked.view(-1).view(tensor.dtype).view(len(positions), *tensor.shape[1:])
+    return tensor.index_select(0, positions)
+
+
+def gather(data: Tensor, positions: Tensor) -> Tensor:
+    """Rows of contiguous uint8 ``(n, bytes)`` on the CPU, in fresh memory.
+
+    Torch's `index_select` copies row by row, each with all threads, if rows have many elements. Where
+    other processes use the cores too, every such copy may wait for the scheduler.
+    """
+    row_bytes = data.shape[1]
+    picked = empty_bytes(len(positions) * row_bytes).view(len(positions), row_bytes)
+    if picked.numel() <= _ALONE:
+        np.take(data.numpy(), positions.numpy(), axis=0, out=picked.numpy(), mode="clip")
+        return picked
+    offset = data.storage_offset()
+    word = next(t for t in _WORDS if row_bytes % t.itemsize == 0 and offset % t.itemsize == 0)
+    words = row_bytes // word.itemsize
+    pieces = next((n for n in range(1, 257) if words % n == 0 and words // n < _GRAIN), 1)
+    index = (positions[:, None] * pieces + torch.arange(pieces, device="cpu")).view(-1)
+    source = data.view(-1).view(word).view(-1, words // pieces)
+    torch.index_select(source, 0, index, out=picked.view(-1).view(word).view(-1, words // pieces))
+    return picked
 
 
 def _as_bytes(column: Tensor) -> Tensor:

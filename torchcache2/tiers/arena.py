@@ -22,13 +22,12 @@ from torch import Tensor
 
 from torchcache2.index import Entries, KeyIndex, Words
 from torchcache2.keys import Bytes2D
-from torchcache2.rows import Rows, Schema, empty_bytes
+from torchcache2.rows import Rows, Schema, gather
 
 __all__ = ["Arena"]
 
 _PAGE = mmap.PAGESIZE
 _SLAB = 64 << 20  # a column grows by doubling up to this many bytes at a time
-_ALONE = 1 << 20  # up to here one thread is done before others are awake
 _HUGE = 8 << 20  # slabs from here on are backed by huge pages
 
 
@@ -223,11 +222,7 @@ class _ReservedColumn(_Column):
             self._committed, self.capacity = size, size // self.row_bytes
 
     def gather(self, positions: Tensor) -> Tensor:
-        picked = empty_bytes(len(positions) * self.row_bytes).view(-1, self.row_bytes)
-        if picked.numel() <= _ALONE:
-            np.take(self._data.numpy(), positions.numpy(), axis=0, out=picked.numpy(), mode="clip")
-            return picked
-        return torch.index_select(self._data, 0, positions, out=picked)
+        return gather(self._data, positions)
 
     def _pages(self, rows: int) -> int:
         return -(-rows * self.row_bytes // _PAGE) * _PAGE
