@@ -20,6 +20,7 @@ __all__ = ["BoundCall", "Signature"]
 
 _DEFAULT = b"default"
 _KINDS = inspect.Parameter
+_VARIADIC = (_KINDS.VAR_POSITIONAL, _KINDS.VAR_KEYWORD)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +111,10 @@ class Signature:
             elif parameter.kind == _KINDS.VAR_KEYWORD:
                 self._keywords = parameter.name
         self._positional = tuple(positional)
+        # What has to be given by position, if nothing is given by name.
+        required = [p for p in parameters if p.default is _KINDS.empty and p.kind not in _VARIADIC]
+        is_simple = all(p.kind is not _KINDS.KEYWORD_ONLY for p in required)
+        self._required = len(required) if is_simple else len(positional) + 1
         names = [parameter.name for parameter in parameters]
         for name in shared:
             if name not in names and self._keywords is None:
@@ -129,11 +134,14 @@ class Signature:
         UnhashableArgumentError
             If an argument cannot be put in a key.
         """
-        bound = self._signature.bind(*args, **kwargs)
+        if kwargs or len(args) > len(self._positional) or len(args) < self._required:
+            arguments: Mapping[str, Any] = self._signature.bind(*args, **kwargs).arguments
+        else:
+            arguments = dict(zip(self._positional, args, strict=False))
         encoder = _ArgumentEncoder()
         parts = []
         for name, parameter in self._signature.parameters.items():
-            value = bound.arguments.get(name, _MISSING)
+            value = arguments.get(name, _MISSING)
             if value is _MISSING:
                 if parameter.default is _KINDS.empty:
                     continue  # *args or **kwargs without any

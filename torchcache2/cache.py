@@ -179,12 +179,12 @@ class Cache:
         parts = self._tiers.memory.get(keys).parts
         if len(parts) > 1:  # rows of different schemas do not stack
             return batch.compute_all()
+        if parts and len(parts[0][0]) == len(keys):
+            return batch.output(parts[0][1])
         missing = np.ones(len(keys), bool)
         for positions, _ in parts:
             missing[positions] = False
         wanted = np.flatnonzero(missing)
-        if len(keys) and not len(wanted):
-            return batch.output(parts[0][1])
 
         duplicates = keys.take(wanted).first_positions()
         distinct = wanted if duplicates is None else wanted[duplicates[0]]

@@ -70,7 +70,20 @@ class KeyIndex:
 
     def find(self, words: Words) -> Entries:
         """Entry of each key ``(n, 2)``, or -1."""
-        return self._probe(words)[0]
+        if self._count == 0:
+            return np.full(len(words), -1)
+        slots, tags = self._home(words)
+        # Most keys are in the first slot that they may be in.
+        first = self._slots.take(slots)
+        entries = first & 0x7FFFFFFF
+        wrong = (first >> 32) != tags
+        candidates = np.where(wrong, 0, entries)
+        same = self.keys.take(candidates, axis=0) == words
+        wrong |= ~(same[:, 0] & same[:, 1])
+        if wrong.any():
+            rest = wrong.nonzero()[0]
+            entries[rest] = self._probe(words.take(rest, axis=0))[0]
+        return entries
 
     def add(self, words: Words) -> None:
         """Append keys that are distinct and not in the table.

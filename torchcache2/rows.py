@@ -6,11 +6,11 @@ become columns too, the value repeated for each row, because they are data and n
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import struct
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -19,11 +19,22 @@ from torch.utils import _pytree as pytree
 
 from torchcache2.errors import OutputError
 
-__all__ = ["Leaf", "Rows", "Schema", "UnstorableError", "empty_bytes", "gather", "ordinary_tensors", "select"]
+__all__ = [
+    "Leaf",
+    "Rows",
+    "Schema",
+    "UnstorableError",
+    "empty_bytes",
+    "gather",
+    "select",
+    "with_ordinary_tensors",
+]
 
 _ALONE = 1 << 20  # bytes that one thread has copied before others are awake
 _GRAIN = 32_768  # elements from which torch copies a single row with all threads
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+P = ParamSpec("P")
+R = TypeVar("R")
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 _HUGE = 4 << 20  # from here on numpy asks for huge pages, which make page faults several times cheaper
@@ -89,11 +100,17 @@ class Schema:
         return sum(leaf.row_bytes for leaf in self.leaves)
 
 
-@contextlib.contextmanager
-def ordinary_tensors() -> Iterator[None]:
-    """Neither inference mode, whose tensors could not be written outside of it, nor grad mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+def with_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function outside of inference mode, whose tensors could not be written later."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return wrapper
 
 
 class Rows:
@@ -158,7 +175,7 @@ class Rows:
             columns.append(column)
         return cls(Schema(structure, tuple(leaves)), columns, count)
 
-    @ordinary_tensors()
+    @with_ordinary_tensors
     def to_pytree(self, *, device: torch.device) -> Any:
         """The output that these rows stand for, its tensors on `device`.
 
@@ -188,7 +205,7 @@ class Rows:
         return Rows(self.schema, picked, len(positions))
 
     @staticmethod
-    @ordinary_tensors()
+    @with_ordinary_tensors
     def scatter(parts: Sequence[tuple[Positions, Rows]], count: int) -> Rows:
         """One batch of `count` rows, from parts with the positions of their rows in it.
 

@@ -145,7 +145,8 @@ class CacheSettings:
 
 def disabled_by_environment() -> bool:
     """Whether ``TORCHCACHE_DISABLE`` turns caching off for this run."""
-    return os.environ.get("TORCHCACHE_DISABLE", "").strip().lower() not in ("", "0", "false", "no")
+    value = os.environ.get("TORCHCACHE_DISABLE")
+    return value is not None and value.strip().lower() not in ("", "0", "false", "no")
 
 
 def parse_size(option: str, size: Size, *, free: int | None = None) -> int:

@@ -20,7 +20,7 @@ import torch
 
 from torchcache2.keys import Keys
 from torchcache2.logs import logger
-from torchcache2.rows import Rows, Schema, ordinary_tensors
+from torchcache2.rows import Rows, Schema, with_ordinary_tensors
 from torchcache2.settings import Policy
 from torchcache2.tiers.arena import Arena
 from torchcache2.tiers.base import Found, Positions, TierStats
@@ -66,14 +66,14 @@ class MemoryTier:
         self._arenas: dict[bytes, dict[tuple[Schema, torch.device], Arena]] = {}
         self._last_used: dict[bytes, int] = {}
 
-    @ordinary_tensors()
+    @with_ordinary_tensors
     def get(self, keys: Keys) -> Found:
         """The rows of those keys that are here, copied into fresh memory."""
         with self._locked("read"):
             return Found(self._find(keys))
         return Found([])
 
-    @ordinary_tensors()
+    @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys; those that are here already stay as they are."""
         with self._locked("written"):
@@ -148,7 +148,8 @@ class MemoryTier:
                 continue
             if len(positions) < len(entries):
                 entries = entries[positions]
-            arena.ticks[entries] = self._clock
+            if self.policy == "lru":
+                arena.ticks[entries] = self._clock
             parts.append((positions, arena.gather(entries)))
             if len(positions) == len(keys):
                 break
