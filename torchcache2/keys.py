@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ __all__ = ["Keys", "item_keys"]
 Bytes2D = np.ndarray[Any, np.dtype[np.uint8]]
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 
+_SHORT = 256  # bytes; a copy of so few is cheaper than an array for each row
 _BLOCK = 250  # elements; a stride between single elements would touch every cache line anyway
 
 
@@ -115,7 +116,11 @@ def item_keys(
 
 
 def _digests(rows: Bytes2D) -> Bytes2D:
-    return np.frombuffer(b"".join(map(xxh3_128_digest, rows)), np.uint8).reshape(len(rows), 16)
+    count, size = rows.shape
+    items: Iterable[Any] = rows
+    if 0 < size <= _SHORT:
+        items = rows.view(f"V{size}").ravel().tolist()  # bytes objects, all made at once
+    return np.frombuffer(b"".join(map(xxh3_128_digest, items)), np.uint8).reshape(count, 16)
 
 
 def _subsample(tensor: Tensor, count: int) -> Tensor:
