@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from torchcache2.digest import Encoder, UnencodableError, sized, text_bytes
 from torchcache2.errors import InputError, OptionError, UnhashableArgumentError
+from torchcache2.modes import modes
 from torchcache2.rows import select
 
 __all__ = ["BoundCall", "Signature"]
@@ -158,7 +159,8 @@ class Signature:
         names = self._positional[: len(args)]
         if extra > 0:
             names += (self._variadic or "",) * extra
-        context = b"".join(map(sized, [*parts, _autocast_state(encoder.leaves)]))
+        kinds = {tensor.device.type for _, tensor in encoder.leaves}
+        context = b"".join(map(sized, [*parts, text_bytes(modes(kinds))]))
         return BoundCall(
             args,
             kwargs,
@@ -265,12 +267,3 @@ def _batch_size(leaves: list[tuple[str, Tensor]]) -> int:
                 f"{tuple(tensor.shape)}. Name arguments that belong to the whole batch in shared_args"
             )
     return first.shape[0]
-
-
-def _autocast_state(leaves: list[tuple[str, Tensor]]) -> bytes:
-    """What autocast, the default dtype and the precision of products make of an operation."""
-    state = [f"default {torch.get_default_dtype()} {torch.get_float32_matmul_precision()}"]
-    for kind in sorted({"cpu", "cuda", *(tensor.device.type for _, tensor in leaves)}):
-        if torch.is_autocast_enabled(kind):
-            state.append(f"{kind} {torch.get_autocast_dtype(kind)}")
-    return text_bytes("; ".join(state))

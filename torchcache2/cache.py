@@ -15,34 +15,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.batch import Batch, ComputeSteps, NotStoredError
 from torchcache2.errors import OptionError
-from torchcache2.keys import Keys
+from torchcache2.keys import Keys, Positions
 from torchcache2.logs import logger
-from torchcache2.rows import Rows, UnstorableError
+from torchcache2.rows import Rows
 from torchcache2.settings import CacheSettings
 from torchcache2.stats import CacheStats, Counters
 from torchcache2.tiers.memory import MemoryTier
+from torchcache2.tracing import Steps, run_steps, transparent
+from torchcache2.verify import differences
 
-__all__ = ["Cache", "NotStoredError", "TierStack"]
+__all__ = ["Cache", "TierStack"]
 
 _CPU = torch.device("cpu")
-
-
-class NotStoredError(Exception):
-    """Raised by a `compute` whose output must not be stored; carries the output of the whole batch."""
-
-    def __init__(self, reason: str, advice: str, output: Any) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.advice = advice
-        self.output = output
+_NOWHERE: Positions = np.empty(0, np.int64)
 
 
 class Compute(Protocol):
     """Computes the items at some positions of a batch, in that order."""
 
     def __call__(self, positions: Tensor) -> Any:
-        """`positions` is int64 on the CPU, shape (k,), distinct and ascending."""
+        """`positions` is int64 on the CPU, shape (k,), ascending."""
         ...
 
 
@@ -130,8 +124,10 @@ class Cache:
         self._tiers = tiers if tiers is not None else TierStack(self.settings)
         self._counters = Counters()
         self._closed = False
+        self._random_shares = np.random.default_rng()
         self._tiers.join(self)
 
+    @transparent
     def fetch(self, keys: Keys, compute: Compute, *, device: torch.device = _CPU) -> Any:
         """The output for a batch: rows that are found, and the others computed.
 
@@ -141,8 +137,8 @@ class Cache:
             The keys of the batch, n items.
         compute : callable
             ``compute(positions)`` returns the pytree for the items at `positions` (int64 tensor of
-            shape ``(k,)``, ascending), its tensors of shape ``(k, ...)``. An exception leaves the
-            cache as it was.
+            shape ``(k,)``, ascending), its tensors of shape ``(k, ...)``. With ``miss_batch="pad"``
+            the last position may be there several times. An exception leaves the cache as it was.
         device : torch.device
             Where outputs go that were computed on the device of the call.
 
@@ -156,10 +152,20 @@ class Cache:
         OutputError
             If a computed tensor's first dimension is not the number of positions.
         """
+        return run_steps(self._call_compute, keys, compute, device)
+
+    def _call_compute(self, keys: Keys, compute: Compute, device: torch.device) -> Steps[Any]:
+        def steps(positions: Tensor) -> Steps[Any]:
+            return (yield compute, (positions,), {})
+
+        return (yield from self.steps(keys, steps, device))
+
+    def steps(self, keys: Keys, compute: ComputeSteps, device: torch.device) -> Steps[Any]:
+        """`fetch`, which yields the calls to make; see `torchcache2.tracing`."""
         start = time.perf_counter()
-        batch = _Batch(keys, compute, device, self.settings.cache_dtype)
+        batch = Batch(keys, compute, device, self.settings)
         try:
-            output = self._fetch(batch)
+            output = yield from self._outcome(batch)
         except NotStoredError as stop:
             self.count_bypass(stop.reason, len(keys), stop.advice)
             return stop.output
@@ -172,31 +178,75 @@ class Cache:
         )
         return output
 
-    def _fetch(self, batch: _Batch) -> Any:
-        keys = batch.keys
+    def _outcome(self, batch: Batch) -> Steps[Any]:
         if self._closed:
-            return batch.compute_all()
-        parts = self._tiers.memory.get(keys).parts
+            return (yield from batch.compute_all())
+        keys, memory = batch.keys, self._tiers.memory
+        parts = memory.get(keys).parts
         if len(parts) > 1:  # rows of different schemas do not stack
-            return batch.compute_all()
-        if parts and len(parts[0][0]) == len(keys):
-            return batch.output(parts[0][1])
+            return (yield from batch.compute_all())
+        found, hits = parts[0] if parts else (_NOWHERE, None)
+        checked = self._sample(found)
+        if hits is not None and len(found) == len(keys) and len(checked) == 0:
+            return (yield from batch.output(hits))
         missing = np.ones(len(keys), bool)
-        for positions, _ in parts:
-            missing[positions] = False
+        missing[found] = False
         wanted = np.flatnonzero(missing)
-
         duplicates = keys.take(wanted).first_positions()
         distinct = wanted if duplicates is None else wanted[duplicates[0]]
-        output, rows = batch.compute(distinct)
-        self._tiers.memory.put(keys.take(distinct), rows)
+
+        asked = np.union1d(distinct, checked) if len(checked) else distinct
+        output, rows = yield from batch.compute(asked)
+        batch.misses = len(distinct)
+        if hits is not None and len(checked):
+            again = rows.take(torch.from_numpy(np.searchsorted(asked, checked)))
+            rows = rows.take(torch.from_numpy(np.searchsorted(asked, distinct)))
+            if not self._agree(hits.take(torch.from_numpy(np.searchsorted(found, checked))), again, checked):
+                return (yield from batch.compute_all())
+        memory.put(keys.take(distinct), rows)
         if len(distinct) == len(keys):
-            return output if batch.dtype is None else batch.output(rows)
+            return output if batch.dtype is None else (yield from batch.output(rows))
         if duplicates is not None:
             rows = rows.take(torch.from_numpy(duplicates[1]))
-        if any(part.schema != rows.schema for _, part in parts):
-            return batch.compute_all()
-        return batch.output(Rows.scatter([(wanted, rows), *parts], len(keys)))
+        if hits is None:
+            return (yield from batch.output(rows))
+        if len(wanted) == 0:
+            return (yield from batch.output(hits))
+        if hits.schema != rows.schema:
+            return (yield from batch.compute_all())
+        return (yield from batch.output(Rows.scatter([(wanted, rows), (found, hits)], len(keys))))
+
+    def _sample(self, found: Positions) -> Positions:
+        """Positions of hits to verify."""
+        share = self.settings.verify
+        if share == 0.0:
+            return _NOWHERE
+        # Of its own: the generators of the caller stay as they would without a cache.
+        return found[self._random_shares.random(len(found)) < share]
+
+    def _agree(self, hits: Rows, again: Rows, positions: Positions) -> bool:
+        """Whether hits at some positions equal the same items computed again; warns if not."""
+        apart = differences(hits, again)
+        wrong = np.flatnonzero(apart)
+        self._counters.verify(verified=len(positions), mismatched=len(wrong))
+        if len(wrong) == 0:
+            return True
+        worst = wrong[apart[wrong].argmax()]
+        logger.warning(
+            "%s: %d of %d hits that were verified differ from what the forward computes now; most at "
+            "position %d of the batch, by %.3g. The batch is computed again. Either something has changed "
+            "that is not noticed, or the forward is not deterministic",
+            self._name(),
+            len(wrong),
+            len(positions),
+            positions[worst],
+            apart[worst],
+        )
+        self._distrust()
+        return False
+
+    def _distrust(self) -> None:
+        """A row was wrong: what the namespace stands for may have changed."""
 
     def count_bypass(self, reason: str, items: int, advice: str) -> None:
         """Count items that were computed and not stored; warns the first time for each reason."""
@@ -247,53 +297,3 @@ class Cache:
 
     def _name(self) -> str:
         return repr(self)
-
-
-class _Batch:
-    """One `fetch`: computes, and counts what it computed."""
-
-    def __init__(self, keys: Keys, compute: Compute, device: torch.device, dtype: torch.dtype | None) -> None:
-        self.keys = keys
-        self.dtype = dtype
-        self.misses = 0
-        self.computed = 0
-        self.seconds = 0.0
-        self._compute = compute
-        self._device = device
-
-    def compute(self, positions: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Any, Rows]:
-        """Compute the items at some positions."""
-        output = self._timed(positions)
-        self.misses = len(positions)
-        try:
-            rows = Rows.from_pytree(output, len(positions), device=self._device, dtype=self.dtype)
-        except UnstorableError as error:
-            if len(positions) < len(self.keys):
-                output = self._timed(np.arange(len(self.keys)))
-            advice = "only dense tensors, numbers, texts and None can be kept"
-            raise NotStoredError(str(error), advice, output) from None
-        return output, rows
-
-    def compute_all(self) -> Any:
-        """The whole batch, computed without the cache."""
-        self.misses = len(self.keys)
-        output = self._timed(np.arange(len(self.keys)))
-        if self.dtype is None:
-            return output
-        rows = Rows.from_pytree(output, len(self.keys), device=self._device, dtype=self.dtype)
-        return rows.to_pytree(device=self._device)
-
-    def output(self, rows: Rows) -> Any:
-        """What the rows of a whole batch stand for."""
-        try:
-            return rows.to_pytree(device=self._device)
-        except UnstorableError:  # a value that is one for the batch differs between its rows
-            return self.compute_all()
-
-    def _timed(self, positions: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
-        start = time.perf_counter()
-        try:
-            return self._compute(torch.from_numpy(positions))
-        finally:
-            self.seconds += time.perf_counter() - start
-            self.computed += len(positions)

@@ -31,9 +31,10 @@ INIT_ATTRIBUTE = "_torchcache_init"  # of an instance: digests of its constructo
 
 _INTERNAL = frozenset(vars(nn.Module())) | {
     INIT_ATTRIBUTE,
-    "_compiled_call_impl",
     "cache_instance",
 }
+# What the compiler leaves on modules and tensors.
+_COMPILED = ("_dynamo", "_torchdynamo", "_is_torch_compile", "_compiled_call_impl")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _HOOK_FLAGS = ("with_kwargs", "always_called")
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
@@ -114,7 +115,7 @@ class Walk(ObjectWalk):
         while name in self.tensors:
             name += "'"
         self.tensors[name] = value
-        state = attributes(value)
+        state = {k: v for k, v in attributes(value).items() if not k.startswith(_COMPILED)}
         return text_bytes(name) + (self.state(state, path) if state else b"")
 
     def _parts_of(self, value: Tensor, path: str) -> bytes:
@@ -157,7 +158,7 @@ class Walk(ObjectWalk):
         # After the submodules, which have names of their own wherever an attribute refers to them.
         names = []
         for name, value in sorted(vars(module).items()):
-            if name in _INTERNAL or name in skipped or name.startswith("torchcache_"):
+            if name in _INTERNAL or name in skipped or name.startswith(("torchcache_", *_COMPILED)):
                 continue
             value = getattr(value, ORIGINAL_ATTRIBUTE, value) if name == "forward" else value
             self.parts[f"attribute {where}{name}"] = self.encode(value, f"{where}{name}")

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchcache2.arguments import BoundCall, Signature
-from torchcache2.cache import Cache, NotStoredError, TierStack
+from torchcache2.batch import NotStoredError
+from torchcache2.cache import Cache, TierStack
 from torchcache2.digest import digest
 from torchcache2.fingerprint import Fingerprint
 from torchcache2.keys import Keys, item_keys
 from torchcache2.namespace import NamespaceKeeper, Reason, Seen
-from torchcache2.purity import RandomState, is_traced, versions
+from torchcache2.purity import RandomState, versions
 from torchcache2.settings import CacheSettings, disabled_by_environment
+from torchcache2.tracing import Steps, is_traced
 
 __all__ = ["ModuleCache"]
 
@@ -38,6 +40,7 @@ _ADVICE = {
     "random": "its output is random: nothing to do if that is meant, else remove the random operation",
     "state": "the forward changed a tensor or an attribute of its own module; if that happens at every "
     "call, it cannot be cached",
+    "autocast": "change weights outside of the autocast context",
     "input": "the forward changed its input in place; have it work on a copy",
 }
 
@@ -97,12 +100,12 @@ class ModuleCache(Cache):
         """Read the whole module again at the next call; needed after edits that are not noticed."""
         self._keeper.reset()
 
-    def call(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def call(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
         """The output of ``plain(*args, **kwargs)``."""
         if getattr(self._running, "now", False) or not self.settings.enabled:
-            return plain(*args, **kwargs)  # inside of its own forward: the outermost call is cached
+            return (yield plain, args, kwargs)  # inside of its own forward: the outermost call is cached
         if is_traced() or disabled_by_environment():
-            return plain(*args, **kwargs)
+            return (yield plain, args, kwargs)
         root = self._living_root()
         reason = self._keeper.reason_to_bypass(root)
         if reason is None:
@@ -110,31 +113,33 @@ class ModuleCache(Cache):
             if torch.is_grad_enabled() and call.requires_grad:
                 reason = "grad", "an input requires grad"
         if reason is not None:
-            return self._bypass(reason, plain, args, kwargs)
+            return (yield from self._bypass(reason, plain, args, kwargs))
         seen = self._keeper.look_at_tensors()
         self.namespace = seen.namespace
+        if seen.doubt is not None:
+            return (yield from self._bypass(seen.doubt, plain, args, kwargs))
         computation = _Computation(self, root, plain, call, seen)
         if computation.context in self._random:
             reason = "random", "its output was random before"
-            return self._bypass(reason, plain, args, kwargs)
-        return self.fetch(computation.keys(call), computation, device=call.device)
+            return (yield from self._bypass(reason, plain, args, kwargs))
+        return (yield from self.steps(computation.keys(call), computation.steps, call.device))
 
     def _bypass(
         self, reason: Reason, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    ) -> Steps[Any]:
         name, why = reason
         if name == "grad":
             self._keeper.distrust_tensors()
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         sizes = [leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
         self.count_bypass(name, sizes[0] if sizes else 1, f"{why}; {_ADVICE[name]}")
-        return self.run(plain, args, kwargs)
+        return (yield from self.run(plain, args, kwargs))
 
-    def run(self, plain: Forward, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def run(self, plain: Forward, args: Any, kwargs: Mapping[str, Any]) -> Steps[Any]:
         """Run the forward, and what it calls of itself, without the cache."""
         self._running.now = True
         try:
-            return plain(*args, **kwargs)
+            return (yield plain, args, kwargs)
         finally:
             self._running.now = False
 
@@ -143,6 +148,9 @@ class ModuleCache(Cache):
         if len(self._random) >= _MOST_RANDOM:
             self._random = set()
         self._random.add(context)
+
+    def _distrust(self) -> None:
+        self.refresh()
 
     def _living_root(self) -> Any:
         root = self._root()
@@ -185,7 +193,8 @@ class _Computation:
         count = self._cache.settings.subsample_count
         return item_keys(self._seen.namespace, call.context, call.leaves, subsample_count=count)
 
-    def __call__(self, positions: Tensor) -> Any:
+    def steps(self, positions: Tensor) -> Steps[Any]:
+        """Run the forward for the items at some positions."""
         call, cache = self._bound, self._cache
         whole = len(positions) == call.batch_size
         args, kwargs = (call.args, call.kwargs) if whole else call.take(positions)
@@ -196,7 +205,7 @@ class _Computation:
         buffers = [] if whole else [(b, b.clone()) for b in self._seen.tensors.small_buffers()]
         attributes = [] if whole else cache._keeper.attributes(self._root)
         state = RandomState(cache._keeper.generators)
-        output = cache.run(self._plain, args, kwargs)
+        output = yield from cache.run(self._plain, args, kwargs)
         reason = None
         if state.moved():
             reason = "random"
@@ -222,7 +231,7 @@ class _Computation:
                 for fields, fields_before in attributes if reason == "state" else ():
                     fields.clear()
                     fields.update(fields_before)
-                output = cache.run(self._plain, call.args, call.kwargs)
+                output = yield from cache.run(self._plain, call.args, call.kwargs)
             raise NotStoredError(reason, _ADVICE[reason], output)
         return self._own(output, inputs) if whole else output
 

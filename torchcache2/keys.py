@@ -23,7 +23,7 @@ from xxhash import xxh3_128_digest
 
 from torchcache2.digest import digest, item_bytes
 
-__all__ = ["Keys", "item_keys"]
+__all__ = ["Keys", "Positions", "item_keys"]
 
 Bytes2D = np.ndarray[Any, np.dtype[np.uint8]]
 Positions = np.ndarray[Any, np.dtype[np.int64]]

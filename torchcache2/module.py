@@ -24,8 +24,8 @@ from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 from torchcache2.errors import DecorationError
 from torchcache2.fingerprint import INIT_ATTRIBUTE, argument_digests
 from torchcache2.forward import ModuleCache
-from torchcache2.purity import is_traced
-from torchcache2.settings import CacheSettings, Policy, Size
+from torchcache2.settings import CacheSettings, MissBatch, Policy, Size
+from torchcache2.tracing import Steps, is_exported, is_traced, run_steps
 
 __all__ = ["torchcache"]
 
@@ -51,6 +51,8 @@ def torchcache(
     cache_dtype: torch.dtype | None = None,
     policy: Policy = "mru",
     shared_args: tuple[str, ...] = (),
+    miss_batch: MissBatch = "exact",
+    verify: float = 0.0,
 ) -> Callable[[T], T]: ...
 
 
@@ -71,7 +73,7 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
     **options
         The fields of `CacheSettings`:
         `enabled`, `subsample_count`, `persistent_module_hash`, `max_memory_cache_size`,
-        `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`.
+        `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`, `miss_batch`, `verify`.
 
     Returns
     -------
@@ -174,16 +176,25 @@ def _patch_methods(cls: type[nn.Module]) -> None:
 
 
 def _cached_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    # Dynamo sees this function: it does nothing but choose.
     @functools.wraps(forward)
     def cached_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Not the one of the closure: a notebook may have reloaded the class in place.
-        forward = getattr(cached_forward, ORIGINAL_ATTRIBUTE)
-        # Another forward than the class's own, as through super(), computes something else.
-        if type(self).forward is not cached_forward or is_traced():
+        if is_exported():
             return forward(self, *args, **kwargs)
-        return _cache_of(self).call(types.MethodType(forward, self), args, kwargs)
+        return run_steps(_call_method, self, cached_forward, args, kwargs)
 
     return cached_forward
+
+
+def _call_method(
+    module: nn.Module, wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Steps[Any]:
+    # Not the one that the wrapper was made with: a notebook may have reloaded the class in place.
+    forward = types.MethodType(getattr(wrapper, ORIGINAL_ATTRIBUTE), module)
+    # Another forward than the class's own, as through super(), computes something else.
+    if type(module).forward is not wrapper or is_traced():
+        return (yield forward, args, kwargs)
+    return (yield from _cache_of(module).call(forward, args, kwargs))
 
 
 def _recording_init(init: Callable[..., None]) -> Callable[..., None]:
@@ -283,7 +294,9 @@ class _InstanceForward:
         return self._own or types.MethodType(type(module).forward, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.cache.call(self.plain(), args, kwargs)
+        if is_exported():
+            return self.plain()(*args, **kwargs)
+        return run_steps(self.cache.call, self.plain(), args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _InstanceForward:
         module = memo.get(id(self._module()))
@@ -311,7 +324,9 @@ def _decorate_function(function: types.FunctionType, binding: _Binding) -> Calla
 
     @functools.wraps(function)
     def cached(*args: Any, **kwargs: Any) -> Any:
-        return cache.call(function, args, kwargs)
+        if is_exported():
+            return function(*args, **kwargs)
+        return run_steps(cache.call, function, args, kwargs)
 
     setattr(cached, ORIGINAL_ATTRIBUTE, function)
     cached.cache_instance = cache  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from torch import nn
 from torchcache2.digest import digest
 from torchcache2.fingerprint import Fingerprint, Walk
 from torchcache2.logs import logger
+from torchcache2.modes import autocast_keeps_weights
 from torchcache2.purity import depends_on_batch
 from torchcache2.settings import CacheSettings
 from torchcache2.watch import TensorWatch, Watch
@@ -20,13 +21,21 @@ __all__ = ["NamespaceKeeper", "Seen"]
 
 Reason = tuple[str, str]  # a word for statistics, and a sentence
 
+_NONE = bytes(16)
+_DEVICES = ("cpu", "cuda")
+_OLD_CASTS = "autocast", "weights have changed while autocast is on, which keeps its copies of the old ones"
+
 
 class Seen(NamedTuple):
-    """A namespace, and the tensors as they were when it was made."""
+    """A namespace, and the tensors as they were when it was made.
+
+    `doubt` says why the forward may not compute with those tensors.
+    """
 
     namespace: bytes
     tensors: TensorWatch
     generation: int
+    doubt: Reason | None = None
 
 
 class NamespaceKeeper:
@@ -50,7 +59,7 @@ class NamespaceKeeper:
 
     def __init__(self, name: str, settings: CacheSettings) -> None:
         self.name = name
-        self.fingerprint = Fingerprint(bytes(16), {})
+        self.fingerprint = Fingerprint(_NONE, {})
         self.generators: list[Any] = []
         self._settings = settings
         self._lock = threading.RLock()
@@ -66,6 +75,7 @@ class NamespaceKeeper:
             self._reason: Reason | None = None
             self._parts: dict[str, bytes] = {}
             self._is_known = False
+            self._has_old_casts = False
 
     def reason_to_bypass(self, root: Any) -> Reason | None:
         """Why a call of the module now cannot be cached, whatever its arguments are."""
@@ -85,9 +95,16 @@ class NamespaceKeeper:
     def look_at_tensors(self) -> Seen:
         """The namespace as of now, after `reason_to_bypass` has looked at everything else."""
         with self._lock:
+            keeps_casts = autocast_keeps_weights(_DEVICES)
             if not (self._is_known and self._tensors.same()):
+                before = self.fingerprint.namespace
                 self._read()
-            return Seen(self.fingerprint.namespace, self._tensors, self._tensors.generation)
+                trains = any(tensor.requires_grad for tensor in self._tensors.tensors)
+                if keeps_casts and trains and before not in (_NONE, self.fingerprint.namespace):
+                    self._has_old_casts = True
+            self._has_old_casts = self._has_old_casts and keeps_casts
+            doubt = _OLD_CASTS if self._has_old_casts else None
+            return Seen(self.fingerprint.namespace, self._tensors, self._tensors.generation, doubt)
 
     def changed_since(self, seen: Seen, root: Any) -> bool:
         """Whether the module, or a tensor of it, has changed since it was looked at."""

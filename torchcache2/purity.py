@@ -9,23 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-__all__ = ["RandomState", "depends_on_batch", "is_traced", "versions"]
-
-
-def is_traced() -> bool:
-    """Whether a call is compiled, traced or transformed: a cache would become part of the graph."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or _get_current_dispatch_mode() is not None
-    )
+__all__ = ["RandomState", "depends_on_batch", "versions"]
 
 
 def depends_on_batch(module: nn.Module) -> str | None:

@@ -204,6 +204,10 @@ class Rows:
         picked = [select(column, positions.to(column.device)) for column in self.columns]
         return Rows(self.schema, picked, len(positions))
 
+    def head(self, count: int) -> Rows:
+        """The first `count` rows, without a copy."""
+        return Rows(self.schema, [column[:count] for column in self.columns], count)
+
     @staticmethod
     @with_ordinary_tensors
     def scatter(parts: Sequence[tuple[Positions, Rows]], count: int) -> Rows:

@@ -17,6 +17,7 @@ __all__ = ["CacheSettings", "disabled_by_environment", "parse_size"]
 
 Size = int | float | str
 Policy = Literal["mru", "lru"]
+MissBatch = Literal["exact", "pad"]
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -50,6 +51,12 @@ class CacheSettings:
         What a full memory tier does: keep what came first, or drop the least recently used.
     shared_args : sequence of str
         Arguments of forward that belong to the whole batch, such as a mask or a table.
+    miss_batch : {"exact", "pad"}
+        How many items the forward gets when some of a batch are missing: those, or as many as the next
+        power of two, at most the batch, the last of them repeated. A compiled forward is compiled
+        again for each size that it has not seen; ``"pad"`` leaves few.
+    verify : float
+        Share of hits, in [0, 1], that are computed again and compared.
 
     Raises
     ------
@@ -65,6 +72,8 @@ class CacheSettings:
     cache_dtype: torch.dtype | None = None
     policy: Policy = "mru"
     shared_args: tuple[str, ...] = ()
+    miss_batch: MissBatch = "exact"
+    verify: float = 0.0
 
     def __post_init__(self) -> None:
         _require(isinstance(self.enabled, bool), "enabled", self.enabled, "True or False")
@@ -116,6 +125,11 @@ class CacheSettings:
             "a sequence of argument names, such as ('mask',)",
         )
         object.__setattr__(self, "shared_args", tuple(sorted(set(shared))))
+        _require(self.miss_batch in ("exact", "pad"), "miss_batch", self.miss_batch, "'exact' or 'pad'")
+        share = self.verify
+        is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
+        _require(is_number and 0 <= share <= 1, "verify", share, "a share of hits from 0.0 to 1.0")
+        object.__setattr__(self, "verify", float(share))
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> CacheSettings:

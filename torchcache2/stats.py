@@ -26,6 +26,8 @@ class CacheStats:
         Rows forgotten to make room, by all caches that share the budget.
     memory_rows, memory_bytes : int
         Rows and allocated bytes of the memory tier, shared likewise.
+    verified, mismatched : int
+        Hits that were computed again, and those of them that differed; see the option `verify`.
     seconds_computed : float
         Spent in the plain forward, bypasses left out.
     seconds_saved : float
@@ -39,6 +41,8 @@ class CacheStats:
     evictions: int = 0
     memory_rows: int = 0
     memory_bytes: int = 0
+    verified: int = 0
+    mismatched: int = 0
     seconds_computed: float = 0.0
     seconds_saved: float = 0.0
 
@@ -50,7 +54,7 @@ class CacheStats:
 
     def _lines(self) -> list[tuple[str, str]]:
         bypasses = ", ".join(f"{reason} {count:,}" for reason, count in self.bypasses.items())
-        return [
+        lines = [
             ("hits", f"{self.hits:,} ({self.hit_rate:.1%})"),
             ("misses", f"{self.misses:,}"),
             ("bypasses", bypasses or "0"),
@@ -59,6 +63,9 @@ class CacheStats:
             ("computed", f"{self.seconds_computed:.2f} s"),
             ("saved", f"{self.seconds_saved:.2f} s (estimated)"),
         ]
+        if self.verified:
+            lines.append(("verified", f"{self.verified:,}, of which {self.mismatched:,} differed"))
+        return lines
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<10}{value}" for name, value in self._lines())
@@ -80,6 +87,8 @@ class Counters:
         self.hits = 0
         self.misses = 0
         self.bypasses: dict[str, int] = {}
+        self.verified = 0
+        self.mismatched = 0
         self.seconds_computed = 0.0
         self.seconds_spent = 0.0
         self._rows_computed = 0
@@ -92,6 +101,12 @@ class Counters:
             self._rows_computed += computed
             self.seconds_computed += seconds
             self.seconds_spent += spent
+
+    def verify(self, *, verified: int, mismatched: int) -> None:
+        """Count hits that were computed again."""
+        with self._lock:
+            self.verified += verified
+            self.mismatched += mismatched
 
     def bypass(self, reason: str, items: int) -> bool:
         """Count items that were not stored; True the first time that there is this reason."""
@@ -111,6 +126,8 @@ class Counters:
                 evictions=evictions,
                 memory_rows=memory_rows,
                 memory_bytes=memory_bytes,
+                verified=self.verified,
+                mismatched=self.mismatched,
                 seconds_computed=self.seconds_computed,
                 seconds_saved=self.hits * mean - self.seconds_spent,
             )

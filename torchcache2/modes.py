@@ -1,0 +1,52 @@
+"""What torch's global modes make of an operation, as part of a key.
+
+Autocast, the default dtype and device, deterministic algorithms, and the precision of float32 products.
+What is as torch starts up adds nothing, so that keys do not depend on which modes a version knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["autocast_keeps_weights", "modes"]
+
+_UNITS = [(place, kind) for place in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn")]
+_PRODUCTS: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+# At the start "none" is in force, which is full precision; "highest" asks for "ieee", the same.
+_USUAL = {unit: {"none", "ieee"} for unit in _UNITS} | {
+    ("cuda", "conv"): {"tf32"},
+    ("cuda", "rnn"): {"tf32"},
+}
+
+
+def modes(devices: Iterable[str]) -> str:
+    """The modes in force for operations on these types of devices."""
+    state = [f"default {torch.get_default_dtype()} {_precision()}"]
+    for kind in sorted({"cpu", "cuda", *devices}):
+        if torch.is_autocast_enabled(kind):
+            state.append(f"{kind} {torch.get_autocast_dtype(kind)}")
+    if torch.are_deterministic_algorithms_enabled():
+        state.append("deterministic")
+    device = torch.get_default_device()
+    if device.type != "cpu":
+        state.append(f"device {device.type}")
+    return "; ".join(state)
+
+
+def _precision() -> str:
+    if _PRODUCTS is None:
+        return torch.get_float32_matmul_precision()
+    # The public function raises if a program has used both the old and the new way to set it.
+    found = [(unit, _PRODUCTS(*unit)) for unit in _UNITS]
+    unusual = [
+        f"{place}.{kind}={value}" for (place, kind), value in found if value not in _USUAL[place, kind]
+    ]
+    return ",".join(unusual) or "highest"
+
+
+def autocast_keeps_weights(devices: Iterable[str]) -> bool:
+    """Whether autocast may go on using copies of weights as they were when it first cast them."""
+    return torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, devices))

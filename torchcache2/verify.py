@@ -1,0 +1,76 @@
+"""Whether rows that were found equal the same rows computed again.
+
+The forward of another batch size may round differently, so floating-point columns are compared with a
+tolerance: the square root of the precision of the coarsest dtype involved, relative to the largest
+magnitude in the row (3e-4 for float32, 3e-2 for float16, 9e-2 for bfloat16). Everything else has to be equal.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchcache2.rows import Leaf, Rows
+
+__all__ = ["differences"]
+
+_TF32 = 2.0**-10
+_DOUBLES = ("float", "complex")  # values that are kept as the bytes of float64
+
+
+def differences(old: Rows, fresh: Rows) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The largest difference in each row where that is beyond the tolerance, else 0.
+
+    It is infinite where the schemas differ, or something that is not a number does.
+    """
+    count = len(old)
+    if old.schema != fresh.schema:
+        return np.full(count, np.inf)
+    largest = torch.zeros(count, dtype=torch.float64, device="cpu")
+    for leaf, left, right in zip(old.schema.leaves, old.columns, fresh.columns, strict=True):
+        differs = _column_differences(leaf, left.reshape(count, -1).cpu(), right.reshape(count, -1).cpu())
+        largest = torch.maximum(largest, differs)
+    return largest.numpy()
+
+
+def _column_differences(leaf: Leaf, left: Tensor, right: Tensor) -> Tensor:
+    if left.shape[1] == 0:
+        return torch.zeros(len(left), dtype=torch.float64)
+    if leaf.kind in _DOUBLES:
+        left, right = (side.contiguous().view(torch.float64) for side in (left, right))
+    elif leaf.kind != "tensor":
+        return torch.where((left == right).all(1), 0.0, math.inf).double()
+    if left.is_complex():
+        left, right = (torch.view_as_real(side).flatten(1) for side in (left, right))
+    if left.is_floating_point():
+        precision = _precision(leaf)
+        left, right = left.double(), right.double()
+        same = (left == right) | (left.isnan() & right.isnan())
+        apart = (left - right).abs().nan_to_num(math.inf, math.inf)
+    else:
+        precision = 0.0
+        same = left == right
+        apart = (left.double() - right.double()).abs().clamp_min(1.0)  # beyond 2**53, doubles are coarse
+    apart = torch.where(same, 0.0, apart).amax(1)
+    scale = torch.maximum(left.abs(), right.abs()).nan_to_num(0.0, 0.0).amax(1) if precision else 0.0
+    within = apart <= math.sqrt(precision) * scale + precision
+    return torch.where(within, 0.0, apart)
+
+
+def _precision(leaf: Leaf) -> float:
+    """The relative precision of the coarsest dtype that a column was computed or kept in."""
+    dtypes = [leaf.dtype, leaf.stored] if leaf.kind == "tensor" else [torch.float64]
+    places = {"cpu", "cuda"}
+    dtypes += [torch.get_autocast_dtype(place) for place in places if torch.is_autocast_enabled(place)]
+    precisions = [torch.finfo(dtype).eps for dtype in dtypes]
+    if torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32:
+        precisions.append(_TF32 if leaf.device or _is_cuda() else 0.0)
+    return max(precisions)
+
+
+def _is_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
