@@ -17,11 +17,15 @@ from torchcache2.errors import InputError, OptionError, UnhashableArgumentError
 from torchcache2.modes import modes
 from torchcache2.rows import select
 
-__all__ = ["BoundCall", "Signature"]
+__all__ = ["BoundCall", "Signature", "UncachedArgumentError"]
 
 _DEFAULT = b"default"
 _KINDS = inspect.Parameter
 _VARIADIC = (_KINDS.VAR_POSITIONAL, _KINDS.VAR_KEYWORD)
+
+
+class UncachedArgumentError(Exception):
+    """An argument of a kind that is passed to the plain forward; where it is, and what."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +138,8 @@ class Signature:
             If there is no tensor, or batch sizes differ.
         UnhashableArgumentError
             If an argument cannot be put in a key.
+        UncachedArgumentError
+            If an argument is of a subclass of Tensor, or has no data.
         """
         if kwargs or len(args) > len(self._positional) or len(args) < self._required:
             arguments: Mapping[str, Any] = self._signature.bind(*args, **kwargs).arguments
@@ -206,11 +212,13 @@ class _ArgumentEncoder(Encoder):
             ) from None
 
     def tensor(self, value: Tensor, path: str) -> bytes:
-        if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_nested:
-            kind = "nested" if value.is_nested else value.layout
-            raise UnencodableError(path, value, f"layout {kind}, device {value.device}")
+        if value.is_nested or value.layout != torch.strided or value.is_quantized:
+            kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
+            raise UnencodableError(path, value, f"{kind}, not dense")
         if type(value) not in (Tensor, torch.nn.Parameter):
-            raise UnencodableError(path, value, "a subclass of Tensor")
+            raise UncachedArgumentError(f"argument {path} is a {type(value).__qualname__}, a kind of Tensor")
+        if value.is_meta:
+            raise UncachedArgumentError(f"argument {path} is a meta tensor, without data")
         if self._is_shared:
             self.shared.append(value)
             return super().tensor(value, path)

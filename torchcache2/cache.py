@@ -214,7 +214,7 @@ class Cache:
             return (yield from batch.output(hits))
         if hits.schema != rows.schema:
             return (yield from batch.compute_all())
-        return (yield from batch.output(Rows.scatter([(wanted, rows), (found, hits)], len(keys))))
+        return (yield from batch.output(Rows.scatter([(found, hits), (wanted, rows)], len(keys))))
 
     def _sample(self, found: Positions) -> Positions:
         """Positions of hits to verify."""

@@ -147,7 +147,8 @@ class Encoder:
     def tensor(self, value: Tensor, path: str) -> bytes:
         """Bytes that stand for a tensor; by default its content."""
         if value.layout != torch.strided or value.is_quantized or value.is_meta:
-            raise UnencodableError(path, value, f"a tensor with layout {value.layout}")
+            kind = "quantized" if value.is_quantized else "meta" if value.is_meta else str(value.layout)
+            raise UnencodableError(path, value, kind)
         return tensor_digest(value)
 
     def kind(self, kind: type, path: str) -> bytes:

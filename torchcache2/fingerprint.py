@@ -32,6 +32,7 @@ INIT_ATTRIBUTE = "_torchcache_init"  # of an instance: digests of its constructo
 _INTERNAL = frozenset(vars(nn.Module())) | {
     INIT_ATTRIBUTE,
     "cache_instance",
+    "_replicate_for_data_parallel",
 }
 # What the compiler leaves on modules and tensors.
 _COMPILED = ("_dynamo", "_torchdynamo", "_is_torch_compile", "_compiled_call_impl")
@@ -87,6 +88,7 @@ class Walk(ObjectWalk):
     def __init__(self, root: Any, tokens: MutableMapping[int, tuple[object, bytes]]) -> None:
         super().__init__(tokens)
         self.tensors: dict[str, Tensor] = {}
+        self._tensor_names: dict[int, str] = {}
         self.modules: list[tuple[nn.Module, tuple[str, ...], set[str]]] = []
         self._assigned_of: dict[type, set[str]] = {}
         self.parts["format"] = str(FORMAT).encode()
@@ -111,9 +113,13 @@ class Walk(ObjectWalk):
             return self._parts_of(value, path)
         if value.is_meta:
             return b"meta" + self.encode([value.dtype, tuple(value.shape)], path)
+        tied = self._tensor_names.get(id(value))
+        if tied is not None:
+            return b"the same as " + text_bytes(tied)
         name = path
         while name in self.tensors:
             name += "'"
+        self._tensor_names[id(value)] = name
         self.tensors[name] = value
         state = {k: v for k, v in attributes(value).items() if not k.startswith(_COMPILED)}
         return text_bytes(name) + (self.state(state, path) if state else b"")

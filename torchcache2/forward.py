@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchcache2.arguments import BoundCall, Signature
+from torchcache2.arguments import BoundCall, Signature, UncachedArgumentError
 from torchcache2.batch import NotStoredError
 from torchcache2.cache import Cache, TierStack
 from torchcache2.digest import digest
 from torchcache2.fingerprint import Fingerprint
 from torchcache2.keys import Keys, item_keys
-from torchcache2.namespace import NamespaceKeeper, Reason, Seen
-from torchcache2.purity import RandomState, versions
+from torchcache2.namespace import NamespaceKeeper, Seen
+from torchcache2.purity import RandomState, Reason, versions
 from torchcache2.settings import CacheSettings, disabled_by_environment
 from torchcache2.tracing import Steps, is_traced
 
@@ -36,10 +36,13 @@ _MOST_RANDOM = 10_000
 _ADVICE = {
     "grad": "call it under torch.no_grad() or set requires_grad_(False) on parameters and inputs",
     "training": "call .eval() first",
+    "batch": "an item's output has to depend on that item alone; quantize statically, or cache parts",
+    "parametrize": "call it outside of that context",
     "lazy": "a parameter is uninitialised; the next call can be cached",
     "random": "its output is random: nothing to do if that is meant, else remove the random operation",
     "state": "the forward changed a tensor or an attribute of its own module; if that happens at every "
     "call, it cannot be cached",
+    "subclass": "pass dense tensors of torch's own type to have the call cached",
     "autocast": "change weights outside of the autocast context",
     "input": "the forward changed its input in place; have it work on a copy",
 }
@@ -109,7 +112,10 @@ class ModuleCache(Cache):
         root = self._living_root()
         reason = self._keeper.reason_to_bypass(root)
         if reason is None:
-            call = self._signature.bind(args, kwargs)
+            try:
+                call = self._signature.bind(args, kwargs)
+            except UncachedArgumentError as error:
+                return (yield from self._bypass(("subclass", str(error)), plain, args, kwargs))
             if torch.is_grad_enabled() and call.requires_grad:
                 reason = "grad", "an input requires grad"
         if reason is not None:

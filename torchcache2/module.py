@@ -34,6 +34,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 _BINDING = "_torchcache_binding"
 _STARTING = "_torchcache_starting"
 _PREFIX = "torchcache_"
+_REPLICATE = "_replicate_for_data_parallel"  # torch calls it for each device at each forward
 
 
 @overload
@@ -163,7 +164,8 @@ def _decorate_class(cls: type[nn.Module], binding: _Binding) -> type[nn.Module]:
 
 
 def _patch_methods(cls: type[nn.Module]) -> None:
-    for name, wrap in (("forward", _cached_forward), ("__init__", _recording_init)):
+    wrappers = {"forward": _cached_forward, "__init__": _recording_init, _REPLICATE: _cached_replicate}
+    for name, wrap in wrappers.items():
         method = getattr(cls, name)
         own = name in cls.__dict__
         if hasattr(method, ORIGINAL_ATTRIBUTE):
@@ -213,6 +215,15 @@ def _recording_init(init: Callable[..., None]) -> Callable[..., None]:
     return recording_init
 
 
+def _cached_replicate(replicate: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    @functools.wraps(replicate)
+    def cached_replicate(self: nn.Module) -> nn.Module:
+        _cache_of(self)  # which the replicas then share
+        return replicate(self)
+
+    return cached_replicate
+
+
 def _record_arguments(
     module: nn.Module, init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
@@ -246,7 +257,8 @@ setattr(_CacheAttribute, ADDED_ATTRIBUTE, True)
 def _cache_of(module: nn.Module) -> ModuleCache:
     """The cache of an instance of a decorated class."""
     cache = module.__dict__.get("cache_instance")
-    if cache is not None and cache.root is module:
+    # A replica of `nn.DataParallel` has copies of the weights, and is gone after this call.
+    if cache is not None and (cache.root is module or getattr(module, "_is_replica", False)):
         return cache  # type: ignore[no-any-return]
     binding: _Binding = getattr(type(module), _BINDING)
     with binding.creation:
@@ -266,6 +278,7 @@ def _decorate_instance(module: nn.Module, binding: _Binding) -> nn.Module:
     forward.cache = binding.cache(module, forward.plain())
     module.__dict__["cache_instance"] = forward.cache
     module.__dict__["forward"] = forward
+    module.__dict__[_REPLICATE] = forward.replicate
     return module
 
 
@@ -282,8 +295,10 @@ class _InstanceForward:
         self._module = weakref.ref(module)
         self._own = own  # a forward that somebody else has put on the instance
         setattr(self, ORIGINAL_ATTRIBUTE, own)
+        function = own or type(module).forward
         self.__name__ = "forward"
-        self.__doc__ = type(module).forward.__doc__
+        self.__doc__ = function.__doc__
+        self.__code__ = getattr(function, "__code__", type(self).__call__.__code__)  # torch.export reads it
         self.__signature__ = inspect.signature(self.plain())
 
     def plain(self) -> Callable[..., Any]:
@@ -295,8 +310,20 @@ class _InstanceForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_exported():
-            return self.plain()(*args, **kwargs)
+            if self._own is not None:
+                return self._own(*args, **kwargs)
+            module: Any = self._module()  # Dynamo follows this, but not `plain`
+            return type(module).forward(module, *args, **kwargs)
         return run_steps(self.cache.call, self.plain(), args, kwargs)
+
+    def replicate(self) -> nn.Module:
+        """A replica of the module for `nn.DataParallel`, with the same cache."""
+        module = self._module()
+        replica: nn.Module = getattr(type(module), _REPLICATE)(module)
+        forward = _InstanceForward(replica, self._own)
+        forward.cache = self.cache
+        replica.__dict__["forward"] = forward
+        return replica
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _InstanceForward:
         module = memo.get(id(self._module()))

@@ -8,21 +8,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from torchcache2.digest import digest
 from torchcache2.fingerprint import Fingerprint, Walk
 from torchcache2.logs import logger
 from torchcache2.modes import autocast_keeps_weights
-from torchcache2.purity import depends_on_batch
+from torchcache2.purity import Reason, depends_on_batch
 from torchcache2.settings import CacheSettings
 from torchcache2.watch import TensorWatch, Watch
 
 __all__ = ["NamespaceKeeper", "Seen"]
 
-Reason = tuple[str, str]  # a word for statistics, and a sentence
-
 _NONE = bytes(16)
 _DEVICES = ("cpu", "cuda")
+_OLD_PARAMETERS = "parametrize", "parametrize.cached() keeps weights that may have changed"
 _OLD_CASTS = "autocast", "weights have changed while autocast is on, which keeps its copies of the old ones"
 
 
@@ -76,15 +76,15 @@ class NamespaceKeeper:
             self._parts: dict[str, bytes] = {}
             self._is_known = False
             self._has_old_casts = False
+            self._is_parametrized = False
 
     def reason_to_bypass(self, root: Any) -> Reason | None:
         """Why a call of the module now cannot be cached, whatever its arguments are."""
         with self._lock:
-            # A module in training: nothing else needs to be known.
-            reason = self._reason_grad()
-            if reason is None and self._notice_structure(root):
-                reason = self._reason_grad()
-            return reason or self._reason
+            self._notice_structure(root)
+            if self._is_parametrized and parametrize._cache_enabled:
+                return _OLD_PARAMETERS
+            return self._reason_grad() or self._reason
 
     def look(self, root: Any) -> Seen:
         """The namespace as of now."""
@@ -153,9 +153,9 @@ class NamespaceKeeper:
         self._reason = None
         if self._tensors.has_lazy:
             self._reason = "lazy", "a parameter is uninitialised"
+        self._is_parametrized = any("parametrizations" in part._modules for part, _, _ in walk.modules)
         for part, _, _ in walk.modules:
-            if self._reason is None and (why := depends_on_batch(part)):
-                self._reason = "training", why
+            self._reason = self._reason or depends_on_batch(part)
         for name in sorted(walk.assigned):
             self._tell(logger.info, f"{name} is assigned by forward and not part of the key")
         if walk.unread and self._settings.persistent_module_hash is None:

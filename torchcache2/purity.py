@@ -12,15 +12,25 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-__all__ = ["RandomState", "depends_on_batch", "versions"]
+__all__ = ["RandomState", "Reason", "depends_on_batch", "versions"]
+
+Reason = tuple[str, str]  # a word for statistics, and a sentence
+
+_DYNAMIC = (
+    "torch.ao.nn.quantized.dynamic",
+    "torch.ao.nn.intrinsic.quantized.dynamic",
+    "torch.nn.quantized.dynamic",
+)
 
 
-def depends_on_batch(module: nn.Module) -> str | None:
+def depends_on_batch(module: nn.Module) -> Reason | None:
     """Why outputs of a module are random or depend on the rest of the batch, if they do."""
     name = type(module).__name__
+    if type(module).__module__.startswith(_DYNAMIC):
+        return "batch", f"the dynamically quantized {name} scales by the range of the batch"
     if isinstance(module, _BatchNorm):
         if module.training or module.running_mean is None:
-            return f"{name} normalises by the statistics of the batch"
+            return "training", f"{name} normalises by the statistics of the batch"
     elif module.training:
         rate = 0.0
         if isinstance(module, _DropoutNd):
@@ -28,7 +38,7 @@ def depends_on_batch(module: nn.Module) -> str | None:
         elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
             rate = module.dropout
         if rate > 0:
-            return f"{name} drops out at random"
+            return "training", f"{name} drops out at random"
     return None
 
 

@@ -38,6 +38,7 @@ R = TypeVar("R")
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 _HUGE = 4 << 20  # from here on numpy asks for huge pages, which make page faults several times cheaper
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _PACKED = {"bool": "<?", "int": "<q", "float": "<d", "complex": "<dd"}
 
 
@@ -59,6 +60,9 @@ class Leaf:
         Of the output, and of the column that keeps it.
     shape : tuple of int
         Of one row.
+    channels_last : bool
+        Whether rows are laid out with their channels last, and the output likewise. Leaves that differ
+        in this alone are equal: convolutions choose by the batch size too.
     device : str, optional
         The device of the output where that is not the device of the call.
     """
@@ -68,7 +72,13 @@ class Leaf:
     dtype: torch.dtype
     stored: torch.dtype
     shape: tuple[int, ...]
+    channels_last: bool = dataclasses.field(default=False, compare=False)
     device: str | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of one row as it lies in the column."""
+        return (*self.shape[1:], self.shape[0]) if self.channels_last else self.shape
 
     @property
     def row_bytes(self) -> int:
@@ -114,7 +124,7 @@ def with_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Rows:
-    """A schema and its columns, each ``(n, *shape)`` in the leaf's stored dtype."""
+    """A schema and its columns, each ``(n, *stored_shape)`` in the leaf's stored dtype."""
 
     __slots__ = ("columns", "count", "schema")
 
@@ -190,6 +200,8 @@ class Rows:
                 target = torch.device(leaf.device) if leaf.device else device
                 if column.dtype != leaf.dtype or column.device != target:
                     column = column.to(target, leaf.dtype)
+                if leaf.channels_last:
+                    column = column.movedim(-1, 1)
                 values.append(column)
             else:
                 values.append(_column_value(leaf, column))
@@ -203,6 +215,17 @@ class Rows:
         """The rows at `positions` (int64), in that order."""
         picked = [select(column, positions.to(column.device)) for column in self.columns]
         return Rows(self.schema, picked, len(positions))
+
+    def laid_out_as(self, schema: Schema) -> Rows:
+        """The same rows, laid out as an equal schema says."""
+        columns = []
+        for column, mine, other in zip(self.columns, self.schema.leaves, schema.leaves, strict=True):
+            if mine.channels_last and not other.channels_last:
+                column = column.movedim(-1, 1)
+            elif other.channels_last and not mine.channels_last:
+                column = column.movedim(1, -1)
+            columns.append(column)
+        return Rows(schema, columns, self.count)
 
     def head(self, count: int) -> Rows:
         """The first `count` rows, without a copy."""
@@ -219,10 +242,10 @@ class Rows:
         columns = []
         for i, leaf in enumerate(schema.leaves):
             device = parts[0][1].columns[i].device
-            target = empty_rows(count, leaf.shape, leaf.stored, device)
+            target = empty_rows(count, leaf.stored_shape, leaf.stored, device)
             flat = _as_bytes(target)
             for positions, rows in parts:
-                column = _as_bytes(rows.columns[i].to(device))
+                column = _as_bytes(rows.laid_out_as(schema).columns[i].to(device))
                 flat.index_copy_(0, torch.from_numpy(positions).to(device), column)
             columns.append(target)
         return Rows(schema, columns, count)
@@ -286,8 +309,9 @@ def _tensor_column(
     path: str, value: Tensor, count: int, device: torch.device, dtype: torch.dtype | None
 ) -> tuple[Leaf, Tensor]:
     if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_nested:
-        kind = "nested" if value.is_nested else value.layout
-        raise UnstorableError(f"output{path} is a tensor with layout {kind}")
+        kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
+        kind = next((name for name, holds in kinds.items() if holds), str(value.layout))
+        raise UnstorableError(f"output{path} is a tensor that is {kind}, not dense")
     if type(value) not in (Tensor, torch.nn.Parameter):
         raise UnstorableError(f"output{path} is a {type(value).__qualname__}")
     if value.dim() == 0 or value.shape[0] != count:
@@ -299,8 +323,16 @@ def _tensor_column(
     stored = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
     column = value.detach().resolve_conj().resolve_neg()
     place = None if value.device == device else str(value.device)
-    leaf = Leaf(path, "tensor", value.dtype, stored, tuple(value.shape[1:]), place)
-    return leaf, column.to(stored)
+    last = _is_channels_last(column)
+    leaf = Leaf(path, "tensor", value.dtype, stored, tuple(value.shape[1:]), last, place)
+    return leaf, (column.movedim(1, -1) if last else column).to(stored)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    memory_format = _CHANNELS_LAST.get(tensor.dim())
+    if memory_format is None or tensor.is_contiguous():
+        return False
+    return tensor.is_contiguous(memory_format=memory_format)
 
 
 def _value_column(path: str, value: Any, count: int) -> tuple[Leaf, Tensor]:

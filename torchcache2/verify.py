@@ -31,6 +31,7 @@ def differences(old: Rows, fresh: Rows) -> np.ndarray[Any, np.dtype[np.float64]]
     if old.schema != fresh.schema:
         return np.full(count, np.inf)
     largest = torch.zeros(count, dtype=torch.float64, device="cpu")
+    fresh = fresh.laid_out_as(old.schema)
     for leaf, left, right in zip(old.schema.leaves, old.columns, fresh.columns, strict=True):
         differs = _column_differences(leaf, left.reshape(count, -1).cpu(), right.reshape(count, -1).cpu())
         largest = torch.maximum(largest, differs)

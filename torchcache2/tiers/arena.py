@@ -109,13 +109,13 @@ class Arena:
         columns = []
         for leaf, column in zip(self.schema.leaves, self._columns, strict=True):
             picked = column.gather(positions).view(-1).view(leaf.stored)
-            columns.append(picked.view(len(entries), *leaf.shape))
+            columns.append(picked.view(len(entries), *leaf.stored_shape))
         return Rows(self.schema, columns, len(entries))
 
     def append(self, keys: Bytes2D, rows: Rows, tick: int) -> None:
         """Add rows under distinct keys that are not here; `room` has been made for them."""
         first, count = len(self), len(rows)
-        for column, values in zip(self._columns, rows.columns, strict=True):
+        for column, values in zip(self._columns, rows.laid_out_as(self.schema).columns, strict=True):
             column.write(first, values)
         self._ticks.write(first, torch.full((count,), tick, device="cpu"))
         # Last, so that there is never a key without its row.
