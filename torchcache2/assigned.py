@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
+from torchcache2.sources import parse
+
 __all__ = ["assigned_for_others"]
 
 _Names = set[str]
@@ -47,7 +49,7 @@ def assigned_for_others(source: str, helpers: Iterable[str] = ()) -> tuple[_Name
 
 def _parse(source: str) -> ast.FunctionDef | None:
     try:
-        body = ast.parse(source).body
+        body = parse(source).body
     except SyntaxError:
         return None
     return body[0] if body and isinstance(body[0], ast.FunctionDef) else None

@@ -35,7 +35,14 @@ _INTERNAL = frozenset(vars(nn.Module())) | {
     "_replicate_for_data_parallel",
 }
 # What the compiler leaves on modules and tensors.
-_COMPILED = ("_dynamo", "_torchdynamo", "_is_torch_compile", "_compiled_call_impl")
+_COMPILED = (
+    "_dynamo",
+    "_torchdynamo",
+    "_is_torch_compile",
+    "_compiled_call_impl",
+    "dynamo_ctx",
+    "get_compiler_config",
+)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _HOOK_FLAGS = ("with_kwargs", "always_called")
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (

@@ -1,15 +1,19 @@
 """What torch's global modes make of an operation, as part of a key.
 
-Autocast, the default dtype and device, deterministic algorithms, and the precision of float32 products.
+Autocast, the default dtype and device, deterministic algorithms, denormal numbers, and the precision of
+float32 products.
 What is as torch starts up adds nothing, so that keys do not depend on which modes a version knows.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack as _function_modes
+from torch.utils._device import DeviceContext
 
 __all__ = ["autocast_keeps_weights", "modes"]
 
@@ -30,9 +34,12 @@ def modes(devices: Iterable[str]) -> str:
             state.append(f"{kind} {torch.get_autocast_dtype(kind)}")
     if torch.are_deterministic_algorithms_enabled():
         state.append("deterministic")
-    device = torch.get_default_device()
-    if device.type != "cpu":
-        state.append(f"device {device.type}")
+    # Not `torch.get_default_device`, which old versions of torch get wrong.
+    contexts = [mode for mode in _function_modes() if isinstance(mode, DeviceContext)]  # type: ignore[no-untyped-call]
+    if contexts and contexts[-1].device.type != "cpu":
+        state.append(f"device {contexts[-1].device.type}")
+    if sys.float_info.min / 2 == 0.0:  # `torch.set_flush_denormal` cannot be asked, but its effect seen
+        state.append("flush denormal")
     return "; ".join(state)
 
 

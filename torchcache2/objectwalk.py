@@ -108,7 +108,8 @@ class ObjectWalk(CodeWalk):
         if isinstance(value, type):
             return self.klass(value, path)
         if isinstance(value, types.FunctionType):
-            return self.function(value, path)
+            compiled = vars(value).get("_torchdynamo_orig_callable")  # by torch.compile
+            return self.function(value, path) if compiled is None else self.encode(compiled, path)
         if isinstance(value, types.MethodType):
             return b"m" + self.items([(value.__func__, path), (value.__self__, path)])
         if isinstance(value, types.ModuleType):

@@ -17,6 +17,7 @@ import os
 import sys
 import sysconfig
 import textwrap
+import threading
 import time
 import types
 from collections.abc import Iterator
@@ -34,10 +35,13 @@ __all__ = [
     "module_file",
     "origin",
     "package_version",
+    "parse",
 ]
 
 Origin = Literal["project", "installed", "torch", "builtin"]
 
+_PARSING = threading.Lock()
+_PARSED_AGAIN = 10
 _LOADED = time.time()  # files that are older than this are what was loaded
 _OURS = __name__.partition(".")[0]
 _SITE = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib"))
@@ -132,7 +136,7 @@ def function_source(function: types.FunctionType) -> str | None:
         return None
     text = textwrap.dedent("".join(lines))
     try:
-        tree = ast.parse(text)
+        tree = parse(text)
     except SyntaxError:
         # A lambda in the middle of a larger expression.
         return text + instructions(code)
@@ -143,6 +147,20 @@ def function_source(function: types.FunctionType) -> str | None:
     if len(lambdas) == 1:
         return ast.get_source_segment(text, lambdas[0])
     return text + instructions(code)
+
+
+def parse(text: str) -> ast.Module:
+    """The syntax tree of source code; safe under threads.
+
+    Before Python 3.12, parsing counts its depth for all threads together, and notices by a `SystemError`.
+    """
+    with _PARSING:
+        for _ in range(_PARSED_AGAIN):
+            try:
+                return ast.parse(text)
+            except SystemError:  # another library has parsed at the same time
+                pass
+        return ast.parse(text)
 
 
 def _is_edited(code: types.CodeType) -> bool:
