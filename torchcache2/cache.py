@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchcache2.batch import Batch, ComputeSteps, NotStoredError
+from torchcache2.codewalk import ADDED_ATTRIBUTE
 from torchcache2.errors import OptionError
 from torchcache2.keys import Keys, Positions
 from torchcache2.logs import logger
@@ -297,3 +298,6 @@ class Cache:
 
     def _name(self) -> str:
         return repr(self)
+
+
+setattr(Cache, ADDED_ATTRIBUTE, True)

@@ -13,7 +13,7 @@ from torchcache2 import sources
 from torchcache2.assigned import assigned_for_others
 from torchcache2.digest import Encoder, qualified_name, sized, text_bytes
 
-__all__ = ["ADDED_ATTRIBUTE", "ORIGINAL_ATTRIBUTE", "CodeWalk"]
+__all__ = ["ADDED_ATTRIBUTE", "ORIGINAL_ATTRIBUTE", "CodeWalk", "is_ours", "original"]
 
 ORIGINAL_ATTRIBUTE = "_torchcache_original"  # of a wrapper: what it wraps
 ADDED_ATTRIBUTE = "_torchcache_added"  # of what the decorator put where there was nothing
@@ -127,9 +127,9 @@ class CodeWalk(Encoder):
             raw = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
             is_function = isinstance(raw, types.FunctionType)
             marks = vars(raw) if is_function else vars(type(raw))
-            if ADDED_ATTRIBUTE in marks:
+            if ADDED_ATTRIBUTE in marks and is_ours(raw):
                 continue
-            if ORIGINAL_ATTRIBUTE in marks:
+            if ORIGINAL_ATTRIBUTE in marks and is_ours(raw):
                 value = marks[ORIGINAL_ATTRIBUTE]
                 self.scopes.append((marks, ORIGINAL_ATTRIBUTE, value))
             code = getattr(inspect.unwrap(raw), "__code__", None) if is_function else None
@@ -147,7 +147,7 @@ class CodeWalk(Encoder):
 
     def function(self, function: types.FunctionType, path: str) -> bytes:
         """Write down a function and what it names; the label of its part."""
-        function = getattr(function, ORIGINAL_ATTRIBUTE, function)
+        function = original(function)
         known = self._labels.get(id(function))
         if known is not None:
             return known
@@ -247,10 +247,21 @@ class CodeWalk(Encoder):
         return self._labels[id(obj)]
 
 
+def is_ours(value: Any) -> bool:
+    """Whether the decorator has made a wrapper, whose marks `functools.wraps` copies to those of others."""
+    module = getattr(value, "__globals__", {}).get("__name__", type(value).__module__)
+    return bool(module == f"{__package__}.module")
+
+
+def original(value: Any) -> Any:
+    """What a wrapper of the decorator wraps; anything else is itself."""
+    return getattr(value, ORIGINAL_ATTRIBUTE, value) if is_ours(value) else value
+
+
 def _short_name(obj: Any) -> str:
     return str(obj.__qualname__).rpartition("<locals>.")[2]
 
 
 def _own_attributes(function: types.FunctionType) -> dict[str, Any]:
-    ours = ("__wrapped__", ORIGINAL_ATTRIBUTE, ADDED_ATTRIBUTE)
+    ours = ("__wrapped__", "cache_instance", ORIGINAL_ATTRIBUTE, ADDED_ATTRIBUTE)
     return {name: value for name, value in vars(function).items() if name not in ours}

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from torchcache2 import sources
 from torchcache2.assigned import assigned_for_others
-from torchcache2.codewalk import ORIGINAL_ATTRIBUTE
+from torchcache2.codewalk import original
 from torchcache2.digest import Encoder, UnencodableError, attributes, digest, qualified_name, text_bytes
 from torchcache2.objectwalk import ObjectWalk
 
@@ -173,7 +173,7 @@ class Walk(ObjectWalk):
         for name, value in sorted(vars(module).items()):
             if name in _INTERNAL or name in skipped or name.startswith(("torchcache_", *_COMPILED)):
                 continue
-            value = getattr(value, ORIGINAL_ATTRIBUTE, value) if name == "forward" else value
+            value = original(value) if name == "forward" else value
             self.parts[f"attribute {where}{name}"] = self.encode(value, f"{where}{name}")
             # The root's own refers to the cache, which would then refer to itself.
             if path or name != "forward":
@@ -221,8 +221,7 @@ class Walk(ObjectWalk):
             for name, value in list(vars(base).items()):
                 value = value.fget if isinstance(value, property) else value
                 if isinstance(value, types.FunctionType):
-                    value = vars(value).get(ORIGINAL_ATTRIBUTE, value)
-                    methods.setdefault(name, []).append(value)
+                    methods.setdefault(name, []).append(original(value))
         return methods
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from torchcache2.cache import TierStack
-from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
+from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, is_ours
 from torchcache2.errors import DecorationError
 from torchcache2.fingerprint import INIT_ATTRIBUTE, argument_digests
 from torchcache2.forward import ModuleCache
@@ -168,7 +168,7 @@ def _patch_methods(cls: type[nn.Module]) -> None:
     for name, wrap in wrappers.items():
         method = getattr(cls, name)
         own = name in cls.__dict__
-        if hasattr(method, ORIGINAL_ATTRIBUTE):
+        if hasattr(method, ORIGINAL_ATTRIBUTE) and is_ours(method):
             continue  # wrapped here, or in the base class that it is inherited from
         wrapper = wrap(method)
         setattr(wrapper, ORIGINAL_ATTRIBUTE, method)
@@ -335,6 +335,9 @@ class _InstanceForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _load_instance_forward, (self._module(), self._own, self.cache)
+
+
+setattr(_InstanceForward, ADDED_ATTRIBUTE, True)
 
 
 def _load_instance_forward(

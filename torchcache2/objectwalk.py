@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from torchcache2 import sources
-from torchcache2.codewalk import CodeWalk
+from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, CodeWalk
 from torchcache2.digest import CONTAINERS, attributes, qualified_name, text_bytes
 
 __all__ = ["ObjectWalk"]
@@ -105,6 +105,9 @@ class ObjectWalk(CodeWalk):
 
     def other(self, value: Any, path: str) -> bytes:
         """Walk code and objects."""
+        if hasattr(type(value), ADDED_ATTRIBUTE):
+            # A cache or a cached forward, which others may keep where they wrap it.
+            return b"z" + self.encode(getattr(value, ORIGINAL_ATTRIBUTE, None), path)
         if isinstance(value, type):
             return self.klass(value, path)
         if isinstance(value, types.FunctionType):
