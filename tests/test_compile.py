@@ -139,6 +139,27 @@ def test_an_instance_that_is_compiled_already():
     assert counts(cached) == (6, 6) and len(graphs) == 1
 
 
+def sequential():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval().requires_grad_(False)
+
+
+class Stacked(nn.Sequential):
+    pass
+
+
+@pytest.mark.parametrize("decorate", [torchcache(), lambda net: torchcache(type("S", (Stacked,), {}))(*net)])
+def test_modules_of_torch_itself_run_compiled(decorate):
+    plain, graphs = sequential(), Graphs()
+    others = [decorate(sequential().eval().requires_grad_(False)) for _ in range(12)]
+    for cached in others:
+        compiled = torch.compile(cached, backend=graphs)
+        for x in (X, X.flip(0)):
+            torch.testing.assert_close(compiled(x), plain(x))
+        assert counts(cached) == (6, 6)
+    assert len(graphs) == len(others) and all(len(names) == 2 for names in graphs.seen)
+
+
 @pytest.mark.parametrize("make", KINDS)
 def test_rows_from_before_compiling_are_found(make):
     cached, graphs = make(), Graphs()
@@ -239,9 +260,10 @@ def test_the_engine_alone():
     assert len(graphs) == 2 and sum(map(len, graphs.seen)) == 4  # index, product, sum; the difference
 
 
-def test_fullgraph_is_an_error_of_torch():
-    compiled = torch.compile(as_class(), backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
+@pytest.mark.parametrize("make", KINDS)
+def test_fullgraph_is_an_error_of_torch(make):
+    compiled = torch.compile(make(), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
         compiled(X)
 
 

@@ -18,6 +18,7 @@ FOLDER = Path(torchcache2.__file__).parent
 LAYERS = [
     "module",
     "forward",
+    "explain",
     "cache",
     "batch",
     "verify",

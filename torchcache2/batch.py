@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchcache2.keys import Keys, Positions
-from torchcache2.rows import Rows, UnstorableError
+from torchcache2.rows import Rows, UnstorableError, rounded
 from torchcache2.settings import CacheSettings
 from torchcache2.tracing import Steps
 
@@ -41,6 +41,8 @@ class Batch:
     device : torch.device
         Where outputs go that were computed on the device of the call.
     settings : CacheSettings
+    dtypes : collection of torch.dtype
+        Of what `compute` reads.
 
     Attributes
     ----------
@@ -51,9 +53,15 @@ class Batch:
     """
 
     def __init__(
-        self, keys: Keys, compute: ComputeSteps, device: torch.device, settings: CacheSettings
+        self,
+        keys: Keys,
+        compute: ComputeSteps,
+        device: torch.device,
+        settings: CacheSettings,
+        dtypes: Collection[torch.dtype],
     ) -> None:
         self.keys = keys
+        self.dtypes = dtypes
         self.dtype = settings.cache_dtype
         self.misses = 0
         self.computed = 0
@@ -84,10 +92,7 @@ class Batch:
         """The whole batch, computed without the cache."""
         self.misses = len(self.keys)
         output = yield from self._timed(np.arange(len(self.keys)))
-        if self.dtype is None:
-            return output
-        rows = Rows.from_pytree(output, len(self.keys), device=self._device, dtype=self.dtype)
-        return rows.to_pytree(device=self._device)
+        return output if self.dtype is None else rounded(output, self.dtype)
 
     def output(self, rows: Rows) -> Steps[Any]:
         """What the rows of a whole batch stand for."""

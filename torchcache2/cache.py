@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Collection
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -161,10 +162,19 @@ class Cache:
 
         return (yield from self.steps(keys, steps, device))
 
-    def steps(self, keys: Keys, compute: ComputeSteps, device: torch.device) -> Steps[Any]:
-        """`fetch`, which yields the calls to make; see `torchcache2.tracing`."""
+    def steps(
+        self,
+        keys: Keys,
+        compute: ComputeSteps,
+        device: torch.device,
+        dtypes: Collection[torch.dtype] = (),
+    ) -> Steps[Any]:
+        """`fetch`, which yields the calls to make; see `torchcache2.tracing`.
+
+        `dtypes` are what `compute` reads; `verify` tolerates what the coarsest of them can tell apart.
+        """
         start = time.perf_counter()
-        batch = Batch(keys, compute, device, self.settings)
+        batch = Batch(keys, compute, device, self.settings, dtypes)
         try:
             output = yield from self._outcome(batch)
         except NotStoredError as stop:
@@ -202,8 +212,12 @@ class Cache:
         if hits is not None and len(checked):
             again = rows.take(torch.from_numpy(np.searchsorted(asked, checked)))
             rows = rows.take(torch.from_numpy(np.searchsorted(asked, distinct)))
-            if not self._agree(hits.take(torch.from_numpy(np.searchsorted(found, checked))), again, checked):
-                return (yield from batch.compute_all())
+            held = hits.take(torch.from_numpy(np.searchsorted(found, checked)))
+            if not self._agree(held, again, checked, batch.dtypes):
+                memory.drop(keys.namespace)  # no row of it can be trusted
+                output = yield from batch.compute_all()
+                self._distrust()
+                return output
         memory.put(keys.take(distinct), rows)
         if len(distinct) == len(keys):
             return output if batch.dtype is None else (yield from batch.output(rows))
@@ -225,9 +239,9 @@ class Cache:
         # Of its own: the generators of the caller stay as they would without a cache.
         return found[self._random_shares.random(len(found)) < share]
 
-    def _agree(self, hits: Rows, again: Rows, positions: Positions) -> bool:
+    def _agree(self, hits: Rows, again: Rows, positions: Positions, dtypes: Collection[torch.dtype]) -> bool:
         """Whether hits at some positions equal the same items computed again; warns if not."""
-        apart = differences(hits, again)
+        apart = differences(hits, again, dtypes)
         wrong = np.flatnonzero(apart)
         self._counters.verify(verified=len(positions), mismatched=len(wrong))
         if len(wrong) == 0:
@@ -243,11 +257,10 @@ class Cache:
             positions[worst],
             apart[worst],
         )
-        self._distrust()
         return False
 
     def _distrust(self) -> None:
-        """A row was wrong: what the namespace stands for may have changed."""
+        """A row was wrong, and all are dropped: what the namespace stands for may have changed."""
 
     def count_bypass(self, reason: str, items: int, advice: str) -> None:
         """Count items that were computed and not stored; warns the first time for each reason."""

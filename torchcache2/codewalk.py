@@ -173,9 +173,9 @@ class CodeWalk(Encoder):
                 self.encode(function.__defaults__, f"{name}.__defaults__"),
                 self.encode(function.__kwdefaults__, f"{name}.__kwdefaults__"),
                 self._closure(function, path, left_out),
-                self._globals(function, left_out),
                 self.encode(_own_attributes(function), name),
             ]
+            self._globals(function, left_out, f"of {reference.decode()}")
             self.reads.append((_FUNCTION_FIELDS, function))
             self.dicts.append(vars(function))
             self.scopes += [(vars(function), *item) for item in _own_attributes(function).items()]
@@ -196,12 +196,12 @@ class CodeWalk(Encoder):
             pairs += [(name, path), (value, f"{function.__name__}.{name}")]
         return self.items(pairs)
 
-    def _globals(self, function: types.FunctionType, left_out: Collection[str]) -> bytes:
-        parts = []
+    def _globals(self, function: types.FunctionType, left_out: Collection[str], owner_name: str) -> None:
+        """Write down what a function names: one part for each global."""
         for name, *attributes in sources.global_chains(function.__code__):
             if name == "import":
                 file = sources.module_file(attributes[0], function.__globals__.get("__package__"))
-                parts += [attributes[0].encode(), file.encode()]
+                self.parts[f"import {attributes[0]} {owner_name}"] = file.encode()
                 continue
             if name in left_out:
                 continue
@@ -220,10 +220,10 @@ class CodeWalk(Encoder):
             # What others have in their modules counts by name, unless somebody has replaced it.
             foreign = isinstance(value, types.FunctionType) and sources.origin(value) == "project"
             if isinstance(owner, types.ModuleType) and sources.origin(owner) != "project" and not foreign:
-                parts += [path.encode(), owner.__name__.encode()]
+                data = b"M" + text_bytes(owner.__name__)
             else:
-                parts += [path.encode(), self.encode(value, path)]
-        return b"".join(map(sized, parts))
+                data = self.encode(value, path)
+            self.parts[f"global {path} {owner_name}"] = data
 
     def python_module(self, module: types.ModuleType) -> bytes:
         """Bytes of a Python module that code uses as a whole."""

@@ -21,13 +21,21 @@ from torch.nn.parameter import is_lazy
 from torchcache2 import sources
 from torchcache2.assigned import assigned_for_others
 from torchcache2.codewalk import original
-from torchcache2.digest import Encoder, UnencodableError, attributes, digest, qualified_name, text_bytes
+from torchcache2.digest import (
+    Encoder,
+    UnencodableError,
+    attributes,
+    describe,
+    digest,
+    qualified_name,
+    text_bytes,
+)
 from torchcache2.objectwalk import ObjectWalk
 
 __all__ = ["FORMAT", "INIT_ATTRIBUTE", "Fingerprint", "Walk", "argument_digests"]
 
 FORMAT = 1
-INIT_ATTRIBUTE = "_torchcache_init"  # of an instance: digests of its constructor arguments
+INIT_ATTRIBUTE = "_torchcache_init"  # of an instance: what stands for its constructor arguments
 
 _INTERNAL = frozenset(vars(nn.Module())) | {
     INIT_ATTRIBUTE,
@@ -43,6 +51,7 @@ _COMPILED = (
     "dynamo_ctx",
     "get_compiler_config",
 )
+_PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _HOOK_FLAGS = ("with_kwargs", "always_called")
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
@@ -61,17 +70,20 @@ class Fingerprint:
         16 bytes.
     parts : mapping of str to bytes
         Digest of each part by its name, such as ``attribute blocks.0.heads``.
+    values : mapping of str to str
+        The parts that are short values, for people; not part of the namespace.
     """
 
     namespace: bytes
     parts: Mapping[str, bytes]
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of_parts(cls, parts: Mapping[str, bytes]) -> Fingerprint:
+    def of_parts(cls, parts: Mapping[str, bytes], values: Mapping[str, str] | None = None) -> Fingerprint:
         """The fingerprint made of some parts."""
         names = sorted(parts)
         namespace = digest([data for name in names for data in (name.encode(), parts[name])])
-        return cls(namespace, dict(parts))
+        return cls(namespace, dict(parts), values or {})
 
 
 class Walk(ObjectWalk):
@@ -139,6 +151,9 @@ class Walk(ObjectWalk):
             parts = [value.crow_indices(), value.col_indices(), value.values()]
         elif value.is_quantized and value.qscheme() == torch.per_tensor_affine:
             parts = [value.q_scale(), value.q_zero_point(), value.int_repr()]
+        elif value.is_quantized and value.qscheme() in _PER_CHANNEL:
+            scales, points = value.q_per_channel_scales(), value.q_per_channel_zero_points()
+            parts = [scales, points, value.q_per_channel_axis(), value.int_repr()]
         else:
             return self.unreadable(value, path)
         return b"S" + self.encode([str(value.layout), tuple(value.shape), *parts], path)
@@ -181,13 +196,11 @@ class Walk(ObjectWalk):
         self.modules.append((module, tuple(names), skipped))
         init, unread = vars(module).get(INIT_ATTRIBUTE, ({}, ()))
         self.unread += unread
+        for name, data in init.items():
+            self.parts[f"constructor argument {where}{name}"] = data
+        self.parts[f"training {path}".rstrip()] = self.encode(module.training, path)
         self.parts[reference.decode()] = b"".join(
-            [
-                self.klass(kind, path),
-                self.encode(module.training, path),
-                self.encode(sorted(init.items()), path),
-                self.encode([name for name, _ in module._modules.items()], path),
-            ]
+            [self.klass(kind, path), self.encode([name for name, _ in module._modules.items()], path)]
         )
         return reference
 
@@ -244,11 +257,13 @@ class _Arguments(Walk):
 def argument_digests(
     arguments: Mapping[str, Any],
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """Digest of each constructor argument, and where something cannot be read."""
+    """What stands for each constructor argument, short values as they are; and what cannot be read."""
     digests: dict[str, bytes] = {}
     unreadable: list[str] = []
     for name, value in arguments.items():
         walk = _Arguments(value, {})
-        digests[name] = Fingerprint.of_parts(walk.parts).namespace
+        root = walk.parts["root"]
+        is_whole = walk.parts.keys() == {"format", "root"} and describe(root) is not None
+        digests[name] = root if is_whole else b"#" + Fingerprint.of_parts(walk.parts).namespace
         unreadable += [f"argument {path or name}" for path in walk.unread]
     return digests, tuple(unreadable)

@@ -6,7 +6,9 @@ Decides for each call whether it can be cached, and has the forward run for the 
 from __future__ import annotations
 
 import threading
+import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from operator import is_
 from typing import Any
@@ -20,12 +22,14 @@ from torchcache2.arguments import BoundCall, Signature, UncachedArgumentError
 from torchcache2.batch import NotStoredError
 from torchcache2.cache import Cache, TierStack
 from torchcache2.digest import digest
+from torchcache2.explain import CallSeen, call_differences, fingerprint_differences
 from torchcache2.fingerprint import Fingerprint
 from torchcache2.keys import Keys, item_keys
-from torchcache2.namespace import NamespaceKeeper, Seen
+from torchcache2.namespace import History, NamespaceKeeper, Seen
 from torchcache2.purity import RandomState, Reason, versions
 from torchcache2.settings import CacheSettings, disabled_by_environment
-from torchcache2.tracing import Steps, is_traced
+from torchcache2.sources import origin
+from torchcache2.tracing import Steps, entry, is_traced
 
 __all__ = ["ModuleCache"]
 
@@ -38,7 +42,7 @@ _ADVICE = {
     "training": "call .eval() first",
     "batch": "an item's output has to depend on that item alone; quantize statically, or cache parts",
     "parametrize": "call it outside of that context",
-    "lazy": "a parameter is uninitialised; the next call can be cached",
+    "lazy": "the next call can be cached",
     "random": "its output is random: nothing to do if that is meant, else remove the random operation",
     "state": "the forward changed a tensor or an attribute of its own module; if that happens at every "
     "call, it cannot be cached",
@@ -60,6 +64,8 @@ class ModuleCache(Cache):
     settings : CacheSettings
     tiers : TierStack, optional
         Tiers to share with other caches.
+    history : History, optional
+        Namespaces of other modules that `explain` compares with.
     """
 
     def __init__(
@@ -68,12 +74,15 @@ class ModuleCache(Cache):
         plain: Forward | None,
         settings: CacheSettings,
         tiers: TierStack | None = None,
+        history: History | None = None,
     ) -> None:
         super().__init__(bytes(16), settings, tiers=tiers)
         self._running = threading.local()
         self._root: Callable[[], Any] = lambda: None
-        self._keeper = NamespaceKeeper("a cache without a module", settings)
+        self._keeper = NamespaceKeeper("a cache without a module", settings, history)
+        self._calls: deque[CallSeen] = deque(maxlen=2)
         self._random: set[bytes] = set()
+        self._entry: Forward | None = None
         if root is not None and plain is not None:
             self.bind(root, plain)
 
@@ -82,6 +91,8 @@ class ModuleCache(Cache):
         self._root = weakref.ref(root)
         self._keeper.name = type(root).__name__ if isinstance(root, nn.Module) else root.__name__
         self._signature = Signature(plain, shared=self.settings.shared_args)
+        function = plain.__func__ if isinstance(plain, types.MethodType) else None
+        self._entry = entry() if function and origin(function) == "torch" else None
 
     @property
     def root(self) -> Any:
@@ -102,6 +113,23 @@ class ModuleCache(Cache):
     def refresh(self) -> None:
         """Read the whole module again at the next call; needed after edits that are not noticed."""
         self._keeper.reset()
+
+    def explain(self) -> str:
+        """Why items of the last call may have been misses, one line for each reason.
+
+        Compares the namespace with the one before: of this module, or if this is its first, of another
+        one of this class under the same decorator. If the namespace has not changed, compares the
+        arguments of the last two calls.
+        """
+        namespace = self.module_hash
+        calls = list(self._calls)
+        if len(calls) == 2 and calls[0].namespace == calls[1].namespace == self.namespace:
+            lines = call_differences(*calls)
+            return "\n".join(lines) or "nothing but the items differs between the last two calls"
+        before = self._keeper.history.before(self.fingerprint)
+        if before is None:
+            return f"namespace {namespace} is the first of {self._name()} in this process"
+        return "\n".join(fingerprint_differences(before, self.fingerprint))
 
     def call(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
         """The output of ``plain(*args, **kwargs)``."""
@@ -124,11 +152,16 @@ class ModuleCache(Cache):
         self.namespace = seen.namespace
         if seen.doubt is not None:
             return (yield from self._bypass(seen.doubt, plain, args, kwargs))
+        leaves = tuple([(path, tensor.dtype, tensor.shape[1:]) for path, tensor in call.leaves])
+        self._calls.append(CallSeen(seen.namespace, call.context, leaves))
         computation = _Computation(self, root, plain, call, seen)
         if computation.context in self._random:
             reason = "random", "its output was random before"
             return (yield from self._bypass(reason, plain, args, kwargs))
-        return (yield from self.steps(computation.keys(call), computation.steps, call.device))
+        dtypes: set[torch.dtype] = set()
+        if self.settings.verify:
+            dtypes = {tensor.dtype for _, tensor in call.leaves} | seen.tensors.dtypes
+        return (yield from self.steps(computation.keys(call), computation.steps, call.device, dtypes))
 
     def _bypass(
         self, reason: Reason, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -145,6 +178,8 @@ class ModuleCache(Cache):
         """Run the forward, and what it calls of itself, without the cache."""
         self._running.now = True
         try:
+            if self._entry is not None and isinstance(plain, types.MethodType):
+                return (yield self._entry, (plain.__func__, plain.__self__, args, kwargs), {})
             return (yield plain, args, kwargs)
         finally:
             self._running.now = False
@@ -174,7 +209,7 @@ class ModuleCache(Cache):
         copy = memo.get(id(self.root)) if isinstance(self.root, nn.Module) else None
         if copy is None:
             return self
-        twin = ModuleCache(None, None, self.settings, self._tiers)
+        twin = ModuleCache(None, None, self.settings, self._tiers, self._keeper.history)
         twin._root, twin._signature = weakref.ref(copy), self._signature
         twin._keeper.name = self._keeper.name
         return twin

@@ -15,10 +15,15 @@ import torch
 from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.utils._device import DeviceContext
 
-__all__ = ["autocast_keeps_weights", "modes"]
+__all__ = ["autocast_keeps_weights", "modes", "product_precision"]
 
 _UNITS = [(place, kind) for place in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn")]
 _PRODUCTS: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+_EPS = {"none": 0.0, "ieee": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-7} | {
+    "highest": 0.0,
+    "high": 2.0**-10,
+    "medium": 2.0**-7,
+}
 # At the start "none" is in force, which is full precision; "highest" asks for "ieee", the same.
 _USUAL = {unit: {"none", "ieee"} for unit in _UNITS} | {
     ("cuda", "conv"): {"tf32"},
@@ -52,6 +57,16 @@ def _precision() -> str:
         f"{place}.{kind}={value}" for (place, kind), value in found if value not in _USUAL[place, kind]
     ]
     return ",".join(unusual) or "highest"
+
+
+def product_precision() -> float:
+    """The relative precision of the coarsest float32 product that is allowed on a device in use."""
+    if _PRODUCTS is None:
+        values = {_EPS[torch.get_float32_matmul_precision()]}
+    else:
+        places = {"cuda"} if torch.cuda.is_available() else {"mkldnn"}
+        values = {_EPS[_PRODUCTS(*unit)] for unit in _UNITS if unit[0] in places}
+    return max(values)
 
 
 def autocast_keeps_weights(devices: Iterable[str]) -> bool:

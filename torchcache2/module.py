@@ -24,8 +24,9 @@ from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, is_ours
 from torchcache2.errors import DecorationError
 from torchcache2.fingerprint import INIT_ATTRIBUTE, argument_digests
 from torchcache2.forward import ModuleCache
+from torchcache2.namespace import History
 from torchcache2.settings import CacheSettings, MissBatch, Policy, Size
-from torchcache2.tracing import Steps, is_exported, is_traced, run_steps
+from torchcache2.tracing import Steps, is_exported, is_traced, run_steps, with_own_code
 
 __all__ = ["torchcache"]
 
@@ -126,6 +127,7 @@ class _Binding:
     def __init__(self, settings: CacheSettings) -> None:
         self.settings = settings
         self.tiers = TierStack(settings)
+        self.histories: dict[type, History] = {}
         self.creation = threading.RLock()
 
     def cache(self, root: Any, plain: Callable[..., Any]) -> ModuleCache:
@@ -140,7 +142,8 @@ class _Binding:
                 }
         settings = self.settings.replace(options)
         tiers = self.tiers if settings.shares_tiers_with(self.settings) else None
-        return ModuleCache(root, plain, settings, tiers)
+        history = self.histories.setdefault(type(root), History())
+        return ModuleCache(root, plain, settings, tiers, history)
 
 
 def _decorate_class(cls: type[nn.Module], binding: _Binding) -> type[nn.Module]:
@@ -179,6 +182,7 @@ def _patch_methods(cls: type[nn.Module]) -> None:
 
 def _cached_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     # Dynamo sees this function: it does nothing but choose.
+    @with_own_code
     @functools.wraps(forward)
     def cached_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_exported():
@@ -314,7 +318,10 @@ class _InstanceForward:
                 return self._own(*args, **kwargs)
             module: Any = self._module()  # Dynamo follows this, but not `plain`
             return type(module).forward(module, *args, **kwargs)
-        return run_steps(self.cache.call, self.plain(), args, kwargs)
+        return run_steps(self._call, args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps[Any]:
+        return (yield from self.cache.call(self.plain(), args, kwargs))
 
     def replicate(self) -> nn.Module:
         """A replica of the module for `nn.DataParallel`, with the same cache."""
@@ -352,6 +359,7 @@ def _load_instance_forward(
 def _decorate_function(function: types.FunctionType, binding: _Binding) -> Callable[..., Any]:
     cache = binding.cache(function, function)
 
+    @with_own_code
     @functools.wraps(function)
     def cached(*args: Any, **kwargs: Any) -> Any:
         if is_exported():

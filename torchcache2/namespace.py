@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from torchcache2.digest import digest
+from torchcache2.digest import describe, digest
 from torchcache2.fingerprint import Fingerprint, Walk
 from torchcache2.logs import logger
 from torchcache2.modes import autocast_keeps_weights
@@ -18,9 +18,12 @@ from torchcache2.purity import Reason, depends_on_batch
 from torchcache2.settings import CacheSettings
 from torchcache2.watch import TensorWatch, Watch
 
-__all__ = ["NamespaceKeeper", "Seen"]
+__all__ = ["History", "NamespaceKeeper", "Seen"]
 
 _NONE = bytes(16)
+_MOST_REMEMBERED = 16
+# Each is one encoded value.
+_PLAIN_PARTS = ("attribute ", "child ", "constructor argument ", "global ", "training")
 _DEVICES = ("cpu", "cuda")
 _OLD_PARAMETERS = "parametrize", "parametrize.cached() keeps weights that may have changed"
 _OLD_CASTS = "autocast", "weights have changed while autocast is on, which keeps its copies of the old ones"
@@ -38,6 +41,31 @@ class Seen(NamedTuple):
     doubt: Reason | None = None
 
 
+class History:
+    """The fingerprint that came before each one: of the same module, else of another of its kind."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._before: dict[bytes, Fingerprint] = {}
+        self._last: Fingerprint | None = None
+
+    def add(self, before: Fingerprint, now: Fingerprint) -> None:
+        """A module that had one fingerprint, without parts if none, has another."""
+        with self._lock:
+            previous = before if before.parts else self._last
+            if previous is not None and previous.namespace != now.namespace:
+                self._before.pop(now.namespace, None)
+                self._before[now.namespace] = previous
+                while len(self._before) > _MOST_REMEMBERED:
+                    del self._before[next(iter(self._before))]
+            self._last = now
+
+    def before(self, now: Fingerprint) -> Fingerprint | None:
+        """The fingerprint before this one."""
+        with self._lock:
+            return self._before.get(now.namespace)
+
+
 class NamespaceKeeper:
     """Walks a module when its structure has changed, and reads its tensors when their content may have.
 
@@ -48,6 +76,8 @@ class NamespaceKeeper:
     name : str
         What to call the module in messages.
     settings : CacheSettings
+    history : History, optional
+        Of the namespaces of other modules too.
 
     Attributes
     ----------
@@ -57,8 +87,9 @@ class NamespaceKeeper:
         Random generators that the module refers to.
     """
 
-    def __init__(self, name: str, settings: CacheSettings) -> None:
+    def __init__(self, name: str, settings: CacheSettings, history: History | None = None) -> None:
         self.name = name
+        self.history = history if history is not None else History()
         self.fingerprint = Fingerprint(_NONE, {})
         self.generators: list[Any] = []
         self._settings = settings
@@ -74,6 +105,7 @@ class NamespaceKeeper:
             self._tensors = TensorWatch({})
             self._reason: Reason | None = None
             self._parts: dict[str, bytes] = {}
+            self._values: dict[str, str] = {}
             self._is_known = False
             self._has_old_casts = False
             self._is_parametrized = False
@@ -146,7 +178,10 @@ class NamespaceKeeper:
         self._watch = None  # should the walk be interrupted
         walk = Walk(root, self._tokens)
         self._parts = {name: digest([data]) for name, data in walk.parts.items()}
+        plain = [name for name in walk.parts if name.startswith(_PLAIN_PARTS)]
+        self._values = {name: text for name in plain if (text := describe(walk.parts[name])) is not None}
         self._parts["option cache_dtype"] = str(self._settings.cache_dtype).encode()
+        self._values["option cache_dtype"] = str(self._settings.cache_dtype)
         self._tensors = TensorWatch(walk.tensors)
         self.generators = walk.generators
         self._is_known = False
@@ -184,9 +219,10 @@ class NamespaceKeeper:
         if name is not None:
             parts = {part: self._parts[part] for part in ("format", "option cache_dtype")}
             parts["persistent_module_hash"] = name.encode()
-        fingerprint = Fingerprint.of_parts(parts)
+        fingerprint = Fingerprint.of_parts(parts, self._values)
         if fingerprint.namespace != self.fingerprint.namespace:
             logger.info("%s: namespace %s", self.name, fingerprint.namespace.hex())
+            self.history.add(self.fingerprint, fingerprint)
         self.fingerprint = fingerprint
         self._is_known = True
 

@@ -26,6 +26,7 @@ __all__ = [
     "UnstorableError",
     "empty_bytes",
     "gather",
+    "rounded",
     "select",
     "with_ordinary_tensors",
 ]
@@ -249,6 +250,16 @@ class Rows:
                 flat.index_copy_(0, torch.from_numpy(positions).to(device), column)
             columns.append(target)
         return Rows(schema, columns, count)
+
+
+def rounded(output: Any, dtype: torch.dtype) -> Any:
+    """An output with its floating-point tensors as they come back from columns of another dtype."""
+
+    def leaf(value: Any) -> Any:
+        inexact = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype).to(value.dtype) if inexact else value
+
+    return pytree.tree_map(leaf, output)
 
 
 def empty_bytes(size: int) -> Tensor:

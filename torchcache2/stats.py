@@ -24,10 +24,14 @@ class CacheStats:
         Computed and not stored, by reason.
     evictions : int
         Rows forgotten to make room, by all caches that share the budget.
-    memory_rows, memory_bytes : int
-        Rows and allocated bytes of the memory tier, shared likewise.
-    verified, mismatched : int
-        Hits that were computed again, and those of them that differed; see the option `verify`.
+    memory_rows : int
+        Rows in the memory tier, shared likewise.
+    memory_bytes : int
+        Bytes that it has allocated.
+    verified : int
+        Hits that were computed again; see the option `verify`.
+    mismatched : int
+        Those of them that differed.
     seconds_computed : float
         Spent in the plain forward, bypasses left out.
     seconds_saved : float
@@ -129,7 +133,7 @@ class Counters:
                 verified=self.verified,
                 mismatched=self.mismatched,
                 seconds_computed=self.seconds_computed,
-                seconds_saved=self.hits * mean - self.seconds_spent,
+                seconds_saved=(self.hits - self.verified) * mean - self.seconds_spent,
             )
 
 

@@ -22,7 +22,17 @@ from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-__all__ = ["Call", "Steps", "is_exported", "is_traced", "opaque", "run_steps", "transparent"]
+__all__ = [
+    "Call",
+    "Steps",
+    "entry",
+    "is_exported",
+    "is_traced",
+    "opaque",
+    "run_steps",
+    "transparent",
+    "with_own_code",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -45,6 +55,31 @@ def transparent(function: F) -> F:
     function itself becomes graphs with guards, which cost more than a hit does.
     """
     return cast(F, skip(function))
+
+
+def with_own_code(function: F) -> F:
+    """The same function with a code object of its own.
+
+    `torch.compile` keeps what it compiles with the code, a few times only: functions of one ``def``, one for
+    each module, would use that up together.
+    """
+    function.__code__ = function.__code__.replace()
+    return function
+
+
+def entry() -> Callable[..., Any]:
+    """A function ``(method, module, args, kwargs)`` that makes a call compilable.
+
+    `torch.compile` starts no graph in functions of torch's own, such as ``nn.Sequential.forward``, but
+    follows calls of them.
+    """
+
+    def entry(
+        method: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        return method(module, *args, **kwargs)
+
+    return with_own_code(entry)
 
 
 def is_exported() -> bool:

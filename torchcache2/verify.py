@@ -8,24 +8,29 @@ magnitude in the row (3e-4 for float32, 3e-2 for float16, 9e-2 for bfloat16). Ev
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.modes import product_precision
 from torchcache2.rows import Leaf, Rows
 
 __all__ = ["differences"]
 
-_TF32 = 2.0**-10
+_PLACES = ("cpu", "cuda")
 _DOUBLES = ("float", "complex")  # values that are kept as the bytes of float64
 
 
-def differences(old: Rows, fresh: Rows) -> np.ndarray[Any, np.dtype[np.float64]]:
+def differences(
+    old: Rows, fresh: Rows, dtypes: Collection[torch.dtype] = ()
+) -> np.ndarray[Any, np.dtype[np.float64]]:
     """The largest difference in each row where that is beyond the tolerance, else 0.
 
-    It is infinite where the schemas differ, or something that is not a number does.
+    It is infinite where the schemas differ, or something that is not a number does. `dtypes` are what
+    the rows were computed from.
     """
     count = len(old)
     if old.schema != fresh.schema:
@@ -33,14 +38,15 @@ def differences(old: Rows, fresh: Rows) -> np.ndarray[Any, np.dtype[np.float64]]
     largest = torch.zeros(count, dtype=torch.float64, device="cpu")
     fresh = fresh.laid_out_as(old.schema)
     for leaf, left, right in zip(old.schema.leaves, old.columns, fresh.columns, strict=True):
-        differs = _column_differences(leaf, left.reshape(count, -1).cpu(), right.reshape(count, -1).cpu())
+        sides = (left.reshape(count, -1).cpu(), right.reshape(count, -1).cpu())
+        differs = _column_differences(*sides, leaf, dtypes)
         largest = torch.maximum(largest, differs)
     return largest.numpy()
 
 
-def _column_differences(leaf: Leaf, left: Tensor, right: Tensor) -> Tensor:
+def _column_differences(left: Tensor, right: Tensor, leaf: Leaf, dtypes: Collection[torch.dtype]) -> Tensor:
     if left.shape[1] == 0:
-        return torch.zeros(len(left), dtype=torch.float64)
+        return torch.zeros(len(left), dtype=torch.float64, device="cpu")
     if leaf.kind in _DOUBLES:
         left, right = (side.contiguous().view(torch.float64) for side in (left, right))
     elif leaf.kind != "tensor":
@@ -48,7 +54,7 @@ def _column_differences(leaf: Leaf, left: Tensor, right: Tensor) -> Tensor:
     if left.is_complex():
         left, right = (torch.view_as_real(side).flatten(1) for side in (left, right))
     if left.is_floating_point():
-        precision = _precision(leaf)
+        precision = max(_precision(leaf), *(torch.finfo(d).eps for d in dtypes if _is_inexact(d)), 0.0)
         left, right = left.double(), right.double()
         same = (left == right) | (left.isnan() & right.isnan())
         apart = (left - right).abs().nan_to_num(math.inf, math.inf)
@@ -65,13 +71,9 @@ def _column_differences(leaf: Leaf, left: Tensor, right: Tensor) -> Tensor:
 def _precision(leaf: Leaf) -> float:
     """The relative precision of the coarsest dtype that a column was computed or kept in."""
     dtypes = [leaf.dtype, leaf.stored] if leaf.kind == "tensor" else [torch.float64]
-    places = {"cpu", "cuda"}
-    dtypes += [torch.get_autocast_dtype(place) for place in places if torch.is_autocast_enabled(place)]
-    precisions = [torch.finfo(dtype).eps for dtype in dtypes]
-    if torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32:
-        precisions.append(_TF32 if leaf.device or _is_cuda() else 0.0)
-    return max(precisions)
+    dtypes += [torch.get_autocast_dtype(place) for place in _PLACES if torch.is_autocast_enabled(place)]
+    return max(product_precision(), *(torch.finfo(dtype).eps for dtype in dtypes))
 
 
-def _is_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

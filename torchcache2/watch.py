@@ -138,6 +138,8 @@ class TensorWatch:
         Digest of each tensor by its path, as of the last `refresh`.
     unreadable : list of str
         Tensors whose content cannot be read.
+    dtypes : set of torch.dtype
+        Of all tensors.
     generation : int
         How often `refresh` has been called.
     """
@@ -148,6 +150,7 @@ class TensorWatch:
         self.generation = 0
         self._named = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
         self.tensors = list({id(tensor): tensor for tensor in self._named.values()}.values())
+        self.dtypes = {tensor.dtype for tensor in self.tensors}
         self.has_lazy = len(self._named) < len(tensors)
         self._counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
         self._state: _State | None = None

@@ -1,0 +1,226 @@
+"""`explain`: which part of a namespace, or of a call, is another than before."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from torchcache2 import torchcache
+from torchcache2.digest import Encoder, describe
+
+X = torch.arange(12.0).view(3, 4)
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(width, width)})
+        self.act = nn.GELU()
+
+    def forward(self, x):
+        return self.act(self.mlp["fc1"](x))
+
+
+def make():
+    @torchcache
+    class Net(nn.Module):
+        def __init__(self, heads=2, name="small", table=None):
+            super().__init__()
+            self.heads, self.dtype = heads, torch.float32
+            self.blocks = nn.Sequential(Block(4), Block(4))
+            self.eval().requires_grad_(False)
+
+        def forward(self, x, scale=1.0, flags=()):
+            return self.blocks(x) * scale
+
+    return Net
+
+
+def lines(module):
+    return module.cache_instance.explain().splitlines()
+
+
+def test_the_first_namespace_is_said_to_be_the_first():
+    net = make()()
+    assert lines(net)[0].startswith("namespace ") and "first of Net" in lines(net)[0]
+    net(X)
+    assert lines(net) == [f"namespace {net.cache_instance.module_hash} is the first of Net in this process"]
+
+
+def train(net):
+    net.train()
+
+
+def hook(net):
+    net.blocks[0].register_forward_hook(lambda module, args, output: output * 2)
+
+
+def replaced(net):
+    net.blocks[1].act = nn.ReLU()
+
+
+def added(net):
+    net.extra = 3
+
+
+def removed(net):
+    del net.dtype
+
+
+EDITS = {
+    "a weight": (
+        lambda net: net.blocks[1].mlp["fc1"].weight.mul_(2),
+        ["weights: blocks.1.mlp.fc1.weight changed"],
+    ),
+    "a weight replaced by another": (
+        lambda net: setattr(net.blocks[0].mlp["fc1"], "bias", nn.Parameter(torch.ones(4), False)),
+        ["weights: blocks.0.mlp.fc1.bias changed"],
+    ),
+    "an attribute": (lambda net: setattr(net, "heads", 4), ["attribute heads: 2 → 4"]),
+    "a dtype": (
+        lambda net: setattr(net, "dtype", torch.half),
+        ["attribute dtype: torch.float32 → torch.float16"],
+    ),
+    "an attribute that is new": (added, ["attribute extra is new: 3"]),
+    "an attribute that is gone": (removed, ["attribute dtype is gone: torch.float32"]),
+    "two at once": (
+        lambda net: (setattr(net, "heads", (1, None, "a")), net.blocks[0].mlp["fc1"].weight.add_(1)),
+        ["attribute heads: 2 → (1, None, 'a')", "weights: blocks.0.mlp.fc1.weight changed"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_is_named(name):
+    edit, expected = EDITS[name]
+    net = make()()
+    net(X)
+    edit(net)
+    net(X)
+    assert lines(net) == expected
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [(train, "training"), (hook, "hook"), (replaced, "module blocks.1.act has another class")],
+)
+def test_an_edit_of_structure_is_named(edit, words):
+    net = make()()
+    net(X)
+    edit(net)
+    net(X)
+    assert any(line.startswith(words) for line in lines(net)), lines(net)
+
+
+def test_flags_of_training_are_values():
+    net = make()()
+    net(X)
+    net.train()
+    net(X)
+    assert "training: False → True" in lines(net) and "training blocks.0.act: False → True" in lines(net)
+
+
+def test_another_instance_is_compared_with_the_last_one_of_its_class():
+    kind = make()
+    torch.manual_seed(0)
+    first = kind()
+    first(X)
+    torch.manual_seed(0)
+    second = kind(heads=8, table=torch.ones(3))
+    second(X)
+    assert lines(second) == [
+        "attribute heads: 2 → 8",
+        "constructor argument heads: 2 → 8",
+        "constructor argument table changed",
+    ]
+    assert "first of Net" in lines(first)[0]
+    first.heads = 3
+    first(X)
+    assert lines(first) == ["attribute heads: 2 → 3"]
+
+
+def test_many_weights_are_not_all_listed():
+    net = torchcache(nn.Sequential(*[nn.Linear(4, 4) for _ in range(40)]).requires_grad_(False))
+    net(X)
+    for parameter in net.parameters():
+        parameter.data += 1
+    net(X)
+    assert len(lines(net)) == 51 and lines(net)[-1] == "… and 30 more"
+
+
+def test_a_function_names_the_global_that_changed(monkeypatch):
+    @torchcache
+    def scaled(x):
+        return x * FACTOR
+
+    scaled(X)
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    scaled(X)
+    assert lines(scaled) == ["global FACTOR of function scaled: 2.0 → 3.0"]
+
+
+FACTOR = 2.0
+
+
+CALLS = {
+    "a number": (((X,), {}), ((X,), {"scale": 2.5}), ["argument scale: 1.0 → 2.5"]),
+    "a tuple": (((X, 1.0, (1,)), {}), ((X, 1.0, (1, "b")), {}), ["argument flags: (1,) → (1, 'b')"]),
+    "a shape": (((X,), {}), ((X[:, None],), {}), ["items of x: float32 (4,) → float32 (1, 4)"]),
+    "only items": (((X,), {}), ((X + 1,), {}), ["nothing but the items differs between the last two calls"]),
+    "nothing": (((X,), {}), ((X[:2],), {}), ["nothing but the items differs between the last two calls"]),
+    "an argument of another kind": (
+        ((X, 1.0), {}),
+        ((X, torch.ones(3, 1)), {}),
+        ["items of scale: not given → float32 (1,)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_two_calls_of_one_namespace_are_compared(name):
+    (args, kwargs), (more, keywords), expected = CALLS[name]
+    net = make()()
+    net(*args, **kwargs)
+    net(*more, **keywords)
+    found = lines(net)
+    assert [line for line in found if not line.startswith("argument scale: 1.0 → not")] == expected
+
+
+def test_modes_are_compared():
+    net = make()()
+    for context in (contextlib.nullcontext(), torch.autocast("cpu", dtype=torch.bfloat16)):
+        with context:
+            net(X)
+    assert lines(net) == [
+        "modes: default torch.float32 highest → default torch.float32 highest; cpu torch.bfloat16"
+    ]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        False,
+        0,
+        -17,
+        2**80,
+        1.5,
+        float("-inf"),
+        1e-300,
+        2 + 3j,
+        "text ‖",
+        (),
+        (1,),
+        [1, "a", None],
+        (1, (2.0,)),
+    ],
+)
+def test_short_values_are_described_as_python_prints_them(value):
+    assert describe(Encoder().encode(value, "")) == repr(value)
+
+
+def test_long_and_opaque_values_are_not_described():
+    for value in ("x" * 300, {"a": 1}, {1}, torch.ones(2), [torch.ones(2)]):
+        assert describe(Encoder().encode(value, "")) is None

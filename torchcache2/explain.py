@@ -1,0 +1,100 @@
+"""Why an item was not found: what differs between two fingerprints, and between two calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from torchcache2.digest import describe, split
+from torchcache2.fingerprint import Fingerprint
+
+__all__ = ["CallSeen", "call_differences", "fingerprint_differences"]
+
+_MOST_LINES = 50
+_SOURCES = ("class", "function")
+
+
+class CallSeen(NamedTuple):
+    """What the items of a call had in common."""
+
+    namespace: bytes
+    context: bytes
+    leaves: tuple[tuple[str, object, tuple[int, ...]], ...]
+
+
+def fingerprint_differences(before: Fingerprint, now: Fingerprint) -> list[str]:
+    """One line for each part that differs, the weights last."""
+    lines = []
+    names = sorted(
+        before.parts.keys() | now.parts.keys(), key=lambda name: (name.startswith("weights "), name)
+    )
+    for name in names:
+        if before.parts.get(name) == now.parts.get(name):
+            continue
+        kind, _, path = name.partition(" ")
+        if kind == "tensor" and f"weights {path}" in names:
+            continue  # that line says it
+        lines.append(_line(name, kind, path, before, now))
+    return _at_most(lines)
+
+
+def _line(name: str, kind: str, path: str, before: Fingerprint, now: Fingerprint) -> str:
+    title = (
+        f"{kind}: {path}" if kind == "weights" else f"source of {name}" if f"{kind} " in _SOURCES else name
+    )
+    if name not in before.parts:
+        return f"{title} is new" + _value(now, name)
+    if name not in now.parts:
+        return f"{title} is gone" + _value(before, name)
+    old, new = before.values.get(name), now.values.get(name)
+    if old is not None and new is not None:
+        return f"{title}: {old} → {new}"
+    return f"{title} has another class or submodules" if kind == "module" else f"{title} changed"
+
+
+def _value(fingerprint: Fingerprint, name: str) -> str:
+    value = fingerprint.values.get(name)
+    return "" if value is None else f": {value}"
+
+
+def call_differences(before: CallSeen, now: CallSeen) -> list[str]:
+    """One line for each argument or mode that differs."""
+    lines = []
+    old, new = _named(before.context), _named(now.context)
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            lines.append(f"{name}: {_described(old, name)} → {_described(new, name)}")
+    old_leaves, new_leaves = (
+        {path: f"{dtype} {tuple(shape)}".removeprefix("torch.") for path, dtype, shape in call.leaves}
+        for call in (before, now)
+    )
+    for path in sorted(old_leaves.keys() | new_leaves.keys()):
+        left, right = old_leaves.get(path, "not given"), new_leaves.get(path, "not given")
+        if left != right:
+            lines.append(f"items of {path}: {left} → {right}")
+    return _at_most(lines)
+
+
+def _named(context: bytes) -> dict[str, bytes]:
+    *arguments, modes = split(context)
+    named = {f"argument {name.decode()}": data for name, data in _pairs(arguments)}
+    return {name: data for name, data in named.items() if not data.startswith(b"T")} | {"modes": modes[8:]}
+
+
+def _pairs(parts: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    iterator = iter(parts)
+    return zip(iterator, iterator, strict=True)
+
+
+def _described(named: Mapping[str, bytes], name: str) -> str:
+    data = named.get(name)
+    if data is None:
+        return "not given"
+    if name == "modes":
+        return data.decode()
+    return describe(data) or "another value"
+
+
+def _at_most(lines: list[str]) -> list[str]:
+    left_out = len(lines) - _MOST_LINES
+    return lines if left_out <= 0 else [*lines[:_MOST_LINES], f"… and {left_out:,} more"]
