@@ -56,6 +56,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+    torch.set_flush_denormal(False)
 
 
 def as_class(**options):
@@ -190,9 +191,10 @@ def test_real_compiled_code():
     cached, plain = as_class(), Net()
     compiled = torch.compile(cached)
     with torch.no_grad():
+        compiled(X + 9)  # code that old compilers make has the process flush denormals once it is loaded
         for x in (X, X.flip(0), torch.cat([X[:3], X + 1])):
             assert_same(compiled(x), plain(x))
-    assert counts(cached) == (9, 12)
+    assert counts(cached) == (9, 18)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")])

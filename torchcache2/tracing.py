@@ -110,14 +110,18 @@ def run_steps(steps: Callable[..., Steps[T]], *args: Any, **kwargs: Any) -> T:
     It is sent what a call has returned; an exception of a call is raised inside of it.
     """
     running, call = _start(steps, args, kwargs)
-    while running is not None:
-        function, arguments, keywords = call
-        value, failures = None, []
-        try:
-            value = function(*arguments, **keywords)
-        except BaseException as error:
-            failures.append(error)
-        running, call = _resume(running, value, failures)
+    try:
+        while running is not None:
+            function, arguments, keywords = call
+            value, failures = None, []
+            try:
+                value = function(*arguments, **keywords)
+            except BaseException as error:
+                failures.append(error)
+            running, call = _resume(running, value, failures)
+    finally:
+        if running is not None:  # interrupted here, outside of the generator
+            _close(running)
     return call  # type: ignore[no-any-return]
 
 
@@ -131,17 +135,23 @@ def _resume(running: Steps[T], value: Any, failures: list[BaseException]) -> tup
     return _advance(running, value, failures)
 
 
+@opaque
+def _close(running: Steps[Any]) -> None:
+    running.close()
+
+
 def _advance(running: Steps[T], value: Any, failures: list[BaseException]) -> tuple[Steps[T] | None, Any]:
     """The generator and its next call, or None and what it has returned."""
     # No frame keeps the exception: its traceback would keep the frame, and both all that was in use.
     error = failures.pop() if failures else None
     try:
-        return running, running.send(value) if error is None else running.throw(error)
-    except StopIteration as stop:
-        return None, stop.value
-    except RuntimeError as wrapped:
-        if error is not None and wrapped.__cause__ is error:
-            raise error from None  # a StopIteration, which Python does not let out of a generator
-        raise
+        try:
+            return running, running.send(value) if error is None else running.throw(error)
+        except StopIteration as stop:
+            return None, stop.value
+        except RuntimeError as wrapped:
+            if error is None or wrapped.__cause__ is not error:
+                raise
+        raise error  # a StopIteration, which Python does not let out of a generator
     finally:
         del error

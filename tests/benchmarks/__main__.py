@@ -1,19 +1,54 @@
-"""`python -m tests.benchmarks`, from the repository root: speed beside torchcache 0.6.0 and the machine."""
+"""`python -m tests.benchmarks`, from the repository root: speed beside other caches and the machine."""
+
+import argparse
+from functools import partial
 
 import torch
 
-from tests.benchmarks import costs, hits
-from tests.benchmarks.timing import machine
+from tests.benchmarks import compiled, costs, hits, losing, sizes, verify
+from tests.benchmarks.report import Report, command, machine
+
+SECTIONS = {
+    "hits": hits.run,
+    "costs": costs.run,
+    "sizes": sizes.run,
+    "losing": losing.run,
+    "compiled": compiled.run,
+    "verify": verify.run,
+}
 
 
 def main():
-    print(machine(), flush=True)
-    torch.manual_seed(0)
-    hits.run()
-    costs.gather()
-    costs.misses()
-    costs.bookkeeping()
-    costs.call()
+    options = _options()
+    report = Report()
+    report.text(machine())
+    report.text(f"`{command()}`")
+    for name in options.sections or SECTIONS:
+        section = SECTIONS[name]
+        if name == "sizes":
+            section = partial(section, plot=options.plot)
+        torch.manual_seed(0)
+        section(report)
+    if options.markdown is not None:
+        report.write(options.markdown)
+
+
+def _options():
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    names = ", ".join(SECTIONS)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"any of {names}; default: all")
+    parser.add_argument("--markdown", metavar="PATH", help="also write the report to this file")
+    parser.add_argument(
+        "--plot",
+        metavar="PATH",
+        default=".bench/sizes.png",
+        help="where `sizes` draws, as PNG and as SVG (default: %(default)s)",
+    )
+    options = parser.parse_args()
+    for name in options.sections:
+        if name not in SECTIONS:
+            parser.error(f"no section {name!r}; the sections are {names}")
+    return options
 
 
 if __name__ == "__main__":

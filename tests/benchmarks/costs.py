@@ -5,19 +5,11 @@ import copy
 import numpy as np
 import torch
 from torch import nn
-from torchcache import torchcache as peer
 
 from tests.benchmarks.hits import BATCH, PEER, make_features
-from tests.benchmarks.timing import (
-    at_least,
-    at_most,
-    interleave,
-    print_targets,
-    print_times,
-    progress,
-    ratio,
-    time_rows,
-)
+from tests.benchmarks.peers import torchcache as peer
+from tests.benchmarks.report import at_least, at_most, time_rows
+from tests.benchmarks.timing import interleave, progress, ratio
 from torchcache2 import Keys, torchcache
 from torchcache2.rows import Rows, empty_bytes
 from torchcache2.tiers.memory import MemoryTier
@@ -27,7 +19,14 @@ NAMESPACE = b"benchmark" + bytes(7)
 GATHERED = {(197, 768): 1000, (256, 14, 14): 2000}  # output: rows in the tier, 0.6 and 0.4 GB
 
 
-def gather():
+def run(report):
+    gather(report)
+    misses(report)
+    bookkeeping(report)
+    call(report)
+
+
+def gather(report):
     """`MemoryTier.get` against a copy of as many bytes into memory from the same allocator."""
     times, targets = [], []
     for shape, count in GATHERED.items():
@@ -62,8 +61,8 @@ def gather():
         times += time_rows(f"{shape}", measured, BATCH)
         value, cold = ratio(measured["MemoryTier.get"], measured["copy into fresh memory"])
         targets.append(at_most(f"{shape}: gather over copy", value, 1.5, cold=cold))
-    print_times(f"Gather of {BATCH} random rows, float32", times)
-    print_targets(targets)
+    report.times(f"Gather of {BATCH} random rows, float32", times)
+    report.targets(targets)
 
 
 def filled_tier(keys, source):
@@ -81,7 +80,7 @@ def check_gather(tier, source, keys, positions):
     assert torch.equal(rows.columns[0], source[torch.from_numpy(positions)])
 
 
-def misses():
+def misses(report):
     """A batch that no cache has seen, against the forward alone."""
     progress("misses")
     x = torch.randn(BATCH, 3, 224, 224)
@@ -96,14 +95,14 @@ def misses():
         # Values grow, so that no two batches have a key in common, the peer's included.
         measured = interleave(functions, rounds=15, before=lambda: x.add_(1.0))
     assert ours.cache_instance.stats().hits == 0
-    print_times(f"Batches of {BATCH} misses, float32 → (768,)", time_rows("(3, 224, 224)", measured, BATCH))
+    report.times(f"Batches of {BATCH} misses, float32 → (768,)", time_rows("(3, 224, 224)", measured, BATCH))
     cached, forward = measured["torchcache2"], measured["plain forward"]
     value = (cached.median - forward.median) / BATCH * 1e6
     cold = (cached.cold - forward.cold) / BATCH * 1e6
-    print_targets([at_most("a miss over the plain forward", value, 60, " µs", cold)])
+    report.targets([at_most("a miss over the plain forward", value, 60, " µs", cold)])
 
 
-def bookkeeping():
+def bookkeeping(report):
     """Bytes of a row that are not its own, at a million rows of four float32."""
     progress("a million rows")
     count = 1_000_000
@@ -113,10 +112,10 @@ def bookkeeping():
         tier.put(random_keys(len(part), seed=first), Rows.from_pytree(part, len(part), device=CPU))
     stats = tier.stats()
     assert stats.rows == count
-    print_targets([at_most("bytes beside a row, of a million", stats.bytes / count - 16, 64, " B")])
+    report.targets([at_most("bytes beside a row, of a million", stats.bytes / count - 16, 64, " B")])
 
 
-def call():
+def call(report):
     """One item through a module of 200 parameters in about 150 submodules: the fixed cost."""
     progress("fixed cost of a call")
     net, theirs = torchcache(make_blocks())().eval(), peer()(make_blocks())().eval()
@@ -128,8 +127,8 @@ def call():
         )
         noticed = sum(changes_noticed(net, x))
     times = measured["torchcache2"]
-    print_times("One item that hits, 200 parameters in 150 submodules", time_rows("(16,)", measured, 1))
-    print_targets(
+    report.times("One item that hits, 200 parameters in 150 submodules", time_rows("(16,)", measured, 1))
+    report.targets(
         [
             at_most("fixed cost of a call", times.median * 1e6, 350, " µs", times.cold * 1e6),
             at_least("kinds of edits noticed at the next call", noticed, 3, " of 3"),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import torchcache2
-from tests.benchmarks.peer import torchcache
+from tests.benchmarks.peers import torchcache
 
 
 class Quiet:

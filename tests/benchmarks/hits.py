@@ -2,18 +2,10 @@
 
 import torch
 from torch import nn
-from torchcache import torchcache as peer
 
-from tests.benchmarks.timing import (
-    at_least,
-    at_most,
-    interleave,
-    print_targets,
-    print_times,
-    progress,
-    ratio,
-    time_rows,
-)
+from tests.benchmarks.peers import torchcache as peer
+from tests.benchmarks.report import at_least, at_most, time_rows
+from tests.benchmarks.timing import interleave, progress, ratio
 from torchcache2 import torchcache
 
 BATCH = 256
@@ -42,7 +34,7 @@ def make_features():
     return Features
 
 
-def run():
+def run(report):
     times, targets = [], []
     for shape, rounds, bound in CASES:
         progress(f"all-hit batches of {shape}")
@@ -64,8 +56,8 @@ def run():
             value, cold = ratio(measured[PEER], measured[SUBSAMPLED])
             what = f"{shape}, subsample_count=10_000: times as fast"
             targets.append(at_least(what, value, 25, cold=cold))
-    print_times(f"All-hit batches of {BATCH}, float32 → (768,) float32", times)
-    print_targets(targets)
+    report.times(f"All-hit batches of {BATCH}, float32 → (768,) float32", times)
+    report.targets(targets)
 
 
 def fill_and_check(nets, x):

@@ -28,7 +28,7 @@ from tests.benchmarks.fault_modules import (
     scaled,
     theirs,
 )
-from tests.benchmarks.peer import torchcache
+from tests.benchmarks.peers import torchcache
 
 
 @pytest.fixture(autouse=True)

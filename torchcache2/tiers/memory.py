@@ -10,10 +10,9 @@ Safe under threads: one lock covers look-up and copy, because under ``lru`` rows
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 
 import numpy as np
 import torch
@@ -69,15 +68,23 @@ class MemoryTier:
     @with_ordinary_tensors
     def get(self, keys: Keys) -> Found:
         """The rows of those keys that are here, copied into fresh memory."""
-        with self._locked("read"):
-            return Found(self._find(keys))
+        with self._lock:
+            self._forget_dropped()
+            try:
+                return Found(self._find(keys))
+            except BaseException as error:
+                self._start_anew(error, "read")
         return Found([])
 
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys; those that are here already stay as they are."""
-        with self._locked("written"):
-            return self._keep(keys, rows)
+        with self._lock:
+            self._forget_dropped()
+            try:
+                return self._keep(keys, rows)
+            except BaseException as error:
+                self._start_anew(error, "written")
         return 0
 
     def drop(self, namespace: bytes) -> None:
@@ -103,19 +110,13 @@ class MemoryTier:
                 evictions=self._evictions,
             )
 
-    @contextlib.contextmanager
-    def _locked(self, verb: str) -> Iterator[None]:
-        """The lock; a fault forgets everything, since rows may be half moved, and is a miss."""
-        with self._lock:
-            self._forget_dropped()
-            try:
-                yield
-            except BaseException as error:
-                self._arenas.clear()
-                self._last_used.clear()
-                if not isinstance(error, Exception):
-                    raise
-                self._tell("the memory cache could not be %s, and starts anew: %r", verb, error)
+    def _start_anew(self, error: BaseException, verb: str) -> None:
+        """After a fault, forget everything, since rows may be half moved; a fault is a miss."""
+        self._arenas.clear()
+        self._last_used.clear()
+        if not isinstance(error, Exception):
+            raise error
+        self._tell("the memory cache could not be %s, and starts anew: %r", verb, error)
 
     def _try_to_forget(self) -> None:
         # Perhaps called by the garbage collector, in the middle of a call that holds the lock.
