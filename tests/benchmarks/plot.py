@@ -1,0 +1,66 @@
+"""The plot of µs per item against input size."""
+
+import math
+
+import matplotlib
+import torch
+
+matplotlib.use("Agg")
+matplotlib.rcParams["svg.hashsalt"] = "torchcache2"  # the same data are the same file
+
+import matplotlib.pyplot as plt  # noqa: E402  after the backend is chosen
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator  # noqa: E402
+
+from tests.benchmarks.report import hardware  # noqa: E402
+
+BATCH = 256
+STYLES = [("#c1272d", "o"), ("#0000a7", "s"), ("#a0620a", "^"), ("#008176", "D"), ("#7a3f9d", "v")]
+GAP = 1.5  # labels are at least this factor apart on the logarithmic axis
+
+
+def draw(path, title, times, reference):
+    """Draw `times` (shape → name → `Times`) as PNG and SVG; `reference` is dashed. Returns the paths."""
+    sizes = [4 * math.prod(shape) for shape in times]
+    names = list(next(iter(times.values())))
+    figure, axes = plt.subplots(figsize=(11, 5.8), layout="constrained")
+    styles = iter(STYLES)
+    ends = {}
+    for name in names:
+        values = [of_shape[name].median / BATCH * 1e6 for of_shape in times.values()]
+        color, marker = ("#555555", "") if name == reference else next(styles)
+        dashes = "--" if name == reference else "-"
+        width = 2.6 if name == names[0] else 1.5
+        axes.plot(sizes, values, dashes, color=color, marker=marker, markersize=6, linewidth=width)
+        ends[name] = values[-1], color
+    _label_lines(axes, sizes[-1], ends)
+    axes.set(xscale="log", yscale="log", ylabel="µs per item (median)", xlabel="input of one item, float32")
+    axes.set_xlim(sizes[0] / 1.4, sizes[-1] * 14)  # room for the labels
+    labels = [
+        f"{'×'.join(map(str, shape))}\n{_bytes(size)}" for shape, size in zip(times, sizes, strict=True)
+    ]
+    axes.set_xticks(sizes, labels, fontsize=8.5)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(alpha=0.35, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    machine = f"{hardware()}, torch {torch.__version__}, torch threads: {torch.get_num_threads()}"
+    axes.set_title(f"{title}\n{machine}", fontsize=10.5, loc="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    paths = [path.with_suffix(".png"), path.with_suffix(".svg")]
+    figure.savefig(paths[0], dpi=150)
+    figure.savefig(paths[1], metadata={"Date": None})
+    plt.close(figure)
+    return paths
+
+
+def _label_lines(axes, right, ends):
+    """Write each name beside the end of its line, the lower ones pushed up where they would overlap."""
+    lowest = 0.0
+    for name, (value, color) in sorted(ends.items(), key=lambda item: item[1][0]):
+        lowest = max(value, lowest * GAP)
+        axes.annotate(name, (right * 1.18, lowest), color=color, va="center", fontsize=9.5)
+
+
+def _bytes(size):
+    return f"{size} B" if size < 1000 else f"{size / 1000:.3g} kB"
