@@ -39,6 +39,7 @@ LAYERS = [
     "modes",
     "keys",
     "rows",
+    "transfer",
     "digest",
     "settings",
     "tracing",

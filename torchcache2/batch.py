@@ -67,7 +67,7 @@ class Batch:
         self.computed = 0
         self.seconds = 0.0
         self._compute = compute
-        self._device = device
+        self.device = device
         self._pads = settings.miss_batch == "pad"
 
     def compute(self, positions: Positions) -> Steps[tuple[Any, Rows]]:
@@ -76,7 +76,7 @@ class Batch:
         output = yield from self._timed(padded)
         self.misses = count
         try:
-            rows = Rows.from_pytree(output, len(padded), device=self._device, dtype=self.dtype)
+            rows = Rows.from_pytree(output, len(padded), device=self.device, dtype=self.dtype)
         except UnstorableError as error:
             if len(padded) < len(self.keys):
                 output = yield from self._timed(np.arange(len(self.keys)))
@@ -97,7 +97,7 @@ class Batch:
     def output(self, rows: Rows) -> Steps[Any]:
         """What the rows of a whole batch stand for."""
         try:
-            return rows.to_pytree(device=self._device)
+            return rows.to_pytree(device=self.device)
         except UnstorableError:  # a value that is one for the batch differs between its rows
             return (yield from self.compute_all())
 

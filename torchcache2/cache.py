@@ -229,7 +229,8 @@ class Cache:
             return (yield from batch.output(hits))
         if hits.schema != rows.schema:
             return (yield from batch.compute_all())
-        return (yield from batch.output(Rows.scatter([(found, hits), (wanted, rows)], len(keys))))
+        both = Rows.scatter([(found, hits), (wanted, rows)], len(keys), device=batch.device)
+        return (yield from batch.output(both))
 
     def _sample(self, found: Positions) -> Positions:
         """Positions of hits to verify."""

@@ -125,10 +125,13 @@ def describe(data: bytes) -> str | None:
         return None
     if data.startswith(_LABELS):
         return data.decode("utf-8", "replace")
-    if tag in _DESCRIBED:
-        return _DESCRIBED[tag](rest)
+    try:
+        if tag in _DESCRIBED:
+            return _DESCRIBED[tag](rest)
+        items = [describe(part) for part in split(rest[8:])] if tag in (b"(", b"[") else [None]
+    except (struct.error, ValueError, IndexError):
+        return None  # not what the encoder has written
     if tag in (b"(", b"["):
-        items = [describe(part) for part in split(rest[8:])]
         texts = [item for item in items if item is not None]
         if len(texts) == len(items):
             comma = "," if tag == b"(" and len(texts) == 1 else ""

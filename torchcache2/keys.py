@@ -22,6 +22,7 @@ from torch import Tensor
 from xxhash import xxh3_128_digest
 
 from torchcache2.digest import digest, item_bytes
+from torchcache2.transfer import to_host
 
 __all__ = ["Keys", "Positions", "item_keys"]
 
@@ -104,12 +105,15 @@ def item_keys(
     leaves = sorted(leaves, key=lambda leaf: leaf[0])
     count = leaves[0][1].shape[0]
     parts = [namespace, context]
-    digests = np.empty((count, 16 * (len(leaves) + 1)), np.uint8)
-    for column, (path, tensor) in enumerate(leaves, start=1):
+    tensors = []
+    for path, tensor in leaves:
         parts.append(f"{path} {tensor.dtype} {tuple(tensor.shape[1:])}".encode())
         if subsample_count is not None and math.prod(tensor.shape[1:]) > subsample_count:
             parts.append(f"subsample {subsample_count}".encode())
             tensor = _subsample(tensor, subsample_count)
+        tensors.append(tensor)
+    digests = np.empty((count, 16 * (len(leaves) + 1)), np.uint8)
+    for column, tensor in enumerate(to_host(tensors), start=1):
         digests[:, 16 * column : 16 * column + 16] = _digests(item_bytes(tensor))
     digests[:, :16] = np.frombuffer(digest(parts), np.uint8)
     return Keys(namespace, _digests(digests))

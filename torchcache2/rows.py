@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchcache2.errors import OutputError
+from torchcache2.transfer import Runtime, to_device
 
 __all__ = [
     "Leaf",
@@ -31,6 +32,7 @@ __all__ = [
     "with_ordinary_tensors",
 ]
 
+_HOST = torch.device("cpu")
 _ALONE = 1 << 20  # bytes that one thread has copied before others are awake
 _GRAIN = 32_768  # elements from which torch copies a single row with all threads
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -80,6 +82,10 @@ class Leaf:
     def stored_shape(self) -> tuple[int, ...]:
         """Of one row as it lies in the column."""
         return (*self.shape[1:], self.shape[0]) if self.channels_last else self.shape
+
+    def place(self, device: torch.device) -> torch.device:
+        """Where the output is, of a call on `device`."""
+        return torch.device(self.device) if self.device else device
 
     @property
     def row_bytes(self) -> int:
@@ -198,9 +204,9 @@ class Rows:
         values = []
         for leaf, column in zip(self.schema.leaves, self.columns, strict=True):
             if leaf.kind == "tensor":
-                target = torch.device(leaf.device) if leaf.device else device
-                if column.dtype != leaf.dtype or column.device != target:
-                    column = column.to(target, leaf.dtype)
+                column = to_device(column, leaf.place(device))
+                if column.dtype != leaf.dtype:
+                    column = column.to(leaf.dtype)
                 if leaf.channels_last:
                     column = column.movedim(-1, 1)
                 values.append(column)
@@ -234,20 +240,21 @@ class Rows:
 
     @staticmethod
     @with_ordinary_tensors
-    def scatter(parts: Sequence[tuple[Positions, Rows]], count: int) -> Rows:
+    def scatter(parts: Sequence[tuple[Positions, Rows]], count: int, *, device: torch.device) -> Rows:
         """One batch of `count` rows, from parts with the positions of their rows in it.
 
-        The parts have one schema, and their positions cover the batch.
+        The parts have one schema, and their positions cover the batch. Columns are put together where
+        the output of a call on `device` is.
         """
         schema = parts[0][1].schema
         columns = []
         for i, leaf in enumerate(schema.leaves):
-            device = parts[0][1].columns[i].device
-            target = empty_rows(count, leaf.stored_shape, leaf.stored, device)
+            place = leaf.place(device) if leaf.kind == "tensor" else _HOST
+            target = empty_rows(count, leaf.stored_shape, leaf.stored, place)
             flat = _as_bytes(target)
             for positions, rows in parts:
-                column = _as_bytes(rows.laid_out_as(schema).columns[i].to(device))
-                flat.index_copy_(0, torch.from_numpy(positions).to(device), column)
+                column = _as_bytes(to_device(rows.laid_out_as(schema).columns[i], place))
+                flat.index_copy_(0, torch.from_numpy(positions).to(place), column)
             columns.append(target)
         return Rows(schema, columns, count)
 
@@ -262,8 +269,13 @@ def rounded(output: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map(leaf, output)
 
 
-def empty_bytes(size: int) -> Tensor:
-    """Fresh uint8 memory on the CPU; cheap to touch for the first time if it is large."""
+def empty_bytes(size: int, *, runtime: Runtime | None = None) -> Tensor:
+    """Fresh uint8 memory on the CPU; cheap to touch for the first time if it is large.
+
+    With a `runtime`, page-locked memory for its accelerator.
+    """
+    if runtime is not None:
+        return runtime.pinned((size,), torch.uint8)
     if size >= _HUGE:
         return torch.from_numpy(np.empty(size, np.uint8))
     return torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default device is
@@ -288,14 +300,14 @@ def select(tensor: Tensor, positions: Tensor) -> Tensor:
     return tensor.index_select(0, positions)
 
 
-def gather(data: Tensor, positions: Tensor) -> Tensor:
-    """Rows of contiguous uint8 ``(n, bytes)`` on the CPU, in fresh memory.
+def gather(data: Tensor, positions: Tensor, *, runtime: Runtime | None = None) -> Tensor:
+    """Rows of contiguous uint8 ``(n, bytes)`` on the CPU, in fresh memory; see `empty_bytes`.
 
     Torch's `index_select` copies row by row, each with all threads, if rows have many elements. Where
     other processes use the cores too, every such copy may wait for the scheduler.
     """
     row_bytes = data.shape[1]
-    picked = empty_bytes(len(positions) * row_bytes).view(len(positions), row_bytes)
+    picked = empty_bytes(len(positions) * row_bytes, runtime=runtime).view(len(positions), row_bytes)
     if picked.numel() <= _ALONE:
         np.take(data.numpy(), positions.numpy(), axis=0, out=picked.numpy(), mode="clip")
         return picked

@@ -97,6 +97,7 @@ def is_traced() -> bool:
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
+        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
         or _get_current_dispatch_mode() is not None
         or _symbolic_trace._is_fx_tracing_flag
         or not all(isinstance(mode, DeviceContext) for mode in _function_modes())  # type: ignore[no-untyped-call]

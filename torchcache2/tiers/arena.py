@@ -23,6 +23,7 @@ from torch import Tensor
 from torchcache2.index import Entries, KeyIndex, Words
 from torchcache2.keys import Bytes2D
 from torchcache2.rows import Rows, Schema, gather
+from torchcache2.transfer import Runtime, StreamOrder
 
 __all__ = ["Arena"]
 
@@ -41,11 +42,17 @@ class Arena:
         Where the columns of the output are.
     limit : int
         Bytes that a column will never exceed.
+    runtime : Runtime, optional
+        Of the accelerator that the rows on the host come from: they are gathered for it.
     """
 
-    def __init__(self, schema: Schema, device: torch.device, limit: int) -> None:
+    def __init__(
+        self, schema: Schema, device: torch.device, limit: int, runtime: Runtime | None = None
+    ) -> None:
         self.schema = schema
         self.device = device
+        self._runtime = runtime
+        self._order = StreamOrder(device)
         host = torch.device("cpu")
         sizes = [leaf.row_bytes for leaf in schema.leaves]
         self._columns = [_column(size, limit, device) for size in sizes]
@@ -90,12 +97,15 @@ class Arena:
     def reserve(self, count: int) -> bool:
         """Make room for `count` more rows; False if the system has no memory for them."""
         rows = len(self) + count
+        self._order.begin()
         try:
             for column in self._all:
                 column.grow(rows)
             self._index.reserve(count)
         except (OSError, MemoryError, RuntimeError):
             return False
+        finally:
+            self._end()
         self._index.keys = self._key_words()
         return True
 
@@ -107,16 +117,20 @@ class Arena:
         """A copy of the rows at `entries`, as one batch."""
         positions = torch.from_numpy(entries).to(self.device)
         columns = []
+        self._order.begin()
         for leaf, column in zip(self.schema.leaves, self._columns, strict=True):
-            picked = column.gather(positions).view(-1).view(leaf.stored)
+            picked = column.gather(positions, self._runtime).view(-1).view(leaf.stored)
             columns.append(picked.view(len(entries), *leaf.stored_shape))
+        self._end()
         return Rows(self.schema, columns, len(entries))
 
     def append(self, keys: Bytes2D, rows: Rows, tick: int) -> None:
         """Add rows under distinct keys that are not here; `room` has been made for them."""
         first, count = len(self), len(rows)
+        self._order.begin()
         for column, values in zip(self._columns, rows.laid_out_as(self.schema).columns, strict=True):
             column.write(first, values)
+        self._end()
         self._ticks.write(first, torch.full((count,), tick, device="cpu"))
         # Last, so that there is never a key without its row.
         self._index.add(keys.view("<u8"))
@@ -127,14 +141,21 @@ class Arena:
         if len(source) == 0:
             return
         sources, targets = torch.from_numpy(source), torch.from_numpy(target)
+        self._order.begin()
         for column in (*self._columns, self._ticks):
             column.move(sources, targets)
+        self._end()
 
     def shrink(self) -> None:
         """Give back the memory behind the last row."""
+        self._order.begin()
         for column in self._all:
             column.shrink(len(self))
+        self._end()
         self._index.keys = self._key_words()
+
+    def _end(self) -> None:
+        self._order.end([column.view(column.capacity) for column in self._columns if column.row_bytes])
 
     def _key_words(self) -> Words:
         words: Words = self._keys.view(self._keys.capacity).numpy().view("<u8")
@@ -170,7 +191,7 @@ class _Column:
     def view(self, rows: int) -> Tensor:
         return self._data[:rows]
 
-    def gather(self, positions: Tensor) -> Tensor:
+    def gather(self, positions: Tensor, runtime: Runtime | None) -> Tensor:
         return self._data.index_select(0, positions)
 
     def write(self, first: int, values: Tensor) -> None:
@@ -221,8 +242,8 @@ class _ReservedColumn(_Column):
                 self._map.madvise(mmap.MADV_NOHUGEPAGE, size, self._committed - size)
             self._committed, self.capacity = size, size // self.row_bytes
 
-    def gather(self, positions: Tensor) -> Tensor:
-        return gather(self._data, positions)
+    def gather(self, positions: Tensor, runtime: Runtime | None) -> Tensor:
+        return gather(self._data, positions, runtime=runtime)
 
     def _pages(self, rows: int) -> int:
         return -(-rows * self.row_bytes // _PAGE) * _PAGE
@@ -246,7 +267,7 @@ class _NoColumn(_Column):
     def move(self, source: Tensor, target: Tensor) -> None:
         pass
 
-    def gather(self, positions: Tensor) -> Tensor:
+    def gather(self, positions: Tensor, runtime: Runtime | None) -> Tensor:
         return torch.empty((len(positions), 0), dtype=torch.uint8, device=self._device)
 
 

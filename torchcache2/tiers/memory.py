@@ -6,6 +6,9 @@ what came first, which is the best that can be had when every epoch reads every 
 the least recently used rows, which suits serving.
 
 Safe under threads: one lock covers look-up and copy, because under ``lru`` rows move.
+
+Rows that come from an accelerator to the host are copied while the caller goes on. Room is made for them at
+once, and they are published before anything else happens here, when their copies have arrived.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,11 +27,21 @@ from torchcache2.rows import Rows, Schema, with_ordinary_tensors
 from torchcache2.settings import Policy
 from torchcache2.tiers.arena import Arena
 from torchcache2.tiers.base import Found, Positions, TierStats
+from torchcache2.transfer import CUDA, Arriving, Runtime
 
 __all__ = ["MemoryTier"]
 
 _MOST_ARENAS = 1024  # each is some reservations of address space, of which a process has a limited number
 _EVICTED_AT_ONCE = 64  # a 64th of the rows: finding the oldest reads when every row was last used
+
+
+class _Pending(NamedTuple):
+    """Rows on their way into an arena, which has room for them."""
+
+    arena: Arena
+    schema: Schema
+    keys: Keys
+    arriving: Arriving
 
 
 class MemoryTier:
@@ -43,6 +57,8 @@ class MemoryTier:
         Where rows lie; None: where the put rows were.
     in_use : callable, optional
         The namespaces that something alive uses; default: all.
+    runtime : Runtime
+        Of the accelerator that rows may come from.
     """
 
     def __init__(
@@ -51,8 +67,11 @@ class MemoryTier:
         policy: Policy = "mru",
         device: torch.device | None = None,
         in_use: Callable[[], Collection[bytes]] | None = None,
+        runtime: Runtime = CUDA,
     ) -> None:
         self.budget = budget
+        self._runtime = runtime
+        self._pending: _Pending | None = None
         self.policy = policy
         self._device = device
         self._in_use = in_use
@@ -69,8 +88,8 @@ class MemoryTier:
     def get(self, keys: Keys) -> Found:
         """The rows of those keys that are here, copied into fresh memory."""
         with self._lock:
-            self._forget_dropped()
             try:
+                self._catch_up()
                 return Found(self._find(keys))
             except BaseException as error:
                 self._start_anew(error, "read")
@@ -80,8 +99,8 @@ class MemoryTier:
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys; those that are here already stay as they are."""
         with self._lock:
-            self._forget_dropped()
             try:
+                self._catch_up()
                 return self._keep(keys, rows)
             except BaseException as error:
                 self._start_anew(error, "written")
@@ -93,7 +112,8 @@ class MemoryTier:
         self._try_to_forget()
 
     def flush(self) -> None:
-        """Nothing to do: memory is as durable as it gets."""
+        """Publish what is still on its way; memory is as durable as it gets."""
+        self.stats()
 
     def close(self) -> None:
         """Forget everything, now or before the next call, and keep nothing from then on."""
@@ -103,7 +123,10 @@ class MemoryTier:
     def stats(self) -> TierStats:
         """Rows and allocated bytes, and how many rows made room for others."""
         with self._lock:
-            self._forget_dropped()
+            try:
+                self._catch_up()
+            except BaseException as error:
+                self._start_anew(error, "written")
             return TierStats(
                 rows=sum(len(arena) for arena in self._all()),
                 bytes=self._used(),
@@ -112,11 +135,23 @@ class MemoryTier:
 
     def _start_anew(self, error: BaseException, verb: str) -> None:
         """After a fault, forget everything, since rows may be half moved; a fault is a miss."""
+        self._pending = None
         self._arenas.clear()
         self._last_used.clear()
         if not isinstance(error, Exception):
             raise error
         self._tell("the memory cache could not be %s, and starts anew: %r", verb, error)
+
+    def _catch_up(self) -> None:
+        self._forget_dropped()
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        columns = pending.arriving.wait()
+        arenas = self._arenas.get(pending.keys.namespace, {})
+        if any(arena is pending.arena for arena in arenas.values()):  # else it has been dropped
+            rows = Rows(pending.schema, columns, len(pending.keys))
+            pending.arena.append(pending.keys.data, rows, self._clock)
 
     def _try_to_forget(self) -> None:
         # Perhaps called by the garbage collector, in the middle of a call that holds the lock.
@@ -132,6 +167,7 @@ class MemoryTier:
             self._arenas.pop(namespace, None)
             self._last_used.pop(namespace, None)
         if self._closed:
+            self._pending = None
             self._arenas.clear()
             self._last_used.clear()
 
@@ -179,16 +215,28 @@ class MemoryTier:
             some = np.arange(kept)
             keys, rows = keys.take(some), rows.take(torch.from_numpy(some))
         if kept:
-            arena.append(keys.data, rows, self._clock)
+            self._append(arena, keys, rows)
         elif len(arena) == 0:
             self._forget_empty(keys.namespace)
         return kept
+
+    def _append(self, arena: Arena, keys: Keys, rows: Rows) -> None:
+        """Write rows that there is room for, now or when they have arrived on the host."""
+        remote = [column for column in rows.columns if self._runtime.holds(column)]
+        if remote and arena.device.type == "cpu":
+            arriving = Arriving(rows.laid_out_as(arena.schema).columns, self._runtime)
+            self._pending = _Pending(arena, arena.schema, keys, arriving)
+            if self._used() > self.budget:
+                self._catch_up()
+        else:
+            arena.append(keys.data, rows, self._clock)
 
     def _all(self) -> list[Arena]:
         return [arena for arenas in self._arenas.values() for arena in arenas.values()]
 
     def _used(self) -> int:
-        return sum(arena.nbytes for arena in self._all())
+        staging = self._pending.arriving.nbytes if self._pending is not None else 0
+        return sum(arena.nbytes for arena in self._all()) + staging
 
     def _absent(self, keys: Keys) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         absent = np.ones(len(keys), bool)
@@ -200,13 +248,17 @@ class MemoryTier:
         device = self._device
         if device is None:
             device = rows.columns[0].device if rows.columns else torch.device("cpu")
+        elif device.type == "cuda" and device.index is None and torch.cuda.is_available():
+            # The one that is current now, whichever will be current later.
+            device = self._device = torch.device("cuda", torch.cuda.current_device())
         arenas = self._arenas.setdefault(namespace, {})
         arena = arenas.get((rows.schema, device))
         if arena is None and rows.schema.row_bytes < self.budget:
             if len(self._all()) >= _MOST_ARENAS:
                 self._drop_unused(namespace)
+            is_remote = any(map(self._runtime.holds, rows.columns))
             try:
-                arena = Arena(rows.schema, device, self.budget)
+                arena = Arena(rows.schema, device, self.budget, self._runtime if is_remote else None)
             except (AssertionError, OSError, MemoryError, RuntimeError) as error:
                 # Torch asserts that it was built for a device.
                 self._tell("there is no memory for rows on %s: %s", device, error)

@@ -1,0 +1,218 @@
+"""Copies from an accelerator, whose runtime stands in here: its copies happen when they are waited for."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from torchcache2.keys import Keys, item_keys
+from torchcache2.rows import Rows, empty_bytes, gather
+from torchcache2.tiers.memory import MemoryTier
+from torchcache2.transfer import Arriving, Runtime, StreamOrder, to_device, to_host
+
+CPU = torch.device("cpu")
+NAMESPACE = b"sixteen letters."
+POISON = 0xA5
+
+
+class Late(Runtime):
+    """Copies wait until somebody waits for their event; until then their target is garbage."""
+
+    def __init__(self):
+        self.remote, self.queue, self.log = set(), [], []
+
+    def on_device(self, tensor):
+        self.remote.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    def holds(self, tensor):
+        return tensor.untyped_storage().data_ptr() in self.remote
+
+    def pinned(self, shape, dtype):
+        tensor = torch.empty(tuple(shape), dtype=dtype)
+        tensor.view(-1).view(torch.uint8).fill_(POISON)
+        return tensor
+
+    def start_copy(self, target, source):
+        self.queue.append((target, source))
+
+    def event(self, device):
+        self.log.append("event")
+        return Event(self, list(self.queue))
+
+    def wait(self, event, device):
+        self.log.append("wait")
+
+    def keep_for_stream(self, tensor):
+        self.log.append("keep")
+
+
+class Event:
+    def __init__(self, runtime, copies):
+        self.runtime, self.copies = runtime, copies
+
+    def synchronize(self):
+        self.runtime.log.append("synchronize")
+        for target, source in self.copies:
+            target.copy_(source)
+        self.runtime.queue.clear()
+
+
+def keys_of(*names):
+    data = np.zeros((len(names), 16), np.uint8)
+    data[:, 0] = data[:, 8] = names
+    return Keys(NAMESPACE, data)
+
+
+def put(tier, runtime, names, *, scale=1.0, width=40):
+    values = torch.tensor(names, dtype=torch.float32)[:, None].expand(-1, width) * scale
+    output = {
+        "a": runtime.on_device(values.contiguous()),
+        "b": runtime.on_device(values.to(torch.float64) + 1),
+    }
+    return tier.put(keys_of(*names), Rows.from_pytree(output, len(names), device=CPU))
+
+
+def found(tier, names, width=40):
+    """Which of these names are found; their rows must be right."""
+    hits = []
+    for positions, rows in tier.get(keys_of(*names)).parts:
+        expected = torch.tensor(names, dtype=torch.float32)[torch.from_numpy(positions)][:, None].expand(
+            -1, width
+        )
+        assert torch.equal(rows.columns[0], expected)
+        assert torch.equal(rows.columns[1], expected.double() + 1)
+        hits += [names[position] for position in positions]
+    return hits
+
+
+def test_rows_are_published_when_their_copies_have_arrived():
+    runtime = Late()
+    tier = MemoryTier(1_000_000, runtime=runtime)
+    assert put(tier, runtime, [1, 2, 3]) == 3
+    assert len(runtime.queue) == 2 and "synchronize" not in runtime.log
+    assert found(tier, [3, 4, 1]) == [3, 1]
+    assert put(tier, runtime, [4, 1]) == 1
+    assert put(tier, runtime, [5]) == 1
+    assert tier.stats().rows == 5
+    assert found(tier, [1, 2, 3, 4, 5, 6]) == [1, 2, 3, 4, 5]
+
+
+def test_sources_live_until_they_have_been_copied():
+    runtime = Late()
+    tier = MemoryTier(1_000_000, runtime=runtime)
+    source = runtime.on_device(torch.ones(2, 8))
+    alive = weakref.ref(source)
+    tier.put(keys_of(1, 2), Rows.from_pytree(source, 2, device=CPU))
+    address = source.data_ptr()
+    del source
+    gc.collect()
+    assert runtime.queue[0][1].data_ptr() == address
+    tier.flush()
+    runtime.queue.clear()
+    gc.collect()
+    assert alive() is None and tier.stats().rows == 2
+
+
+def test_what_is_on_its_way_counts_in_the_budget():
+    runtime = Late()
+    budget = 100_000
+    tier = MemoryTier(budget, runtime=runtime)
+    kept, first = 0, 1
+    for _ in range(40):
+        names = list(range(first, first + 6))
+        kept += put(tier, runtime, names, width=100)
+        first += 6
+        assert tier._used() <= budget
+    assert 10 < kept < 240
+    assert len(found(tier, list(range(1, first)), width=100)) == kept == tier.stats().rows
+
+
+@pytest.mark.parametrize("policy", ["mru", "lru"])
+def test_full_tiers_keep_right_rows(policy):
+    runtime = Late()
+    tier = MemoryTier(60_000, policy, runtime=runtime)
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        names = rng.choice(200, rng.integers(1, 30), replace=False).tolist()
+        put(tier, runtime, names) if rng.random() < 0.5 else found(tier, names)
+    assert tier.stats().rows > 0
+
+
+@pytest.mark.parametrize("end", ["drop", "close"])
+def test_rows_on_their_way_are_dropped_with_their_namespace(end):
+    runtime = Late()
+    tier = MemoryTier(1_000_000, runtime=runtime)
+    put(tier, runtime, [1, 2])
+    tier.drop(NAMESPACE) if end == "drop" else tier.close()
+    assert found(tier, [1, 2]) == [] and tier.stats().rows == 0
+    assert put(tier, runtime, [1, 3]) == (2 if end == "drop" else 0)
+    assert found(tier, [1, 2, 3]) == ([1, 3] if end == "drop" else [])
+
+
+def test_a_failed_copy_is_a_miss_and_one_warning(log):
+    class Broken(Late):
+        def event(self, device):
+            if self.is_broken:
+                raise RuntimeError("the device is gone")
+            return super().event(device)
+
+        is_broken = False
+
+    runtime = Broken()
+    tier = MemoryTier(1_000_000, runtime=runtime)
+    put(tier, runtime, [1, 2])
+    runtime.is_broken = True
+    assert put(tier, runtime, [3]) == 0
+    assert found(tier, [1, 2, 3]) == []
+    runtime.is_broken = False
+    put(tier, runtime, [4])
+    assert found(tier, [1, 4]) == [4]
+    assert len([record for record in log if "the device is gone" in record.getMessage()]) == 1
+
+
+def test_rows_for_an_accelerator_are_gathered_into_pinned_memory():
+    runtime = Late()
+    data = torch.arange(60, dtype=torch.uint8).view(10, 6)
+    picked = gather(data, torch.tensor([3, 0, 9]), runtime=runtime)
+    assert torch.equal(picked, data[[3, 0, 9]])
+    assert bool((empty_bytes(5, runtime=runtime) == POISON).all())
+
+
+def test_all_tensors_are_waited_for_once():
+    runtime = Late()
+    host = torch.arange(4)
+    tensors = [runtime.on_device(torch.arange(6.0).view(2, 3).t()), host, runtime.on_device(torch.ones(2))]
+    arriving = Arriving(tensors, runtime)
+    assert arriving.nbytes == 32 and len(runtime.queue) == 2
+    assert all(bool((target.view(-1).view(torch.uint8) == POISON).all()) for target, _ in runtime.queue)
+    first, second, third = arriving.wait()
+    assert torch.equal(first, torch.arange(6.0).view(2, 3).t()) and second is host
+    assert torch.equal(third, torch.ones(2))
+    assert runtime.log == ["event", "synchronize"] and arriving.nbytes == 0
+    assert to_host([host], runtime)[0] is host
+
+
+def test_keys_of_tensors_on_the_host_wait_for_nothing():
+    x = torch.arange(12.0).view(3, 4)
+    keys = item_keys(NAMESPACE, b"", [("x", x), ("y", x + 1)])
+    assert len(np.unique(keys.words[:, 0])) == 3
+    assert to_device(x, CPU) is x
+
+
+def test_work_on_the_same_memory_is_put_in_order():
+    runtime = Late()
+    order = StreamOrder(torch.device("cuda:0"), runtime)
+    tensor = torch.ones(2)
+    order.begin()
+    order.end([tensor])
+    order.begin()
+    order.end([tensor, tensor])
+    assert runtime.log == ["event", "keep", "wait", "event", "keep", "keep"]
+    runtime.log.clear()
+    order = StreamOrder(CPU, runtime)
+    order.begin()
+    order.end([tensor])
+    assert runtime.log == []
