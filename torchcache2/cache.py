@@ -214,11 +214,14 @@ class Cache:
             rows = rows.take(torch.from_numpy(np.searchsorted(asked, distinct)))
             held = hits.take(torch.from_numpy(np.searchsorted(found, checked)))
             if not self._agree(held, again, checked, batch.dtypes):
-                memory.drop(keys.namespace)  # no row of it can be trusted
-                output = yield from batch.compute_all()
-                self._distrust()
-                return output
+                try:
+                    return (yield from batch.compute_all())
+                finally:
+                    self._distrust()
+                    memory.drop(keys.namespace)  # no row of it can be trusted
         memory.put(keys.take(distinct), rows)
+        if self._closed:  # by another thread, since `get`
+            memory.drop(keys.namespace)
         if len(distinct) == len(keys):
             return output if batch.dtype is None else (yield from batch.output(rows))
         if duplicates is not None:

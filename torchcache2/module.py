@@ -105,11 +105,17 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
 
     def decorate(target: Any) -> Any:
         binding = _Binding(settings)
+        forward = getattr(target, "forward", target)
+        if _is_deferred(forward):
+            raise DecorationError(
+                f"torchcache cannot decorate {target!r}: calling it returns a coroutine or generator, not an "
+                "output. Decorate what computes the output"
+            )
         if isinstance(target, type) and issubclass(target, nn.Module):
             return _decorate_class(target, binding)
         if isinstance(target, nn.Module) and not isinstance(target, torch.jit.ScriptModule):
             return _decorate_instance(target, binding)
-        if isinstance(target, types.FunctionType) and not _is_deferred(target):
+        if isinstance(target, types.FunctionType):
             return _decorate_function(target, binding)
         raise DecorationError(
             f"torchcache cannot decorate {target!r}, {_article(target)}: expected a subclass or instance "
