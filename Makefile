@@ -1,6 +1,7 @@
 # make demo   cache a frozen backbone on real data, with and without: the example
 # make test   lint, types and the whole suite
-# make bench  the benchmarks, as a table
+# make bench  the benchmarks: tables, and a plot in .bench
+# make docs   the documentation, in .docs
 # make soak   the tests that take long
 # make lowest the suite on the oldest torch that is supported
 
@@ -8,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python -W error::SyntaxWarning
 
-.PHONY: demo test bench soak lowest clean
+.PHONY: demo test bench docs soak lowest clean
 
 demo: $(VENV)/examples
 	$(RUN) examples/linear_probe.py
@@ -20,8 +21,11 @@ test: $(VENV)/test
 	$(RUN) -m pytest
 
 bench: $(VENV)/bench
-	$(RUN) -m tests.benchmarks
+	$(RUN) -m tests.benchmarks --markdown docs/performance_tables.md
 	$(RUN) -m pytest tests/benchmarks/test_faults.py
+
+docs: $(VENV)/docs
+	$(VENV)/bin/sphinx-build -W -b html docs .docs
 
 soak: $(VENV)/test
 	SOAK=1 $(RUN) -m pytest -s

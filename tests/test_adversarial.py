@@ -557,12 +557,14 @@ def test_arguments_that_differ_have_other_keys(left, right, read):
         assert torch.equal(model(X, value), scaled(X, value))
 
 
-def test_a_tensor_subclass_is_refused_by_name():
+def test_a_tensor_subclass_goes_to_the_plain_forward_and_is_named(log):
     class Tagged(torch.Tensor):
         pass
 
-    with pytest.raises(UnhashableArgumentError, match=r"Tagged \(a subclass of Tensor\)"):
-        torchcache(lambda x: x * 2)(X.as_subclass(Tagged))
+    doubled = torchcache(lambda x: x * 2)
+    assert type(doubled(X.as_subclass(Tagged))) is Tagged
+    assert doubled.cache_instance.stats().bypasses == {"subclass": len(X)}
+    assert "argument x is a " in log[-1].getMessage() and "Tagged" in log[-1].getMessage()
 
 
 class DotGet(dict):

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from torchcache2 import torchcache
-from torchcache2.digest import Encoder, describe
+from torchcache2.describe import describe
+from torchcache2.digest import Encoder
 
 X = torch.arange(12.0).view(3, 4)
 

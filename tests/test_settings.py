@@ -104,6 +104,8 @@ WRONG = [
     ),
     ("policy", [None, "", "fifo", "MRU", b"mru", 0, ["mru"]], "'mru' or 'lru'"),
     ("shared_args", [None, "mask", b"mask", 5, [5], ("mask", None)], "a sequence of argument names"),
+    ("miss_batch", [None, "", "padded", "PAD", True, 2], "'exact' or 'pad'"),
+    ("verify", [None, "0.1", True, -0.1, 1.1, float("nan"), 2, [0.5]], "a share of hits from 0.0 to 1.0"),
 ]
 WRONG_CASES = [(option, value, expected) for option, values, expected in WRONG for value in values]
 
@@ -165,6 +167,8 @@ def test_every_option_has_its_documented_default():
         "cache_dtype": None,
         "policy": "mru",
         "shared_args": (),
+        "miss_batch": "exact",
+        "verify": 0.0,
     }
 
 

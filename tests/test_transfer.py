@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from torchcache2.gather import empty_bytes, gather
 from torchcache2.keys import Keys, item_keys
-from torchcache2.rows import Rows, empty_bytes, gather
+from torchcache2.rows import Rows
 from torchcache2.tiers.memory import MemoryTier
 from torchcache2.transfer import Arriving, Runtime, StreamOrder, to_device, to_host
 

@@ -326,6 +326,17 @@ def test_what_others_keep_while_a_stale_batch_is_computed_again_is_forgotten():
     assert counts(scaled) == (4, 4)
 
 
+def test_items_that_look_the_same_to_a_subsample(log):
+    function = torchcache(subsample_count=10, **FULL)(lambda x: x.sum(1, keepdim=True))
+    x = torch.zeros(1, 1000)
+    y = x.clone()
+    y[0, 100] = 5
+    assert function(x) == 0
+    assert function(y) == 5
+    assert counts(function) == (1, 1) and len(warnings_in(log)) == 1
+    assert function(x) == 0
+
+
 # What counts as a difference
 
 
@@ -450,6 +461,15 @@ def test_what_is_a_difference(old, new, differing):
             same(a, b)
         elif not isinstance(b, torch.Tensor):
             assert type(a) is type(b) and (a == b or b != b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_small_outputs_that_differ(dtype):
+    old, new = (torch.softmax(torch.randn(3, 500), 1).to(dtype) for _ in range(2))
+    mismatched, output = verified(old, new)
+    assert mismatched == 3
+    same(output, new)
+    assert verified(old, (old.double() * (1 + torch.finfo(dtype).eps)).to(dtype))[0] == 0
 
 
 def test_rows_with_their_channels_last_equal_those_without():

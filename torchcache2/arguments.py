@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from torchcache2.digest import Encoder, UnencodableError, sized, text_bytes
 from torchcache2.errors import InputError, OptionError, UnhashableArgumentError
+from torchcache2.gather import select
 from torchcache2.modes import modes
-from torchcache2.rows import select
 
 __all__ = ["BoundCall", "Signature", "UncachedArgumentError"]
 

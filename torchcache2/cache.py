@@ -5,9 +5,7 @@ All caches of one budget share a `TierStack`; each has a namespace of its own.
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
 from collections.abc import Collection
 from types import TracebackType
 from typing import Any, Protocol
@@ -24,11 +22,11 @@ from torchcache2.logs import logger
 from torchcache2.rows import Rows
 from torchcache2.settings import CacheSettings
 from torchcache2.stats import CacheStats, Counters
-from torchcache2.tiers.memory import MemoryTier
+from torchcache2.tiers.stack import TierStack
 from torchcache2.tracing import Steps, run_steps, transparent
 from torchcache2.verify import differences
 
-__all__ = ["Cache", "TierStack"]
+__all__ = ["Cache"]
 
 _CPU = torch.device("cpu")
 _NOWHERE: Positions = np.empty(0, np.int64)
@@ -40,52 +38,6 @@ class Compute(Protocol):
     def __call__(self, positions: Tensor) -> Any:
         """`positions` is int64 on the CPU, shape (k,), ascending."""
         ...
-
-
-class TierStack:
-    """The tiers of one budget, and the caches that use them.
-
-    The tiers are made when the first rows come.
-    """
-
-    def __init__(self, settings: CacheSettings) -> None:
-        self.settings = settings
-        self._lock = threading.RLock()  # the garbage collector may close a cache at any point
-        self._caches: weakref.WeakSet[Cache] = weakref.WeakSet()
-        self._memory: MemoryTier | None = None
-
-    @property
-    def memory(self) -> MemoryTier:
-        """The memory tier."""
-        with self._lock:
-            if self._memory is None:
-                device = self.settings.memory_cache_device
-                self._memory = MemoryTier(
-                    self.settings.memory_budget(),
-                    self.settings.policy,
-                    None if device is None else torch.device(device),
-                    self._in_use,
-                )
-            return self._memory
-
-    def join(self, cache: Cache) -> None:
-        """Count a cache among those whose namespaces are in use, as long as it lives."""
-        with self._lock:
-            self._caches.add(cache)
-
-    def leave(self, cache: Cache) -> None:
-        """The cache is closed. The last one takes the tiers with it."""
-        with self._lock:
-            self._caches.discard(cache)
-            memory = self._memory
-            if memory is None or self._caches:
-                return
-            self._memory = None
-        memory.close()  # not under the lock: a full tier asks who is left while it holds its own
-
-    def _in_use(self) -> set[bytes]:
-        with self._lock:
-            return {cache.namespace for cache in list(self._caches)}
 
 
 class Cache:

@@ -250,7 +250,7 @@ class CodeWalk(Encoder):
 def is_ours(value: Any) -> bool:
     """Whether the decorator has made a wrapper, whose marks `functools.wraps` copies to those of others."""
     module = getattr(value, "__globals__", {}).get("__name__", type(value).__module__)
-    return bool(module == f"{__package__}.module")
+    return module in (f"{__package__}.module", f"{__package__}.instance")
 
 
 def original(value: Any) -> Any:

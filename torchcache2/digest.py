@@ -32,12 +32,10 @@ __all__ = [
     "Encoder",
     "UnencodableError",
     "attributes",
-    "describe",
     "digest",
     "item_bytes",
     "qualified_name",
     "sized",
-    "split",
     "tensor_digest",
     "text_bytes",
 ]
@@ -106,37 +104,6 @@ def tensor_digest(tensor: Tensor) -> bytes:
 def sized(data: bytes) -> bytes:
     """Bytes behind their length."""
     return struct.pack("<Q", len(data)) + data
-
-
-def split(data: bytes) -> list[bytes]:
-    """The parts that were joined behind their lengths."""
-    parts, start = [], 0
-    while start < len(data):
-        (size,) = struct.unpack_from("<Q", data, start)
-        parts.append(data[start + 8 : start + 8 + size])
-        start += 8 + size
-    return parts
-
-
-def describe(data: bytes) -> str | None:
-    """For people, the value that `Encoder` has written as `data`; None if it is long or has no short form."""
-    tag, rest = data[:1], data[1:]
-    if len(data) > _MOST_DESCRIBED:
-        return None
-    if data.startswith(_LABELS):
-        return data.decode("utf-8", "replace")
-    try:
-        if tag in _DESCRIBED:
-            return _DESCRIBED[tag](rest)
-        items = [describe(part) for part in split(rest[8:])] if tag in (b"(", b"[") else [None]
-    except (struct.error, ValueError, IndexError):
-        return None  # not what the encoder has written
-    if tag in (b"(", b"["):
-        texts = [item for item in items if item is not None]
-        if len(texts) == len(items):
-            comma = "," if tag == b"(" and len(texts) == 1 else ""
-            return f"({', '.join(texts)}{comma})" if tag == b"(" else f"[{', '.join(texts)}]"
-    return None
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -300,15 +267,4 @@ _SIMPLE: dict[type, Callable[[Any], bytes]] = {
     str: lambda value: b"s" + text_bytes(value),
     bytes: lambda value: b"y" + sized(value),
     bytearray: lambda value: b"Y" + sized(bytes(value)),
-}
-_MOST_DESCRIBED = 200
-_LABELS = (b"class ", b"function ", b"module ")  # of what has a part of its own
-_DESCRIBED: dict[bytes, Callable[[bytes], str]] = {
-    b"n": lambda rest: "None",
-    b"b": lambda rest: str(rest == b"1"),
-    b"i": lambda rest: str(int(rest[8:], 16)),
-    b"f": lambda rest: repr(struct.unpack("<d", rest)[0]),
-    b"c": lambda rest: repr(complex(*struct.unpack("<dd", rest))),
-    b"s": lambda rest: repr(rest[8:].decode("utf-8", "surrogatepass")),
-    b"p": lambda rest: split(rest)[1].decode("utf-8", "replace"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from torchcache2.digest import describe, split
+from torchcache2.describe import describe, split
 from torchcache2.fingerprint import Fingerprint
 
 __all__ = ["CallSeen", "call_differences", "fingerprint_differences"]

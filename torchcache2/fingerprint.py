@@ -21,11 +21,11 @@ from torch.nn.parameter import is_lazy
 from torchcache2 import sources
 from torchcache2.assigned import assigned_for_others
 from torchcache2.codewalk import original
+from torchcache2.describe import describe
 from torchcache2.digest import (
     Encoder,
     UnencodableError,
     attributes,
-    describe,
     digest,
     qualified_name,
     text_bytes,

@@ -7,24 +7,21 @@ An instance gets a callable in place of its forward. Either way the cache of a m
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-import threading
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 
-from torchcache2.cache import TierStack
+from torchcache2.binding import BINDING, REPLICATE, Binding
 from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, is_ours
 from torchcache2.errors import DecorationError
 from torchcache2.fingerprint import INIT_ATTRIBUTE, argument_digests
 from torchcache2.forward import ModuleCache
-from torchcache2.namespace import History
+from torchcache2.instance import decorate_instance
 from torchcache2.settings import CacheSettings, MissBatch, Policy, Size
 from torchcache2.tracing import Steps, is_exported, is_traced, run_steps, with_own_code
 
@@ -32,10 +29,7 @@ __all__ = ["torchcache"]
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-_BINDING = "_torchcache_binding"
 _STARTING = "_torchcache_starting"
-_PREFIX = "torchcache_"
-_REPLICATE = "_replicate_for_data_parallel"  # torch calls it for each device at each forward
 
 
 @overload
@@ -104,7 +98,7 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
     settings = CacheSettings.from_options(options)
 
     def decorate(target: Any) -> Any:
-        binding = _Binding(settings)
+        binding = Binding(settings)
         forward = getattr(target, "forward", target)
         if _is_deferred(forward):
             raise DecorationError(
@@ -114,7 +108,7 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
         if isinstance(target, type) and issubclass(target, nn.Module):
             return _decorate_class(target, binding)
         if isinstance(target, nn.Module) and not isinstance(target, torch.jit.ScriptModule):
-            return _decorate_instance(target, binding)
+            return decorate_instance(target, binding)
         if isinstance(target, types.FunctionType):
             return _decorate_function(target, binding)
         raise DecorationError(
@@ -127,33 +121,8 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
     return decorate(target)
 
 
-class _Binding:
-    """One decorator: its options, and the tiers that all of its caches share."""
-
-    def __init__(self, settings: CacheSettings) -> None:
-        self.settings = settings
-        self.tiers = TierStack(settings)
-        self.histories: dict[type, History] = {}
-        self.creation = threading.RLock()
-
-    def cache(self, root: Any, plain: Callable[..., Any]) -> ModuleCache:
-        """A cache for a module or function, with the options that the module overrides."""
-        options: dict[str, Any] = {}
-        if isinstance(root, nn.Module):
-            for scope in (*map(vars, reversed(type(root).__mro__)), vars(root)):
-                options |= {
-                    name.removeprefix(_PREFIX): value
-                    for name, value in scope.items()
-                    if name.startswith(_PREFIX)
-                }
-        settings = self.settings.replace(options)
-        tiers = self.tiers if settings.shares_tiers_with(self.settings) else None
-        history = self.histories.setdefault(type(root), History())
-        return ModuleCache(root, plain, settings, tiers, history)
-
-
-def _decorate_class(cls: type[nn.Module], binding: _Binding) -> type[nn.Module]:
-    setattr(cls, _BINDING, binding)
+def _decorate_class(cls: type[nn.Module], binding: Binding) -> type[nn.Module]:
+    setattr(cls, BINDING, binding)
     setattr(cls, "cache_instance", _CacheAttribute())  # noqa: B010  mypy knows no such attribute
     _patch_methods(cls)
     inherited = cls.__dict__.get("__init_subclass__")
@@ -173,7 +142,7 @@ def _decorate_class(cls: type[nn.Module], binding: _Binding) -> type[nn.Module]:
 
 
 def _patch_methods(cls: type[nn.Module]) -> None:
-    wrappers = {"forward": _cached_forward, "__init__": _recording_init, _REPLICATE: _cached_replicate}
+    wrappers = {"forward": _cached_forward, "__init__": _recording_init, REPLICATE: _cached_replicate}
     for name, wrap in wrappers.items():
         method = getattr(cls, name)
         own = name in cls.__dict__
@@ -270,7 +239,7 @@ def _cache_of(module: nn.Module) -> ModuleCache:
     # A replica of `nn.DataParallel` has copies of the weights, and is gone after this call.
     if cache is not None and (cache.root is module or getattr(module, "_is_replica", False)):
         return cache  # type: ignore[no-any-return]
-    binding: _Binding = getattr(type(module), _BINDING)
+    binding: Binding = getattr(type(module), BINDING)
     with binding.creation:
         cache = module.__dict__.get("cache_instance")
         if cache is None or cache.root is not module:
@@ -281,88 +250,7 @@ def _cache_of(module: nn.Module) -> ModuleCache:
         return cache
 
 
-def _decorate_instance(module: nn.Module, binding: _Binding) -> nn.Module:
-    if hasattr(type(module), _BINDING) or isinstance(module.__dict__.get("forward"), _InstanceForward):
-        raise DecorationError(f"this {type(module).__name__} is cached already")
-    forward = _InstanceForward(module, module.__dict__.get("forward"))
-    forward.cache = binding.cache(module, forward.plain())
-    module.__dict__["cache_instance"] = forward.cache
-    module.__dict__["forward"] = forward
-    module.__dict__[_REPLICATE] = forward.replicate
-    return module
-
-
-class _InstanceForward:
-    """The forward of a decorated instance; is copied and pickled as part of its module.
-
-    It refers to the module weakly: a cycle would keep a dropped model's memory until the next
-    garbage collection.
-    """
-
-    cache: ModuleCache
-
-    def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
-        self._module = weakref.ref(module)
-        self._own = own  # a forward that somebody else has put on the instance
-        setattr(self, ORIGINAL_ATTRIBUTE, own)
-        function = own or type(module).forward
-        self.__name__ = "forward"
-        self.__doc__ = function.__doc__
-        self.__code__ = getattr(function, "__code__", type(self).__call__.__code__)  # torch.export reads it
-        self.__signature__ = inspect.signature(self.plain())
-
-    def plain(self) -> Callable[..., Any]:
-        """The forward without the cache."""
-        module = self._module()
-        if module is None:
-            raise ReferenceError("the module of this forward does not exist any more")
-        return self._own or types.MethodType(type(module).forward, module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_exported():
-            if self._own is not None:
-                return self._own(*args, **kwargs)
-            module: Any = self._module()  # Dynamo follows this, but not `plain`
-            return type(module).forward(module, *args, **kwargs)
-        return run_steps(self._call, args, kwargs)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps[Any]:
-        return (yield from self.cache.call(self.plain(), args, kwargs))
-
-    def replicate(self) -> nn.Module:
-        """A replica of the module for `nn.DataParallel`, with the same cache."""
-        module = self._module()
-        replica: nn.Module = getattr(type(module), _REPLICATE)(module)
-        forward = _InstanceForward(replica, self._own)
-        forward.cache = self.cache
-        replica.__dict__["forward"] = forward
-        return replica
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _InstanceForward:
-        module = memo.get(id(self._module()))
-        if module is None:
-            return self
-        twin = _InstanceForward(module, copy.deepcopy(self._own, memo))
-        twin.cache = copy.deepcopy(self.cache, memo)
-        return twin
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _load_instance_forward, (self._module(), self._own, self.cache)
-
-
-setattr(_InstanceForward, ADDED_ATTRIBUTE, True)
-
-
-def _load_instance_forward(
-    module: nn.Module, own: Callable[..., Any] | None, cache: ModuleCache
-) -> _InstanceForward:
-    forward = _InstanceForward(module, own)
-    forward.cache = cache
-    cache.bind(module, forward.plain())
-    return forward
-
-
-def _decorate_function(function: types.FunctionType, binding: _Binding) -> Callable[..., Any]:
+def _decorate_function(function: types.FunctionType, binding: Binding) -> Callable[..., Any]:
     cache = binding.cache(function, function)
 
     @with_own_code

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from torchcache2.digest import describe, digest
+from torchcache2.describe import describe
+from torchcache2.digest import digest
 from torchcache2.fingerprint import Fingerprint, Walk
 from torchcache2.logs import logger
 from torchcache2.modes import autocast_keeps_weights

@@ -12,9 +12,24 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-__all__ = ["RandomState", "Reason", "depends_on_batch", "versions"]
+__all__ = ["ADVICE", "RandomState", "Reason", "depends_on_batch", "versions"]
 
 Reason = tuple[str, str]  # a word for statistics, and a sentence
+
+# What to do about each reason.
+ADVICE = {
+    "grad": "call it under torch.no_grad() or set requires_grad_(False) on parameters and inputs",
+    "training": "call .eval() first",
+    "batch": "an item's output has to depend on that item alone; quantize statically, or cache parts",
+    "parametrize": "call it outside of that context",
+    "lazy": "the next call can be cached",
+    "random": "its output is random: nothing to do if that is meant, else remove the random operation",
+    "state": "the forward changed a tensor or an attribute of its own module; if that happens at every "
+    "call, it cannot be cached",
+    "subclass": "pass dense tensors of torch's own type to have the call cached",
+    "autocast": "change weights outside of the autocast context",
+    "input": "the forward changed its input in place; have it work on a copy",
+}
 
 _DYNAMIC = (
     "torch.ao.nn.quantized.dynamic",

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.gather import gather
 from torchcache2.index import Entries, KeyIndex, Words
 from torchcache2.keys import Bytes2D
-from torchcache2.rows import Rows, Schema, gather
+from torchcache2.rows import Rows, Schema
 from torchcache2.transfer import Runtime, StreamOrder
 
 __all__ = ["Arena"]

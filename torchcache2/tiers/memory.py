@@ -21,9 +21,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from torchcache2.gather import with_ordinary_tensors
 from torchcache2.keys import Keys
 from torchcache2.logs import logger
-from torchcache2.rows import Rows, Schema, with_ordinary_tensors
+from torchcache2.rows import Rows, Schema
 from torchcache2.settings import Policy
 from torchcache2.tiers.arena import Arena
 from torchcache2.tiers.base import Found, Positions, TierStats

@@ -1,0 +1,131 @@
+"""`Computation`: runs the forward of one call for some of its items, and judges what came of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from operator import is_
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchcache2.arguments import BoundCall, Signature
+from torchcache2.batch import NotStoredError
+from torchcache2.digest import digest
+from torchcache2.keys import Keys, item_keys
+from torchcache2.namespace import NamespaceKeeper, Seen
+from torchcache2.purity import ADVICE, RandomState, versions
+from torchcache2.settings import CacheSettings
+from torchcache2.tracing import Steps
+
+__all__ = ["Computation"]
+
+
+class Computing(Protocol):
+    """The cache that a computation is for."""
+
+    settings: CacheSettings
+    keeper: NamespaceKeeper
+    signature: Signature
+
+    def run(self, plain: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Steps[Any]:
+        """Run the forward without the cache."""
+        ...
+
+    def remember_random(self, context: bytes) -> None:
+        """Bypass such calls from now on."""
+        ...
+
+
+class Computation:
+    """Runs the forward for some items of a call, and says if the outcome must not be stored."""
+
+    def __init__(
+        self, cache: Computing, root: Any, plain: Callable[..., Any], call: BoundCall, seen: Seen
+    ) -> None:
+        self._cache = cache
+        self._root = root
+        self._plain = plain
+        self._bound = call
+        self._seen = seen
+        self.context = digest([seen.namespace, call.context])
+
+    def keys(self, call: BoundCall) -> Keys:
+        """The keys of a call's items."""
+        count = self._cache.settings.subsample_count
+        return item_keys(self._seen.namespace, call.context, call.leaves, subsample_count=count)
+
+    def steps(self, positions: Tensor) -> Steps[Any]:
+        """Run the forward for the items at some positions."""
+        call, cache = self._bound, self._cache
+        whole = len(positions) == call.batch_size
+        args, kwargs = (call.args, call.kwargs) if whole else call.take(positions)
+        before = pytree.tree_leaves((args, dict(kwargs)))
+        inputs = [leaf for leaf in before if isinstance(leaf, Tensor)]
+        counts = versions(inputs)
+        content = self._content(args, kwargs, inputs)
+        buffers = [] if whole else [(b, b.clone()) for b in self._seen.tensors.small_buffers()]
+        attributes = [] if whole else cache.keeper.attributes(self._root)
+        state = RandomState(cache.keeper.generators)
+        output = yield from cache.run(self._plain, args, kwargs)
+        reason = None
+        if state.moved():
+            reason = "random"
+            cache.remember_random(self.context)
+        elif cache.keeper.changed_since(self._seen, self._root):
+            reason = "state"
+        elif (
+            versions(inputs) != counts
+            or not _same(pytree.tree_leaves((args, dict(kwargs))), before)
+            or not np.array_equal(self._content(args, kwargs, inputs), content)
+        ):
+            reason = "input"
+        elif any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output)):
+            reason = "grad"
+        if reason is not None:
+            if not whole:
+                # The caller is to see what one plain forward does.
+                if reason == "random" and threading.active_count() == 1:
+                    state.restore()
+                with torch.no_grad():
+                    for buffer, content_before in buffers:
+                        buffer.copy_(content_before)
+                for fields, fields_before in attributes if reason == "state" else ():
+                    fields.clear()
+                    fields.update(fields_before)
+                output = yield from cache.run(self._plain, call.args, call.kwargs)
+            raise NotStoredError(reason, ADVICE[reason], output)
+        return self._own(output, inputs) if whole else output
+
+    def _content(self, args: Any, kwargs: Mapping[str, Any], inputs: list[Tensor]) -> Any:
+        """What tells of changes in inference tensors, which have no version counters."""
+        if not any(tensor.is_inference() for tensor in inputs):
+            return None
+        return self.keys(self._cache.signature.bind(tuple(args), kwargs)).data
+
+    def _own(self, output: Any, inputs: list[Tensor]) -> Any:
+        """The output, with copies of tensors that are parts or aliases of others."""
+        borrowed = set(map(_storage, (*inputs, *self._seen.tensors.tensors)))
+
+        def own(leaf: Any) -> Any:
+            if type(leaf) is not Tensor or leaf.layout != torch.strided or leaf.is_nested:
+                return leaf
+            storage = leaf.untyped_storage()
+            is_part = storage.nbytes() != leaf.numel() * leaf.element_size()
+            return leaf.clone() if is_part or _storage(leaf) in borrowed else leaf
+
+        return own(output) if isinstance(output, Tensor) else pytree.tree_map(own, output)
+
+
+def _same(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(map(is_, left, right))
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a subclass or layout without storage of its own
+        return 0
