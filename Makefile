@@ -1,6 +1,6 @@
 # make demo   cache a frozen backbone on real data, with and without: the example
 # make test   lint, types and the whole suite
-# make bench  the benchmarks: tables, and a plot in .bench
+# make bench  the benchmarks: tables and a plot for the documentation
 # make docs   the documentation, in .docs
 # make soak   the tests that take long
 # make lowest the suite on the oldest torch that is supported
@@ -21,7 +21,7 @@ test: $(VENV)/test
 	$(RUN) -m pytest
 
 bench: $(VENV)/bench
-	$(RUN) -m tests.benchmarks --markdown docs/performance_tables.md
+	$(RUN) -m tests.benchmarks --markdown docs/performance_tables.md --plot docs/sizes.png
 	$(RUN) -m pytest tests/benchmarks/test_faults.py
 
 docs: $(VENV)/docs

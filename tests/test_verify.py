@@ -25,7 +25,7 @@ import torchcache2
 from tests.test_forward import assert_same, cached
 from tests.test_property import LEAVES, OTHERS, build, nested
 from torchcache2 import Cache, CacheSettings, Keys, torchcache
-from torchcache2.cache import TierStack
+from torchcache2.tiers.stack import TierStack
 
 NAMESPACE = b"sixteen letters."
 WIDTH = 64

@@ -42,7 +42,7 @@ def _options():
         "--plot",
         metavar="PATH",
         default=".bench/sizes.png",
-        help="where `sizes` draws, as PNG and as SVG (default: %(default)s)",
+        help="where `sizes` draws, a PNG (default: %(default)s)",
     )
     options = parser.parse_args()
     for name in options.sections:

@@ -6,7 +6,6 @@ import matplotlib
 import torch
 
 matplotlib.use("Agg")
-matplotlib.rcParams["svg.hashsalt"] = "torchcache2"  # the same data are the same file
 
 import matplotlib.pyplot as plt  # noqa: E402  after the backend is chosen
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator  # noqa: E402
@@ -19,7 +18,7 @@ GAP = 1.5  # labels are at least this factor apart on the logarithmic axis
 
 
 def draw(path, title, times, reference):
-    """Draw `times` (shape → name → `Times`) as PNG and SVG; `reference` is dashed. Returns the paths."""
+    """Draw `times` (shape → name → `Times`) as a PNG; `reference` is dashed."""
     sizes = [4 * math.prod(shape) for shape in times]
     names = list(next(iter(times.values())))
     figure, axes = plt.subplots(figsize=(11, 5.8), layout="constrained")
@@ -47,11 +46,8 @@ def draw(path, title, times, reference):
     machine = f"{hardware()}, torch {torch.__version__}, torch threads: {torch.get_num_threads()}"
     axes.set_title(f"{title}\n{machine}", fontsize=10.5, loc="left")
     path.parent.mkdir(parents=True, exist_ok=True)
-    paths = [path.with_suffix(".png"), path.with_suffix(".svg")]
-    figure.savefig(paths[0], dpi=150)
-    figure.savefig(paths[1], metadata={"Date": None})
+    figure.savefig(path, dpi=150)
     plt.close(figure)
-    return paths
 
 
 def _label_lines(axes, right, ends):
