@@ -7,10 +7,10 @@ import torch
 
 matplotlib.use("Agg")
 
-import matplotlib.pyplot as plt  # noqa: E402  after the backend is chosen
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator  # noqa: E402
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-from tests.benchmarks.report import hardware  # noqa: E402
+from tests.benchmarks.report import hardware
 
 BATCH = 256
 STYLES = [("#c1272d", "o"), ("#0000a7", "s"), ("#a0620a", "^"), ("#008176", "D"), ("#7a3f9d", "v")]
