@@ -1,6 +1,7 @@
 """A cached forward against the plain one: arguments, outputs, bypasses and errors."""
 
 import collections
+import copy
 import dataclasses
 import inspect
 import random
@@ -633,3 +634,33 @@ def test_persistent_module_hash_replaces_the_namespace():
     before = first(X)
     first.fc.weight.mul_(2)
     assert torch.equal(first(X), before)
+
+
+def test_a_forward_that_sets_itself_up_does_so_once():
+    class Capturing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.is_ready, self.names, self.kinds = False, [], {}
+
+        def forward(self, x):
+            if not self.is_ready:
+                self.layer.register_forward_hook(lambda module, args, output: output + 1)
+                self.add_module("second", nn.Tanh())
+                self.names.append("second")
+                self.kinds["second"] = nn.Tanh
+                self.is_ready = True
+            return self.second(self.layer(x))
+
+    torch.manual_seed(0)
+    plain = Capturing().eval().requires_grad_(False)
+    cached_module = torchcache(copy.deepcopy(plain))
+    x = torch.arange(12.0).view(4, 3)
+    x[3] = x[0]  # the first call runs the forward for a part of the batch
+    for _ in range(3):
+        assert torch.equal(cached_module(x), plain(x))
+    for module in (plain, cached_module):
+        assert len(module.layer._forward_hooks) == 1
+        assert (module.names, module.kinds) == (["second"], {"second": nn.Tanh})
+    assert cached_module.cache_instance.stats().bypasses == {"state": 4}
+    assert cached_module.cache_instance.stats().hits >= 4

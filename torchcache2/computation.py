@@ -68,7 +68,7 @@ class Computation:
         counts = versions(inputs)
         content = self._content(args, kwargs, inputs)
         buffers = [] if whole else [(b, b.clone()) for b in self._seen.tensors.small_buffers()]
-        attributes = [] if whole else cache.keeper.attributes(self._root)
+        attributes = None if whole else cache.keeper.attributes(self._root)
         state = RandomState(cache.keeper.generators)
         output = yield from cache.run(self._plain, args, kwargs)
         reason = None
@@ -93,9 +93,8 @@ class Computation:
                 with torch.no_grad():
                     for buffer, content_before in buffers:
                         buffer.copy_(content_before)
-                for fields, fields_before in attributes if reason == "state" else ():
-                    fields.clear()
-                    fields.update(fields_before)
+                if attributes is not None and reason == "state":
+                    attributes.restore()
                 output = yield from cache.run(self._plain, call.args, call.kwargs)
             raise NotStoredError(reason, ADVICE[reason], output)
         return self._own(output, inputs) if whole else output

@@ -15,7 +15,7 @@ from torchcache2.digest import digest
 from torchcache2.fingerprint import Fingerprint, Walk
 from torchcache2.logs import logger
 from torchcache2.modes import autocast_keeps_weights
-from torchcache2.purity import Reason, depends_on_batch
+from torchcache2.purity import Attributes, Reason, depends_on_batch
 from torchcache2.settings import CacheSettings
 from torchcache2.watch import TensorWatch, Watch
 
@@ -151,13 +151,12 @@ class NamespaceKeeper:
             # Something was touched, perhaps only to be what it was: pruning does so at every call.
             return self.look(root).namespace != seen.namespace
 
-    def attributes(self, root: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """The attributes of the module and its submodules, each with a copy of what they are now."""
+    def attributes(self, root: Any) -> Attributes:
+        """The attributes of the module and its submodules, as they are now."""
         with self._lock:
             modules = self._watch.modules if self._watch is not None else []
             module = _module(root)
-            found = map(vars, [*modules, *([module] if module is not None else [])])
-            return [(fields, dict(fields)) for fields in found]
+            return Attributes([*modules, *([module] if module is not None else [])])
 
     def distrust_tensors(self) -> None:
         """Have the tensors read again: an optimizer may step now, which not every tensor tells."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-__all__ = ["ADVICE", "RandomState", "Reason", "depends_on_batch", "versions"]
+__all__ = ["ADVICE", "Attributes", "RandomState", "Reason", "depends_on_batch", "versions"]
 
 Reason = tuple[str, str]  # a word for statistics, and a sentence
 
@@ -31,6 +32,7 @@ ADVICE = {
     "input": "the forward changed its input in place; have it work on a copy",
 }
 
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 _DYNAMIC = (
     "torch.ao.nn.quantized.dynamic",
     "torch.ao.nn.intrinsic.quantized.dynamic",
@@ -57,9 +59,45 @@ def depends_on_batch(module: nn.Module) -> Reason | None:
     return None
 
 
+def _elements(container: Any) -> list[int]:
+    """What is in a container, by identity."""
+    values = container.items() if isinstance(container, dict) else [(value,) for value in container or ()]
+    return [id(part) for pair in values for part in pair]
+
+
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Version counters; inference tensors have none."""
     return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
+class Attributes:
+    """The attributes of some modules, and what their dicts, lists and sets hold, to be put back.
+
+    A forward that sets itself up when it first runs does so on the same objects: a flag, and a hook in the
+    dict of hooks.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._fields = [(fields, dict(fields)) for fields in map(vars, modules)]
+        self._contents = [
+            (value, value.copy() if value else None)
+            for _, fields in self._fields
+            for value in fields.values()
+            if type(value) in _CONTAINERS
+        ]
+
+    def restore(self) -> None:
+        """Put everything back, into the objects that are there now."""
+        for fields, before in self._fields:
+            fields.clear()
+            fields.update(before)
+        for container, content in self._contents:
+            # Only where something has changed: another thread may be going through it.
+            if _elements(container) == _elements(content):
+                continue
+            container.clear()
+            if content:
+                (container.extend if isinstance(container, list) else container.update)(content)
 
 
 class RandomState:
