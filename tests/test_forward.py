@@ -664,3 +664,58 @@ def test_a_forward_that_sets_itself_up_does_so_once():
         assert (module.names, module.kinds) == (["second"], {"second": nn.Tanh})
     assert cached_module.cache_instance.stats().bypasses == {"state": 4}
     assert cached_module.cache_instance.stats().hits >= 4
+
+
+@pytest.fixture
+def idle_thread():
+    """A thread that does nothing, but might have drawn a number."""
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    yield
+    end.set()
+    thread.join()
+
+
+def states():
+    numpy_state = np.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist(), numpy_state[2]
+
+
+def test_a_number_that_another_thread_may_have_drawn_is_forgiven(idle_thread):
+    @torchcache
+    def function(x):
+        if bool((x == 99).any()):
+            random.random()  # stands for another thread's
+        return x * 2
+
+    x = torch.arange(8.0).view(4, 2)
+    function(torch.full((4, 2), 99.0))
+    before = states()
+    for _ in range(8):
+        assert torch.equal(function(x), x * 2)
+        assert torch.equal(function(x[:2]), x[:2] * 2)
+    assert states() == before
+    stats = function.cache_instance.stats()
+    assert stats.bypasses["random"] <= 4 + 4 * 4 and stats.hits >= 4 * 4
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_a_random_forward_beside_another_thread_is_never_cached(idle_thread, seeded):
+    def noisy(x):
+        if seeded:
+            torch.manual_seed(5)
+        return x + torch.rand(x.shape) + random.random() * (not seeded)
+
+    cached_noisy = torchcache(noisy)
+    x = torch.zeros(3, 2)
+    for function in (noisy, cached_noisy):
+        torch.manual_seed(1)
+        random.seed(1)
+        outputs = [function(x[: 1 + i % 3]) for i in range(150)]
+        if function is noisy:
+            expected, after = outputs, states()
+    for output, right in zip(outputs, expected, strict=True):
+        assert torch.equal(output, right)
+    assert states() == after
+    assert cached_noisy.cache_instance.stats().hits == 0

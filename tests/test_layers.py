@@ -34,6 +34,7 @@ LAYERS = [
     "namespace",
     "watch",
     "purity",
+    "randomness",
     "fingerprint",
     "objectwalk",
     "codewalk",
@@ -49,6 +50,7 @@ LAYERS = [
     "digest",
     "settings",
     "tracing",
+    "locks",
     "logs",
     "errors",
 ]

@@ -97,3 +97,40 @@ def test_a_cache_among_the_attributes_is_no_obstacle(log):
         net(X)
     assert hits(net) == 4
     assert not [record for record in log if record.levelname == "WARNING"]
+
+
+def reload(old, new):
+    """What the reloading of notebooks does with a function that exists already."""
+    old.__code__, old.__defaults__, old.__dict__ = new.__code__, new.__defaults__, new.__dict__
+
+
+def test_a_function_that_is_reloaded_in_place_is_the_new_one():
+    def make(amount):
+        @torchcache
+        def shifted(x):
+            return x + amount
+
+        return shifted
+
+    old = make(1)
+    assert torch.equal(old(X), X + 1)
+    reload(old, make(2))
+    for _ in range(2):
+        assert torch.equal(old(X), X + 2)
+
+
+def test_a_class_whose_forward_is_reloaded_in_place_is_the_new_one():
+    def make(amount):
+        @torchcache
+        class Shifted(nn.Module):
+            def forward(self, x):
+                return x + amount
+
+        return Shifted
+
+    kind = make(1)
+    module = kind()
+    assert torch.equal(module(X), X + 1)
+    reload(kind.forward, make(2).forward)
+    for _ in range(2):
+        assert torch.equal(module(X), X + 2)

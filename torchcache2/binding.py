@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from torchcache2.forward import ModuleCache
+from torchcache2.locks import ProcessLock
 from torchcache2.namespace import History
 from torchcache2.settings import CacheSettings
 from torchcache2.tiers.stack import TierStack
@@ -27,7 +28,7 @@ class Binding:
         self.settings = settings
         self.tiers = TierStack(settings)
         self.histories: dict[type, History] = {}
-        self.creation = threading.RLock()
+        self.creation = ProcessLock(threading.RLock)
 
     def cache(self, root: Any, plain: Callable[..., Any]) -> ModuleCache:
         """A cache for a module or function, with the options that the module overrides."""

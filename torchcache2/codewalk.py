@@ -54,6 +54,7 @@ _CLASS_NOISE = frozenset(
     )
 )
 _FUNCTION_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_WRAPPER_FIELDS = attrgetter("__dict__", "__code__")
 _MISSING = object()
 
 
@@ -131,6 +132,7 @@ class CodeWalk(Encoder):
                 continue
             if ORIGINAL_ATTRIBUTE in marks and is_ours(raw):
                 value = marks[ORIGINAL_ATTRIBUTE]
+                self.reads.append((_WRAPPER_FIELDS, raw))  # which a reload in a notebook replaces
                 self.scopes.append((marks, ORIGINAL_ATTRIBUTE, value))
             code = getattr(inspect.unwrap(raw), "__code__", None) if is_function else None
             has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")

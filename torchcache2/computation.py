@@ -17,7 +17,8 @@ from torchcache2.batch import NotStoredError
 from torchcache2.digest import digest
 from torchcache2.keys import Keys, item_keys
 from torchcache2.namespace import NamespaceKeeper, Seen
-from torchcache2.purity import ADVICE, RandomState, versions
+from torchcache2.purity import ADVICE, versions
+from torchcache2.randomness import RandomContexts, RandomState
 from torchcache2.settings import CacheSettings
 from torchcache2.tracing import Steps
 
@@ -30,13 +31,10 @@ class Computing(Protocol):
     settings: CacheSettings
     keeper: NamespaceKeeper
     signature: Signature
+    random: RandomContexts
 
     def run(self, plain: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Steps[Any]:
         """Run the forward without the cache."""
-        ...
-
-    def remember_random(self, context: bytes) -> None:
-        """Bypass such calls from now on."""
         ...
 
 
@@ -61,7 +59,9 @@ class Computation:
     def steps(self, positions: Tensor) -> Steps[Any]:
         """Run the forward for the items at some positions."""
         call, cache = self._bound, self._cache
-        whole = len(positions) == call.batch_size
+        suspect = cache.random.is_suspect(self.context)
+        # Of a suspect, the caller's own arguments are kept for a second run.
+        whole = len(positions) == call.batch_size and not suspect
         args, kwargs = (call.args, call.kwargs) if whole else call.take(positions)
         before = pytree.tree_leaves((args, dict(kwargs)))
         inputs = [leaf for leaf in before if isinstance(leaf, Tensor)]
@@ -70,11 +70,11 @@ class Computation:
         buffers = [] if whole else [(b, b.clone()) for b in self._seen.tensors.small_buffers()]
         attributes = None if whole else cache.keeper.attributes(self._root)
         state = RandomState(cache.keeper.generators)
-        output = yield from cache.run(self._plain, args, kwargs)
+        output = yield from self._run(args, kwargs, state if suspect else None)
         reason = None
-        if state.moved():
+        if (not suspect or cache.random.is_suspect(self.context)) and state.moved():
             reason = "random"
-            cache.remember_random(self.context)
+            cache.random.add(self.context)
         elif cache.keeper.changed_since(self._seen, self._root):
             reason = "state"
         elif (
@@ -88,7 +88,7 @@ class Computation:
         if reason is not None:
             if not whole:
                 # The caller is to see what one plain forward does.
-                if reason == "random" and threading.active_count() == 1:
+                if reason == "random" and (suspect or threading.active_count() == 1):
                     state.restore()
                 with torch.no_grad():
                     for buffer, content_before in buffers:
@@ -97,7 +97,22 @@ class Computation:
                     attributes.restore()
                 output = yield from cache.run(self._plain, call.args, call.kwargs)
             raise NotStoredError(reason, ADVICE[reason], output)
-        return self._own(output, inputs) if whole else output
+        return self._own(output, inputs) if len(positions) == call.batch_size else output
+
+    def _run(self, args: Any, kwargs: Mapping[str, Any], disturbed: RandomState | None) -> Steps[Any]:
+        """Run the forward; with other random numbers than the caller's, if it is to draw none."""
+        if disturbed is None:
+            return (yield from self._cache.run(self._plain, args, kwargs))
+        disturbed.disturb()
+        try:
+            output = yield from self._cache.run(self._plain, args, kwargs)
+        except BaseException:
+            disturbed.restore()
+            raise
+        if not disturbed.moved():
+            disturbed.restore()
+            self._cache.random.clear(self.context)
+        return output
 
     def _content(self, args: Any, kwargs: Mapping[str, Any], inputs: list[Tensor]) -> Any:
         """What tells of changes in inference tensors, which have no version counters."""

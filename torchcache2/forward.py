@@ -20,6 +20,7 @@ from torchcache2.explain import CallSeen, call_differences, fingerprint_differen
 from torchcache2.fingerprint import Fingerprint
 from torchcache2.namespace import History, NamespaceKeeper
 from torchcache2.purity import ADVICE, Reason
+from torchcache2.randomness import RandomContexts
 from torchcache2.settings import CacheSettings, disabled_by_environment
 from torchcache2.sources import origin
 from torchcache2.tiers.stack import TierStack
@@ -28,8 +29,6 @@ from torchcache2.tracing import Steps, entry, is_traced
 __all__ = ["ModuleCache"]
 
 Forward = Callable[..., Any]
-
-_MOST_RANDOM = 10_000
 
 
 class ModuleCache(Cache):
@@ -61,7 +60,7 @@ class ModuleCache(Cache):
         self._root: Callable[[], Any] = lambda: None
         self.keeper = NamespaceKeeper("a cache without a module", settings, history)
         self._calls: deque[CallSeen] = deque(maxlen=2)
-        self._random: set[bytes] = set()
+        self.random = RandomContexts()
         self._entry: Forward | None = None
         if root is not None and plain is not None:
             self.bind(root, plain)
@@ -135,7 +134,7 @@ class ModuleCache(Cache):
         leaves = tuple([(path, tensor.dtype, tensor.shape[1:]) for path, tensor in call.leaves])
         self._calls.append(CallSeen(seen.namespace, call.context, leaves))
         computation = Computation(self, root, plain, call, seen)
-        if computation.context in self._random:
+        if self.random.bypasses(computation.context):
             reason = "random", "its output was random before"
             return (yield from self._bypass(reason, plain, args, kwargs))
         dtypes: set[torch.dtype] = set()
@@ -163,12 +162,6 @@ class ModuleCache(Cache):
             return (yield plain, args, kwargs)
         finally:
             self._running.now = False
-
-    def remember_random(self, context: bytes) -> None:
-        """Bypass such calls from now on: a forward that seeds its generator leaves no trace next time."""
-        if len(self._random) >= _MOST_RANDOM:
-            self._random = set()
-        self._random.add(context)
 
     def _distrust(self) -> None:
         self.refresh()

@@ -240,7 +240,7 @@ def _cache_of(module: nn.Module) -> ModuleCache:
     if cache is not None and (cache.root is module or getattr(module, "_is_replica", False)):
         return cache  # type: ignore[no-any-return]
     binding: Binding = getattr(type(module), BINDING)
-    with binding.creation:
+    with binding.creation():
         cache = module.__dict__.get("cache_instance")
         if cache is None or cache.root is not module:
             forward = getattr(type(module).forward, ORIGINAL_ATTRIBUTE, type(module).forward)
@@ -258,11 +258,17 @@ def _decorate_function(function: types.FunctionType, binding: Binding) -> Callab
     def cached(*args: Any, **kwargs: Any) -> Any:
         if is_exported():
             return function(*args, **kwargs)
-        return run_steps(cache.call, function, args, kwargs)
+        return run_steps(_call_function, cached, args, kwargs)
 
     setattr(cached, ORIGINAL_ATTRIBUTE, function)
     cached.cache_instance = cache  # type: ignore[attr-defined]
     return cached
+
+
+def _call_function(wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps[Any]:
+    # Not what the wrapper was made with: a notebook may have reloaded the function in place.
+    cache: ModuleCache = getattr(wrapper, "cache_instance")  # noqa: B009
+    return (yield from cache.call(getattr(wrapper, ORIGINAL_ATTRIBUTE), args, kwargs))
 
 
 def _is_deferred(function: Callable[..., Any]) -> bool:

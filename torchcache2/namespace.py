@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from torchcache2.describe import describe
 from torchcache2.digest import digest
 from torchcache2.fingerprint import Fingerprint, Walk
+from torchcache2.locks import ProcessLock
 from torchcache2.logs import logger
 from torchcache2.modes import autocast_keeps_weights
 from torchcache2.purity import Attributes, Reason, depends_on_batch
@@ -46,13 +47,13 @@ class History:
     """The fingerprint that came before each one: of the same module, else of another of its kind."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._before: dict[bytes, Fingerprint] = {}
         self._last: Fingerprint | None = None
 
     def add(self, before: Fingerprint, now: Fingerprint) -> None:
         """A module that had one fingerprint, without parts if none, has another."""
-        with self._lock:
+        with self._lock():
             previous = before if before.parts else self._last
             if previous is not None and previous.namespace != now.namespace:
                 self._before.pop(now.namespace, None)
@@ -63,7 +64,7 @@ class History:
 
     def before(self, now: Fingerprint) -> Fingerprint | None:
         """The fingerprint before this one."""
-        with self._lock:
+        with self._lock():
             return self._before.get(now.namespace)
 
 
@@ -94,14 +95,14 @@ class NamespaceKeeper:
         self.fingerprint = Fingerprint(_NONE, {})
         self.generators: list[Any] = []
         self._settings = settings
-        self._lock = threading.RLock()
+        self._lock = ProcessLock(threading.RLock)
         self._tokens: dict[int, tuple[object, bytes]] = {}
         self._told: set[str] = set()
         self.reset()
 
     def reset(self) -> None:
         """Forget what has been seen: the next look reads everything."""
-        with self._lock:
+        with self._lock():
             self._watch: Watch | None = None
             self._tensors = TensorWatch({})
             self._reason: Reason | None = None
@@ -113,7 +114,9 @@ class NamespaceKeeper:
 
     def reason_to_bypass(self, root: Any) -> Reason | None:
         """Why a call of the module now cannot be cached, whatever its arguments are."""
-        with self._lock:
+        with self._lock():
+            if self._lock.was_torn():
+                self.reset()
             self._notice_structure(root)
             if self._is_parametrized and parametrize._cache_enabled:
                 return _OLD_PARAMETERS
@@ -121,13 +124,15 @@ class NamespaceKeeper:
 
     def look(self, root: Any) -> Seen:
         """The namespace as of now."""
-        with self._lock:
+        with self._lock():
+            if self._lock.was_torn():
+                self.reset()
             self._notice_structure(root)
             return self.look_at_tensors()
 
     def look_at_tensors(self) -> Seen:
         """The namespace as of now, after `reason_to_bypass` has looked at everything else."""
-        with self._lock:
+        with self._lock():
             keeps_casts = autocast_keeps_weights(_DEVICES)
             if not (self._is_known and self._tensors.same()):
                 before = self.fingerprint.namespace
@@ -141,7 +146,7 @@ class NamespaceKeeper:
 
     def changed_since(self, seen: Seen, root: Any) -> bool:
         """Whether the module, or a tensor of it, has changed since it was looked at."""
-        with self._lock:
+        with self._lock():
             if seen.tensors.moved() or seen.tensors.generation != seen.generation:
                 return True  # written to by the forward or, while it ran, by another thread
             if self.fingerprint.namespace != seen.namespace:
@@ -153,14 +158,14 @@ class NamespaceKeeper:
 
     def attributes(self, root: Any) -> Attributes:
         """The attributes of the module and its submodules, as they are now."""
-        with self._lock:
+        with self._lock():
             modules = self._watch.modules if self._watch is not None else []
             module = _module(root)
             return Attributes([*modules, *([module] if module is not None else [])])
 
     def distrust_tensors(self) -> None:
         """Have the tensors read again: an optimizer may step now, which not every tensor tells."""
-        with self._lock:
+        with self._lock():
             self._tensors.forget()
 
     def _reason_grad(self) -> Reason | None:

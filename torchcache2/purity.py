@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-__all__ = ["ADVICE", "Attributes", "RandomState", "Reason", "depends_on_batch", "versions"]
+__all__ = ["ADVICE", "Attributes", "Reason", "depends_on_batch", "versions"]
 
 Reason = tuple[str, str]  # a word for statistics, and a sentence
 
@@ -24,7 +21,8 @@ ADVICE = {
     "batch": "an item's output has to depend on that item alone; quantize statically, or cache parts",
     "parametrize": "call it outside of that context",
     "lazy": "the next call can be cached",
-    "random": "its output is random: nothing to do if that is meant, else remove the random operation",
+    "random": "its output is random: nothing to do if that is meant, else remove the random operation; or "
+    "another thread drew random numbers meanwhile",
     "state": "the forward changed a tensor or an attribute of its own module; if that happens at every "
     "call, it cannot be cached",
     "subclass": "pass dense tensors of torch's own type to have the call cached",
@@ -98,73 +96,3 @@ class Attributes:
             container.clear()
             if content:
                 (container.extend if isinstance(container, list) else container.update)(content)
-
-
-class RandomState:
-    """The state of the generators that a forward may draw from, as it was.
-
-    Parameters
-    ----------
-    generators : iterable
-        Generators besides the default ones of torch, numpy and Python.
-    """
-
-    def __init__(self, generators: Iterable[Any]) -> None:
-        self._generators = list(generators)
-        self._state = self._read()
-
-    def moved(self) -> bool:
-        """Whether something has been drawn since."""
-        return bool(self._read()[0] != self._state[0])
-
-    def restore(self) -> None:
-        """Undo what has been drawn."""
-        _, cpu, cuda, numbers, numpy_state, others = self._state
-        torch.set_rng_state(cpu)
-        for device, state in enumerate(cuda):
-            torch.cuda.set_rng_state(state, device)
-        random.setstate(numbers)
-        np.random.set_state(numpy_state)
-        for generator, state in zip(self._generators, others, strict=True):
-            _set_state(generator, state)
-
-    def _read(self) -> tuple[Any, ...]:
-        cpu = torch.get_rng_state()
-        cuda: list[Tensor] = []
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            cuda = [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())]
-        numbers = random.getstate()
-        numpy_state: Any = np.random.get_state()
-        others = list(map(_get_state, self._generators))
-        comparable = (
-            [state.numpy().tobytes() for state in (cpu, *cuda)],
-            numbers,
-            [part.tobytes() if isinstance(part, np.ndarray) else part for part in numpy_state],
-            list(map(_comparable, others)),
-        )
-        return comparable, cpu, cuda, numbers, numpy_state, others
-
-
-def _get_state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state()
-    return generator.getstate()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, (torch.Generator, np.random.RandomState)):
-        generator.set_state(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.setstate(state)
-
-
-def _comparable(state: Any) -> Any:
-    if isinstance(state, Tensor):
-        return state.cpu().numpy().tobytes()
-    return repr(state)

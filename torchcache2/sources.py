@@ -17,13 +17,14 @@ import os
 import sys
 import sysconfig
 import textwrap
-import threading
 import time
 import types
 from collections.abc import Iterator
 from typing import Any, Literal
 
 from xxhash import xxh3_128_hexdigest
+
+from torchcache2.locks import ProcessLock
 
 __all__ = [
     "code_objects",
@@ -40,7 +41,7 @@ __all__ = [
 
 Origin = Literal["project", "installed", "torch", "builtin"]
 
-_PARSING = threading.Lock()
+_PARSING = ProcessLock()
 _PARSED_AGAIN = 10
 _LOADED = time.time()  # files that are older than this are what was loaded
 _OURS = __name__.partition(".")[0]
@@ -154,7 +155,7 @@ def parse(text: str) -> ast.Module:
 
     Before Python 3.12, parsing counts its depth for all threads together, and notices by a `SystemError`.
     """
-    with _PARSING:
+    with _PARSING():
         for _ in range(_PARSED_AGAIN):
             try:
                 return ast.parse(text)

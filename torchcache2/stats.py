@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import threading
 from collections.abc import Mapping
+
+from torchcache2.locks import ProcessLock
 
 __all__ = ["CacheStats", "Counters"]
 
@@ -87,7 +88,7 @@ class Counters:
     """Counts for `CacheStats`; safe under threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self.hits = 0
         self.misses = 0
         self.bypasses: dict[str, int] = {}
@@ -99,7 +100,7 @@ class Counters:
 
     def count(self, *, hits: int, misses: int, computed: int, seconds: float, spent: float) -> None:
         """Add one batch: `computed` rows in `seconds`, and `spent` seconds on caching them."""
-        with self._lock:
+        with self._lock():
             self.hits += hits
             self.misses += misses
             self._rows_computed += computed
@@ -108,20 +109,20 @@ class Counters:
 
     def verify(self, *, verified: int, mismatched: int) -> None:
         """Count hits that were computed again."""
-        with self._lock:
+        with self._lock():
             self.verified += verified
             self.mismatched += mismatched
 
     def bypass(self, reason: str, items: int) -> bool:
         """Count items that were not stored; True the first time that there is this reason."""
-        with self._lock:
+        with self._lock():
             first = reason not in self.bypasses
             self.bypasses[reason] = self.bypasses.get(reason, 0) + items
             return first
 
     def stats(self, *, evictions: int, memory_rows: int, memory_bytes: int) -> CacheStats:
         """The counts so far."""
-        with self._lock:
+        with self._lock():
             mean = self.seconds_computed / self._rows_computed if self._rows_computed else 0.0
             return CacheStats(
                 hits=self.hits,

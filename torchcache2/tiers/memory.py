@@ -13,7 +13,6 @@ once, and they are published before anything else happens here, when their copie
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
@@ -23,6 +22,7 @@ import torch
 
 from torchcache2.gather import with_ordinary_tensors
 from torchcache2.keys import Keys
+from torchcache2.locks import ProcessLock
 from torchcache2.logs import logger
 from torchcache2.rows import Rows, Schema
 from torchcache2.settings import Policy
@@ -76,7 +76,7 @@ class MemoryTier:
         self.policy = policy
         self._device = device
         self._in_use = in_use
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._clock = 0
         self._evictions = 0
         self._closed = False
@@ -88,7 +88,7 @@ class MemoryTier:
     @with_ordinary_tensors
     def get(self, keys: Keys) -> Found:
         """The rows of those keys that are here, copied into fresh memory."""
-        with self._lock:
+        with self._lock():
             try:
                 self._catch_up()
                 return Found(self._find(keys))
@@ -99,7 +99,7 @@ class MemoryTier:
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys; those that are here already stay as they are."""
-        with self._lock:
+        with self._lock():
             try:
                 self._catch_up()
                 return self._keep(keys, rows)
@@ -123,7 +123,7 @@ class MemoryTier:
 
     def stats(self) -> TierStats:
         """Rows and allocated bytes, and how many rows made room for others."""
-        with self._lock:
+        with self._lock():
             try:
                 self._catch_up()
             except BaseException as error:
@@ -156,13 +156,18 @@ class MemoryTier:
 
     def _try_to_forget(self) -> None:
         # Perhaps called by the garbage collector, in the middle of a call that holds the lock.
-        if self._lock.acquire(blocking=False):
+        lock = self._lock()
+        if lock.acquire(blocking=False):
             try:
                 self._forget_dropped()
             finally:
-                self._lock.release()
+                lock.release()
 
     def _forget_dropped(self) -> None:
+        if self._lock.was_torn():
+            self._pending = None
+            self._arenas.clear()
+            self._last_used.clear()
         while self._dropped:
             namespace = self._dropped.popleft()
             self._arenas.pop(namespace, None)

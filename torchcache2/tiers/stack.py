@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from torchcache2.locks import ProcessLock
 from torchcache2.settings import CacheSettings
 from torchcache2.tiers.memory import MemoryTier
 
@@ -28,14 +29,14 @@ class TierStack:
 
     def __init__(self, settings: CacheSettings) -> None:
         self.settings = settings
-        self._lock = threading.RLock()  # the garbage collector may close a cache at any point
+        self._lock = ProcessLock(threading.RLock)  # the garbage collector may close a cache at any point
         self._caches: weakref.WeakSet[NamespaceUser] = weakref.WeakSet()
         self._memory: MemoryTier | None = None
 
     @property
     def memory(self) -> MemoryTier:
         """The memory tier."""
-        with self._lock:
+        with self._lock():
             if self._memory is None:
                 device = self.settings.memory_cache_device
                 self._memory = MemoryTier(
@@ -48,12 +49,12 @@ class TierStack:
 
     def join(self, cache: NamespaceUser) -> None:
         """Count a cache among those whose namespaces are in use, as long as it lives."""
-        with self._lock:
+        with self._lock():
             self._caches.add(cache)
 
     def leave(self, cache: NamespaceUser) -> None:
         """The cache is closed. The last one takes the tiers with it."""
-        with self._lock:
+        with self._lock():
             self._caches.discard(cache)
             memory = self._memory
             if memory is None or self._caches:
@@ -62,5 +63,5 @@ class TierStack:
         memory.close()  # not under the lock: a full tier asks who is left while it holds its own
 
     def _in_use(self) -> set[bytes]:
-        with self._lock:
+        with self._lock():
             return {cache.namespace for cache in list(self._caches)}

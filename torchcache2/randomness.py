@@ -1,0 +1,131 @@
+"""Random forwards: the generators that they draw from, and what is known of them."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["RandomContexts", "RandomState"]
+
+_MOST_CONTEXTS = 10_000
+_STRIKES = 4
+_WAIT = 4  # calls before the first try to cache again; four times as many before each further one
+
+
+class RandomContexts:
+    """Contexts of calls whose forward is random, or seems to be.
+
+    A forward that seeds its generator leaves no trace the next time, so what was random once is not cached
+    again. But where there are other threads, one of them may have drawn: such a context is tried again after
+    some calls, with the generators in another state.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[bytes, tuple[int, int]] = {}  # strikes, and calls before the next try
+
+    def bypasses(self, context: bytes) -> bool:
+        """Whether a call is not to be cached; counts it."""
+        strikes, calls = self._seen.get(context, (0, 0))
+        if 0 < strikes < _STRIKES:
+            self._seen[context] = strikes, calls - 1  # harmless if another thread has just cleared it
+        return strikes >= _STRIKES or calls > 0
+
+    def is_suspect(self, context: bytes) -> bool:
+        """Whether a generator has moved in such a call, perhaps by another thread."""
+        return context in self._seen
+
+    def add(self, context: bytes) -> None:
+        """A generator has moved while such a forward ran."""
+        if len(self._seen) >= _MOST_CONTEXTS:
+            self._seen = {}
+        alone = threading.active_count() == 1
+        strikes = _STRIKES if alone else self._seen.get(context, (0, 0))[0] + 1
+        self._seen[context] = strikes, _WAIT**strikes
+
+    def clear(self, context: bytes) -> None:
+        """Such a forward has moved no generator, whatever state that was in."""
+        self._seen.pop(context, None)
+
+
+class RandomState:
+    """The state of the generators that a forward may draw from, as it was.
+
+    Parameters
+    ----------
+    generators : iterable
+        Generators besides the default ones of torch, numpy and Python.
+    """
+
+    def __init__(self, generators: Iterable[Any]) -> None:
+        self._generators = list(generators)
+        self._state = self._read()
+        self._disturbed = self._state[0]
+
+    def moved(self) -> bool:
+        """Whether something has been drawn since, or since `disturb`."""
+        return bool(self._read()[0] != self._disturbed)
+
+    def disturb(self) -> None:
+        """Draw from the default generators, so that one that is seeded always the same moves."""
+        torch.rand(1, device="cpu")
+        random.random()
+        np.random.random()
+        self._disturbed = self._read()[0]
+
+    def restore(self) -> None:
+        """Undo what has been drawn."""
+        _, cpu, cuda, numbers, numpy_state, others = self._state
+        torch.set_rng_state(cpu)
+        for device, state in enumerate(cuda):
+            torch.cuda.set_rng_state(state, device)
+        random.setstate(numbers)
+        np.random.set_state(numpy_state)
+        for generator, state in zip(self._generators, others, strict=True):
+            _set_state(generator, state)
+
+    def _read(self) -> tuple[Any, ...]:
+        cpu = torch.get_rng_state()
+        cuda: list[Tensor] = []
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            cuda = [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())]
+        numbers = random.getstate()
+        numpy_state: Any = np.random.get_state()
+        others = list(map(_get_state, self._generators))
+        comparable = (
+            [state.numpy().tobytes() for state in (cpu, *cuda)],
+            numbers,
+            [part.tobytes() if isinstance(part, np.ndarray) else part for part in numpy_state],
+            list(map(_comparable, others)),
+        )
+        return comparable, cpu, cuda, numbers, numpy_state, others
+
+
+def _get_state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state()
+    return generator.getstate()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, (torch.Generator, np.random.RandomState)):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.setstate(state)
+
+
+def _comparable(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state.cpu().numpy().tobytes()
+    return repr(state)
