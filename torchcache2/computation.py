@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torchcache2.arguments import BoundCall, Signature
 from torchcache2.batch import NotStoredError
 from torchcache2.digest import digest
+from torchcache2.gather import select
 from torchcache2.keys import Keys, item_keys
 from torchcache2.namespace import NamespaceKeeper, Seen
 from torchcache2.purity import ADVICE, versions
@@ -24,6 +25,8 @@ from torchcache2.tracing import Steps
 
 __all__ = ["Computation"]
 
+_MOST_KINDS = 10_000
+
 
 class Computing(Protocol):
     """The cache that a computation is for."""
@@ -32,6 +35,7 @@ class Computing(Protocol):
     keeper: NamespaceKeeper
     signature: Signature
     random: RandomContexts
+    pure: set[bytes]
 
     def run(self, plain: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Steps[Any]:
         """Run the forward without the cache."""
@@ -50,6 +54,8 @@ class Computation:
         self._bound = call
         self._seen = seen
         self.context = digest([seen.namespace, call.context])
+        shapes = [f"{path} {tensor.dtype} {tuple(tensor.shape[1:])}".encode() for path, tensor in call.leaves]
+        self._kind = digest([self.context, *shapes])
 
     def keys(self, call: BoundCall) -> Keys:
         """The keys of a call's items."""
@@ -57,11 +63,19 @@ class Computation:
         return item_keys(self._seen.namespace, call.context, call.leaves, subsample_count=count)
 
     def steps(self, positions: Tensor) -> Steps[Any]:
-        """Run the forward for the items at some positions."""
+        """Run the forward for the items at some positions.
+
+        For a part of the batch only if calls like this one have left no trace before: what sets itself up
+        when it first runs, or counts, does so once, and with the caller's own arguments.
+        """
         call, cache = self._bound, self._cache
         suspect = cache.random.is_suspect(self.context)
+        all_positions = len(positions) == call.batch_size
+        if not (all_positions or suspect or self._kind in cache.pure):
+            output = yield from self.steps(torch.arange(call.batch_size))
+            return pytree.tree_map(lambda leaf: _at(leaf, positions, call.batch_size), output)
         # Of a suspect, the caller's own arguments are kept for a second run.
-        whole = len(positions) == call.batch_size and not suspect
+        whole = all_positions and not suspect
         args, kwargs = (call.args, call.kwargs) if whole else call.take(positions)
         before = pytree.tree_leaves((args, dict(kwargs)))
         inputs = [leaf for leaf in before if isinstance(leaf, Tensor)]
@@ -81,6 +95,7 @@ class Computation:
             versions(inputs) != counts
             or not _same(pytree.tree_leaves((args, dict(kwargs))), before)
             or not np.array_equal(self._content(args, kwargs, inputs), content)
+            or cache.signature.bind(tuple(args), kwargs).context != call.context
         ):
             reason = "input"
         elif any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output)):
@@ -97,7 +112,10 @@ class Computation:
                     attributes.restore()
                 output = yield from cache.run(self._plain, call.args, call.kwargs)
             raise NotStoredError(reason, ADVICE[reason], output)
-        return self._own(output, inputs) if len(positions) == call.batch_size else output
+        if len(cache.pure) >= _MOST_KINDS:
+            cache.pure.clear()
+        cache.pure.add(self._kind)
+        return self._own(output, inputs) if all_positions else output
 
     def _run(self, args: Any, kwargs: Mapping[str, Any], disturbed: RandomState | None) -> Steps[Any]:
         """Run the forward; with other random numbers than the caller's, if it is to draw none."""
@@ -132,6 +150,13 @@ class Computation:
             return leaf.clone() if is_part or _storage(leaf) in borrowed else leaf
 
         return own(output) if isinstance(output, Tensor) else pytree.tree_map(own, output)
+
+
+def _at(leaf: Any, positions: Tensor, count: int) -> Any:
+    """The items of an output at some positions; what is not batched, as it is."""
+    if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.dim() and len(leaf) == count:
+        return select(leaf, positions.to(leaf.device))
+    return leaf
 
 
 def _same(left: list[Any], right: list[Any]) -> bool:

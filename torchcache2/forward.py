@@ -61,6 +61,7 @@ class ModuleCache(Cache):
         self.keeper = NamespaceKeeper("a cache without a module", settings, history)
         self._calls: deque[CallSeen] = deque(maxlen=2)
         self.random = RandomContexts()
+        self.pure: set[bytes] = set()
         self._entry: Forward | None = None
         if root is not None and plain is not None:
             self.bind(root, plain)

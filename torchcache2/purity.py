@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ ADVICE = {
     "input": "the forward changed its input in place; have it work on a copy",
 }
 
+_MISSING = object()
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 _DYNAMIC = (
     "torch.ao.nn.quantized.dynamic",
@@ -58,9 +59,8 @@ def depends_on_batch(module: nn.Module) -> Reason | None:
 
 
 def _elements(container: Any) -> list[int]:
-    """What is in a container, by identity."""
-    values = container.items() if isinstance(container, dict) else [(value,) for value in container or ()]
-    return [id(part) for pair in values for part in pair]
+    """What is in a list or set, by identity."""
+    return [id(value) for value in container or ()]
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
@@ -85,14 +85,22 @@ class Attributes:
         ]
 
     def restore(self) -> None:
-        """Put everything back, into the objects that are there now."""
+        """Put back what is another; one step at a time, as other threads use these objects."""
         for fields, before in self._fields:
-            fields.clear()
-            fields.update(before)
+            _restore_dict(fields, before)
         for container, content in self._contents:
-            # Only where something has changed: another thread may be going through it.
-            if _elements(container) == _elements(content):
-                continue
-            container.clear()
-            if content:
-                (container.extend if isinstance(container, list) else container.update)(content)
+            if isinstance(container, dict):
+                _restore_dict(container, content or {})
+            elif _elements(container) != _elements(content) and isinstance(container, list):
+                container[:] = content or ()
+            elif _elements(container) != _elements(content):
+                container.intersection_update(content or ())
+                container.update(content or ())
+
+
+def _restore_dict(content: Any, before: Mapping[Any, Any]) -> None:
+    for name in list(content.keys() - before.keys()):
+        content.pop(name, None)
+    for name, value in before.items():
+        if content.get(name, _MISSING) is not value:
+            content[name] = value
