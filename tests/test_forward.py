@@ -527,7 +527,7 @@ ERRORS = {
     "sparse": (lambda f: f(X.to_sparse()), UnhashableArgumentError, "argument x .*sparse"),
     "in a set": (lambda f: f(X, {X}), UnhashableArgumentError, "set"),
     "unexpected": (lambda f: f(X, z=1), TypeError, "unexpected keyword"),
-    "missing": (lambda f: f(), TypeError, "missing a required argument"),
+    "missing": (lambda f: f(), TypeError, "missing 2 required positional arguments"),
 }
 
 

@@ -226,6 +226,11 @@ class _ArgumentEncoder(Encoder):
             raise UnencodableError(
                 path, value, f"inside of {self._unregistered}, which is not a registered pytree node"
             )
+        if any(not name.startswith("_dynamo") for name in vars(value)):
+            raise UncachedArgumentError(f"argument {path} is a tensor with attributes of its own")
+        for other, leaf in self.leaves:
+            if leaf is value:
+                return b"the same as " + other.encode()  # forwards ask ``query is key``
         self.leaves.append((path, value))
         return path.encode()
 

@@ -14,6 +14,7 @@ from torchcache2.sources import parse
 __all__ = ["assigned_for_others"]
 
 _Names = set[str]
+_UNCERTAIN = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Match, ast.Delete)
 
 
 def assigned_for_others(source: str, helpers: Iterable[str] = ()) -> tuple[_Names, _Names]:
@@ -24,7 +25,8 @@ def assigned_for_others(source: str, helpers: Iterable[str] = ()) -> tuple[_Name
     source : str
         Source of the function, without indentation.
     helpers : iterable of str
-        Source of methods that it may call, which may read attributes as well.
+        Source of methods that it may call, which may read attributes as well. Attributes are left alone if
+        one of these, or the function itself, does anything with its first argument but take attributes of it.
 
     Returns
     -------
@@ -36,11 +38,14 @@ def assigned_for_others(source: str, helpers: Iterable[str] = ()) -> tuple[_Name
         return set(), set()
     scan = _Scan(function)
     scan.block(function.body, set())
-    for helper in filter(None, map(_parse, helpers)):
+    parsed = list(map(_parse, helpers))
+    for helper in filter(None, parsed):
         inner = _Scan(helper)
         inner.block(helper.body, set())
         scan.read |= {name for name in inner.read | inner.stored if name.startswith(".")}
     safe = scan.stored - scan.read
+    if None in parsed or not all(_takes_attributes_only(part) for part in (function, *parsed) if part):
+        safe = {name for name in safe if not name.startswith(".")}
     return (
         {name[1:] for name in safe if name.startswith(".")},
         {name for name in safe if not name.startswith(".")},
@@ -53,6 +58,16 @@ def _parse(source: str) -> ast.FunctionDef | None:
     except SyntaxError:
         return None
     return body[0] if body and isinstance(body[0], ast.FunctionDef) else None
+
+
+def _takes_attributes_only(function: ast.FunctionDef) -> bool:
+    """Whether the first argument is only used as in ``self.name``, and not by name of a text."""
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    first = arguments[0].arg if arguments else None
+    owners = {id(node.value) for node in ast.walk(function) if isinstance(node, ast.Attribute)}
+    return first is not None and all(
+        id(node) in owners for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == first
+    )
 
 
 class _Scan:
@@ -77,13 +92,16 @@ class _Scan:
                 for _, block in ast.iter_fields(statement)
                 if isinstance(block, list) and block and isinstance(block[0], (ast.stmt, ast.ExceptHandler))
             ]
-            nested = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-            if nested or not blocks:
+            if isinstance(statement, _UNCERTAIN):
+                self._expressions(statement, set())  # what it assigns, it may not assign
+                continue
+            if not blocks:
                 self._expressions(statement, assigned)
                 continue
             for name, field in ast.iter_fields(statement):
                 if isinstance(field, ast.expr):
-                    self._expressions(field, assigned)
+                    # The target of a loop is not assigned if there is nothing to loop over.
+                    self._expressions(field, set(assigned) if name == "target" else assigned)
                 elif name == "items":
                     for item in field:
                         self._expressions(item, assigned)
@@ -92,8 +110,7 @@ class _Scan:
                 for handler in handlers:
                     self.block(handler.body, set(assigned))
                 if not handlers:
-                    # What is assigned under a `with` is assigned; elsewhere perhaps not.
-                    self.block(block, assigned if isinstance(statement, ast.With) else set(assigned))
+                    self.block(block, set(assigned))  # perhaps not run, or under a `with` not to its end
 
     def _expressions(self, node: ast.AST, assigned: _Names) -> None:
         stored, plain = set(), not isinstance(node, ast.AugAssign)
@@ -107,7 +124,7 @@ class _Scan:
             else:
                 stored.add(name)
         self.stored |= stored
-        if plain:
+        if plain and not (isinstance(node, ast.AnnAssign) and node.value is None):
             assigned |= stored
 
     def _name(self, node: ast.AST) -> str | None:

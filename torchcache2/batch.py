@@ -15,7 +15,7 @@ from torchcache2.rows import Rows, UnstorableError, rounded
 from torchcache2.settings import CacheSettings
 from torchcache2.tracing import Steps
 
-__all__ = ["Batch", "ComputeSteps", "NotStoredError"]
+__all__ = ["Batch", "ComputeSteps", "NotStoredError", "WholeBatch"]
 
 ComputeSteps = Callable[[Tensor], Steps[Any]]
 
@@ -27,6 +27,13 @@ class NotStoredError(Exception):
         super().__init__(reason)
         self.reason = reason
         self.advice = advice
+        self.output = output
+
+
+class WholeBatch:
+    """The output of a computation that has computed all items, though it was asked for some."""
+
+    def __init__(self, output: Any) -> None:
         self.output = output
 
 
@@ -74,6 +81,10 @@ class Batch:
         """Compute the items at some positions; the output, which may be longer, and their rows."""
         count, padded = len(positions), self._padded(positions)
         output = yield from self._timed(padded)
+        if isinstance(output, WholeBatch):
+            output = output.output
+            self.computed += len(self.keys) - len(padded)
+            padded = np.arange(len(self.keys))
         self.misses = count
         try:
             rows = Rows.from_pytree(output, len(padded), device=self.device, dtype=self.dtype)

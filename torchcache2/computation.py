@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchcache2.arguments import BoundCall, Signature
-from torchcache2.batch import NotStoredError
+from torchcache2.batch import NotStoredError, WholeBatch
 from torchcache2.digest import digest
-from torchcache2.gather import select
 from torchcache2.keys import Keys, item_keys
 from torchcache2.namespace import NamespaceKeeper, Seen
 from torchcache2.purity import ADVICE, versions
@@ -73,7 +72,7 @@ class Computation:
         all_positions = len(positions) == call.batch_size
         if not (all_positions or suspect or self._kind in cache.pure):
             output = yield from self.steps(torch.arange(call.batch_size))
-            return pytree.tree_map(lambda leaf: _at(leaf, positions, call.batch_size), output)
+            return WholeBatch(output)
         # Of a suspect, the caller's own arguments are kept for a second run.
         whole = all_positions and not suspect
         args, kwargs = (call.args, call.kwargs) if whole else call.take(positions)
@@ -95,7 +94,7 @@ class Computation:
             versions(inputs) != counts
             or not _same(pytree.tree_leaves((args, dict(kwargs))), before)
             or not np.array_equal(self._content(args, kwargs, inputs), content)
-            or cache.signature.bind(tuple(args), kwargs).context != call.context
+            or not self._has_same_context(args, kwargs)
         ):
             reason = "input"
         elif any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output)):
@@ -108,7 +107,7 @@ class Computation:
                 with torch.no_grad():
                     for buffer, content_before in buffers:
                         buffer.copy_(content_before)
-                if attributes is not None and reason == "state":
+                if attributes is not None:
                     attributes.restore()
                 output = yield from cache.run(self._plain, call.args, call.kwargs)
             raise NotStoredError(reason, ADVICE[reason], output)
@@ -132,6 +131,13 @@ class Computation:
             self._cache.random.clear(self.context)
         return output
 
+    def _has_same_context(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Whether arguments that are no tensors are what they were."""
+        try:
+            return self._cache.signature.bind(tuple(args), kwargs).context == self._bound.context
+        except Exception:  # one has become what cannot be put in a key
+            return False
+
     def _content(self, args: Any, kwargs: Mapping[str, Any], inputs: list[Tensor]) -> Any:
         """What tells of changes in inference tensors, which have no version counters."""
         if not any(tensor.is_inference() for tensor in inputs):
@@ -150,13 +156,6 @@ class Computation:
             return leaf.clone() if is_part or _storage(leaf) in borrowed else leaf
 
         return own(output) if isinstance(output, Tensor) else pytree.tree_map(own, output)
-
-
-def _at(leaf: Any, positions: Tensor, count: int) -> Any:
-    """The items of an output at some positions; what is not batched, as it is."""
-    if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.dim() and len(leaf) == count:
-        return select(leaf, positions.to(leaf.device))
-    return leaf
 
 
 def _same(left: list[Any], right: list[Any]) -> bool:

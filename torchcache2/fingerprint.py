@@ -110,6 +110,7 @@ class Walk(ObjectWalk):
         self._tensor_names: dict[int, str] = {}
         self.modules: list[tuple[nn.Module, tuple[str, ...], set[str]]] = []
         self._assigned_of: dict[type, set[str]] = {}
+        self._hooked: bool | None = None
         self.parts["format"] = str(FORMAT).encode()
         self.parts["root"] = self.encode(root, "")
         for hooks in GLOBAL_HOOKS:
@@ -170,7 +171,9 @@ class Walk(ObjectWalk):
         path = reference.decode().removeprefix("module ")  # which no other module has
         kind = type(module)
         where = f"{path}." if path else ""
-        skipped = self._assigned_by_forward(kind)
+        # What an instance has of its own code, hooks included, may read anything.
+        own_code = any(isinstance(value, types.FunctionType) for value in vars(module).values())
+        skipped = set() if own_code or self._has_hooks(module) else self._assigned_by_forward(kind)
         for hooks in _HOOKS:
             for number, (key, hook) in enumerate(vars(module).get(hooks, {}).items()):
                 name = f"{where}{hooks}[{number}]"
@@ -194,6 +197,8 @@ class Walk(ObjectWalk):
             if path or name != "forward":
                 names.append(name)
         self.modules.append((module, tuple(names), skipped))
+        if path and (options := _cache_options(module)):
+            self.parts[f"cached {path}"] = self.encode(options, path)
         init, unread = vars(module).get(INIT_ATTRIBUTE, ({}, ()))
         self.unread += unread
         for name, data in init.items():
@@ -204,38 +209,70 @@ class Walk(ObjectWalk):
         )
         return reference
 
+    def _has_hooks(self, module: nn.Module) -> bool:
+        """Whether the first module that was met, which contains the others, has hooks anywhere."""
+        if self._hooked is None:
+            self._hooked = any(vars(part).get(hooks) for part in module.modules() for hooks in _HOOKS)
+        return self._hooked
+
     def _assigned_by_forward(self, kind: type) -> set[str]:
         known = self._assigned_of.get(kind)
         if known is not None:
             return known
-        methods = self._methods(kind)
-        forwards = methods.get("forward", [])
-        reached, queue = list(forwards), list(forwards)
-        while queue:
-            for name in queue.pop().__code__.co_names:
-                helpers = [method for method in methods.get(name, ()) if method not in reached]
-                reached += helpers
-                queue += helpers
-        text = {method: sources.function_source(method) or "" for method in reached}
         names: set[str] = set()
-        for forward in forwards:
-            others = [text[other] for other in reached if other is not forward]
+        reached = _reached_by_forward(kind)
+        text = {method: sources.function_source(method) or "" for method in reached or ()}
+        for forward in [method for method in text if method.__name__ == "forward"]:
+            others = [text[other] for other in text if other is not forward]
             names |= assigned_for_others(text[forward], others)[0]
-        self._assigned_of[kind] = names
+        # Also by name, as in ``getattr(self, "calls")``.
+        texts = {constant for method in text for constant in _texts(method)}
+        self._assigned_of[kind] = names = names - texts
         self.assigned |= {f"{kind.__name__}.{name}" for name in names}
         return names
 
-    def _methods(self, kind: type) -> dict[str, list[types.FunctionType]]:
-        """The methods of a class and its bases by name, torch's own left out."""
-        methods: dict[str, list[types.FunctionType]] = {}
-        for base in kind.__mro__:
-            if sources.origin(base) in ("torch", "builtin"):
-                continue
-            for name, value in list(vars(base).items()):
-                value = value.fget if isinstance(value, property) else value
-                if isinstance(value, types.FunctionType):
-                    methods.setdefault(name, []).append(original(value))
-        return methods
+
+def _reached_by_forward(kind: type) -> list[types.FunctionType] | None:
+    """The forwards of a class, and the methods that they may call; None if that cannot be told."""
+    bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
+    if any(sources.origin(base) in ("torch", "builtin") for base in bases):
+        return None  # whose methods may read anything
+    if any("__getattr__" in vars(base) or "__getattribute__" in vars(base) for base in bases):
+        return None
+    reached: list[types.FunctionType] = []
+    queue = ["forward"]
+    seen = set()
+    while queue:
+        name = queue.pop()
+        seen.add(name)
+        for value in [vars(base)[name] for base in bases if name in vars(base)]:
+            method = value.fget if isinstance(value, property) else value
+            method = original(method) if isinstance(method, types.FunctionType) else method
+            if isinstance(method, types.FunctionType) and not hasattr(method, "__wrapped__"):
+                reached.append(method)
+                found = {*_texts(method)}
+                for code in sources.code_objects(method.__code__):
+                    found.update(code.co_names)
+                queue += found - seen
+            elif {"__call__", "__get__"} & set(dir(type(method))):
+                return None
+    return reached
+
+
+def _cache_options(obj: Any) -> list[Any]:
+    """The options of a cache inside of what is walked that change what it returns; empty if all are usual."""
+    settings = getattr(vars(obj).get("cache_instance"), "settings", None)
+    if settings is None:
+        settings = getattr(getattr(type(obj), "_torchcache_binding", None), "settings", None)
+    names = ("cache_dtype", "subsample_count", "persistent_module_hash")
+    overrides = vars(obj) | {}
+    values = [overrides.get(f"torchcache_{name}", getattr(settings, name, None)) for name in names]
+    return values if any(value is not None for value in values) else []
+
+
+def _texts(function: types.FunctionType) -> set[str]:
+    codes = sources.code_objects(function.__code__)
+    return {constant for code in codes for constant in code.co_consts if isinstance(constant, str)}
 
 
 class _Arguments(Walk):

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torchcache2.arguments import Signature, UncachedArgumentError
 from torchcache2.cache import Cache
 from torchcache2.computation import Computation
+from torchcache2.errors import TorchcacheError
 from torchcache2.explain import CallSeen, call_differences, fingerprint_differences
 from torchcache2.fingerprint import Fingerprint
 from torchcache2.namespace import History, NamespaceKeeper
@@ -124,6 +125,10 @@ class ModuleCache(Cache):
                 call = self.signature.bind(args, kwargs)
             except UncachedArgumentError as error:
                 return (yield from self._bypass(("subclass", str(error)), plain, args, kwargs))
+            except TypeError as error:
+                if isinstance(error, TorchcacheError):
+                    raise
+                return (yield plain, args, kwargs)  # Python says what is wrong, if something is
             if torch.is_grad_enabled() and call.requires_grad:
                 reason = "grad", "an input requires grad"
         if reason is not None:

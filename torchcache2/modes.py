@@ -37,6 +37,8 @@ def modes(devices: Iterable[str]) -> str:
     for kind in sorted({"cpu", "cuda", *devices}):
         if torch.is_autocast_enabled(kind):
             state.append(f"{kind} {torch.get_autocast_dtype(kind)}")
+    if not torch.backends.mha.get_fastpath_enabled():
+        state.append("no fast path of attention")
     if torch.are_deterministic_algorithms_enabled():
         state.append("deterministic")
     # Not `torch.get_default_device`, which old versions of torch get wrong.
@@ -64,7 +66,7 @@ def product_precision() -> float:
     if _PRODUCTS is None:
         values = {_EPS[torch.get_float32_matmul_precision()]}
     else:
-        places = {"cuda"} if torch.cuda.is_available() else {"mkldnn"}
+        places = {"cuda"} if torch.cuda.is_initialized() else {"mkldnn"}  # type: ignore[no-untyped-call]
         values = {_EPS[_PRODUCTS(*unit)] for unit in _UNITS if unit[0] in places}
     return max(values)
 

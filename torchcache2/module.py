@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -151,7 +152,7 @@ def _patch_methods(cls: type[nn.Module]) -> None:
         wrapper = wrap(method)
         setattr(wrapper, ORIGINAL_ATTRIBUTE, method)
         if not own:
-            setattr(wrapper, ADDED_ATTRIBUTE, True)
+            setattr(wrapper, ADDED_ATTRIBUTE, weakref.ref(cls))
         setattr(cls, name, wrapper)
 
 
@@ -172,6 +173,9 @@ def _call_method(
 ) -> Steps[Any]:
     # Not the one that the wrapper was made with: a notebook may have reloaded the class in place.
     forward = types.MethodType(getattr(wrapper, ORIGINAL_ATTRIBUTE), module)
+    added_to = getattr(wrapper, ADDED_ATTRIBUTE, None)
+    if added_to is not None and (owner := added_to()) is not None:
+        forward = super(owner, module).forward  # as it is now: somebody may have replaced it since
     # Another forward than the class's own, as through super(), computes something else.
     if type(module).forward is not wrapper or is_traced():
         return (yield forward, args, kwargs)

@@ -69,7 +69,12 @@ class RandomState:
 
     def moved(self) -> bool:
         """Whether something has been drawn since, or since `disturb`."""
-        return bool(self._read()[0] != self._disturbed)
+        (tensors, *others), (before, *others_before) = self._read()[0], self._disturbed
+        # A device that has been initialised since has a new generator; its seed comes before its offset.
+        new = tensors[len(before) :]
+        return bool(
+            tensors[: len(before)] != before or others != others_before or any(any(s[8:]) for s in new)
+        )
 
     def disturb(self) -> None:
         """Draw from the default generators, so that one that is seeded always the same moves."""
@@ -92,7 +97,8 @@ class RandomState:
     def _read(self) -> tuple[Any, ...]:
         cpu = torch.get_rng_state()
         cuda: list[Tensor] = []
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # Not `is_available`, which makes CUDA unusable in forked children.
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             cuda = [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())]
         numbers = random.getstate()
         numpy_state: Any = np.random.get_state()

@@ -27,8 +27,11 @@ class Runtime:
         return tensor.device.type == "cuda"
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Fresh page-locked memory."""
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+        """Fresh page-locked memory; ordinary memory where the system gives no more of it."""
+        try:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+        except RuntimeError:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def start_copy(self, target: Tensor, source: Tensor) -> None:
         """Copy on the current stream of the source's device; does not wait."""
@@ -78,8 +81,8 @@ class Arriving:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of pinned memory in use."""
-        return sum(source.nbytes for source in self._sources)
+        """Bytes that are on their way."""
+        return sum(tensor.nbytes for tensor in self._tensors) if self._events else 0
 
     def wait(self) -> list[Tensor]:
         """The tensors on the host, when all have arrived."""
@@ -119,14 +122,21 @@ class StreamOrder:
         self._is_needed = device.type == "cuda"
         self._last: Any = None
 
-    def begin(self) -> None:
-        """What the current stream does from here on comes after what others were given before."""
-        if self._is_needed and self._last is not None:
-            self._runtime.wait(self._last, self._device)
+    @property
+    def is_needed(self) -> bool:
+        """Whether there are streams."""
+        return self._is_needed
 
-    def end(self, tensors: Sequence[Tensor]) -> None:
-        """What was started has been using these tensors, which may be freed while it runs."""
-        if self._is_needed:
-            self._last = self._runtime.event(self._device)
-            for tensor in tensors:
-                self._runtime.keep_for_stream(tensor)
+    def begin(self, tensors: Sequence[Tensor]) -> None:
+        """What the current stream does from here on, with these tensors, comes after what others were given.
+
+        Their memory, which may be freed while it runs, is given out again after it.
+        """
+        if self._last is not None:
+            self._runtime.wait(self._last, self._device)
+        for tensor in tensors:
+            self._runtime.keep_for_stream(tensor)
+
+    def end(self) -> None:
+        """What follows on any stream comes after what was started until here."""
+        self._last = self._runtime.event(self._device)

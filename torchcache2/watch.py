@@ -45,9 +45,10 @@ Bytes1D = Any
 
 _Fields = Callable[[dict[str, Any]], tuple[Any, ...]]
 
-_State = tuple[list[int], list[Any], list[Any], list[int]]
+_State = tuple[list[int], list[Any], list[Any], list[torch.dtype], list[int]]
 
 _values: Callable[[Any], Iterable[Any]] = dict.values
+_dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 _version: Callable[[Tensor], int] = attrgetter("_version")
 
 
@@ -204,6 +205,7 @@ class TensorWatch:
             list(map(_pointer, tensors)),
             list(map(Tensor.stride, tensors)),
             list(map(Tensor.size, tensors)),
+            list(map(_dtype, tensors)),
             list(map(_version, self._counted)),
         )
 

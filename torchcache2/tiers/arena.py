@@ -98,7 +98,7 @@ class Arena:
     def reserve(self, count: int) -> bool:
         """Make room for `count` more rows; False if the system has no memory for them."""
         rows = len(self) + count
-        self._order.begin()
+        self._begin()
         try:
             for column in self._all:
                 column.grow(rows)
@@ -106,6 +106,7 @@ class Arena:
         except (OSError, MemoryError, RuntimeError):
             return False
         finally:
+            self._index.keys = self._key_words()
             self._end()
         self._index.keys = self._key_words()
         return True
@@ -118,7 +119,7 @@ class Arena:
         """A copy of the rows at `entries`, as one batch."""
         positions = torch.from_numpy(entries).to(self.device)
         columns = []
-        self._order.begin()
+        self._begin()
         for leaf, column in zip(self.schema.leaves, self._columns, strict=True):
             picked = column.gather(positions, self._runtime).view(-1).view(leaf.stored)
             columns.append(picked.view(len(entries), *leaf.stored_shape))
@@ -128,7 +129,7 @@ class Arena:
     def append(self, keys: Bytes2D, rows: Rows, tick: int) -> None:
         """Add rows under distinct keys that are not here; `room` has been made for them."""
         first, count = len(self), len(rows)
-        self._order.begin()
+        self._begin()
         for column, values in zip(self._columns, rows.laid_out_as(self.schema).columns, strict=True):
             column.write(first, values)
         self._end()
@@ -142,21 +143,26 @@ class Arena:
         if len(source) == 0:
             return
         sources, targets = torch.from_numpy(source), torch.from_numpy(target)
-        self._order.begin()
+        self._begin()
         for column in (*self._columns, self._ticks):
             column.move(sources, targets)
         self._end()
 
     def shrink(self) -> None:
         """Give back the memory behind the last row."""
-        self._order.begin()
+        self._begin()
         for column in self._all:
             column.shrink(len(self))
         self._end()
         self._index.keys = self._key_words()
 
+    def _begin(self) -> None:
+        if self._order.is_needed:
+            self._order.begin([column.view(column.capacity) for column in self._columns if column.row_bytes])
+
     def _end(self) -> None:
-        self._order.end([column.view(column.capacity) for column in self._columns if column.row_bytes])
+        if self._order.is_needed:
+            self._order.end()
 
     def _key_words(self) -> Words:
         words: Words = self._keys.view(self._keys.capacity).numpy().view("<u8")

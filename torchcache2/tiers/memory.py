@@ -230,7 +230,10 @@ class MemoryTier:
         """Write rows that there is room for, now or when they have arrived on the host."""
         remote = [column for column in rows.columns if self._runtime.holds(column)]
         if remote and arena.device.type == "cpu":
-            arriving = Arriving(rows.laid_out_as(arena.schema).columns, self._runtime)
+            # Those on the host are the caller's, who may write to them before the others have arrived.
+            columns = rows.laid_out_as(arena.schema).columns
+            columns = tuple(c if self._runtime.holds(c) else c.clone() for c in columns)
+            arriving = Arriving(columns, self._runtime)
             self._pending = _Pending(arena, arena.schema, keys, arriving)
             if self._used() > self.budget:
                 self._catch_up()
