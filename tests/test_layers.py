@@ -28,6 +28,7 @@ LAYERS = [
     "stats",
     "tiers.stack",
     "tiers.memory",
+    "tiers.table",
     "tiers.arena",
     "tiers.base",
     "index",

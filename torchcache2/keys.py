@@ -43,10 +43,14 @@ class Keys:
         16 bytes that say who computes.
     data : ndarray of uint8, shape (n, 16)
         One key per item, C-contiguous.
+    group : bytes
+        A digest of what these keys have in common besides, such as the shapes of items; empty if unknown.
+        A key is always of the same group.
     """
 
     namespace: bytes
     data: Bytes2D
+    group: bytes = b""
 
     def __post_init__(self) -> None:
         if len(self.namespace) != 16:
@@ -67,7 +71,7 @@ class Keys:
 
     def take(self, positions: Positions) -> Keys:
         """The keys at some positions."""
-        return Keys(self.namespace, self.data[positions])
+        return Keys(self.namespace, self.data[positions], self.group)
 
     def first_positions(self) -> tuple[Positions, Positions] | None:
         """Where each distinct key is first, and which of those each key equals; None if all differ."""
@@ -115,8 +119,9 @@ def item_keys(
     digests = np.empty((count, 16 * (len(leaves) + 1)), np.uint8)
     for column, tensor in enumerate(to_host(tensors), start=1):
         digests[:, 16 * column : 16 * column + 16] = _digests(item_bytes(tensor))
-    digests[:, :16] = np.frombuffer(digest(parts), np.uint8)
-    return Keys(namespace, _digests(digests))
+    group = digest(parts)
+    digests[:, :16] = np.frombuffer(group, np.uint8)
+    return Keys(namespace, _digests(digests), group)
 
 
 def _digests(rows: Bytes2D) -> Bytes2D:

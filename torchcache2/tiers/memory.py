@@ -28,6 +28,7 @@ from torchcache2.rows import Rows, Schema
 from torchcache2.settings import Policy
 from torchcache2.tiers.arena import Arena
 from torchcache2.tiers.base import Found, Positions, TierStats
+from torchcache2.tiers.table import GROUP_BYTES, ArenaTable
 from torchcache2.transfer import CUDA, Arriving, Runtime
 
 __all__ = ["MemoryTier"]
@@ -82,7 +83,7 @@ class MemoryTier:
         self._closed = False
         self._dropped: deque[bytes] = deque()
         self._told = False
-        self._arenas: dict[bytes, dict[tuple[Schema, torch.device], Arena]] = {}
+        self._arenas = ArenaTable()
         self._last_used: dict[bytes, int] = {}
 
     @with_ordinary_tensors
@@ -129,7 +130,7 @@ class MemoryTier:
             except BaseException as error:
                 self._start_anew(error, "written")
             return TierStats(
-                rows=sum(len(arena) for arena in self._all()),
+                rows=sum(map(len, self._arenas)),
                 bytes=self._used(),
                 evictions=self._evictions,
             )
@@ -149,8 +150,7 @@ class MemoryTier:
         if pending is None:
             return
         columns = pending.arriving.wait()
-        arenas = self._arenas.get(pending.keys.namespace, {})
-        if any(arena is pending.arena for arena in arenas.values()):  # else it has been dropped
+        if pending.arena in self._arenas:  # else it has been dropped
             rows = Rows(pending.schema, columns, len(pending.keys))
             pending.arena.append(pending.keys.data, rows, self._clock)
 
@@ -170,7 +170,7 @@ class MemoryTier:
             self._last_used.clear()
         while self._dropped:
             namespace = self._dropped.popleft()
-            self._arenas.pop(namespace, None)
+            self._arenas.pop(namespace)
             self._last_used.pop(namespace, None)
         if self._closed:
             self._pending = None
@@ -179,12 +179,12 @@ class MemoryTier:
 
     def _find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
         parts: list[tuple[Positions, Rows]] = []
-        arenas = self._arenas.get(keys.namespace)
+        arenas = self._arenas.holding(keys)
         if not arenas:
             return parts
         self._clock += 1
         self._last_used[keys.namespace] = self._clock
-        for arena in arenas.values():
+        for arena in arenas:
             entries = arena.find(keys.words)
             positions = np.flatnonzero(entries >= 0)
             if len(positions) == 0:
@@ -201,11 +201,13 @@ class MemoryTier:
     def _keep(self, keys: Keys, rows: Rows) -> int:
         if self._closed or len(keys) == 0:
             return 0
-        absent = self._absent(keys)
+        arena = self._arena(keys.namespace, rows)
+        absent = self._absent(keys, arena)
         if len(absent) < len(keys):
             keys, rows = keys.take(absent), rows.take(torch.from_numpy(absent))
-        arena = self._arena(keys.namespace, rows) if len(keys) else None
-        if arena is None:
+        if arena is None or len(keys) == 0:
+            if arena is not None:
+                self._arenas.link(keys, arena)
             self._forget_empty(keys.namespace)
             return 0
         self._clock += 1
@@ -221,6 +223,7 @@ class MemoryTier:
             some = np.arange(kept)
             keys, rows = keys.take(some), rows.take(torch.from_numpy(some))
         if kept:
+            self._arenas.link(keys, arena)
             self._append(arena, keys, rows)
         elif len(arena) == 0:
             self._forget_empty(keys.namespace)
@@ -240,17 +243,17 @@ class MemoryTier:
         else:
             arena.append(keys.data, rows, self._clock)
 
-    def _all(self) -> list[Arena]:
-        return [arena for arenas in self._arenas.values() for arena in arenas.values()]
-
     def _used(self) -> int:
         staging = self._pending.arriving.nbytes if self._pending is not None else 0
-        return sum(arena.nbytes for arena in self._all()) + staging
+        return self._arenas.nbytes + staging
 
-    def _absent(self, keys: Keys) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _absent(self, keys: Keys, arena: Arena | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         absent = np.ones(len(keys), bool)
-        for arena in self._arenas.get(keys.namespace, {}).values():
-            absent &= arena.find(keys.words) < 0
+        asked = self._arenas.holding(keys)
+        if arena is not None and not any(other is arena for other in asked):
+            asked = [*asked, arena]  # if the group has been forgotten
+        for other in asked:
+            absent &= other.find(keys.words) < 0
         return np.flatnonzero(absent)
 
     def _arena(self, namespace: bytes, rows: Rows) -> Arena | None:
@@ -260,10 +263,9 @@ class MemoryTier:
         elif device.type == "cuda" and device.index is None and torch.cuda.is_available():
             # The one that is current now, whichever will be current later.
             device = self._device = torch.device("cuda", torch.cuda.current_device())
-        arenas = self._arenas.setdefault(namespace, {})
-        arena = arenas.get((rows.schema, device))
+        arena = self._arenas.get(namespace, (rows.schema, device))
         if arena is None and rows.schema.row_bytes < self.budget:
-            if len(self._all()) >= _MOST_ARENAS:
+            if len(self._arenas) >= _MOST_ARENAS:
                 self._drop_unused(namespace)
             is_remote = any(map(self._runtime.holds, rows.columns))
             try:
@@ -272,15 +274,15 @@ class MemoryTier:
                 # Torch asserts that it was built for a device.
                 self._tell("there is no memory for rows on %s: %s", device, error)
             else:
-                arenas[rows.schema, device] = arena
+                self._arenas.add(namespace, (rows.schema, device), arena)
         return arena
 
     def _make_room(self, namespace: bytes, arena: Arena, count: int) -> int:
         """Make room for `count` rows, or as many of them as the budget and policy allow."""
         while arena.room < count:
-            free = self.budget - self._used()
+            free = self.budget - self._used() - GROUP_BYTES
             for wanted in (arena.slab(count), count):
-                if arena.cost(wanted) <= free and arena.reserve(wanted):
+                if arena.cost(wanted) <= free and self._reserve(arena, wanted):
                     return count
             if self._drop_unused(namespace):
                 continue
@@ -290,25 +292,31 @@ class MemoryTier:
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (middle, high) if arena.cost(middle) <= free else (low, middle)
-            return low if arena.cost(low) <= free and arena.reserve(low) else 0
+            return low if arena.cost(low) <= free and self._reserve(arena, low) else 0
         return count
+
+    def _reserve(self, arena: Arena, count: int) -> bool:
+        try:
+            return arena.reserve(count)
+        finally:
+            self._arenas.measure(arena)
 
     def _drop_unused(self, namespace: bytes) -> bool:
         """Forget the namespace that was used least recently, of those that nothing alive uses."""
         if self._in_use is None:
             return False
         used = {namespace, *self._in_use()}
-        unused = [name for name in self._arenas if name not in used]
+        unused = [name for name in self._arenas.namespaces() if name not in used]
         if not unused:
             return False
         oldest = min(unused, key=lambda name: self._last_used.get(name, 0))
-        self._evictions += sum(len(arena) for arena in self._arenas.pop(oldest).values())
+        self._evictions += self._arenas.pop(oldest)
         self._last_used.pop(oldest, None)
         return True
 
     def _evict(self, favoured: Arena, count: int) -> bool:
         """Forget least recently used rows, worth `count` of the favoured arena; False if there are none."""
-        arenas = self._all()
+        arenas = list(self._arenas)
         lengths = list(map(len, arenas))
         total = sum(lengths)
         if total == 0:
@@ -331,18 +339,14 @@ class MemoryTier:
             arena.remove(victims[low:high] - start)
             if arena is not favoured and high > low:
                 arena.shrink()
+                self._arenas.measure(arena)
         self._evictions += len(victims)
-        for namespace in list(self._arenas):
+        for namespace in self._arenas.namespaces():
             self._forget_empty(namespace, keep=favoured)
         return True
 
     def _forget_empty(self, namespace: bytes, keep: Arena | None = None) -> None:
-        arenas = self._arenas.get(namespace, {})
-        for name in [name for name, arena in arenas.items() if len(arena) == 0]:
-            if arenas[name] is not keep:
-                del arenas[name]
-        if not arenas:
-            self._arenas.pop(namespace, None)
+        if self._arenas.pop_empty(namespace, keep):
             self._last_used.pop(namespace, None)
 
     def _tell(self, message: str, *args: object) -> None:
