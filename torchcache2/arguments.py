@@ -21,6 +21,7 @@ __all__ = ["BoundCall", "Signature", "UncachedArgumentError"]
 
 _DEFAULT = b"default"
 _KINDS = inspect.Parameter
+_MARKS = ("_dynamo", "_is_")  # what torch puts on tensors, as it does `persistent` on buffers
 _VARIADIC = (_KINDS.VAR_POSITIONAL, _KINDS.VAR_KEYWORD)
 
 
@@ -226,7 +227,7 @@ class _ArgumentEncoder(Encoder):
             raise UnencodableError(
                 path, value, f"inside of {self._unregistered}, which is not a registered pytree node"
             )
-        if any(not name.startswith("_dynamo") for name in vars(value)):
+        if any(name != "persistent" and not name.startswith(_MARKS) for name in vars(value)):
             raise UncachedArgumentError(f"argument {path} is a tensor with attributes of its own")
         for other, leaf in self.leaves:
             if leaf is value:
