@@ -299,6 +299,18 @@ def test_a_decorator_that_gives_arguments_of_its_own():
         assert torch.equal(cached(X), X * 3)
 
 
+def test_a_default_that_is_replaced():
+    def function(x, factor=3):
+        return x * factor
+
+    cached = torchcache(function)
+    cached(X)
+    function.__defaults__ = (5,)
+    for _ in range(2):
+        assert torch.equal(cached(X), X * 5)
+        assert torch.equal(cached(X, 3), X * 3)
+
+
 class Tagged(torch.Tensor):
     pass
 

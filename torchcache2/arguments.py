@@ -21,6 +21,7 @@ __all__ = ["BoundCall", "Signature", "UncachedArgumentError"]
 
 _DEFAULT = b"default"
 _KINDS = inspect.Parameter
+_UNCHANGING = (Tensor, torch.nn.Parameter, type(None), bool, int, float, complex, str, bytes, torch.dtype)
 _MARKS = ("_dynamo", "_is_")  # what torch puts on tensors, as it does `persistent` on buffers
 _VARIADIC = (_KINDS.VAR_POSITIONAL, _KINDS.VAR_KEYWORD)
 
@@ -69,6 +70,11 @@ class BoundCall:
         """Whether an argument requires grad."""
         tensors = [*self.shared_tensors, *(tensor for _, tensor in self.leaves)]
         return any(tensor.requires_grad for tensor in tensors)
+
+    @property
+    def can_change(self) -> bool:
+        """Whether an argument may be changed in place and is no tensor."""
+        return any(type(value) not in _UNCHANGING for value in (*self.args, *self.kwargs.values()))
 
     def take(self, positions: Tensor) -> tuple[list[Any], dict[str, Any]]:
         """Arguments for a call with the items at `positions` (int64, CPU) alone."""

@@ -133,6 +133,8 @@ class Computation:
 
     def _has_same_context(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
         """Whether arguments that are no tensors are what they were."""
+        if not self._bound.can_change:
+            return True
         try:
             return self._cache.signature.bind(tuple(args), kwargs).context == self._bound.context
         except Exception:  # one has become what cannot be put in a key

@@ -63,6 +63,7 @@ class ModuleCache(Cache):
         self._calls: deque[CallSeen] = deque(maxlen=2)
         self.random = RandomContexts()
         self.pure: set[bytes] = set()
+        self._walks = 1
         self._entry: Forward | None = None
         if root is not None and plain is not None:
             self.bind(root, plain)
@@ -121,6 +122,9 @@ class ModuleCache(Cache):
         root = self._living_root()
         reason = self.keeper.reason_to_bypass(root)
         if reason is None:
+            if self._walks != self.keeper.walks:  # a default may be another now
+                self.signature = Signature(plain, shared=self.settings.shared_args)
+                self._walks = self.keeper.walks
             try:
                 call = self.signature.bind(args, kwargs)
             except UncachedArgumentError as error:

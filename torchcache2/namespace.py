@@ -87,6 +87,8 @@ class NamespaceKeeper:
         As of the last look.
     generators : list
         Random generators that the module refers to.
+    walks : int
+        How often code and attributes have been read.
     """
 
     def __init__(self, name: str, settings: CacheSettings, history: History | None = None) -> None:
@@ -94,6 +96,7 @@ class NamespaceKeeper:
         self.history = history if history is not None else History()
         self.fingerprint = Fingerprint(_NONE, {})
         self.generators: list[Any] = []
+        self.walks = 0
         self._settings = settings
         self._lock = ProcessLock(threading.RLock)
         self._tokens: dict[int, tuple[object, bytes]] = {}
@@ -181,6 +184,7 @@ class NamespaceKeeper:
         if self._watch is not None and not self._tensors.has_lazy and self._watch.same(module):
             return False
         self._watch = None  # should the walk be interrupted
+        self.walks += 1
         walk = Walk(root, self._tokens)
         self._parts = {name: digest([data]) for name, data in walk.parts.items()}
         plain = [name for name in walk.parts if name.startswith(_PLAIN_PARTS)]
