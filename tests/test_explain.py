@@ -161,6 +161,20 @@ def test_a_function_names_the_global_that_changed(monkeypatch):
     assert lines(scaled) == ["global FACTOR of function scaled: 2.0 → 3.0"]
 
 
+def test_another_source_is_named():
+    @torchcache
+    def shifted(x):
+        return x + 1
+
+    def other(x):
+        return x + 2
+
+    shifted(X)
+    shifted.__wrapped__.__code__ = other.__code__.replace(co_name="shifted")
+    shifted(X)
+    assert "source of function shifted changed" in lines(shifted)
+
+
 FACTOR = 2.0
 
 

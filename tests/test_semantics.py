@@ -243,6 +243,19 @@ def test_how_an_inner_module_is_cached_counts():
     assert torch.equal(exact(third), third.tanh())
 
 
+def test_how_an_inner_function_is_cached_counts():
+    def make(**options):
+        @torchcache(**options)
+        def inner(x):
+            return x.tanh()
+
+        return torchcache(lambda x: inner(x) + 1)
+
+    kinds = ({}, {"cache_dtype": torch.float16}, {"persistent_module_hash": "name"}, {"policy": "lru"})
+    usual, rounded, named, same = [make(**options).cache_instance.module_hash for options in kinds]
+    assert len({usual, rounded, named}) == 3 and usual == same
+
+
 def test_a_base_whose_forward_is_replaced_later(monkeypatch):
     class Base(nn.Module):
         def forward(self, x):

@@ -3,6 +3,7 @@ import dataclasses
 import html.parser
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -225,3 +226,15 @@ def test_a_cache_reports_what_it_did():
     assert (stats.memory_rows, stats.evictions) == (5, 0)
     assert 5 * (16 + 16) <= stats.memory_bytes <= 10_000_000
     assert stats.seconds_computed > 0
+
+
+def test_making_keys_counts_as_a_cost():
+    first = torchcache(lambda x: x[:, :1] * 2)
+    x = torch.randn(64, 200_000)
+    first(x)
+    before, start = first.cache_instance._counters.seconds_spent, time.perf_counter()
+    for _ in range(20):
+        first(x)
+    passed = time.perf_counter() - start
+    # Nearly all that these calls do is to hash their items, on whatever machine.
+    assert first.cache_instance._counters.seconds_spent - before > passed / 2

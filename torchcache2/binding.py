@@ -14,9 +14,8 @@ from torchcache2.namespace import History
 from torchcache2.settings import CacheSettings
 from torchcache2.tiers.stack import TierStack
 
-__all__ = ["BINDING", "REPLICATE", "Binding"]
+__all__ = ["REPLICATE", "Binding"]
 
-BINDING = "_torchcache_binding"  # of a decorated class
 REPLICATE = "_replicate_for_data_parallel"  # torch calls it for each device at each forward
 _PREFIX = "torchcache_"
 

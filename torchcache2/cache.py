@@ -120,12 +120,14 @@ class Cache:
         compute: ComputeSteps,
         device: torch.device,
         dtypes: Collection[torch.dtype] = (),
+        since: float | None = None,
     ) -> Steps[Any]:
         """`fetch`, which yields the calls to make; see `torchcache2.tracing`.
 
-        `dtypes` are what `compute` reads; `verify` tolerates what the coarsest of them can tell apart.
+        `dtypes` are what `compute` reads; `verify` tolerates what the coarsest of them can tell apart. What
+        caching costs is counted since `since`, of `time.perf_counter`; by default since now.
         """
-        start = time.perf_counter()
+        start = time.perf_counter() if since is None else since
         batch = Batch(keys, compute, device, self.settings, dtypes)
         try:
             output = yield from self._outcome(batch)

@@ -13,9 +13,18 @@ from torchcache2 import sources
 from torchcache2.assigned import assigned_for_others
 from torchcache2.digest import Encoder, qualified_name, sized, text_bytes
 
-__all__ = ["ADDED_ATTRIBUTE", "ORIGINAL_ATTRIBUTE", "CodeWalk", "is_ours", "original"]
+__all__ = [
+    "ADDED_ATTRIBUTE",
+    "BINDING",
+    "ORIGINAL_ATTRIBUTE",
+    "CodeWalk",
+    "cache_options",
+    "is_ours",
+    "original",
+]
 
 ORIGINAL_ATTRIBUTE = "_torchcache_original"  # of a wrapper: what it wraps
+BINDING = "_torchcache_binding"  # of a decorated class
 ADDED_ATTRIBUTE = "_torchcache_added"  # of what the decorator put where there was nothing
 
 
@@ -149,7 +158,10 @@ class CodeWalk(Encoder):
 
     def function(self, function: types.FunctionType, path: str) -> bytes:
         """Write down a function and what it names; the label of its part."""
+        options = cache_options(function) if is_ours(function) else []
         function = original(function)
+        if options:
+            self.parts[f"cached {_short_name(function)} at {path}"] = self.encode(options, path)
         known = self._labels.get(id(function))
         if known is not None:
             return known
@@ -258,6 +270,16 @@ def is_ours(value: Any) -> bool:
 def original(value: Any) -> Any:
     """What a wrapper of the decorator wraps; anything else is itself."""
     return getattr(value, ORIGINAL_ATTRIBUTE, value) if is_ours(value) else value
+
+
+def cache_options(obj: Any) -> list[Any]:
+    """The options of what is cached itself that change what it returns; empty if all are usual."""
+    settings = getattr(vars(obj).get("cache_instance"), "settings", None)
+    if settings is None:
+        settings = getattr(getattr(type(obj), BINDING, None), "settings", None)
+    names = ("cache_dtype", "subsample_count", "persistent_module_hash")
+    values = [vars(obj).get(f"torchcache_{name}", getattr(settings, name, None)) for name in names]
+    return values if any(value is not None for value in values) else []
 
 
 def _short_name(obj: Any) -> str:

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from torchcache2.arguments import BoundCall, Signature
 from torchcache2.batch import NotStoredError, WholeBatch
-from torchcache2.digest import digest
 from torchcache2.keys import Keys, item_keys
 from torchcache2.namespace import NamespaceKeeper, Seen
 from torchcache2.purity import ADVICE, versions
@@ -45,19 +44,24 @@ class Computation:
     """Runs the forward for some items of a call, and says if the outcome must not be stored."""
 
     def __init__(
-        self, cache: Computing, root: Any, plain: Callable[..., Any], call: BoundCall, seen: Seen
+        self,
+        cache: Computing,
+        root: Any,
+        plain: Callable[..., Any],
+        call: BoundCall,
+        seen: Seen,
+        context: bytes,
     ) -> None:
         self._cache = cache
         self._root = root
         self._plain = plain
         self._bound = call
         self._seen = seen
-        self.context = digest([seen.namespace, call.context])
-        shapes = [f"{path} {tensor.dtype} {tuple(tensor.shape[1:])}".encode() for path, tensor in call.leaves]
-        self._kind = digest([self.context, *shapes])
+        self.context = context
+        self.keys = self._keys(call)
+        self._kind = self.keys.group
 
-    def keys(self, call: BoundCall) -> Keys:
-        """The keys of a call's items."""
+    def _keys(self, call: BoundCall) -> Keys:
         count = self._cache.settings.subsample_count
         return item_keys(self._seen.namespace, call.context, call.leaves, subsample_count=count)
 
@@ -144,7 +148,7 @@ class Computation:
         """What tells of changes in inference tensors, which have no version counters."""
         if not any(tensor.is_inference() for tensor in inputs):
             return None
-        return self.keys(self._cache.signature.bind(tuple(args), kwargs)).data
+        return self._keys(self._cache.signature.bind(tuple(args), kwargs)).data
 
     def _own(self, output: Any, inputs: list[Tensor]) -> Any:
         """The output, with copies of tensors that are parts or aliases of others."""

@@ -39,9 +39,7 @@ def fingerprint_differences(before: Fingerprint, now: Fingerprint) -> list[str]:
 
 
 def _line(name: str, kind: str, path: str, before: Fingerprint, now: Fingerprint) -> str:
-    title = (
-        f"{kind}: {path}" if kind == "weights" else f"source of {name}" if f"{kind} " in _SOURCES else name
-    )
+    title = f"{kind}: {path}" if kind == "weights" else f"source of {name}" if kind in _SOURCES else name
     if name not in before.parts:
         return f"{title} is new" + _value(now, name)
     if name not in now.parts:

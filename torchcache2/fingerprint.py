@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from torchcache2 import sources
 from torchcache2.assigned import assigned_for_others
-from torchcache2.codewalk import original
+from torchcache2.codewalk import cache_options, original
 from torchcache2.describe import describe
 from torchcache2.digest import (
     Encoder,
@@ -197,7 +197,7 @@ class Walk(ObjectWalk):
             if path or name != "forward":
                 names.append(name)
         self.modules.append((module, tuple(names), skipped))
-        if path and (options := _cache_options(module)):
+        if path and (options := cache_options(module)):
             self.parts[f"cached {path}"] = self.encode(options, path)
         init, unread = vars(module).get(INIT_ATTRIBUTE, ({}, ()))
         self.unread += unread
@@ -257,17 +257,6 @@ def _reached_by_forward(kind: type) -> list[types.FunctionType] | None:
             elif {"__call__", "__get__"} & set(dir(type(method))):
                 return None
     return reached
-
-
-def _cache_options(obj: Any) -> list[Any]:
-    """The options of a cache inside of what is walked that change what it returns; empty if all are usual."""
-    settings = getattr(vars(obj).get("cache_instance"), "settings", None)
-    if settings is None:
-        settings = getattr(getattr(type(obj), "_torchcache_binding", None), "settings", None)
-    names = ("cache_dtype", "subsample_count", "persistent_module_hash")
-    overrides = vars(obj) | {}
-    values = [overrides.get(f"torchcache_{name}", getattr(settings, name, None)) for name in names]
-    return values if any(value is not None for value in values) else []
 
 
 def _texts(function: types.FunctionType) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import types
 import weakref
 from collections import deque
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torchcache2.arguments import Signature, UncachedArgumentError
 from torchcache2.cache import Cache
 from torchcache2.computation import Computation
+from torchcache2.digest import digest
 from torchcache2.errors import TorchcacheError
 from torchcache2.explain import CallSeen, call_differences, fingerprint_differences
 from torchcache2.fingerprint import Fingerprint
@@ -119,6 +121,7 @@ class ModuleCache(Cache):
             return (yield plain, args, kwargs)  # inside of its own forward: the outermost call is cached
         if is_traced() or disabled_by_environment():
             return (yield plain, args, kwargs)
+        start = time.perf_counter()
         root = self._living_root()
         reason = self.keeper.reason_to_bypass(root)
         if reason is None:
@@ -143,14 +146,14 @@ class ModuleCache(Cache):
             return (yield from self._bypass(seen.doubt, plain, args, kwargs))
         leaves = tuple([(path, tensor.dtype, tensor.shape[1:]) for path, tensor in call.leaves])
         self._calls.append(CallSeen(seen.namespace, call.context, leaves))
-        computation = Computation(self, root, plain, call, seen)
-        if self.random.bypasses(computation.context):
+        if self.random.bypasses(context := digest([seen.namespace, call.context])):
             reason = "random", "its output was random before"
             return (yield from self._bypass(reason, plain, args, kwargs))
+        computation = Computation(self, root, plain, call, seen, context)
         dtypes: set[torch.dtype] = set()
         if self.settings.verify:
             dtypes = {tensor.dtype for _, tensor in call.leaves} | seen.tensors.dtypes
-        return (yield from self.steps(computation.keys(call), computation.steps, call.device, dtypes))
+        return (yield from self.steps(computation.keys, computation.steps, call.device, dtypes, since=start))
 
     def _bypass(
         self, reason: Reason, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]

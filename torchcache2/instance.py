@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from torchcache2.binding import BINDING, REPLICATE, Binding
-from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
+from torchcache2.binding import REPLICATE, Binding
+from torchcache2.codewalk import ADDED_ATTRIBUTE, BINDING, ORIGINAL_ATTRIBUTE
 from torchcache2.errors import DecorationError
 from torchcache2.forward import ModuleCache
 from torchcache2.tracing import Steps, is_exported, run_steps

@@ -17,14 +17,14 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from torchcache2.binding import BINDING, REPLICATE, Binding
-from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, is_ours
+from torchcache2.binding import REPLICATE, Binding
+from torchcache2.codewalk import ADDED_ATTRIBUTE, BINDING, ORIGINAL_ATTRIBUTE, is_ours
 from torchcache2.errors import DecorationError
 from torchcache2.fingerprint import INIT_ATTRIBUTE, argument_digests
 from torchcache2.forward import ModuleCache
 from torchcache2.instance import decorate_instance
 from torchcache2.settings import CacheSettings, MissBatch, Policy, Size
-from torchcache2.tracing import Steps, is_exported, is_traced, run_steps, with_own_code
+from torchcache2.tracing import Steps, is_exported, run_steps, with_own_code
 
 __all__ = ["torchcache"]
 
@@ -177,7 +177,7 @@ def _call_method(
     if added_to is not None and (owner := added_to()) is not None:
         forward = super(owner, module).forward  # as it is now: somebody may have replaced it since
     # Another forward than the class's own, as through super(), computes something else.
-    if type(module).forward is not wrapper or is_traced():
+    if type(module).forward is not wrapper:
         return (yield forward, args, kwargs)
     return (yield from _cache_of(module).call(forward, args, kwargs))
 

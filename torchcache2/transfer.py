@@ -112,20 +112,20 @@ class StreamOrder:
     Parameters
     ----------
     device : torch.device
-        Where the memory is; on the host there is nothing to do.
+        Where the memory is.
     runtime : Runtime
+
+    Attributes
+    ----------
+    is_needed : bool
+        Whether there are streams; on the host there is nothing to put in order.
     """
 
     def __init__(self, device: torch.device, runtime: Runtime = CUDA) -> None:
         self._device = device
         self._runtime = runtime
-        self._is_needed = device.type == "cuda"
+        self.is_needed = device.type == "cuda"
         self._last: Any = None
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether there are streams."""
-        return self._is_needed
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
         """What the current stream does from here on, with these tensors, comes after what others were given.

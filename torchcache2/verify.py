@@ -54,7 +54,7 @@ def _column_differences(left: Tensor, right: Tensor, leaf: Leaf, dtypes: Collect
     if left.is_complex():
         left, right = (torch.view_as_real(side).flatten(1) for side in (left, right))
     if left.is_floating_point():
-        precision = max(_precision(leaf), *(torch.finfo(d).eps for d in dtypes if _is_inexact(d)), 0.0)
+        precision = _precision(leaf, dtypes)
         left, right = left.double(), right.double()
         same = (left == right) | (left.isnan() & right.isnan())
         apart = (left - right).abs().nan_to_num(math.inf, math.inf)
@@ -64,16 +64,13 @@ def _column_differences(left: Tensor, right: Tensor, leaf: Leaf, dtypes: Collect
         apart = (left.double() - right.double()).abs().clamp_min(1.0)  # beyond 2**53, doubles are coarse
     apart = torch.where(same, 0.0, apart).amax(1)
     scale = torch.maximum(left.abs(), right.abs()).nan_to_num(0.0, 0.0).amax(1) if precision else 0.0
-    within = apart <= math.sqrt(precision) * scale + precision
+    within = apart <= math.sqrt(precision) * scale + precision**2  # what cancels out leaves noise
     return torch.where(within, 0.0, apart)
 
 
-def _precision(leaf: Leaf) -> float:
+def _precision(leaf: Leaf, dtypes: Collection[torch.dtype]) -> float:
     """The relative precision of the coarsest dtype that a column was computed or kept in."""
-    dtypes = [leaf.dtype, leaf.stored] if leaf.kind == "tensor" else [torch.float64]
-    dtypes += [torch.get_autocast_dtype(place) for place in _PLACES if torch.is_autocast_enabled(place)]
-    return max(product_precision(), *(torch.finfo(dtype).eps for dtype in dtypes))
-
-
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+    kept = [leaf.dtype, leaf.stored] if leaf.kind == "tensor" else [torch.float64]
+    kept += [torch.get_autocast_dtype(place) for place in _PLACES if torch.is_autocast_enabled(place)]
+    inexact = [dtype for dtype in (*kept, *dtypes) if dtype.is_floating_point or dtype.is_complex]
+    return max(product_precision(), *(torch.finfo(dtype).eps for dtype in inexact))

@@ -137,9 +137,7 @@ class MemoryTier:
 
     def _start_anew(self, error: BaseException, verb: str) -> None:
         """After a fault, forget everything, since rows may be half moved; a fault is a miss."""
-        self._pending = None
-        self._arenas.clear()
-        self._last_used.clear()
+        self._forget_all()
         if not isinstance(error, Exception):
             raise error
         self._tell("the memory cache could not be %s, and starts anew: %r", verb, error)
@@ -165,17 +163,18 @@ class MemoryTier:
 
     def _forget_dropped(self) -> None:
         if self._lock.was_torn():
-            self._pending = None
-            self._arenas.clear()
-            self._last_used.clear()
+            self._forget_all()
         while self._dropped:
             namespace = self._dropped.popleft()
             self._arenas.pop(namespace)
             self._last_used.pop(namespace, None)
         if self._closed:
-            self._pending = None
-            self._arenas.clear()
-            self._last_used.clear()
+            self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._pending = None
+        self._arenas.clear()
+        self._last_used.clear()
 
     def _find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
         parts: list[tuple[Positions, Rows]] = []
@@ -220,8 +219,7 @@ class MemoryTier:
                     "Raise max_memory_cache_size, or set cache_dtype or policy='lru'",
                     self.budget,
                 )
-            some = np.arange(kept)
-            keys, rows = keys.take(some), rows.take(torch.from_numpy(some))
+            keys, rows = keys.take(np.arange(kept)), rows.head(kept)
         if kept:
             self._arenas.link(keys, arena)
             self._append(arena, keys, rows)
