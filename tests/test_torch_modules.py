@@ -17,6 +17,7 @@ from torch.nn.utils import fusion, parametrizations, parametrize, prune, statele
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from tests.test_torch_modes import assert_same
 from torchcache2 import UnhashableArgumentError, torchcache
 
 WEIGHT_NORM = "ignore:.torch.nn.utils.weight_norm. is deprecated"
@@ -101,19 +102,6 @@ def misses(cached):
 
 def bypasses(cached):
     return dict(cached.cache_instance.stats().bypasses)
-
-
-def assert_same(left, right):
-    left_leaves, left_spec = pytree.tree_flatten(left)
-    right_leaves, right_spec = pytree.tree_flatten(right)
-    assert left_spec == right_spec
-    for a, b in zip(left_leaves, right_leaves, strict=True):
-        assert type(a) is type(b)
-        if isinstance(a, torch.Tensor):
-            assert (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
-            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-        else:
-            assert a == b
 
 
 def assert_close(left, right):
