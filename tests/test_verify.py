@@ -25,7 +25,9 @@ import torchcache2
 from tests.test_forward import assert_same, cached
 from tests.test_property import LEAVES, OTHERS, build, nested
 from torchcache2 import Cache, CacheSettings, Keys, torchcache
+from torchcache2.rows import Rows
 from torchcache2.tiers.stack import TierStack
+from torchcache2.verify import differences
 
 NAMESPACE = b"sixteen letters."
 WIDTH = 64
@@ -1086,3 +1088,12 @@ def test_with_all_hits_verified_no_unseen_edit_gets_through(steps, miss_batch, p
             assert torch.equal(module(items[step]), plain(module, items[step]))
         assert module.cache_instance.stats().memory_bytes <= budget
     assert module.cache_instance.stats().bypasses == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_tolerance_is_relative_to_the_row_however_small(dtype):
+    scale = 10 * torch.finfo(dtype).eps ** 2
+    old = torch.full((2, 4), scale, dtype=torch.float64).to(dtype)
+    new = old * torch.tensor([[1.0], [2.0]]).to(dtype)
+    rows = [Rows.from_pytree(side, 2, device=torch.device("cpu")) for side in (old, new)]
+    assert (differences(*rows) > 0).tolist() == [False, True]
