@@ -24,7 +24,7 @@ from torchcache2.fingerprint import INIT_ATTRIBUTE, argument_digests
 from torchcache2.forward import ModuleCache
 from torchcache2.instance import decorate_instance
 from torchcache2.settings import CacheSettings, MissBatch, Policy, Size
-from torchcache2.tracing import Steps, is_exported, run_steps, with_own_code
+from torchcache2.tracing import Steps, is_exported, is_traced, run_steps, with_own_code
 
 __all__ = ["torchcache"]
 
@@ -178,6 +178,9 @@ def _call_method(
         forward = super(owner, module).forward  # as it is now: somebody may have replaced it since
     # Another forward than the class's own, as through super(), computes something else.
     if type(module).forward is not wrapper:
+        return (yield forward, args, kwargs)
+    # Some exporters look for attributes that a forward adds: a traced call makes no cache.
+    if "cache_instance" not in module.__dict__ and is_traced():
         return (yield forward, args, kwargs)
     return (yield from _cache_of(module).call(forward, args, kwargs))
 
