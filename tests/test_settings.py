@@ -1,6 +1,8 @@
 import dataclasses
 import os
 import pickle
+import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -96,6 +98,15 @@ WRONG = [
     ("subsample_count", [0, 1, -5, True, 2.0, "10", (10,)], "None or an int of at least 2"),
     ("persistent_module_hash", ["", 5, b"name", True], "None or a non-empty str"),
     ("max_memory_cache_size", NO_SIZES, "bytes as an int, a text like '4GB'"),
+    ("max_persistent_cache_size", NO_SIZES, "bytes as an int, a text like '4GB'"),
+    ("persistent", [None, 0, 1, "yes", "/tmp"], "expected True or False"),
+    (
+        "persistent_cache_dir",
+        ["", 5, b"/tmp", True, "s3://bucket/folder", "redis://localhost"],
+        "path of a",
+    ),
+    ("compression", [None, "", "zstd", "Brotli", True, b"none", ["none"]], "'brotli', 'blosc2' or 'none'"),
+    ("compression_quality", [None, -1, 12, True, 1.0, "1"], "an int from 0 to 11"),
     ("memory_cache_device", ["gpu", "", "cpu:x", 1.5, [], "meta"], "None, a torch.device or its name"),
     (
         "cache_dtype",
@@ -125,7 +136,7 @@ def test_a_float_is_a_share_of_what_is_free(share):
 
 
 def test_a_share_of_an_unknown_amount_is_an_error():
-    with pytest.raises(OptionError, match=r"^max_memory_cache_size=0\.5: how much memory is free cannot be"):
+    with pytest.raises(OptionError, match=r"^max_memory_cache_size=0\.5: how much is free cannot be"):
         parse_size("max_memory_cache_size", 0.5)
 
 
@@ -161,8 +172,13 @@ def test_every_option_has_its_documented_default():
     assert dataclasses.asdict(CacheSettings()) == {
         "enabled": True,
         "subsample_count": None,
+        "persistent": False,
+        "persistent_cache_dir": None,
         "persistent_module_hash": None,
         "max_memory_cache_size": 1_000_000_000,
+        "max_persistent_cache_size": 10_000_000_000,
+        "compression": "brotli",
+        "compression_quality": 1,
         "memory_cache_device": torch.device("cpu"),
         "cache_dtype": None,
         "policy": "mru",
@@ -170,6 +186,35 @@ def test_every_option_has_its_documented_default():
         "miss_batch": "exact",
         "verify": 0.0,
     }
+
+
+def test_a_cache_directory_is_an_absolute_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert CacheSettings(persistent_cache_dir="rows").persistent_cache_dir == str(tmp_path / "rows")
+    assert CacheSettings(persistent_cache_dir="~/rows").persistent_cache_dir == "/home/somebody/rows"
+    assert CacheSettings(persistent_cache_dir=tmp_path).persistent_cache_dir == str(tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["", "not/there/yet"])
+def test_a_share_of_the_disk_is_one_of_what_is_free_where_the_folder_is_or_will_be(tmp_path, missing):
+    settings = CacheSettings(max_persistent_cache_size=0.5)
+    total = shutil.disk_usage(tmp_path).total
+    assert 1 << 20 < settings.persistent_budget(str(tmp_path / missing)) <= total // 2
+    assert CacheSettings(max_persistent_cache_size="5MB").persistent_budget("/") == 5_000_000
+
+
+def test_the_quality_has_the_range_of_its_codec():
+    assert CacheSettings(compression="blosc2", compression_quality=9).compression_quality == 9
+    with pytest.raises(OptionError, match=r"^compression_quality=10: expected an int from 0 to 9 for 'blosc2'"):
+        CacheSettings(compression="blosc2", compression_quality=10)
+
+
+def test_a_codec_that_is_not_installed_is_an_error_when_it_is_wanted(monkeypatch):
+    monkeypatch.setitem(sys.modules, "blosc2", None)
+    with pytest.raises(OptionError, match=r'pip install "torchcache2\[blosc2\]"'):
+        CacheSettings(persistent=True, compression="blosc2")
+    CacheSettings(compression="blosc2")  # nothing is written
 
 
 def test_values_that_options_take():

@@ -15,6 +15,7 @@ from torchcache2.logs import set_logger_config
 from torchcache2.module import torchcache
 from torchcache2.settings import CacheSettings
 from torchcache2.stats import CacheStats
+from torchcache2.version import __version__
 
 __all__ = [
     "Cache",
@@ -32,7 +33,6 @@ __all__ = [
     "torchcache",
 ]
 
-__version__ = "0.1.0"
 
 if not _logger.handlers:  # else the application has configured it already
     set_logger_config()

@@ -5,6 +5,7 @@ All caches of one budget share a `TierStack`; each has a namespace of its own.
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Collection
 from types import TracebackType
@@ -25,6 +26,7 @@ from torchcache2.stats import CacheStats, Counters
 from torchcache2.tiers.stack import TierStack
 from torchcache2.tracing import Steps, run_steps, transparent
 from torchcache2.verify import differences
+from torchcache2.version import __version__
 
 __all__ = ["Cache"]
 
@@ -146,8 +148,8 @@ class Cache:
     def _outcome(self, batch: Batch) -> Steps[Any]:
         if self._closed:
             return (yield from batch.compute_all())
-        keys, memory = batch.keys, self._tiers.memory
-        parts = memory.get(keys).parts
+        keys, tiers = batch.keys, self._tiers
+        parts = tiers.get(keys).parts
         if len(parts) > 1:  # rows of different schemas do not stack
             return (yield from batch.compute_all())
         found, hits = parts[0] if parts else (_NOWHERE, None)
@@ -172,10 +174,10 @@ class Cache:
                     return (yield from batch.compute_all())
                 finally:
                     self._distrust()
-                    memory.drop(keys.namespace)  # no row of it can be trusted
-        memory.put(keys.take(distinct), rows)
+                    tiers.drop(keys.namespace)  # no row of it can be trusted
+        tiers.put(self, keys.take(distinct), rows)
         if self._closed:  # by another thread, since `get`
-            memory.drop(keys.namespace)
+            tiers.forget(keys.namespace)
         if len(distinct) == len(keys):
             return output if batch.dtype is None else (yield from batch.output(rows))
         if duplicates is not None:
@@ -227,24 +229,39 @@ class Cache:
 
     def stats(self) -> CacheStats:
         """What this cache has done so far."""
-        memory = self._tiers.memory.stats()
-        return self._counters.stats(
-            evictions=memory.evictions, memory_rows=memory.rows, memory_bytes=memory.bytes
-        )
+        return self._counters.stats(**self._tiers.stats())
+
+    @property
+    def cache_dir(self) -> str | None:
+        """The folder where rows are kept; None if they are kept in memory only."""
+        disk = self._tiers.disk
+        return None if disk is None else disk.path
+
+    def description(self, namespace: bytes) -> dict[str, Any]:
+        """What a namespace of this cache stands for, as JSON, for people and `explain`."""
+        return {
+            "class": None,
+            "library": __version__,
+            "torch": str(torch.__version__),
+            "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        }
 
     def flush(self) -> None:
         """Return when everything that was computed is as durable as the tiers make it."""
-        self._tiers.memory.flush()
+        self._tiers.flush()
 
     def clear(self) -> None:
-        """Forget every row of this cache's namespace."""
-        self._tiers.memory.drop(self.namespace)
+        """Forget every row of this cache's namespace, on disk too."""
+        self._tiers.drop(self.namespace)
 
     def close(self) -> None:
-        """Stop caching and let go of the rows; calls compute everything from then on."""
+        """Stop caching and let go of the rows in memory; calls compute everything from then on.
+
+        What waits to be written is on disk when this returns.
+        """
         if not self._closed:
             self._closed = True
-            self._tiers.memory.drop(self.namespace)
+            self._tiers.forget(self.namespace)
             self._tiers.leave(self)
 
     def __enter__(self) -> Cache:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchcache2.describe import describe, split
+from torchcache2.directory import CacheDirectory
 from torchcache2.fingerprint import Fingerprint
 
-__all__ = ["CallSeen", "call_differences", "fingerprint_differences"]
+__all__ = ["CallSeen", "call_differences", "fingerprint_differences", "latest_fingerprint"]
 
 _MOST_LINES = 50
 _SOURCES = ("class", "function")
@@ -53,6 +54,29 @@ def _line(name: str, kind: str, path: str, before: Fingerprint, now: Fingerprint
 def _value(fingerprint: Fingerprint, name: str) -> str:
     value = fingerprint.values.get(name)
     return "" if value is None else f": {value}"
+
+
+def latest_fingerprint(directory: CacheDirectory, kind: str, namespace: bytes) -> Fingerprint | None:
+    """The fingerprint that a directory has of a namespace, else of the class's one that was used last."""
+    try:
+        contents = [one for one in directory.scan() if one.segments]
+    except OSError:
+        return None
+    contents.sort(key=lambda one: (one.namespace == namespace.hex(), one.last_used), reverse=True)
+    for one in contents:
+        document = directory.fingerprint(one.namespace)
+        if document.get("class") == kind and (fingerprint := _from_document(one.namespace, document)):
+            return fingerprint
+    return None
+
+
+def _from_document(namespace: str, document: Mapping[str, Any]) -> Fingerprint | None:
+    try:
+        parts = {str(name): bytes.fromhex(text) for name, text in document["parts"].items()}
+        values = {str(name): str(text) for name, text in document.get("values", {}).items()}
+    except (KeyError, AttributeError, TypeError, ValueError):
+        return None  # somebody has edited it
+    return Fingerprint(bytes.fromhex(namespace), parts, values)
 
 
 def call_differences(before: CallSeen, now: CallSeen) -> list[str]:

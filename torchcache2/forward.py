@@ -17,9 +17,10 @@ from torch.utils import _pytree as pytree
 from torchcache2.arguments import Signature, UncachedArgumentError
 from torchcache2.cache import Cache
 from torchcache2.computation import Computation
-from torchcache2.digest import digest
+from torchcache2.digest import digest, qualified_name
+from torchcache2.directory import CacheDirectory
 from torchcache2.errors import TorchcacheError
-from torchcache2.explain import CallSeen, call_differences, fingerprint_differences
+from torchcache2.explain import CallSeen, call_differences, fingerprint_differences, latest_fingerprint
 from torchcache2.fingerprint import Fingerprint
 from torchcache2.namespace import History, NamespaceKeeper
 from torchcache2.purity import ADVICE, Reason
@@ -102,8 +103,8 @@ class ModuleCache(Cache):
         """Why items of the last call may have been misses, one line for each reason.
 
         Compares the namespace with the one before: of this module, or if this is its first, of another
-        one of this class under the same decorator. If the namespace has not changed, compares the
-        arguments of the last two calls.
+        one of this class under the same decorator, or the one that was used last in the cache directory.
+        If the namespace has not changed, compares the arguments of the last two calls.
         """
         namespace = self.module_hash
         calls = list(self._calls)
@@ -111,9 +112,35 @@ class ModuleCache(Cache):
             lines = call_differences(*calls)
             return "\n".join(lines) or "nothing but the items differs between the last two calls"
         before = self.keeper.history.before(self.fingerprint)
-        if before is None:
-            return f"namespace {namespace} is the first of {self._name()} in this process"
-        return "\n".join(fingerprint_differences(before, self.fingerprint))
+        if before is not None:
+            return "\n".join(fingerprint_differences(before, self.fingerprint))
+        first = f"namespace {namespace} is the first of {self._name()} in this process"
+        disk = self._tiers.disk
+        if disk is None:
+            return first
+        return self._explain_from(disk.directory, first)
+
+    def _explain_from(self, directory: CacheDirectory, first: str) -> str:
+        """Compare with what earlier runs have left in a directory."""
+        kind = self.description(self.namespace)["class"]
+        known = latest_fingerprint(directory, kind, self.namespace)
+        if known is None:
+            return f"{first}, and in {directory.path}"
+        if known.namespace == self.namespace:
+            return f"{first}; an earlier run has left rows of it in {directory.path}"
+        lines = fingerprint_differences(known, self.fingerprint)
+        return "\n".join([f"compared with {known.namespace.hex()} in {directory.path}:", *lines])
+
+    def description(self, namespace: bytes) -> dict[str, Any]:
+        """What a namespace of this cache stands for, as JSON, for people and `explain`."""
+        document = super().description(namespace)
+        root = self.root
+        kind = type(root) if isinstance(root, nn.Module) else root
+        document["class"] = qualified_name(kind)
+        if self.fingerprint.namespace == namespace:
+            document["parts"] = {name: data.hex() for name, data in self.fingerprint.parts.items()}
+            document["values"] = dict(self.fingerprint.values)
+        return document
 
     def call(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
         """The output of ``plain(*args, **kwargs)``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import types
 import weakref
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from torchcache2.errors import DecorationError
 from torchcache2.fingerprint import INIT_ATTRIBUTE, argument_digests
 from torchcache2.forward import ModuleCache
 from torchcache2.instance import decorate_instance
-from torchcache2.settings import CacheSettings, MissBatch, Policy, Size
+from torchcache2.settings import CacheSettings, Compression, MissBatch, Policy, Size
 from torchcache2.tracing import Steps, is_exported, is_traced, run_steps, with_own_code
 
 __all__ = ["torchcache"]
@@ -42,8 +43,13 @@ def torchcache(
     *,
     enabled: bool = True,
     subsample_count: int | None = None,
+    persistent: bool = False,
+    persistent_cache_dir: str | os.PathLike[str] | None = None,
     persistent_module_hash: str | None = None,
     max_memory_cache_size: Size = 1_000_000_000,
+    max_persistent_cache_size: Size = 10_000_000_000,
+    compression: Compression = "brotli",
+    compression_quality: int = 1,
     memory_cache_device: torch.device | str | None = "cpu",
     cache_dtype: torch.dtype | None = None,
     policy: Policy = "mru",
@@ -69,7 +75,8 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
         What to cache, if used without parentheses.
     **options
         The fields of `CacheSettings`:
-        `enabled`, `subsample_count`, `persistent_module_hash`, `max_memory_cache_size`,
+        `enabled`, `subsample_count`, `persistent`, `persistent_cache_dir`, `persistent_module_hash`,
+        `max_memory_cache_size`, `max_persistent_cache_size`, `compression`, `compression_quality`,
         `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`, `miss_batch`, `verify`.
 
     Returns

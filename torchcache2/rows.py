@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torchcache2.errors import OutputError
 from torchcache2.gather import as_bytes, empty_rows, select, with_ordinary_tensors
 from torchcache2.transfer import to_device
 
-__all__ = ["Leaf", "Rows", "Schema", "UnstorableError", "rounded"]
+__all__ = ["BARE", "Leaf", "Rows", "Schema", "UnstorableError", "rounded"]
 
 _HOST = torch.device("cpu")
 Positions = np.ndarray[Any, np.dtype[np.int64]]
@@ -46,7 +46,7 @@ class Leaf:
     dtype, stored : torch.dtype
         Of the output, and of the column that keeps it.
     shape : tuple of int
-        Of one row.
+        Of one row; -1 where it differs between the rows of a segment.
     channels_last : bool
         Whether rows are laid out with their channels last, and the output likewise. Leaves that differ
         in this alone are equal: convolutions choose by the batch size too.
@@ -105,6 +105,22 @@ class Schema:
         """Bytes of one row, all columns together."""
         return sum(leaf.row_bytes for leaf in self.leaves)
 
+    @property
+    def family(self) -> Schema:
+        """What this schema has in common with those that differ in the shapes of rows alone."""
+        return self.with_shapes([(-1,) * len(leaf.shape) for leaf in self.leaves])
+
+    @property
+    def in_logical_order(self) -> Schema:
+        """The same schema for columns that are contiguous in the order of their dimensions."""
+        leaves = tuple([dataclasses.replace(leaf, channels_last=False) for leaf in self.leaves])
+        return Schema(self.structure, leaves)
+
+    def with_shapes(self, shapes: Iterable[tuple[int, ...]]) -> Schema:
+        """The same schema for rows whose leaves have other shapes."""
+        pairs = zip(self.leaves, shapes, strict=True)
+        return Schema(self.structure, tuple([dataclasses.replace(leaf, shape=s) for leaf, s in pairs]))
+
 
 class Rows:
     """A schema and its columns, each ``(n, *stored_shape)`` in the leaf's stored dtype."""
@@ -150,7 +166,7 @@ class Rows:
         """
         pairs: Sequence[tuple[Any, Any]]
         if isinstance(output, Tensor):
-            pairs, structure = [((), output)], _BARE
+            pairs, structure = [((), output)], BARE
         else:
             try:
                 pairs, structure = pytree.tree_flatten_with_path(output)
@@ -190,7 +206,7 @@ class Rows:
                 values.append(_column_value(leaf, column))
         return (
             values[0]
-            if self.schema.structure is _BARE
+            if self.schema.structure is BARE
             else pytree.tree_unflatten(values, self.schema.structure)
         )
 
@@ -245,7 +261,7 @@ def rounded(output: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map(leaf, output)
 
 
-_BARE = pytree.tree_flatten(0)[1]
+BARE = pytree.tree_flatten(0)[1]
 
 
 def _tensor_column(

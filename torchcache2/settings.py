@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any, Literal
 
 import torch
 
+from torchcache2.codec import codec
 from torchcache2.errors import OptionError
 
 __all__ = ["CacheSettings", "disabled_by_environment", "parse_size"]
@@ -18,6 +20,9 @@ __all__ = ["CacheSettings", "disabled_by_environment", "parse_size"]
 Size = int | float | str
 Policy = Literal["mru", "lru"]
 MissBatch = Literal["exact", "pad"]
+Compression = Literal["brotli", "blosc2", "none"]
+
+_MOST_QUALITY = {"brotli": 11, "blosc2": 9, "none": 11}
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -37,18 +42,29 @@ class CacheSettings:
     subsample_count : int, optional
         None: every element of an item is hashed. N: of items with more than N elements, N elements
         in evenly spread blocks are hashed. Edits outside those blocks are **not seen**.
+    persistent : bool
+        Whether rows are kept on disk too, and found again by later runs.
+    persistent_cache_dir : path, optional
+        The folder for them, one of its own; it may be shared by any number of runs. None: a temporary
+        one, which is deleted at exit.
     persistent_module_hash : str, optional
         A name to use instead of the computed namespace. Nothing about the module is then checked.
     max_memory_cache_size : int, str or float
         Budget of the memory tier: bytes, a text like ``"4GB"`` or ``"512MiB"``, or a float in
         (0, 1], a share of the memory that is free when the cache is made.
+    max_persistent_cache_size : int, str or float
+        Budget of the whole folder, likewise; as a float, a share of what is free on its disk.
+    compression : {"brotli", "blosc2", "none"}
+        How rows on disk are compressed. ``"blosc2"`` is faster and needs the extra ``blosc2``.
+    compression_quality : int
+        0 to 11 for brotli, 0 to 9 for blosc2. Reading does not depend on it.
     memory_cache_device : str or torch.device, optional
         Where the memory tier lives. None: where the output was.
     cache_dtype : torch.dtype, optional
         Stored dtype of floating-point leaves. Outputs keep their own dtype, and are rounded
         through this one whether they were found or computed.
     policy : {"mru", "lru"}
-        What a full memory tier does: keep what came first, or drop the least recently used.
+        What a full cache does, in memory and on disk: keep what came first, or drop the least recently used.
     shared_args : sequence of str
         Arguments of forward that belong to the whole batch, such as a mask or a table.
     miss_batch : {"exact", "pad"}
@@ -66,8 +82,13 @@ class CacheSettings:
 
     enabled: bool = True
     subsample_count: int | None = None
+    persistent: bool = False
+    persistent_cache_dir: str | os.PathLike[str] | None = None
     persistent_module_hash: str | None = None
     max_memory_cache_size: Size = 1_000_000_000
+    max_persistent_cache_size: Size = 10_000_000_000
+    compression: Compression = "brotli"
+    compression_quality: int = 1
     memory_cache_device: torch.device | str | None = "cpu"
     cache_dtype: torch.dtype | None = None
     policy: Policy = "mru"
@@ -92,6 +113,7 @@ class CacheSettings:
             "None or a non-empty str",
         )
         parse_size("max_memory_cache_size", self.max_memory_cache_size, free=0)
+        self._check_persistence()
         if self.memory_cache_device is not None:
             try:
                 device = torch.device(self.memory_cache_device)
@@ -131,6 +153,38 @@ class CacheSettings:
         _require(is_number and 0 <= share <= 1, "verify", share, "a share of hits from 0.0 to 1.0")
         object.__setattr__(self, "verify", float(share))
 
+    def _check_persistence(self) -> None:
+        _require(isinstance(self.persistent, bool), "persistent", self.persistent, "True or False")
+        parse_size("max_persistent_cache_size", self.max_persistent_cache_size, free=0)
+        path = self.persistent_cache_dir
+        if path is not None:
+            _require(
+                isinstance(path, (str, os.PathLike))
+                and isinstance(os.fspath(path), str)
+                and os.fspath(path) != "",
+                "persistent_cache_dir",
+                path,
+                "None or the path of a folder",
+            )
+            text = os.fspath(path)
+            _require("://" not in text, "persistent_cache_dir", text, "the path of a local folder, not a URL")
+            object.__setattr__(self, "persistent_cache_dir", os.path.abspath(os.path.expanduser(text)))
+        _require(
+            isinstance(self.compression, str) and self.compression in _MOST_QUALITY,
+            "compression",
+            self.compression,
+            "'brotli', 'blosc2' or 'none'",
+        )
+        most, quality = _MOST_QUALITY[self.compression], self.compression_quality
+        _require(
+            type(quality) is int and 0 <= quality <= most,
+            "compression_quality",
+            quality,
+            f"an int from 0 to {most} for {name!r}",
+        )
+        if self.persistent:
+            codec(name, quality)  # is it installed?
+
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> CacheSettings:
         """Settings from keyword options, with an error that lists the known ones."""
@@ -146,7 +200,16 @@ class CacheSettings:
 
     def shares_tiers_with(self, other: CacheSettings) -> bool:
         """Whether caches with these and the other settings can have one budget."""
-        names = ("max_memory_cache_size", "memory_cache_device", "policy")
+        names = (
+            "max_memory_cache_size",
+            "memory_cache_device",
+            "policy",
+            "persistent",
+            "persistent_cache_dir",
+            "max_persistent_cache_size",
+            "compression",
+            "compression_quality",
+        )
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def memory_budget(self) -> int:
@@ -155,6 +218,13 @@ class CacheSettings:
         if isinstance(self.max_memory_cache_size, float):
             free = free_memory(torch.device(self.memory_cache_device or "cpu"))
         return parse_size("max_memory_cache_size", self.max_memory_cache_size, free=free)
+
+    def persistent_budget(self, folder: str) -> int:
+        """`max_persistent_cache_size` in bytes, as of now."""
+        free = None
+        if isinstance(self.max_persistent_cache_size, float):
+            free = free_disk(folder)
+        return parse_size("max_persistent_cache_size", self.max_persistent_cache_size, free=free)
 
 
 def disabled_by_environment() -> bool:
@@ -182,9 +252,7 @@ def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
     """
     if isinstance(size, float) and 0.0 < size <= 1.0:
         if free is None:
-            raise OptionError(
-                f"{option}={size!r}: how much memory is free cannot be read here; give bytes or '4GB'"
-            )
+            raise OptionError(f"{option}={size!r}: how much is free cannot be read here; give bytes or '4GB'")
         return int(size * free)
     if type(size) is int and size >= 0:
         return size
@@ -218,6 +286,16 @@ def free_memory(device: torch.device) -> int | None:
     except (OSError, KeyError, ValueError):
         pass
     return min(free) if free else None
+
+
+def free_disk(folder: str) -> int | None:
+    """Bytes free where a folder is, or will be; None where that cannot be read."""
+    while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
+        folder = os.path.dirname(folder)
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 def _require(holds: bool, option: str, value: object, expected: str) -> None:

@@ -29,6 +29,16 @@ class CacheStats:
         Rows in the memory tier, shared likewise.
     memory_bytes : int
         Bytes that it has allocated.
+    disk_rows : int
+        Rows on disk, or on their way there, of the namespaces that were asked for; shared likewise.
+    disk_bytes : int
+        Bytes of the whole cache directory.
+    disk_evictions : int
+        Rows that were deleted there to make room.
+    corrupt : int
+        Damaged rows and files that were met; they are set aside and computed again.
+    faults : int
+        Calls of the operating system for the cache directory that failed.
     verified : int
         Hits that were computed again; see the option `verify`.
     mismatched : int
@@ -46,6 +56,11 @@ class CacheStats:
     evictions: int = 0
     memory_rows: int = 0
     memory_bytes: int = 0
+    disk_rows: int = 0
+    disk_bytes: int = 0
+    disk_evictions: int = 0
+    corrupt: int = 0
+    faults: int = 0
     verified: int = 0
     mismatched: int = 0
     seconds_computed: float = 0.0
@@ -65,11 +80,22 @@ class CacheStats:
             ("bypasses", bypasses or "0"),
             ("evictions", f"{self.evictions:,}"),
             ("memory", f"{self.memory_rows:,} rows, {_bytes(self.memory_bytes)}"),
+            *self._disk_lines(),
             ("computed", f"{self.seconds_computed:.2f} s"),
             ("saved", f"{self.seconds_saved:.2f} s (estimated)"),
         ]
         if self.verified:
             lines.append(("verified", f"{self.verified:,}, of which {self.mismatched:,} differed"))
+        return lines
+
+    def _disk_lines(self) -> list[tuple[str, str]]:
+        lines = []
+        if self.disk_rows or self.disk_bytes:
+            lines.append(("disk", f"{self.disk_rows:,} rows, {_bytes(self.disk_bytes)} in the directory"))
+        if self.disk_evictions:
+            lines.append(("deleted", f"{self.disk_evictions:,} rows on disk, to make room"))
+        if self.corrupt or self.faults:
+            lines.append(("faults", f"{self.faults:,} on disk, and {self.corrupt:,} damaged rows or files"))
         return lines
 
     def __str__(self) -> str:
@@ -120,17 +146,15 @@ class Counters:
             self.bypasses[reason] = self.bypasses.get(reason, 0) + items
             return first
 
-    def stats(self, *, evictions: int, memory_rows: int, memory_bytes: int) -> CacheStats:
-        """The counts so far."""
+    def stats(self, **tiers: int) -> CacheStats:
+        """The counts so far, and those of the tiers."""
         with self._lock():
             mean = self.seconds_computed / self._rows_computed if self._rows_computed else 0.0
             return CacheStats(
                 hits=self.hits,
                 misses=self.misses,
                 bypasses=dict(self.bypasses),
-                evictions=evictions,
-                memory_rows=memory_rows,
-                memory_bytes=memory_bytes,
+                **tiers,
                 verified=self.verified,
                 mismatched=self.mismatched,
                 seconds_computed=self.seconds_computed,

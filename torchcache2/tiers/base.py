@@ -37,11 +37,25 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class TierStats:
-    """What a tier holds now, and how many rows it has forgotten to make room."""
+    """What a tier holds now, and what has happened.
+
+    Attributes
+    ----------
+    rows, bytes : int
+        Held now.
+    evictions : int
+        Rows forgotten to make room.
+    corrupt : int
+        Damaged rows and files that were met.
+    faults : int
+        Calls of the system that failed.
+    """
 
     rows: int
     bytes: int
     evictions: int
+    corrupt: int = 0
+    faults: int = 0
 
 
 class Tier(Protocol):

@@ -61,6 +61,8 @@ class MemoryTier:
         The namespaces that something alive uses; default: all.
     runtime : Runtime
         Of the accelerator that rows may come from.
+    spills : bool
+        Whether there is a tier below that keeps what does not fit here.
     """
 
     def __init__(
@@ -70,7 +72,9 @@ class MemoryTier:
         device: torch.device | None = None,
         in_use: Callable[[], Collection[bytes]] | None = None,
         runtime: Runtime = CUDA,
+        spills: bool = False,
     ) -> None:
+        self._spills = spills
         self.budget = budget
         self._runtime = runtime
         self._pending: _Pending | None = None
@@ -98,12 +102,15 @@ class MemoryTier:
         return Found([])
 
     @with_ordinary_tensors
-    def put(self, keys: Keys, rows: Rows) -> int:
-        """Keep rows under distinct keys; those that are here already stay as they are."""
+    def put(self, keys: Keys, rows: Rows, *, evicts: bool = True) -> int:
+        """Keep rows under distinct keys; those that are here already stay as they are.
+
+        Without `evicts`, no row that is in use makes room for them.
+        """
         with self._lock():
             try:
                 self._catch_up()
-                return self._keep(keys, rows)
+                return self._keep(keys, rows, evicts)
             except BaseException as error:
                 self._start_anew(error, "written")
         return 0
@@ -197,7 +204,7 @@ class MemoryTier:
                 break
         return parts
 
-    def _keep(self, keys: Keys, rows: Rows) -> int:
+    def _keep(self, keys: Keys, rows: Rows, evicts: bool) -> int:
         if self._closed or len(keys) == 0:
             return 0
         arena = self._arena(keys.namespace, rows)
@@ -211,9 +218,9 @@ class MemoryTier:
             return 0
         self._clock += 1
         self._last_used[keys.namespace] = self._clock
-        kept = self._make_room(keys.namespace, arena, len(keys))
+        kept = self._make_room(keys.namespace, arena, len(keys), evicts)
         if kept < len(keys):
-            if self.policy == "mru":
+            if self.policy == "mru" and not self._spills:
                 self._tell(
                     "the memory cache is full (%d bytes): new items are computed at every call. "
                     "Raise max_memory_cache_size, or set cache_dtype or policy='lru'",
@@ -275,7 +282,7 @@ class MemoryTier:
                 self._arenas.add(namespace, (rows.schema, device), arena)
         return arena
 
-    def _make_room(self, namespace: bytes, arena: Arena, count: int) -> int:
+    def _make_room(self, namespace: bytes, arena: Arena, count: int, evicts: bool) -> int:
         """Make room for `count` rows, or as many of them as the budget and policy allow."""
         while arena.room < count:
             free = self.budget - self._used() - GROUP_BYTES
@@ -284,7 +291,7 @@ class MemoryTier:
                     return count
             if self._drop_unused(namespace):
                 continue
-            if self.policy == "lru" and self._evict(arena, count - arena.room):
+            if evicts and self.policy == "lru" and self._evict(arena, count - arena.room):
                 continue
             low, high = arena.room, count  # low fits, high does not
             while high - low > 1:

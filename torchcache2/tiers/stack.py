@@ -1,18 +1,31 @@
-"""`TierStack`: the tiers of one budget, and who uses them."""
+"""`TierStack`: the tiers of one budget, fastest first, and who uses them."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
+from torchcache2.directory import CacheDirectory, NewerDirectoryError
+from torchcache2.keys import Keys
 from torchcache2.locks import ProcessLock
+from torchcache2.rows import Rows
+from torchcache2.scratch import Scratch
 from torchcache2.settings import CacheSettings
+from torchcache2.storage import FileSystem
+from torchcache2.tiers.base import Found, Positions
+from torchcache2.tiers.disk import DiskTier, queue_limit
 from torchcache2.tiers.memory import MemoryTier
 
 __all__ = ["TierStack"]
+
+_MOST_DESCRIBED = 256
+Parts = list[tuple[Positions, Rows]]
 
 
 class NamespaceUser(Protocol):
@@ -20,11 +33,20 @@ class NamespaceUser(Protocol):
 
     namespace: bytes
 
+    def description(self, namespace: bytes) -> Mapping[str, Any]:
+        """What a namespace of this cache stands for."""
+        ...
+
 
 class TierStack:
     """The tiers of one budget, and the caches that use them.
 
-    The tiers are made when the first rows come.
+    The tiers are made when the first rows come, or the first are asked for.
+
+    Raises
+    ------
+    OptionError
+        If the cache directory is a file, or a folder with somebody else's files.
     """
 
     def __init__(self, settings: CacheSettings) -> None:
@@ -32,6 +54,12 @@ class TierStack:
         self._lock = ProcessLock(threading.RLock)  # the garbage collector may close a cache at any point
         self._caches: weakref.WeakSet[NamespaceUser] = weakref.WeakSet()
         self._memory: MemoryTier | None = None
+        self._disk: DiskTier | None = None
+        self._finalizer: Any = None
+        self._described: dict[bytes, Mapping[str, Any]] = {}
+        if settings.persistent and settings.persistent_cache_dir is not None:
+            with contextlib.suppress(OSError, NewerDirectoryError):  # the tier warns, and goes on in memory
+                CacheDirectory(str(settings.persistent_cache_dir), FileSystem()).check()
 
     @property
     def memory(self) -> MemoryTier:
@@ -39,13 +67,110 @@ class TierStack:
         with self._lock():
             if self._memory is None:
                 device = self.settings.memory_cache_device
+                budget = self.settings.memory_budget()
+                if self.settings.persistent:
+                    budget = max(0, budget - queue_limit(budget))
                 self._memory = MemoryTier(
-                    self.settings.memory_budget(),
+                    budget,
                     self.settings.policy,
                     None if device is None else torch.device(device),
                     self._in_use,
+                    spills=self.settings.persistent,
                 )
             return self._memory
+
+    @property
+    def disk(self) -> DiskTier | None:
+        """The disk tier; None if rows are not kept there."""
+        if not self.settings.persistent:
+            return None
+        with self._lock():
+            if self._disk is None:
+                folder = self.settings.persistent_cache_dir
+                scratch = Scratch() if folder is None else None
+                path = scratch.path if scratch is not None else str(folder)
+                self._disk = DiskTier(
+                    path,
+                    self.settings.persistent_budget(path),
+                    self.settings.policy,
+                    self.settings.compression,
+                    self.settings.compression_quality,
+                    queue=queue_limit(self.settings.memory_budget()),
+                    in_use=self._in_use,
+                    describe=lambda namespace, known=self._described: known.get(namespace, {}),  # type: ignore[misc]
+                    temporary=scratch is not None,
+                )
+                # At exit both see to themselves.
+                self._finalizer = weakref.finalize(self, _close, self._disk, scratch)
+                self._finalizer.atexit = False
+            return self._disk
+
+    def get(self, keys: Keys) -> Found:
+        """The rows of those keys that are in any tier.
+
+        What comes from disk enters memory if there is room.
+        """
+        found = self.memory.get(keys)
+        if not self.settings.persistent or sum(len(rows) for _, rows in found.parts) == len(keys):
+            return found
+        disk = self.disk
+        assert disk is not None
+        missing = np.ones(len(keys), bool)
+        for positions, _ in found.parts:
+            missing[positions] = False
+        wanted = np.flatnonzero(missing)
+        asked = keys.take(wanted) if len(wanted) < len(keys) else keys
+        parts: Parts = list(found.parts)
+        for positions, rows in disk.get(asked).parts:
+            self._promote(asked.take(positions), rows)
+            parts.append((wanted[positions], rows))
+        return Found(_merged(parts))
+
+    def put(self, cache: NamespaceUser, keys: Keys, rows: Rows) -> None:
+        """Keep rows under distinct keys, in every tier."""
+        self.memory.put(keys, rows)
+        disk = self.disk
+        if disk is not None:
+            if keys.namespace not in self._described:
+                if len(self._described) >= _MOST_DESCRIBED:
+                    self._described.clear()
+                self._described[keys.namespace] = cache.description(keys.namespace)
+            disk.put(keys, rows)
+
+    def forget(self, namespace: bytes) -> None:
+        """Let go of the rows of a namespace that are in memory."""
+        self.memory.drop(namespace)
+
+    def drop(self, namespace: bytes) -> None:
+        """Delete the rows of a namespace everywhere."""
+        self.memory.drop(namespace)
+        if self.disk is not None:
+            self.disk.drop(namespace)
+
+    def flush(self) -> None:
+        """Return when what was put is as durable as the tiers make it."""
+        self.memory.flush()
+        if self.disk is not None:
+            self.disk.flush()
+
+    def stats(self) -> dict[str, int]:
+        """What `CacheStats` says of the tiers."""
+        memory = self.memory.stats()
+        counts = {
+            "evictions": memory.evictions,
+            "memory_rows": memory.rows,
+            "memory_bytes": memory.bytes,
+        }
+        if self.disk is not None:
+            disk = self.disk.stats()
+            counts |= {
+                "disk_rows": disk.rows,
+                "disk_bytes": disk.bytes,
+                "disk_evictions": disk.evictions,
+                "corrupt": disk.corrupt,
+                "faults": disk.faults,
+            }
+        return counts
 
     def join(self, cache: NamespaceUser) -> None:
         """Count a cache among those whose namespaces are in use, as long as it lives."""
@@ -56,12 +181,41 @@ class TierStack:
         """The cache is closed. The last one takes the tiers with it."""
         with self._lock():
             self._caches.discard(cache)
-            memory = self._memory
-            if memory is None or self._caches:
-                return
-            self._memory = None
-        memory.close()  # not under the lock: a full tier asks who is left while it holds its own
+            memory, disk, is_last = self._memory, self._disk, not self._caches
+            if is_last:
+                self._memory = self._disk = None
+        # Not under the lock: a full tier asks who is left while it holds its own.
+        if is_last and memory is not None:
+            memory.close()
+        if disk is not None and is_last:
+            self._finalizer()
+        elif disk is not None:
+            disk.flush()
+
+    def _promote(self, keys: Keys, rows: Rows) -> None:
+        """Rows from disk enter memory if there is room."""
+        distinct = keys.first_positions()
+        if distinct is not None:
+            keys, rows = keys.take(distinct[0]), rows.take(torch.from_numpy(distinct[0]))
+        self.memory.put(keys, rows, evicts=False)
 
     def _in_use(self) -> set[bytes]:
         with self._lock():
             return {cache.namespace for cache in list(self._caches)}
+
+
+def _close(disk: DiskTier, scratch: Scratch | None) -> None:
+    disk.close()
+    if scratch is not None:
+        scratch.remove()
+
+
+def _merged(parts: Parts) -> Parts:
+    """Parts of one schema as one, in the order of their positions."""
+    if len(parts) < 2 or any(rows.schema != parts[0][1].schema for _, rows in parts):
+        return parts
+    positions = np.sort(np.concatenate([where for where, _ in parts]))
+    ranked = [(np.searchsorted(positions, where), rows) for where, rows in parts]
+    columns = parts[0][1].columns
+    device = columns[0].device if columns else torch.device("cpu")
+    return [(positions, Rows.scatter(ranked, len(positions), device=device))]

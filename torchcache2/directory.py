@@ -1,0 +1,270 @@
+"""`CacheDirectory`: what is in a cache directory, which files are the cache's own, and who uses them.
+
+::
+
+    <directory>/CACHEDIR.TAG                                  says that this is a cache, and of which format
+    <directory>/.lock                                         held by whoever deletes
+    <directory>/<namespace, 32 hex>/fingerprint.json          what the namespace stands for
+    <directory>/<namespace, 32 hex>/<ulid>.safetensors        segments
+    <directory>/<namespace, 32 hex>/<ulid>.safetensors.tmp    a segment that is being written
+    <directory>/<namespace, 32 hex>/<ulid>.safetensors.corrupt
+
+Nothing else is counted or deleted. A process that uses a namespace holds a shared lock on its
+``fingerprint.json``, and a writer an exclusive one on its temporary file: the system takes them back when a
+process ends, so none is ever left to be removed by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from torchcache2.errors import OptionError
+from torchcache2.segment import FORMAT_VERSION
+from torchcache2.segmentwrite import SEGMENT, TEMPORARY, ulid
+from torchcache2.storage import Descriptor, Entry, FileSystem, ShortFileError
+
+__all__ = ["NAMESPACE_NAME", "SEGMENT_NAME", "CacheDirectory", "Contents", "NewerDirectoryError"]
+
+TAG = "CACHEDIR.TAG"
+LOCK = ".lock"
+FINGERPRINT = "fingerprint.json"
+CORRUPT = ".corrupt"
+_TAG_TEXT = f"""Signature: 8a477f597d28d172789f06886806bc55
+# This folder is a cache of torchcache2, format {FORMAT_VERSION}. Deleting it loses nothing but time.
+# For cache directory tags, see https://bford.info/cachedir/
+"""
+_IS_OURS = re.compile(rb"^# This folder is a cache of torchcache2, format (\d+)", re.MULTILINE)
+NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
+SEGMENT_NAME = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}" + re.escape(SEGMENT))
+_TEMPORARY_TEXT = re.compile(re.escape(FINGERPRINT) + r"\.[0-9A-Z]{26}")
+_MOST_TEXT = 16 << 20
+_TRIES, _BETWEEN_TRIES = 20, 0.005  # seconds
+_OLD = 24 * 3600.0  # seconds after which a temporary file is a dead writer's where there are no locks
+
+
+class NewerDirectoryError(Exception):
+    """A directory of a later version of the format."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """The files of one namespace.
+
+    Attributes
+    ----------
+    namespace : str
+        32 hexadecimal digits.
+    segments, corrupt, temporary : list of Entry
+        Segments, those that were found damaged, and those that are being written.
+    others : list of Entry
+        ``fingerprint.json``.
+    """
+
+    namespace: str
+    segments: list[Entry]
+    corrupt: list[Entry]
+    temporary: list[Entry]
+    others: list[Entry]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(e.size for e in (*self.segments, *self.corrupt, *self.temporary, *self.others))
+
+    @property
+    def last_used(self) -> float:
+        """When a segment was last read or written, in seconds since the epoch; 0.0 if there is none."""
+        return max((entry.mtime for entry in self.segments), default=0.0)
+
+
+class CacheDirectory:
+    """A folder of segments.
+
+    Parameters
+    ----------
+    path : str
+    fs : FileSystem
+    """
+
+    def __init__(self, path: str, fs: FileSystem) -> None:
+        self.path = os.path.abspath(path)
+        self.fs = fs
+
+    def check(self) -> None:
+        """Whether the path can be a cache directory.
+
+        Raises
+        ------
+        OptionError
+            If it is a file, or a folder with somebody else's files.
+        NewerDirectoryError
+            If a later version of the format is there.
+        OSError
+            If it cannot be read.
+        """
+        try:
+            entries = self.fs.entries(self.path)
+        except FileNotFoundError:
+            return
+        except NotADirectoryError:
+            raise OptionError(f"{self.path!r} is a file: a cache directory is a folder of its own") from None
+        tag = self.format()
+        if tag is None:
+            strange = [entry.name for entry in entries if not self._is_ours(entry)]
+            if strange or any(entry.name == TAG for entry in entries):
+                name = strange[0] if strange else TAG
+                raise OptionError(
+                    f"{self.path!r} is not a cache directory and not empty (it has {name!r}): give a folder "
+                    "that does not exist yet, or an empty one"
+                )
+        elif tag > FORMAT_VERSION:
+            raise NewerDirectoryError(
+                f"{self.path!r} has format {tag}, and this version of torchcache2 knows format "
+                f"{FORMAT_VERSION}: nothing is read or written there. Upgrade torchcache2, or give another "
+                "folder"
+            )
+
+    def create(self) -> None:
+        """Make the folder, and what says that it is a cache."""
+        self._make_folder(self.path)
+        if self.format() is None:
+            self._write_new(os.path.join(self.path, TAG), _TAG_TEXT.encode())
+
+    def folder(self, namespace: bytes) -> str:
+        """Of a namespace."""
+        return os.path.join(self.path, namespace.hex())
+
+    def contents(self, namespace: str) -> Contents:
+        """The files of a namespace."""
+        found = Contents(namespace, [], [], [], [])
+        try:
+            entries = self.fs.entries(os.path.join(self.path, namespace))
+        except (FileNotFoundError, NotADirectoryError):
+            return found
+        for entry in entries:
+            if entry.is_folder:
+                continue
+            stem, kind = entry.name, found.segments
+            for suffix, others in ((CORRUPT, found.corrupt), (TEMPORARY, found.temporary)):
+                if stem.endswith(suffix):
+                    stem, kind = stem.removesuffix(suffix), others
+            if SEGMENT_NAME.fullmatch(stem):
+                kind.append(entry)
+            elif entry.name == FINGERPRINT:
+                found.others.append(entry)
+            elif _TEMPORARY_TEXT.fullmatch(entry.name):
+                found.temporary.append(entry)
+        return found
+
+    def scan(self) -> list[Contents]:
+        """The files of every namespace."""
+        try:
+            entries = self.fs.entries(self.path)
+        except FileNotFoundError:
+            return []
+        return [self.contents(e.name) for e in entries if e.is_folder and NAMESPACE_NAME.fullmatch(e.name)]
+
+    def changed(self, namespace: bytes) -> int:
+        """When files of a namespace came or went last, in nanoseconds; 0 if there are none."""
+        try:
+            return self.fs.changed(self.folder(namespace))
+        except FileNotFoundError:
+            return 0
+
+    def prepare(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> None:
+        """Make a namespace's folder, and the file that says what it stands for."""
+        folder = self.folder(namespace)
+        self._make_folder(folder)
+        path = os.path.join(folder, FINGERPRINT)
+        if not any(entry.name == FINGERPRINT for entry in self.fs.entries(folder)):
+            document = {"format_version": FORMAT_VERSION, "namespace": namespace.hex(), **fingerprint}
+            self._write_new(path, json.dumps(document, indent=1, sort_keys=True).encode())
+
+    def fingerprint(self, namespace: str) -> dict[str, Any]:
+        """What a namespace stands for, as somebody wrote it; empty if that cannot be read."""
+        path = os.path.join(self.path, namespace, FINGERPRINT)
+        try:
+            document = json.loads(self.fs.read_file(path, _MOST_TEXT))
+        except (OSError, ShortFileError, ValueError, RecursionError):
+            return {}
+        return document if isinstance(document, dict) else {}
+
+    def hold(self, namespace: bytes) -> Descriptor | None:
+        """Count as a user of a namespace, as long as the result exists; None if it has no files."""
+        path = os.path.join(self.folder(namespace), FINGERPRINT)
+        try:
+            file = self.fs.open(path)
+            for _ in range(_TRIES):
+                if self.fs.lock(file, exclusive=False) is not False:
+                    return file
+                time.sleep(_BETWEEN_TRIES)  # somebody asks whether it is in use, and lets go at once
+        except FileNotFoundError:
+            pass
+        return None  # somebody deletes it
+
+    def claim(self, namespace: str) -> Descriptor | None:
+        """Lock a namespace that no process uses; None if one does, or if that cannot be told."""
+        path = os.path.join(self.path, namespace, FINGERPRINT)
+        file = self.fs.open(path)
+        return file if self.fs.lock(file, exclusive=True) else None
+
+    def set_aside(self, path: str) -> None:
+        """Give a damaged segment a name under which nobody reads it."""
+        self.fs.rename(path, path + CORRUPT)
+
+    def remove_leftovers(self) -> None:
+        """Delete what dead writers left."""
+        for contents in self.scan():
+            for entry in contents.temporary:
+                path = os.path.join(self.path, contents.namespace, entry.name)
+                with contextlib.suppress(FileNotFoundError):
+                    file = self.fs.open(path)
+                    locked = self.fs.lock(file, exclusive=True)
+                    if locked or (locked is None and time.time() - entry.mtime > _OLD):
+                        self.fs.remove(path)
+
+    def format(self) -> int | None:
+        """The format that the directory says it has; None if it does not say that it is a cache."""
+        try:
+            match = _IS_OURS.search(self.fs.read_file(os.path.join(self.path, TAG), _MOST_TEXT))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ShortFileError):
+            return None
+        return int(match[1]) if match else None
+
+    def _make_folder(self, path: str) -> None:
+        """Make a folder, and those above it, so that a power cut does not take their names."""
+        missing = []
+        while path and not self.fs.exists(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for path in reversed(missing):
+            self.fs.make_folder(path)
+            self.fs.sync_folder(os.path.dirname(path))
+
+    def _is_ours(self, entry: Entry) -> bool:
+        if entry.is_folder:
+            return NAMESPACE_NAME.fullmatch(entry.name) is not None
+        return entry.name in (TAG, LOCK) or entry.name.startswith(TAG + ".")
+
+    def _write_new(self, path: str, data: bytes) -> None:
+        """Write a small file that is whole or not there; whoever comes first."""
+        temporary = f"{path}.{ulid()}"
+        try:
+            file = self.fs.create(temporary)
+            self.fs.lock(file, exclusive=True)  # a living writer's
+            self.fs.write_all(file, [memoryview(data)], 0)
+            self.fs.sync(file)
+            self.fs.link(temporary, path)
+        except FileExistsError:
+            pass
+        finally:
+            with contextlib.suppress(OSError):
+                self.fs.remove(temporary)
+        self.fs.sync_folder(os.path.dirname(path))

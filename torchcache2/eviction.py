@@ -1,0 +1,110 @@
+"""Making room in a cache directory.
+
+Damaged segments go first. Then whole segments of namespaces that no process uses, the namespace that was
+not used for longest first; its oldest segment first. Then, under ``lru``, the segments of all namespaces that
+were not used for longest.
+
+Only one process deletes at a time, under a file lock. Writers need none: two that find room at once
+exceed the budget by their segments, and the next one makes room for both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+
+from filelock import FileLock, Timeout
+
+from torchcache2.directory import LOCK, CacheDirectory, Contents
+from torchcache2.storage import Entry
+
+__all__ = ["Removed", "make_room", "used_bytes"]
+
+Removed = Callable[[str, str], None]
+_PATIENCE = 10.0  # seconds
+
+
+def used_bytes(contents: list[Contents]) -> int:
+    """Bytes of all files of a directory."""
+    return sum(one.nbytes for one in contents)
+
+
+def make_room(
+    directory: CacheDirectory, needed: int, budget: int, *, lru: bool, removed: Removed = lambda *_: None
+) -> bool:
+    """Delete segments until `needed` more bytes fit into the budget; whether they do.
+
+    Parameters
+    ----------
+    directory : CacheDirectory
+    needed, budget : int
+        Bytes.
+    lru : bool
+        Whether segments of namespaces that are in use may go.
+    removed : callable
+        Is told the namespace (32 hexadecimal digits) and name of each segment that is gone.
+    """
+    if used_bytes(directory.scan()) + needed <= budget:
+        return True
+    if needed > budget:
+        return False
+    lock = FileLock(os.path.join(directory.path, LOCK), timeout=_PATIENCE)
+    try:
+        with lock:
+            return _Room(directory, needed, budget, removed).make(lru)
+    except Timeout:
+        return False
+
+
+class _Room:
+    def __init__(self, directory: CacheDirectory, needed: int, budget: int, removed: Removed) -> None:
+        self._directory = directory
+        self._removed = removed
+        self._contents = directory.scan()
+        self._excess = used_bytes(self._contents) + needed - budget
+
+    def make(self, lru: bool) -> bool:
+        for contents in self._contents:
+            for entry in contents.corrupt:
+                self._remove(contents, entry)
+        for contents in sorted(self._contents, key=lambda one: one.last_used):
+            if self._excess > 0:
+                self._remove_unused(contents)
+        if lru:
+            pairs = [(entry, contents) for contents in self._contents for entry in contents.segments]
+            for entry, contents in sorted(pairs, key=lambda pair: (pair[0].mtime, pair[0].name)):
+                self._remove(contents, entry)
+        return self._excess <= 0
+
+    def _remove_unused(self, contents: Contents) -> None:
+        try:
+            claim = self._directory.claim(contents.namespace) if contents.others else None
+        except OSError:
+            return
+        if claim is None and contents.others:
+            return  # in use
+        for entry in sorted(contents.segments, key=lambda entry: (entry.mtime, entry.name)):
+            self._remove(contents, entry)
+        left = self._directory.contents(contents.namespace)
+        if not left.segments and not left.temporary and self._excess > 0:
+            for entry in left.others:
+                self._remove(contents, entry)
+            with contextlib.suppress(OSError):  # somebody else's files are there
+                self._directory.fs.remove_folder(os.path.join(self._directory.path, contents.namespace))
+        del claim  # the lock, until here
+
+    def _remove(self, contents: Contents, entry: Entry) -> None:
+        if self._excess <= 0:
+            return
+        path = os.path.join(self._directory.path, contents.namespace, entry.name)
+        try:
+            self._directory.fs.remove(path)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return  # counts as what is there
+        self._excess -= entry.size
+        if entry in contents.segments:
+            contents.segments.remove(entry)
+            self._removed(contents.namespace, entry.name)

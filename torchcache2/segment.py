@@ -1,0 +1,386 @@
+"""The format of a segment, version 1: an immutable file with rows of one namespace.
+
+A segment is a safetensors file: a little-endian u64 H, a header of H bytes of JSON, and the tensors, one
+after another without gaps. Everything up to the rows themselves is the *index*; opening a segment reads
+that and no more.
+
+=====================  ===========================  ==========================================================
+tensor                 dtype, shape                 holds
+=====================  ===========================  ==========================================================
+``keys``               U8 ``(n, 16)``               key of each row
+``checksums``          U64 ``(n,)``                 xxh3-64 of each row's bytes, leaf after leaf
+``block_checksums``    U64 ``(blocks,)``            with a payload: xxh3-64 of each block as stored
+``offsets``            I64 ``(blocks + 1,)``        with a payload: where blocks begin and end in it
+``shapes``             I64 ``(n, dims)``            ragged rows: the extents that the schema leaves open
+``output…``            the leaf's ``(n, *shape)``   codec ``none``: one tensor for each leaf
+``payload``            U8 ``(bytes,)``              other codecs, and ragged rows: blocks of rows
+=====================  ===========================  ==========================================================
+
+The index comes first, in this order; then the output tensors, those with the widest elements first, or
+the payload. Spaces behind the JSON make the rows begin at a multiple of 8 bytes, and of 4,096 where they
+have a megabyte or more.
+
+``__metadata__`` holds, all as text: ``checksum`` (16 hexadecimal digits: xxh3-64 of all bytes before the
+rows, with these digits as zeros), ``format`` (``torchcache2``), ``format_version``, ``library``,
+``namespace`` (32 hexadecimal digits), ``codec``, ``rows_per_block``, and ``schema`` (see
+`torchcache2.schemajson`).
+
+Rows lie as they are in memory, little-endian, contiguous in the order of their dimensions. A block is
+`rows_per_block` rows (the last one may have fewer), for each leaf its rows one after another, as
+`torchcache2.codec` stores them. Ragged rows have a block each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64_hexdigest
+
+from torchcache2.rows import Schema
+from torchcache2.schemajson import SchemaError, schema_from_json, schema_to_json
+
+__all__ = [
+    "FORMAT_VERSION",
+    "DamagedError",
+    "Layout",
+    "NewerFormatError",
+    "TooLargeError",
+    "checked",
+    "parse",
+    "ragged_extents",
+    "read_size",
+    "stated",
+]
+
+FORMAT_VERSION = 1
+MOST_HEADER_BYTES = 16 << 20
+BLOCK_BYTES = 8192  # rows share a block up to this size
+_MOST_BLOCK_BYTES = 1 << 20  # that a reader accepts, of rows that share a block
+_FORMAT = "torchcache2"
+_ZEROS = b"0" * 16
+_PAGE = 4096
+_ALIGNED = 1 << 20
+_UNPARSABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
+_CODECS = ("none", "brotli", "blosc2")
+_DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}  # what every reader of safetensors can read; other leaves are stored as their bytes
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class DamagedError(Exception):
+    """A file that is not what was written: what does not hold."""
+
+
+class NewerFormatError(Exception):
+    """A file of a later version of the format."""
+
+
+class TooLargeError(Exception):
+    """A segment with rows of more bytes than the reader allows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where everything is in a segment.
+
+    Attributes
+    ----------
+    namespace : bytes
+    schema : Schema
+        Of the rows; extents that differ between them are -1.
+    codec : str
+    count : int
+        Rows.
+    rows_per_block : int
+        0 for columns, one for each leaf; else there is a payload.
+    payload_bytes : int
+    library : str
+        The version that wrote the segment.
+    """
+
+    namespace: bytes
+    schema: Schema
+    codec: str
+    count: int
+    rows_per_block: int = 0
+    payload_bytes: int = 0
+    library: str = ""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the payload."""
+        return -(-self.count // self.rows_per_block) if self.rows_per_block else 0
+
+    @property
+    def extents(self) -> int:
+        """Extents that differ between rows."""
+        return ragged_extents(self.schema)
+
+    @property
+    def index(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of the tensors that are not rows, in the order in which they lie."""
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+            "keys": ("U8", (self.count, 16)),
+            "checksums": ("U64", (self.count,)),
+        }
+        if self.rows_per_block:
+            tensors["block_checksums"] = ("U64", (self.blocks,))
+            tensors["offsets"] = ("I64", (self.blocks + 1,))
+        if self.extents:
+            tensors["shapes"] = ("I64", (self.count, self.extents))
+        return tensors
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of those tensors."""
+        return sum(math.prod(shape) * (1 if dtype == "U8" else 8) for dtype, shape in self.index.values())
+
+    @property
+    def columns(self) -> list[str]:
+        """The name of each leaf's tensor."""
+        names: dict[str, None] = {}
+        for leaf in self.schema.leaves:
+            path = re.sub(r"\['?|'?\]", ".", leaf.path).replace("..", ".").strip(".")
+            plain = name = f"output.{path}" if path else "output"
+            number = len(names)
+            while name in names:
+                name, number = f"{plain} {number}", number + 1
+            names[name] = None
+        return list(names)
+
+    @property
+    def column_starts(self) -> list[int]:
+        """Where each leaf's tensor begins, from the first row on."""
+        starts = [0] * len(self.schema.leaves)
+        position = 0
+        for i in self.column_order:
+            starts[i] = position
+            position += self.count * self.schema.leaves[i].row_bytes
+        return starts
+
+    @property
+    def column_order(self) -> list[int]:
+        """The leaves as their tensors lie in the file: so that each is aligned to its elements."""
+        leaves = self.schema.leaves
+        return sorted(range(len(leaves)), key=lambda i: -_item_bytes(str(leaves[i].stored)[6:]))
+
+    @property
+    def row_data_bytes(self) -> int:
+        """Bytes of the rows as stored."""
+        return self.payload_bytes if self.rows_per_block else self.count * self.schema.row_bytes
+
+    def tensors(self) -> dict[str, Any]:
+        """The header's entries, without metadata."""
+        entries: dict[str, Any] = {}
+        position = 0
+
+        def add(name: str, dtype: str, shape: Sequence[int], size: int) -> None:
+            nonlocal position
+            entries[name] = {
+                "dtype": dtype,
+                "shape": list(shape),
+                "data_offsets": [position, position + size],
+            }
+            position += size
+
+        for name, (dtype, shape) in self.index.items():
+            add(name, dtype, shape, math.prod(shape) * (1 if dtype == "U8" else 8))
+        if self.rows_per_block:
+            add("payload", "U8", (self.payload_bytes,), self.payload_bytes)
+            return entries
+        names = self.columns
+        for i in self.column_order:
+            leaf = self.schema.leaves[i]
+            dtype = _DTYPES.get(str(leaf.stored)[6:], "")
+            shape = leaf.shape if dtype else (leaf.row_bytes,)
+            add(names[i], dtype or "U8", (self.count, *shape), self.count * leaf.row_bytes)
+        return entries
+
+    def header(self, index: Sequence[bytes]) -> bytes:
+        """The file's bytes up to the rows.
+
+        Parameters
+        ----------
+        index : sequence of bytes
+            The tensors of `index`, in its order.
+        """
+        metadata = {
+            "checksum": _ZEROS.decode(),
+            "format": _FORMAT,
+            "format_version": str(FORMAT_VERSION),
+            "library": self.library,
+            "namespace": self.namespace.hex(),
+            "codec": self.codec,
+            "rows_per_block": str(self.rows_per_block),
+            "schema": json.dumps(schema_to_json(self.schema), separators=(",", ":")),
+        }
+        text = json.dumps({"__metadata__": metadata, **self.tensors()}, separators=(",", ":")).encode()
+        unit = _PAGE if self.row_data_bytes >= _ALIGNED else 8
+        text += b" " * (-(8 + len(text) + self.index_bytes) % unit)
+        start = len(text).to_bytes(8, "little")
+        digits = xxh3_64_hexdigest(b"".join([start, text, *index])).encode()
+        return b"".join([start, text.replace(_ZEROS, digits, 1), *index])
+
+
+def read_size(start: bytes, file_bytes: int) -> int:
+    """H, from the file's first 8 bytes.
+
+    Raises
+    ------
+    DamagedError
+        If it cannot be.
+    """
+    size = int.from_bytes(start, "little")
+    if len(start) < 8 or size > min(file_bytes - 8, MOST_HEADER_BYTES):
+        raise DamagedError(f"a header of {size} bytes in a file of {file_bytes}")
+    return size
+
+
+def stated(text: bytes, file_bytes: int) -> tuple[int, bytes]:
+    """How many bytes of a file its checksum covers, and the checksum; nothing else is believed before.
+
+    Every version of the format has both in the same places.
+
+    Parameters
+    ----------
+    text : bytes
+        The header's JSON.
+    file_bytes : int
+        The size of the whole file.
+
+    Raises
+    ------
+    DamagedError
+        If the header does not say.
+    """
+    end = 8 + len(text)
+    try:
+        header = json.loads(text)
+        checksum = header["__metadata__"]["checksum"].encode()
+        rows = [name for name in header if name == "payload" or name.startswith("output")]
+        start = end + min((header[name]["data_offsets"][0] for name in rows), default=file_bytes - end)
+    except _UNPARSABLE as error:
+        raise DamagedError(f"a header that does not parse: {error!r}") from None
+    if type(start) is not int or not end <= start <= file_bytes or len(checksum) != 16:
+        raise DamagedError(f"rows from byte {start} on of {file_bytes}")
+    return start, checksum
+
+
+def parse(text: bytes, file_bytes: int, limit: int, *, structured: bool = True) -> Layout:
+    """The layout that a header states.
+
+    Parameters
+    ----------
+    text : bytes
+        The header's JSON.
+    file_bytes : int
+        The size of the whole file.
+    limit : int
+        Bytes that a row may have.
+    structured : bool
+        False: rows are to be checked, not given back; see `schema_from_json`.
+
+    Raises
+    ------
+    DamagedError
+        If the header contradicts itself, the format, or the size of the file.
+    NewerFormatError
+        If a later version wrote it.
+    TooLargeError
+        If rows have more than `limit` bytes.
+    UnknownClassError
+        If the rows have a class that this process has not imported.
+    """
+    try:
+        header = json.loads(text)
+        metadata = header.pop("__metadata__")
+        if metadata["format"] != _FORMAT:
+            raise DamagedError("not a segment")
+        if _number(metadata["format_version"]) > FORMAT_VERSION:
+            raise NewerFormatError(f"format {metadata['format_version']}")
+        schema = schema_from_json(json.loads(metadata["schema"]), structured=structured)
+        layout = Layout(
+            namespace=bytes.fromhex(metadata["namespace"]),
+            schema=schema,
+            codec=metadata["codec"],
+            count=header["keys"]["shape"][0],
+            rows_per_block=_number(metadata["rows_per_block"]),
+            payload_bytes=header["payload"]["shape"][0] if "payload" in header else 0,
+            library=metadata["library"],
+        )
+        _check(layout, file_bytes - 8 - len(text), limit)
+        if header != layout.tensors():
+            raise DamagedError("tensors that contradict the schema")
+    except (*_UNPARSABLE, SchemaError) as error:
+        raise DamagedError(f"a header that does not parse: {error!r}") from None
+    return layout
+
+
+def _number(text: Any) -> int:
+    if not isinstance(text, str) or not re.fullmatch("[0-9]{1,9}", text, re.ASCII):
+        raise DamagedError(f"a number written as {text!r}")
+    return int(text)
+
+
+def _check(layout: Layout, data_bytes: int, limit: int) -> None:
+    """Whether numbers are possible, before anything is computed or allocated with them."""
+    counts = (layout.count, layout.rows_per_block, layout.payload_bytes)
+    if any(type(count) is not int or count < 0 for count in counts) or layout.count == 0:
+        raise DamagedError(f"counts of {counts}")
+    if layout.codec not in _CODECS or len(layout.namespace) != 16:
+        raise DamagedError(f"codec {layout.codec!r}, namespace of {len(layout.namespace)} bytes")
+    if layout.count * 24 > data_bytes:
+        raise DamagedError(f"{layout.count} rows in {data_bytes} bytes")
+    fixed = layout.extents == 0
+    if layout.rows_per_block == 0 and (layout.codec != "none" or not fixed):
+        raise DamagedError("no blocks")
+    if fixed:
+        row_bytes = layout.schema.row_bytes
+        most = max(row_bytes, _MOST_BLOCK_BYTES)
+        if row_bytes > limit:
+            raise TooLargeError(f"rows of {row_bytes} bytes, and the limit is {limit}")
+        if layout.rows_per_block * max(1, row_bytes) > most:
+            raise DamagedError(f"blocks of {layout.rows_per_block} rows of {row_bytes} bytes")
+    elif layout.rows_per_block != 1:
+        raise DamagedError("ragged rows that share a block")
+    if layout.index_bytes + layout.row_data_bytes != data_bytes:
+        raise DamagedError(f"{data_bytes} bytes, expected {layout.index_bytes + layout.row_data_bytes}")
+
+
+def ragged_extents(schema: Schema) -> int:
+    """Extents that differ between the rows."""
+    return sum(leaf.shape.count(-1) for leaf in schema.leaves)
+
+
+def checked(head: bytes, checksum: bytes) -> bool:
+    """Whether a file's bytes up to the rows are what was written."""
+    zeroed = head.replace(checksum, _ZEROS, 1)
+    return xxh3_64_hexdigest(zeroed).encode() == checksum
+
+
+def _item_bytes(dtype: str) -> int:
+    name = _DTYPES.get(dtype, "U8")
+    if name in ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"):
+        return 1
+    return int(name.lstrip("BFIU")) // 8

@@ -1,0 +1,501 @@
+"""`DiskTier`: rows in the segments of a cache directory, written behind the caller's back.
+
+Rows that were put can be read at once; they are on the disk when they are sealed in a segment, which
+happens when there are enough of them, after some seconds, at `flush` and `close`, and at exit. Rows that
+other processes have sealed are found when something is missing.
+
+Safe under threads. Safe for any number of processes on one directory: nothing is ever modified, and
+a segment appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchcache2 import codec as codecs
+from torchcache2.directory import CacheDirectory, NewerDirectoryError
+from torchcache2.eviction import make_room, used_bytes
+from torchcache2.gather import with_ordinary_tensors
+from torchcache2.keys import Keys
+from torchcache2.locks import ProcessLock
+from torchcache2.logs import logger
+from torchcache2.rows import Rows, Schema
+from torchcache2.schemajson import UnserialisableError, schema_to_json
+from torchcache2.segment import DamagedError, NewerFormatError
+from torchcache2.segmentread import Columns, Descriptors, Segment, empty_columns, rows_of
+from torchcache2.segmentwrite import SEGMENT, encode, ulid, write
+from torchcache2.settings import Policy
+from torchcache2.storage import FileSystem, is_read_only
+from torchcache2.tiers.base import Found, Positions, TierStats
+from torchcache2.tiers.located import Located, Source
+from torchcache2.tiers.pending import Held, Pending
+from torchcache2.tiers.writer import Writer
+from torchcache2.version import __version__
+
+__all__ = ["DiskTier", "queue_limit"]
+
+_SEGMENT_BYTES = 64 << 20
+_SEALED_AFTER = 5.0  # seconds
+_MOST_QUEUED = 256 << 20
+_LEAST_QUEUED = 16 << 20
+_TOUCHED_EVERY = 60.0  # seconds
+_LONGEST_PAUSE = 60.0  # seconds without a try to write, after it has failed again and again
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def queue_limit(memory_budget: int) -> int:
+    """Bytes of a memory budget for rows that wait to be written; some, however small it is."""
+    return max(_LEAST_QUEUED, min(_MOST_QUEUED, memory_budget // 4))
+
+
+class DiskTier:
+    """Rows in segments.
+
+    Parameters
+    ----------
+    path : str
+        The directory; made if it does not exist.
+    budget : int
+        Bytes of the whole directory, whoever wrote them. Exceeded by one segment a writer at most.
+    policy : {"mru", "lru"}
+        What to do when it is full of rows that are in use: stop writing, or delete the segments that were
+        not used for longest.
+    codec : {"brotli", "blosc2", "none"}
+    quality : int
+        Of the codec.
+    queue : int
+        Bytes of rows that may wait to be written; a caller that brings more waits.
+    in_use : callable, optional
+        The namespaces that something alive in this process uses; default: all.
+    describe : callable, optional
+        What a namespace stands for, for its ``fingerprint.json``.
+    fs : FileSystem, optional
+    delay : float
+        Seconds after which rows are sealed, however few.
+    temporary : bool
+        Whether nobody will open the directory again: `close` does not write what waits.
+
+    Raises
+    ------
+    OptionError
+        If the path is a file, or a folder with somebody else's files.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        budget: int = 10_000_000_000,
+        policy: Policy = "mru",
+        codec: str = "brotli",
+        quality: int = 1,
+        *,
+        queue: int = _MOST_QUEUED,
+        in_use: Callable[[], Collection[bytes]] | None = None,
+        describe: Callable[[bytes], Mapping[str, Any]] | None = None,
+        fs: FileSystem | None = None,
+        delay: float = _SEALED_AFTER,
+        temporary: bool = False,
+    ) -> None:
+        self.budget = budget
+        self.policy = policy
+        self._fs = fs if fs is not None else FileSystem()
+        self.directory = CacheDirectory(os.fspath(path), self._fs)
+        self._codec = codecs.codec(codec, quality)
+        self._queue = queue
+        self._in_use = in_use
+        self._describe = describe
+        self._delay = delay
+        self._temporary = temporary
+        self._lock = ProcessLock(lambda: threading.Condition(threading.RLock()))
+        self._numbers = itertools.count()
+        self._descriptors = Descriptors(self._fs)
+        self._located: dict[bytes, Located] = {}
+        self._touched: dict[str, float] = {}
+        self._serialisable: dict[Schema, bool] = {}
+        self._writer: Writer | None = None
+        self._reads = self._writes = True
+        self._closed = False
+        self._failures = 0  # to write, one after another
+        self._paused_until = 0.0
+        self._evictions = self._corrupt = self._faults = 0
+        self._told: set[str] = set()
+        self._open_directory()
+
+    @property
+    def path(self) -> str:
+        """The directory."""
+        return self.directory.path
+
+    @with_ordinary_tensors
+    def get(self, keys: Keys) -> Found:
+        """The rows of those keys that are here, read into fresh memory."""
+        try:
+            return Found(self._find(keys))
+        except Exception as error:  # such as no memory: a fault is a miss
+            self._fault(error, self.path)
+            return Found([])
+
+    @with_ordinary_tensors
+    def put(self, keys: Keys, rows: Rows) -> int:
+        """Keep rows under distinct keys, to be written soon; waits only while too many wait already."""
+        if not self._takes(rows.schema) or len(keys) == 0:
+            return 0
+        try:
+            kept = self._keep(keys, rows)
+        except Exception as error:
+            self._fault(error, self.path)
+            return 0
+        if kept and self._writer is not None:
+            self._writer.wait_for_room()
+        return kept
+
+    def drop(self, namespace: bytes) -> None:
+        """Forget every row of a namespace, and delete its segments."""
+        with self._lock():
+            self._begin()
+            if self._writer is not None:
+                self._writer.drop(namespace)
+            self._located.pop(namespace, None)
+            if not self._writes:
+                return
+        try:
+            contents = self.directory.contents(namespace.hex())
+            for entry in (*contents.segments, *contents.corrupt):
+                path = os.path.join(self.directory.folder(namespace), entry.name)
+                self._descriptors.forget(path)
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.remove(path)
+        except OSError as error:
+            self._fault(error, self.directory.folder(namespace))
+
+    def flush(self) -> None:
+        """Return when everything that was put is sealed, or forgotten because of a fault."""
+        with self._lock():
+            self._begin()
+            writer = self._writer
+        if writer is not None:
+            writer.flush()
+
+    def close(self) -> None:
+        """Flush, and let go of every file and the thread; nothing is found or kept from then on."""
+        if self._closed:
+            return
+        if not self._temporary:
+            self.flush()
+        with self._lock():
+            self._begin()
+            self._closed = True
+            writer = self._writer
+            if writer is not None and self._temporary:
+                for namespace in list(self._located):
+                    writer.drop(namespace)
+        if writer is not None:
+            writer.end()
+        with self._lock():
+            self._located.clear()
+            self._descriptors.clear()
+
+    def stats(self) -> TierStats:
+        """Rows of the namespaces that were asked for, and the bytes of the whole directory."""
+        with self._lock():
+            self._begin()
+            rows = sum(map(len, self._located.values()))
+        try:
+            size = used_bytes(self.directory.scan()) if self._reads else 0
+        except OSError as error:
+            self._fault(error, self.path)
+            size = 0
+        return TierStats(rows, size, self._evictions, self._corrupt, self._faults)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of memory that finding rows takes."""
+        with self._lock():
+            return sum(located.nbytes for located in self._located.values())
+
+    def _open_directory(self) -> None:
+        try:
+            self.directory.check()
+            self.directory.create()
+            self.directory.remove_leftovers()
+        except NewerDirectoryError as error:
+            self._reads = self._writes = False
+            logger.warning("%s", error)
+        except OSError as error:
+            self._write_fault(error, self.path)
+
+    def _begin(self) -> None:
+        """Make what belongs to this process; with the lock held."""
+        torn = self._lock.was_torn()
+        if self._writer is not None and self._writer.pid == os.getpid():
+            return
+        if torn:
+            # The parent was in the middle of something in another thread.
+            self._located = {}
+            self._descriptors = Descriptors(self._fs)
+        elif self._writer is not None:
+            for located in self._located.values():
+                for number in [n for n, s in located.sources.items() if isinstance(s, Pending)]:
+                    located.remove(number)  # the parent writes them
+        target = max(1, min(_SEGMENT_BYTES, self.budget // 8, self._queue // 4))
+        self._writer = Writer(
+            self._lock(),
+            self._write,
+            target=target,
+            limit=self._queue,
+            delay=self._delay,
+            at_exit=self.close,
+        )
+
+    def _namespace(self, namespace: bytes) -> Located:
+        located = self._located.get(namespace)
+        if located is None:
+            located = self._located[namespace] = Located(
+                namespace,
+                self.directory,
+                self._descriptors,
+                lambda: next(self._numbers),
+                max(self.budget, 1),
+                self._fault,
+            )
+            located.look()
+        return located
+
+    def _find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
+        with self._lock():
+            self._begin()
+            if self._closed or not self._reads:
+                return []
+            located = self._namespace(keys.namespace)
+            located.keep_hold()
+            entries = located.find(keys.words)
+            if (entries < 0).any() and located.look():
+                entries = located.find(keys.words)
+            positions = np.flatnonzero(entries >= 0)
+            if not self._reads or len(positions) == 0:
+                return []
+            numbers, rows = located.where(entries[positions])
+            sources = {number: located.sources[number] for number in np.unique(numbers).tolist()}
+        jobs: dict[Schema, list[tuple[int, Source, Array, Positions]]] = {}
+        for number, source in sources.items():
+            which = np.flatnonzero(numbers == number)
+            for schema, some in source.schemas(rows[which]):
+                chosen = which[some]
+                jobs.setdefault(schema, []).append((number, source, rows[chosen], positions[chosen]))
+        for some_jobs in jobs.values():
+            for _, source, rows_there, _ in some_jobs:
+                with contextlib.suppress(OSError):  # reading will say so
+                    source.read_ahead(rows_there)
+        found = []
+        for schema, some_jobs in jobs.items():
+            part = self._read(keys.namespace, schema, some_jobs)
+            if part is not None:
+                found.append(part)
+        return found
+
+    def _read(
+        self, namespace: bytes, schema: Schema, jobs: list[tuple[int, Source, Array, Positions]]
+    ) -> tuple[Positions, Rows] | None:
+        """Read rows of one schema, in the order of their positions."""
+        wanted = np.sort(np.concatenate([positions for *_, positions in jobs]))
+        columns: Columns = empty_columns(schema, len(wanted))
+        good = np.ones(len(wanted), bool)
+        for number, source, rows, positions in jobs:
+            targets = np.searchsorted(wanted, positions)
+            if not self._read_source(namespace, number, source, rows, columns, targets):
+                good[targets] = False
+        result = rows_of(schema, columns, len(wanted))
+        if good.all():
+            return wanted, result
+        if not good.any():
+            return None
+        return wanted[good], result.take(torch.from_numpy(np.flatnonzero(good)))
+
+    def _read_source(
+        self, namespace: bytes, number: int, source: Source, rows: Array, columns: Columns, targets: Array
+    ) -> bool:
+        try:
+            if source.read(rows, columns, targets):
+                self._touch(source)
+                return True
+            assert isinstance(source, Segment)
+            self._fault(DamagedError("a row is not what was written"), source.path)
+        except FileNotFoundError:
+            pass  # another process has made room
+        except OSError as error:
+            self._fault(error, getattr(source, "path", self.path))
+        with self._lock():
+            if namespace in self._located:
+                self._located[namespace].remove(number)
+        return False
+
+    def _touch(self, source: Source) -> None:
+        """Say that a segment is in use; at most once a minute."""
+        if isinstance(source, Segment) and self._writes:
+            now = time.monotonic()
+            if now - self._touched.get(source.path, -_TOUCHED_EVERY) >= _TOUCHED_EVERY:
+                self._touched[source.path] = now
+                with contextlib.suppress(OSError):
+                    self._fs.touch(source.path)
+
+    def _takes(self, schema: Schema) -> bool:
+        """Whether rows of a schema can be written at all."""
+        if not self._writes or self._closed or time.monotonic() < self._paused_until:
+            return False
+        if schema.row_bytes > self.budget:
+            return False
+        known = self._serialisable.get(schema)
+        if known is None:
+            try:
+                schema_to_json(schema)
+                known = True
+            except UnserialisableError as error:
+                self._tell("schema", "outputs of this kind stay in memory, not on disk: %s", error)
+                known = False
+            if len(self._serialisable) > 1000:
+                self._serialisable.clear()
+            self._serialisable[schema] = known
+        return known
+
+    def _keep(self, keys: Keys, rows: Rows) -> int:
+        held = Held(rows)
+        kept = 0
+        with self._lock():
+            self._begin()
+            if self._closed or self._writer is None:
+                return 0
+            located = self._namespace(keys.namespace)
+            located.keep_hold()
+            if not self._writes:  # what is there is of a newer format
+                return 0
+            absent = np.flatnonzero(located.find(keys.words) < 0)
+            if len(absent) == 0:
+                return 0
+            if len(absent) < len(keys):
+                keys, held = keys.take(absent), held.take(absent)
+            family = rows.schema.family
+            step = max(1, self._writer.target // max(1, rows.schema.row_bytes))
+            for start in range(0, len(keys), step):
+                some, piece = keys, held
+                if step < len(keys):
+                    some = keys.take(np.arange(start, min(len(keys), start + step)))
+                    piece = held.part(start, start + len(some))
+                pending = self._writer.open(keys.namespace, family, lambda: next(self._numbers))
+                located.sources[pending.number] = pending
+                first = pending.add(some, piece)
+                located.add(some.data, pending.number, first)
+                self._writer.added(pending, family)
+                kept += len(some)
+        return kept
+
+    def _write(self, pending: Pending) -> None:
+        """Seal rows; they are forgotten if that fails."""
+        folder = self.directory.folder(pending.namespace)
+        name = ulid() + SEGMENT
+        try:
+            encoded = encode(pending.rows(), self._codec, library=__version__)
+            with self._lock():
+                located = self._located.get(pending.namespace)
+                if located is None or pending.dropped or not self._writes:
+                    self._forget(pending)
+                    return
+                located.names.add(name)
+            described = self._describe(pending.namespace) if self._describe is not None else {}
+            self.directory.prepare(pending.namespace, described)
+            located.hold()
+            if not self._has_room(encoded.nbytes):
+                self._forget(pending)
+                return
+            write(self._fs, folder, name, encoded)
+            path = os.path.join(folder, name)
+            segment = Segment.written(self._fs, self._descriptors, path, encoded)
+            segment.keys = None
+            with self._lock():
+                self._failures = 0
+                if pending.dropped or self._located.get(pending.namespace) is not located:
+                    self._fs.remove(path)
+                elif pending.number in located.sources:
+                    located.sources[pending.number] = segment
+        except Exception as error:
+            self._forget(pending)
+            self._write_fault(error, folder)
+        except BaseException:
+            self._forget(pending)
+            raise
+
+    def _forget(self, pending: Pending) -> None:
+        with self._lock():
+            located = self._located.get(pending.namespace)
+            if located is not None:
+                located.remove(pending.number)
+
+    def _has_room(self, size: int) -> bool:
+        if self._in_use is not None:
+            in_use = self._in_use()
+            with self._lock():
+                for namespace, located in self._located.items():
+                    if namespace not in in_use:
+                        located.let_go()
+        if make_room(self.directory, size, self.budget, lru=self.policy == "lru", removed=self._removed):
+            return True
+        self._paused_until = time.monotonic() + _LONGEST_PAUSE
+        self._tell(
+            "full",
+            "the cache directory %s is full (%d bytes) of rows that are in use: new rows stay in memory. "
+            "Raise max_persistent_cache_size, set policy='lru', or delete with `torchcache2 prune`",
+            self.path,
+            self.budget,
+        )
+        return False
+
+    def _removed(self, namespace: str, name: str) -> None:
+        with self._lock():
+            located = self._located.get(bytes.fromhex(namespace))
+            number = located.number_of(name) if located is not None else None
+            if located is not None and number is not None:
+                self._evictions += located.remove(number)
+
+    def _fault(self, error: Exception, path: str) -> None:
+        """Count a fault, and warn of the first of its kind."""
+        if isinstance(error, NewerFormatError):
+            self._reads = self._writes = False
+            self._tell(
+                "newer",
+                "%s is of a newer format: nothing is read or written in %s. Upgrade torchcache2",
+                path,
+                self.path,
+            )
+        elif isinstance(error, DamagedError):
+            self._corrupt += 1
+            self._tell("corrupt", "%s is damaged (%s): it is set aside, and computed again", path, error)
+            with contextlib.suppress(OSError):
+                self.directory.set_aside(path)
+        else:
+            self._faults += 1
+            self._tell("fault", "the cache directory fails at %s, and goes on in memory: %r", path, error)
+
+    def _write_fault(self, error: Exception, path: str) -> None:
+        if isinstance(error, OSError) and is_read_only(error):
+            self._writes = False
+            self._faults += 1
+            self._tell("fault", "%s cannot be written: new rows stay in memory (%s)", path, error)
+            return
+        self._fault(error, path)
+        self._failures += 1
+        if self._failures > 1:
+            self._paused_until = time.monotonic() + min(_LONGEST_PAUSE, 2.0**self._failures)
+
+    def _tell(self, kind: str, message: str, *args: object) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            logger.warning(message, *args)

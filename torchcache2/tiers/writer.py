@@ -1,0 +1,197 @@
+"""`Writer`: a bounded queue of segments to be, and the one thread that writes them.
+
+Rows join an open segment of their kind. It is written when it is large enough or some seconds old, when
+somebody flushes, and at exit. Whoever flushes writes too: at exit no thread can be started.
+
+Each process has a queue of its own: a forked child starts with an empty one, and leaves the rows
+that waited when it was made to its parent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing.process
+import multiprocessing.util
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torchcache2.rows import Schema
+from torchcache2.tiers.pending import Pending
+
+__all__ = ["Writer"]
+
+_EXIT_PRIORITY = 10
+Kind = tuple[bytes, Schema]
+
+
+class Writer:
+    """Of one tier in one process.
+
+    Parameters
+    ----------
+    lock : threading.Condition
+        The tier's; held by the caller of the methods that say so.
+    write : callable
+        Writes one segment; does not raise but for interrupts. Called without the lock.
+    target : int
+        Bytes of rows from which a segment is large enough.
+    limit : int
+        Bytes that may wait.
+    delay : float
+        Seconds after which a segment is written, however small.
+    at_exit : callable
+        Called when the process ends.
+    """
+
+    def __init__(
+        self,
+        lock: threading.Condition,
+        write: Callable[[Pending], None],
+        *,
+        target: int,
+        limit: int,
+        delay: float,
+        at_exit: Callable[[], None],
+    ) -> None:
+        self.target = target
+        self.limit = limit
+        self.pid = os.getpid()
+        self._lock = lock
+        self._write = write
+        self._delay = delay
+        self._at_exit = at_exit
+        self._open: dict[Kind, Pending] = {}
+        self._ready: deque[Pending] = deque()
+        self._writing: list[Pending] = []
+        self._thread: threading.Thread | None = None
+        self._finalizer: Any = None
+        self._ending = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows that wait or are being written; with the lock held."""
+        return sum(pending.nbytes for pending in self.all())
+
+    def all(self) -> list[Pending]:
+        """Every segment that is not written yet; with the lock held."""
+        return [*self._open.values(), *self._ready, *self._writing]
+
+    def open(self, namespace: bytes, kind: Schema, number: Callable[[], int]) -> Pending:
+        """The segment that takes rows of a kind; with the lock held."""
+        pending = self._open.get((namespace, kind))
+        if pending is None:
+            pending = self._open[namespace, kind] = Pending(namespace, number())
+            self._lock.notify_all()
+        return pending
+
+    def added(self, pending: Pending, kind: Schema) -> None:
+        """Rows have joined a segment; with the lock held."""
+        if pending.nbytes >= self.target:
+            self._ready.append(self._open.pop((pending.namespace, kind)))
+            self._lock.notify_all()
+        self._start()
+
+    def drop(self, namespace: bytes) -> list[Pending]:
+        """Forget the segments of a namespace; with the lock held. What is being written is marked."""
+        gone = [pending for pending in self.all() if pending.namespace == namespace]
+        for pending in gone:
+            pending.dropped = True
+        self._open = {kind: p for kind, p in self._open.items() if not p.dropped}
+        self._ready = deque(pending for pending in self._ready if not pending.dropped)
+        self._lock.notify_all()
+        return gone
+
+    def wait_for_room(self) -> None:
+        """Return when no more waits than may; without the lock."""
+        with self._lock:
+            while self.nbytes > self.limit and not self._ending and self._is_alive():
+                if not self._ready and not self._writing:
+                    self._close_all()
+                self._lock.wait(1.0)
+            if self.nbytes <= self.limit or self._ending:
+                return
+        self.flush()  # nobody else would
+
+    def flush(self) -> None:
+        """Return when all is written that waits now; without the lock. Writes too."""
+        with self._lock:
+            self._close_all()
+            waiting = set(map(id, self.all()))
+        while self._write_next():
+            pass
+        with self._lock:
+            while self._is_alive() and any(id(pending) in waiting for pending in self._writing):
+                self._lock.wait(1.0)
+
+    def end(self) -> None:
+        """Have the thread end; without the lock. Nothing may be added afterwards."""
+        with self._lock:
+            self._ending = True
+            self._lock.notify_all()
+        atexit.unregister(self._at_exit)
+        if self._finalizer is not None:
+            self._finalizer.cancel()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread() and self._is_alive():
+            thread.join()
+
+    def _is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _start(self) -> None:
+        if self._thread is not None or self._ending:
+            return
+        thread = threading.Thread(target=self._work, name="torchcache2 writer", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is ending, or there are too many threads: `flush` writes
+            return
+        self._thread = thread
+        atexit.register(self._at_exit)
+        if multiprocessing.process.parent_process() is not None:
+            # Such a process ends without the handlers of `atexit`.
+            self._finalizer = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=_EXIT_PRIORITY)
+
+    def _work(self) -> None:
+        while self._wait_for_work():
+            self._write_next()
+
+    def _wait_for_work(self) -> bool:
+        """Wait for a segment to be ready, or old; False if this is the end."""
+        with self._lock:
+            while not self._ready:
+                if self._ending:
+                    return False
+                due = min((p.since + self._delay for p in self._open.values()), default=None)
+                now = time.monotonic()
+                if due is not None and due <= now:
+                    for kind, pending in list(self._open.items()):
+                        if pending.since + self._delay <= now:
+                            self._ready.append(self._open.pop(kind))
+                else:
+                    self._lock.wait(None if due is None else due - now)
+            return True
+
+    def _write_next(self) -> bool:
+        """Write one segment that is ready; False if there is none."""
+        with self._lock:
+            if not self._ready:
+                return False
+            pending = self._ready.popleft()
+            self._writing.append(pending)
+        try:
+            self._write(pending)
+        finally:
+            with self._lock:
+                self._writing.remove(pending)
+                self._lock.notify_all()
+        return True
+
+    def _close_all(self) -> None:
+        self._ready.extend(self._open.values())
+        self._open.clear()
+        self._lock.notify_all()
