@@ -169,13 +169,10 @@ class CacheSettings:
             text = os.fspath(path)
             _require("://" not in text, "persistent_cache_dir", text, "the path of a local folder, not a URL")
             object.__setattr__(self, "persistent_cache_dir", os.path.abspath(os.path.expanduser(text)))
-        _require(
-            isinstance(self.compression, str) and self.compression in _MOST_QUALITY,
-            "compression",
-            self.compression,
-            "'brotli', 'blosc2' or 'none'",
-        )
-        most, quality = _MOST_QUALITY[self.compression], self.compression_quality
+        name, quality = self.compression, self.compression_quality
+        known = isinstance(name, str) and name in _MOST_QUALITY
+        _require(known, "compression", name, "'brotli', 'blosc2' or 'none'")
+        most = _MOST_QUALITY[name]
         _require(
             type(quality) is int and 0 <= quality <= most,
             "compression_quality",
