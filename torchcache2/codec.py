@@ -288,7 +288,7 @@ def _stream(data: memoryview, at: int, size: int) -> tuple[Bytes, int]:
         raise CorruptError(f"a brotli stream of {stored} bytes for {size}, or one with too large a window")
     decompressor = brotli.Decompressor()
     try:
-        # One byte more than wanted, or the end of the stream could stay unread.
+        # One byte more than wanted: at its limit the reader may stop short of the end of the stream.
         held = decompressor.process(data[begin:end], output_buffer_limit=size + 1)
     except brotli.error as error:
         raise CorruptError(str(error)) from None

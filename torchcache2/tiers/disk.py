@@ -37,7 +37,7 @@ from torchcache2.settings import Policy
 from torchcache2.storage import FileSystem, is_read_only
 from torchcache2.tiers.base import Found, Positions, TierStats
 from torchcache2.tiers.located import Located, Source
-from torchcache2.tiers.pending import Held, Pending
+from torchcache2.tiers.pending import Held, Pending, Slabs
 from torchcache2.tiers.writer import Writer
 from torchcache2.version import __version__
 
@@ -123,6 +123,7 @@ class DiskTier:
         self._touched: dict[str, float] = {}
         self._serialisable: dict[Schema, bool] = {}
         self._writer: Writer | None = None
+        self._slabs = Slabs()
         self._reads = self._writes = True
         self._closed = False
         self._failures = 0  # to write, one after another
@@ -368,7 +369,7 @@ class DiskTier:
         return known
 
     def _keep(self, keys: Keys, rows: Rows) -> int:
-        held = Held(rows)
+        held = Held(rows, self._slabs)
         kept = 0
         with self._lock():
             self._begin()

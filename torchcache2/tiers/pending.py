@@ -9,16 +9,41 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchcache2.gather import as_bytes, empty_rows
+from torchcache2.gather import as_bytes
 from torchcache2.keys import Keys
 from torchcache2.locks import ProcessLock
 from torchcache2.rows import Rows, Schema
 from torchcache2.transfer import CUDA, Arriving, Runtime
 
-__all__ = ["Held", "Pending"]
+__all__ = ["Held", "Pending", "Slabs"]
 
 _CPU = torch.device("cpu")
+_SLAB = 8 << 20
+_ALIGNED = 64
 Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Slabs:
+    """Fresh memory for copies of rows, in pieces of large blocks: those are backed by huge pages.
+
+    A block is freed when none of its pieces is in use any more.
+    """
+
+    def __init__(self) -> None:
+        self._lock = ProcessLock()
+        self._slab = np.empty(0, np.uint8)
+        self._used = 0
+
+    def take(self, size: int) -> Array:
+        """Memory of `size` bytes."""
+        if size >= _SLAB:
+            return np.empty(size, np.uint8)
+        with self._lock():
+            start = -(-self._used // _ALIGNED) * _ALIGNED
+            if start + size > len(self._slab):
+                self._slab, start = np.empty(_SLAB, np.uint8), 0
+            self._used = start + size
+            return self._slab[start : self._used]
 
 
 class Held:
@@ -28,11 +53,13 @@ class Held:
     ----------
     rows : Rows
         On any device; the caller may write to them afterwards.
+    slabs : Slabs
+        Where memory comes from.
     runtime : Runtime
         Of the accelerator that rows may come from.
     """
 
-    def __init__(self, rows: Rows, runtime: Runtime = CUDA) -> None:
+    def __init__(self, rows: Rows, slabs: Slabs, runtime: Runtime = CUDA) -> None:
         self.schema = rows.schema
         self.count = len(rows)
         plain = rows.laid_out_as(rows.schema.in_logical_order)
@@ -46,7 +73,13 @@ class Held:
         self._arriving = None
         copies = []
         for leaf, column in zip(plain.schema.leaves, plain.columns, strict=True):
-            copies.append(empty_rows(len(rows), leaf.shape, leaf.stored, _CPU).copy_(column))
+            memory = slabs.take(len(rows) * leaf.row_bytes)
+            copy = torch.from_numpy(memory).view(leaf.stored).view(len(rows), *leaf.shape)
+            if column.device == _CPU and column.is_contiguous():
+                np.copyto(memory, as_bytes(column).numpy().reshape(-1))  # wakes no other threads
+            else:
+                copy.copy_(column)
+            copies.append(copy)
         self._rows = Rows(plain.schema, copies, len(rows))
 
     @property
