@@ -1,10 +1,9 @@
 """A cache directory as one tar file, and back.
 
-An archive has ``CACHEDIR.TAG``, and for each namespace ``fingerprint.json`` and the segments, as plain files in a plain
-tar: unpacked by ``tar``, it is a cache directory. Importing trusts nothing in it. Headers are read one by one,
-and any that is not of such a file, or points out of the directory, or states more bytes than follow,
-has the whole archive refused before anything is written. A segment appears under its name when it has been
-copied and every checksum in it has been compared.
+An archive has ``CACHEDIR.TAG``, and for each namespace ``fingerprint.json`` and the segments, as plain files
+in a plain tar: unpacked by ``tar``, it is a cache directory. Importing trusts nothing in it. The headers are
+read first: one that is not of such a file, or states more bytes than follow, has the whole archive refused
+before anything is written. A segment appears when all of it has been copied and checked.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from typing import Any, NamedTuple
 
 from torchcache2.directory import FINGERPRINT, NAMESPACE_NAME, SEGMENT_NAME, TAG, CacheDirectory
 from torchcache2.errors import OptionError, TorchcacheError
-from torchcache2.report import Verdict, row_limit, verdict
 from torchcache2.segment import FORMAT_VERSION
 from torchcache2.segmentwrite import ulid, write_whole
 from torchcache2.storage import Descriptor, Entry, FileSystem, ShortFileError
+from torchcache2.verdict import Verdict, row_limit, verdict
 
-__all__ = ["ArchiveError", "Imported", "archive_size", "export", "import_archive"]
+__all__ = ["ArchiveError", "Imported", "export", "import_archive"]
 
 _BLOCK = 512
 _PIECE = 1 << 20
@@ -78,11 +77,6 @@ class Imported:
     nbytes: int = 0
     kept: int = 0
     refused: list[tuple[str, Verdict]] = dataclasses.field(default_factory=list)
-
-
-def archive_size(directory: CacheDirectory) -> int:
-    """Bytes of the segments that an export would write."""
-    return sum(entry.size for contents in directory.scan() for entry in contents.segments)
 
 
 def export(directory: CacheDirectory, path: str, progress: Progress = lambda _: None) -> tuple[int, int]:

@@ -28,10 +28,15 @@ from torchcache2.tracing import Steps, run_steps, transparent
 from torchcache2.verify import differences
 from torchcache2.version import __version__
 
-__all__ = ["Cache"]
+__all__ = ["Cache", "now"]
 
 _CPU = torch.device("cpu")
 _NOWHERE: Positions = np.empty(0, np.int64)
+
+
+def now() -> str:
+    """The time, UTC, in ISO 8601."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
 
 
 class Compute(Protocol):
@@ -243,7 +248,7 @@ class Cache:
             "class": None,
             "library": __version__,
             "torch": str(torch.__version__),
-            "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "created": now(),
         }
 
     def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""The command `torchcache2`: ``main``, which says what to install if the libraries of the commands are missing."""
+"""The command `torchcache2`: starts the commands, or says what to install for them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         from torchcache2.commands import run  # needs typer and rich, which not every user has
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("typer", "rich"):
+        library = (error.name or "").partition(".")[0]
+        if library not in ("typer", "rich"):
             raise
-        print(f'torchcache2 needs {error.name}: pip install "torchcache2[cli]"', file=sys.stderr)
+        print(f'torchcache2 needs {library}: pip install "torchcache2[cli]"', file=sys.stderr)
         raise SystemExit(2) from None
     run(sys.argv[1:] if arguments is None else list(arguments))

@@ -1,7 +1,7 @@
 """The commands of `torchcache2`: what they take, ask and print.
 
-Results go to stdout, as a table or as JSON; questions, progress and what is wrong to stderr. Exit codes: 0; 1 if
-something is damaged, or was not done; 2 if the command cannot be carried out at all.
+Results go to stdout, as a table or as JSON; questions, progress and what is wrong to stderr. Exit codes: 0; 1
+if something is damaged, or was not done; 2 if the command cannot be carried out at all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import typer
 from torchcache2.errors import OptionError, TorchcacheError
 from torchcache2.output import (
     ago,
+    counted,
     prefixes,
     print_json,
     print_pairs,
@@ -31,6 +32,7 @@ from torchcache2.version import __version__
 # What reads a directory is imported by the commands, not here: it needs PyTorch, and a second for it.
 if TYPE_CHECKING:
     from torchcache2.directory import CacheDirectory, Contents
+    from torchcache2.removal import Gone
 
 __all__ = ["run"]
 
@@ -40,7 +42,7 @@ class _Format(str, enum.Enum):
     json = "json"
 
 
-_Dir = Annotated[str, typer.Argument(metavar="[DIR]", help="The cache directory.", show_default="here")]
+_Dir = Annotated[str, typer.Argument(metavar="DIR", help="The cache directory.", show_default="here")]
 _AsFormat = Annotated[_Format, typer.Option("--format", help="How to print the result.")]
 
 app = typer.Typer(
@@ -81,7 +83,7 @@ def _options(
 
 @app.command("ls")
 def _ls(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
-    """List the namespaces: whose rows they have, how many, and when they were used last."""
+    """List the namespaces: whose they are, rows, bytes, use."""
     from torchcache2 import report
 
     cache, contents = _scanned(directory)
@@ -98,7 +100,7 @@ def _ls(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     print_table(columns, rows)
     unreadable = sum(one.unreadable for one in found)
     if unreadable:
-        tell(f"{unreadable:,} segments cannot be opened: `torchcache2 verify` says why")
+        tell(f"{counted(unreadable, 'segment')} cannot be opened: `torchcache2 verify` says why")
 
 
 @app.command("stats")
@@ -132,16 +134,16 @@ def _stats(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
 @app.command("verify")
 def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     """Read every row and compare its checksum. Exit code 1 if one is damaged. Changes nothing."""
-    from torchcache2 import report
+    from torchcache2.verdict import STATES, row_limit, verdict
 
     cache, contents = _scanned(directory)
-    counts, rows, bad = dict.fromkeys(report.STATES, 0), 0, []
-    limit = report.row_limit()
+    counts, rows, bad = dict.fromkeys(STATES, 0), 0, []
+    limit = row_limit()
     with progress("checking", sum(entry.size for one in contents for entry in one.segments)) as advance:
         for one in contents:
             for entry in one.segments:
                 name = f"{one.namespace}/{entry.name}"
-                found = report.verdict(cache.fs, os.path.join(cache.path, name), one.namespace, limit)
+                found = verdict(cache.fs, os.path.join(cache.path, name), one.namespace, limit)
                 counts[found.state] += 1
                 if found.state == "good":
                     rows += found.rows
@@ -152,12 +154,10 @@ def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     if form is _Format.json:
         print_json({**counts, "rows": rows, "set_aside": aside, "files": bad})
     else:
-        if bad:
-            print_table(list(bad[0]), [list(one.values()) for one in bad])
-        say(
-            f"{counts['good']:,} segments with {rows:,} rows are good; {counts['damaged']:,} damaged, "
-            f"{counts['unchecked']:,} not checked, {aside:,} set aside earlier"
-        )
+        _print_bad(bad)
+        good = f"{counted(counts['good'], 'good segment')} with {counted(rows, 'row')}"
+        rest = f"{counts['damaged']:,} damaged, {counts['unchecked']:,} not checked"
+        say(f"{good}; {rest}, {aside:,} set aside earlier")
     raise typer.Exit(1 if counts["damaged"] else 0)
 
 
@@ -174,6 +174,7 @@ def _prune(
     """
     from torchcache2 import report
     from torchcache2.eviction import make_room, used_bytes
+    from torchcache2.removal import gone
     from torchcache2.settings import parse_size
 
     budget = parse_size("--max-size", max_size)
@@ -182,16 +183,19 @@ def _prune(
     cache.remove_leftovers()
     enough = make_room(cache, 0, budget, lru=False)
     after = cache.scan()
-    _print_deleted(before, after, names, form)
+    _print_deleted(gone(before, after), names, form)
     if not enough:
-        tell(f"torchcache2: {size(used_bytes(after))} are left, which running processes use")
+        tell(f"torchcache2: {size(used_bytes(after))} are left, in use by running processes")
         raise typer.Exit(1)
 
 
 @app.command("rm")
 def _rm(
     namespaces: Annotated[
-        list[str], typer.Argument(help="First characters of a namespace, or the path of its folder.")
+        list[str],
+        typer.Argument(
+            metavar="NAMESPACE...", help="First characters of a namespace, or the path of its folder."
+        ),
     ],
     directory: Annotated[str, typer.Option("--dir", help="The cache directory.")] = ".",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
@@ -200,15 +204,16 @@ def _rm(
 ) -> None:
     """Delete namespaces. Files that are not the cache's stay."""
     from torchcache2 import report
-    from torchcache2.removal import remove_namespace
+    from torchcache2.removal import gone, remove_namespace, wanted
+    from torchcache2.storage import FileSystem
 
-    chosen = [_chosen(text, directory) for text in namespaces]
-    chosen = list({(cache.path, one.namespace): (cache, one) for cache, one in chosen}.values())
+    chosen = wanted(namespaces, directory, FileSystem())
     found = [report.namespace(cache, one) for cache, one in chosen]
     used = [one for one in found if one.in_use is not False]
     if used and not force:
         for one in used:
-            tell(f"torchcache2: {one.id} ({one.name}) is used by a running process; --force deletes it")
+            why = "is used by a running process" if one.in_use else "may be in use: there are no locks here"
+            tell(f"torchcache2: {one.id} ({one.name}) {why}; --force deletes it")
         raise typer.Exit(1)
     if not yes:
         for one in found:
@@ -217,7 +222,7 @@ def _rm(
     busy = [one.namespace for cache, one in chosen if not remove_namespace(cache, one.namespace, force=force)]
     before = [one for _, one in chosen]
     after = [cache.contents(one.namespace) for cache, one in chosen]
-    _print_deleted(before, after, {one.id: one.name for one in found}, form)
+    _print_deleted(gone(before, after), {one.id: one.name for one in found}, form)
     if busy:
         tell(f"torchcache2: {', '.join(busy)}: a process uses it by now")
         raise typer.Exit(1)
@@ -238,7 +243,7 @@ def _export(
     if form is _Format.json:
         print_json({"file": os.path.abspath(file), "segments": count, "bytes": nbytes})
     else:
-        say(f"{file}: {count:,} segments, {size(nbytes)}")
+        say(f"{file}: {counted(count, 'segment')}, {size(nbytes)}")
 
 
 @app.command("import")
@@ -264,12 +269,9 @@ def _import(
         counts = {"segments": done.segments, "rows": done.rows, "bytes": done.nbytes, "kept": done.kept}
         print_json({**counts, "files": bad})
     else:
-        if bad:
-            print_table(list(bad[0]), [list(one.values()) for one in bad])
-        say(
-            f"{done.segments:,} segments with {done.rows:,} rows imported, {size(done.nbytes)}; "
-            f"{done.kept:,} were there already, {len(bad):,} left out"
-        )
+        _print_bad(bad)
+        new = f"{counted(done.segments, 'segment')} with {counted(done.rows, 'row')}, {size(done.nbytes)}"
+        say(f"{new} imported; {done.kept:,} there already, {len(bad):,} left out")
     raise typer.Exit(1 if bad else 0)
 
 
@@ -281,38 +283,17 @@ def _scanned(path: str) -> tuple[CacheDirectory, list[Contents]]:
     return cache, cache.scan()
 
 
-def _chosen(text: str, directory: str) -> tuple[CacheDirectory, Contents]:
-    """The one namespace that an argument of `rm` names."""
-    top, name = os.path.split(os.path.normpath(text))
-    if os.sep in text:
-        directory = top or "."
-    cache, contents = _scanned(directory)
-    found = [one for one in contents if name and one.namespace.startswith(name.lower())]
-    if os.sep in text:
-        found = [one for one in found if one.namespace == name]
-    if len(found) != 1:
-        which = ", ".join(one.namespace for one in found)
-        raise OptionError(
-            f"{text!r} names several namespaces: {which}" if found else f"no namespace {text!r} in {cache.path}"
-        )
-    return cache, found[0]
+def _print_bad(files: Sequence[dict[str, str]]) -> None:
+    for one in files:
+        say("{file}: {state}: {reason}".format_map(one))
 
 
-def _print_deleted(
-    before: Sequence[Contents], after: Sequence[Contents], names: dict[str, str], form: _Format
-) -> None:
-    """Say what is gone."""
-    left = {one.namespace: {entry.name for entry in one.all} for one in after}
-    deleted, total = [], 0
-    for one in before:
-        gone = [entry for entry in one.all if entry.name not in left.get(one.namespace, ())]
-        if gone:
-            nbytes = sum(entry.size for entry in gone)
-            deleted.append((one.namespace, names[one.namespace], len(gone), nbytes))
-    files, nbytes = sum(one[2] for one in deleted), sum(one[3] for one in deleted)
-    remain = sum(one.nbytes for one in after)
+def _print_deleted(gone: Sequence[Gone], names: dict[str, str], form: _Format) -> None:
     if form is _Format.json:
-        columns = ("namespace", "class", "files", "bytes")
-        rows = [dict(zip(columns, one, strict=True)) for one in deleted]
-        print_json({"files": files, "bytes": nbytes, "left": remain, "namespaces": rows})
+        print_json([{"class": names[one.namespace], **one._asdict()} for one in gone])
         return
+    if gone:
+        rows = [(one.namespace, names[one.namespace], f"{one.files:,}", size(one.bytes)) for one in gone]
+        print_table(("namespace", "class", "files", "bytes"), rows)
+    files, nbytes = sum(one.files for one in gone), sum(one.bytes for one in gone)
+    say(f"{counted(files, 'file')} deleted, {size(nbytes)}")

@@ -43,7 +43,7 @@ _TAG_TEXT = f"""Signature: 8a477f597d28d172789f06886806bc55
 _IS_OURS = re.compile(rb"^# This folder is a cache of torchcache2, format (\d+)", re.MULTILINE)
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 SEGMENT_NAME = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}" + re.escape(SEGMENT))
-_TEMPORARY_TEXT = re.compile(re.escape(FINGERPRINT) + r"\.[0-9A-Z]{26}")
+_TEMPORARY_TEXT = re.compile(f"({re.escape(FINGERPRINT)}|{re.escape(TAG)})" + r"\.[0-9A-Z]{26}")
 _MOST_TEXT = 16 << 20
 _TRIES, _BETWEEN_TRIES = 20, 0.005  # seconds
 _OLD = 24 * 3600.0  # seconds after which a temporary file is a dead writer's where there are no locks
@@ -221,14 +221,17 @@ class CacheDirectory:
 
     def remove_leftovers(self) -> None:
         """Delete what dead writers left."""
+        tags = [e for e in self.fs.entries(self.path) if e.name.startswith(f"{TAG}.") and self._is_ours(e)]
+        found = [(os.path.join(self.path, entry.name), entry.mtime) for entry in tags]
         for contents in self.scan():
-            for entry in contents.temporary:
-                path = os.path.join(self.path, contents.namespace, entry.name)
-                with contextlib.suppress(FileNotFoundError):
-                    file = self.fs.open(path)
-                    locked = self.fs.lock(file, exclusive=True)
-                    if locked or (locked is None and time.time() - entry.mtime > _OLD):
-                        self.fs.remove(path)
+            folder = os.path.join(self.path, contents.namespace)
+            found += [(os.path.join(folder, entry.name), entry.mtime) for entry in contents.temporary]
+        for path, mtime in found:
+            with contextlib.suppress(FileNotFoundError):
+                file = self.fs.open(path)
+                locked = self.fs.lock(file, exclusive=True)
+                if locked or (locked is None and time.time() - mtime > _OLD):
+                    self.fs.remove(path)
 
     def format(self) -> int | None:
         """The format that the directory says it has; None if it does not say that it is a cache."""
@@ -251,14 +254,16 @@ class CacheDirectory:
     def _is_ours(self, entry: Entry) -> bool:
         if entry.is_folder:
             return NAMESPACE_NAME.fullmatch(entry.name) is not None
-        return entry.name in (TAG, LOCK) or entry.name.startswith(TAG + ".")
+        return entry.name in (TAG, LOCK) or _TEMPORARY_TEXT.fullmatch(entry.name) is not None
 
     def _write_new(self, path: str, data: bytes) -> None:
         """Write a small file that is whole or not there; whoever comes first."""
-        temporary = f"{path}.{ulid()}"
-        try:
+        while True:
+            temporary = f"{path}.{ulid()}"
             file = self.fs.create(temporary)
-            self.fs.lock(file, exclusive=True)  # a living writer's
+            if self.fs.lock(file, exclusive=True) is not False and self.fs.links(file):
+                break  # else somebody took it for a dead writer's
+        try:
             self.fs.write_all(file, [memoryview(data)], 0)
             self.fs.sync(file)
             self.fs.link(temporary, path)

@@ -14,7 +14,7 @@ import contextlib
 import os
 from collections.abc import Callable
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from torchcache2.directory import LOCK, CacheDirectory, Contents
 from torchcache2.storage import Entry
@@ -44,17 +44,20 @@ def make_room(
         Whether segments of namespaces that are in use may go.
     removed : callable
         Is told the namespace (32 hexadecimal digits) and name of each segment that is gone.
+
+    Raises
+    ------
+    TimeoutError
+        If another process deletes, and does not end.
+    OSError
+        As the file system does.
     """
     if used_bytes(directory.scan()) + needed <= budget:
         return True
     if needed > budget:
         return False
-    lock = FileLock(os.path.join(directory.path, LOCK), timeout=_PATIENCE)
-    try:
-        with lock:
-            return _Room(directory, needed, budget, removed).make(lru)
-    except Timeout:
-        return False
+    with FileLock(os.path.join(directory.path, LOCK), timeout=_PATIENCE):
+        return _Room(directory, needed, budget, removed).make(lru)
 
 
 class _Room:

@@ -56,8 +56,13 @@ def _value(fingerprint: Fingerprint, name: str) -> str:
     return "" if value is None else f": {value}"
 
 
-def latest_fingerprint(directory: CacheDirectory, kind: str, namespace: bytes) -> Fingerprint | None:
-    """The fingerprint that a directory has of a namespace, else of the class's one that was used last."""
+def latest_fingerprint(
+    directory: CacheDirectory, kind: str, namespace: bytes, since: str
+) -> Fingerprint | None:
+    """The fingerprint that earlier runs have left of a namespace, else of the class's one that was used last.
+
+    `since` is when this run began, as an ISO time.
+    """
     try:
         contents = [one for one in directory.scan() if one.segments]
     except OSError:
@@ -65,6 +70,8 @@ def latest_fingerprint(directory: CacheDirectory, kind: str, namespace: bytes) -
     contents.sort(key=lambda one: (one.namespace == namespace.hex(), one.last_used), reverse=True)
     for one in contents:
         document = directory.fingerprint(one.namespace)
+        if one.namespace == namespace.hex() and str(document.get("created")) >= since:
+            continue  # this run's own
         if document.get("class") == kind and (fingerprint := _from_document(one.namespace, document)):
             return fingerprint
     return None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchcache2.arguments import Signature, UncachedArgumentError
-from torchcache2.cache import Cache
+from torchcache2.cache import Cache, now
 from torchcache2.computation import Computation
 from torchcache2.digest import digest, qualified_name
 from torchcache2.directory import CacheDirectory
@@ -61,6 +61,7 @@ class ModuleCache(Cache):
     ) -> None:
         super().__init__(bytes(16), settings, tiers=tiers)
         self._running = threading.local()
+        self._made = now()
         self._root: Callable[[], Any] = lambda: None
         self.keeper = NamespaceKeeper("a cache without a module", settings, history)
         self._calls: deque[CallSeen] = deque(maxlen=2)
@@ -123,7 +124,7 @@ class ModuleCache(Cache):
     def _explain_from(self, directory: CacheDirectory, first: str) -> str:
         """Compare with what earlier runs have left in a directory."""
         kind = self.description(self.namespace)["class"]
-        known = latest_fingerprint(directory, kind, self.namespace)
+        known = latest_fingerprint(directory, kind, self.namespace, self._made)
         if known is None:
             return f"{first}, and in {directory.path}"
         if known.namespace == self.namespace:

@@ -1,4 +1,4 @@
-"""How the command line prints: tables and progress for a terminal, plain text for a pipe, JSON for programs."""
+"""How the commands print: tables and progress for a terminal, plain text for a pipe, JSON for programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,19 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["ago", "prefixes", "print_json", "print_pairs", "print_table", "progress", "ratio", "say", "size", "tell"]
+__all__ = [
+    "ago",
+    "counted",
+    "prefixes",
+    "print_json",
+    "print_pairs",
+    "print_table",
+    "progress",
+    "ratio",
+    "say",
+    "size",
+    "tell",
+]
 
 _LEAST_PREFIX = 8  # characters of a namespace
 _NUMBERS = ("rows", "bytes", "ratio", "segments", "files", "age", "last use")
@@ -22,8 +34,9 @@ _UNITS = ("KB", "MB", "GB", "TB", "PB")
 
 
 def say(text: str) -> None:
-    """Print a line of the result."""
-    print(text)
+    """Print a line of the result, whatever letters it has."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def tell(text: str) -> None:
@@ -44,8 +57,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i, name in enumerate(columns):
-        justify = "right" if name in _NUMBERS else "left"
-        table.add_column(name, justify=justify, no_wrap=i == 0 or name in _NUMBERS, overflow="fold")
+        is_number = name in _NUMBERS
+        table.add_column(
+            name, justify="right" if is_number else "left", no_wrap=is_number or i == 0, overflow="fold"
+        )
     for row in rows:
         table.add_row(*map(Text, row))  # texts of files are no markup
     Console().print(table)
@@ -83,6 +98,11 @@ def prefixes(names: Sequence[str]) -> list[str]:
     while len({name[:length] for name in names}) < len(set(names)):
         length += 1
     return [name[:length] for name in names]
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def size(count: float) -> str:

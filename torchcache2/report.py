@@ -1,4 +1,4 @@
-"""What there is to say about a cache directory: of each namespace, of all of it, and of a segment's health."""
+"""What there is to say about a cache directory: of each namespace, and of all of it."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ import collections
 import dataclasses
 import datetime
 import os
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 
 from torchcache2.directory import FINGERPRINT, LOCK, TAG, CacheDirectory, Contents, NewerDirectoryError
 from torchcache2.errors import OptionError
 from torchcache2.schemajson import UnknownClassError
 from torchcache2.segment import DamagedError, NewerFormatError, TooLargeError
 from torchcache2.segmentread import Descriptors, Segment
-from torchcache2.settings import free_memory
-from torchcache2.storage import FileSystem, ShortFileError
+from torchcache2.storage import FileSystem
+from torchcache2.verdict import printable
 
-__all__ = ["Namespace", "Verdict", "existing", "in_use", "namespace", "row_limit", "totals", "verdict"]
+__all__ = ["Namespace", "existing", "in_use", "name", "namespace", "totals"]
 
 _ANY = 2**63  # bytes of a row: nothing is read of it
-_LEAST_LIMIT = 1 << 30
 _ALPHABET = {letter: value for value, letter in enumerate("0123456789ABCDEFGHJKMNPQRSTVWXYZ")}
-_MOST_SHOWN = 120
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,23 +84,6 @@ class Namespace:
         }
 
 
-class Verdict(NamedTuple):
-    """Whether a segment is what was written.
-
-    Attributes
-    ----------
-    state : {"good", "damaged", "unchecked", "gone"}
-        ``unchecked``: this process cannot tell. ``gone``: somebody has deleted it.
-    rows : int
-    reason : str
-        Why it is not good.
-    """
-
-    state: Literal["good", "damaged", "unchecked", "gone"]
-    rows: int = 0
-    reason: str = ""
-
-
 def existing(path: str, fs: FileSystem) -> CacheDirectory:
     """The cache directory at a path.
 
@@ -150,10 +130,9 @@ def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
             row_bytes += schema.row_bytes * len(which)
         stored += segment.nbytes
         codecs[segment.layout.codec] += 1
-    document = directory.fingerprint(contents.namespace)
     return Namespace(
         id=contents.namespace,
-        name=_shown(document.get("class")),
+        name=name(directory, contents.namespace),
         segments=len(contents.segments),
         unreadable=unreadable,
         rows=rows,
@@ -161,10 +140,16 @@ def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
         stored_bytes=stored,
         nbytes=contents.nbytes,
         codecs=dict(sorted(codecs.items())),
-        created=_created(document.get("created"), contents),
+        created=_created(directory.fingerprint(contents.namespace).get("created"), contents),
         last_used=contents.last_used or None,
         in_use=in_use(directory, contents.namespace),
     )
+
+
+def name(directory: CacheDirectory, namespace: str) -> str:
+    """Of the class or function that computed a namespace; "?" if its ``fingerprint.json`` does not say."""
+    stated = directory.fingerprint(namespace).get("class")
+    return printable(stated) if isinstance(stated, str) and stated else "?"
 
 
 def totals(directory: CacheDirectory, contents: list[Contents]) -> dict[str, Any]:
@@ -204,49 +189,6 @@ def in_use(directory: CacheDirectory, namespace: str) -> bool | None:
     return None if locked is None else not locked
 
 
-def row_limit() -> int:
-    """Bytes that a row may have to be checked: a quarter of what is free, so that no file can take it all."""
-    return max(_LEAST_LIMIT, (free_memory(torch.device("cpu")) or 0) // 4)
-
-
-def verdict(fs: FileSystem, path: str, namespace: str, limit: int) -> Verdict:
-    """Read all of a segment, and compare every checksum.
-
-    Parameters
-    ----------
-    fs : FileSystem
-    path : str
-    namespace : str
-        The one that it must belong to: 32 hexadecimal digits.
-    limit : int
-        Bytes that a row may have.
-    """
-    descriptors = Descriptors(fs)
-    try:
-        segment = Segment.open(fs, descriptors, path, limit=limit, structured=False)
-        found = segment.layout.namespace.hex()
-        if found != namespace:
-            return Verdict("damaged", len(segment), f"belongs to namespace {found}")
-        damaged = segment.check()
-    except FileNotFoundError:
-        return Verdict("gone")
-    except OSError as error:
-        return Verdict("damaged", reason=f"cannot be read: {error.strerror}")
-    except (DamagedError, ShortFileError) as error:
-        return Verdict("damaged", reason=_printable(str(error)))
-    except NewerFormatError as error:
-        return Verdict("unchecked", reason=_printable(f"is of the newer format {error}: upgrade torchcache2"))
-    except (TooLargeError, UnknownClassError, OptionError) as error:
-        return Verdict("unchecked", reason=_printable(str(error)))
-    except MemoryError:
-        return Verdict("unchecked", reason="needs more memory than there is")
-    if damaged:
-        return Verdict(
-            "damaged", len(segment), f"{damaged:,} of {len(segment):,} rows are not what was written"
-        )
-    return Verdict("good", len(segment))
-
-
 def _foreign(directory: CacheDirectory, contents: list[Contents]) -> int:
     """Names in the directory and in its namespaces that are not the cache's, and are left alone."""
     ours = {LOCK, *(one.namespace for one in contents)}
@@ -284,13 +226,3 @@ def _iso(seconds: float | None) -> str | None:
     except (ValueError, OverflowError, OSError):
         return None
     return when.isoformat(timespec="seconds") if seconds is not None else None
-
-
-def _shown(name: Any) -> str:
-    return _printable(name) if isinstance(name, str) and name else "?"
-
-
-def _printable(text: str) -> str:
-    """Text from a file, without what would steer a terminal, and not without end."""
-    short = text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 1] + "…"
-    return "".join(letter if letter.isprintable() else "?" for letter in short)

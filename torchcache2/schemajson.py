@@ -339,7 +339,7 @@ def _leaf_from_json(data: Any) -> Leaf:
     if kind == "tensor":
         if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
             raise SchemaError("a stored dtype that the dtype is not rounded to")
-    elif not (dtype == stored == torch.uint8 and len(extents) == 1 and not last and device is None):
+    elif not (dtype == stored == torch.uint8 and len(extents) == 1 and device is None):
         raise SchemaError("a value that is not kept as its bytes")
     elif _WIDTHS[kind] not in (None, extents[0]):
         raise SchemaError("a value of another width than its kind")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing.process
+import multiprocessing.util
 import os
 import shutil
 import tempfile
@@ -12,6 +14,7 @@ from torchcache2.storage import Descriptor, FileSystem
 
 __all__ = ["Scratch"]
 
+_EXIT_PRIORITY = 0  # after the tier has closed
 _PREFIX = "torchcache2-"
 _ALIVE = ".alive"  # its lock says that the run that made the folder still goes on
 
@@ -27,6 +30,9 @@ class Scratch:
         self._alive: Descriptor | None = fs.create(os.path.join(self._top, _ALIVE))
         fs.lock(self._alive, exclusive=True)
         atexit.register(self.remove)
+        if multiprocessing.process.parent_process() is not None:
+            # Such a process ends without the handlers of `atexit`.
+            multiprocessing.util.Finalize(None, self.remove, exitpriority=_EXIT_PRIORITY)
 
     @property
     def path(self) -> str:

@@ -95,7 +95,11 @@ class Segment:
         self._checksums = index["checksums"]
         self._shapes = index.get("shapes")
         self._offsets = index.get("offsets")
+        if self._offsets is not None and layout.payload_bytes < 1 << 32:
+            self._offsets = self._offsets.astype(np.uint32)
         self._block_checksums = index.get("block_checksums")
+        if self._block_checksums is not None:  # half of each: rows have checksums too
+            self._block_checksums = self._block_checksums.astype(np.uint32)
         self._codec = codecs.codec(layout.codec)
         self._lanes = [lane(leaf.stored) for leaf in layout.schema.leaves]
         self._starts = layout.column_starts if layout.rows_per_block == 0 else []
@@ -169,9 +173,7 @@ class Segment:
         file = self._descriptors.get(self.path)
         if self._offsets is not None:
             blocks = np.unique(rows // self.layout.rows_per_block)
-            starts = self._start + self._offsets[blocks]
-            sizes = self._offsets[blocks + 1] - self._offsets[blocks]
-            ranges = list(zip(starts.tolist(), sizes.tolist(), strict=True))
+            ranges = list(zip(*self._ranges(blocks), strict=True))
         else:
             rows = np.sort(rows)
             firsts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
@@ -192,6 +194,8 @@ class Segment:
         OSError
             As the file system does.
         """
+        if len(rows) == 0:
+            return True
         file = self._descriptors.get(self.path)
         order = np.argsort(rows, kind="stable")
         rows, targets = rows[order], targets[order]
@@ -244,13 +248,12 @@ class Segment:
         firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
         ends = np.append(firsts[1:], len(rows)).tolist()
         blocks = numbers[firsts].tolist()
-        starts = (self._start + self._offsets[blocks]).tolist()
-        sizes = (self._offsets[numbers[firsts] + 1] - self._offsets[blocks]).tolist()
+        starts, sizes = self._ranges(numbers[firsts])
         checksums = self._block_checksums[blocks].tolist()
         for i, first in enumerate(firsts.tolist()):
             data = memoryview(bytearray(sizes[i]))
             self._fs.read_all(file, [data], starts[i])
-            if xxh3_64_intdigest(data) != checksums[i]:
+            if xxh3_64_intdigest(data) & 0xFFFFFFFF != checksums[i]:
                 raise CorruptError("another checksum")
             if per_block == 1:
                 place = targets[first]
@@ -265,6 +268,12 @@ class Segment:
             chosen = rows[first : ends[i]] - blocks[i] * per_block
             for column, out in zip(columns, outs, strict=True):
                 column[targets[first : ends[i]]] = out[chosen]
+
+    def _ranges(self, blocks: Array) -> tuple[list[int], list[int]]:
+        """Where blocks begin in the file, and how long they are."""
+        assert self._offsets is not None
+        starts, ends = self._offsets[blocks].astype(np.int64), self._offsets[blocks + 1].astype(np.int64)
+        return (self._start + starts).tolist(), (ends - starts).tolist()
 
     def _schema_of(self, extents: list[int]) -> Schema:
         rest = iter(extents)

@@ -131,15 +131,15 @@ def write_whole(fs: FileSystem, folder: str, name: str, fill: Callable[[Descript
     fill : callable
         Writes the bytes; is told the open file and its temporary path. If it raises, there is no file.
     """
-    path = os.path.join(folder, name)
-    temporary = path + TEMPORARY
-    try:
+    while True:
+        temporary = os.path.join(folder, ulid() + SEGMENT + TEMPORARY)
         file = fs.create(temporary)
-        while fs.lock(file, exclusive=True) is False or fs.links(file) == 0:
-            file = fs.create(temporary)  # somebody took it for a dead writer's before it was locked
+        if fs.lock(file, exclusive=True) is not False and fs.links(file):
+            break  # else somebody took it for a dead writer's, before it was locked
+    try:
         fill(file, temporary)
         fs.sync(file)
-        fs.rename(temporary, path)
+        fs.rename(temporary, os.path.join(folder, name))
     except BaseException:
         with contextlib.suppress(OSError):
             fs.remove(temporary)

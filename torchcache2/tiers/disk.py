@@ -48,6 +48,7 @@ _SEALED_AFTER = 5.0  # seconds
 _MOST_QUEUED = 256 << 20
 _LEAST_QUEUED = 16 << 20
 _TOUCHED_EVERY = 60.0  # seconds
+_TRIES = 3
 _LONGEST_PAUSE = 60.0  # seconds without a try to write, after it has failed again and again
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -116,7 +117,8 @@ class DiskTier:
         self._describe = describe
         self._delay = delay
         self._temporary = temporary
-        self._lock = ProcessLock(lambda: threading.Condition(threading.RLock()))
+        self._lock = ProcessLock(threading.RLock)
+        self._sealing = ProcessLock()
         self._numbers = itertools.count()
         self._descriptors = Descriptors(self._fs)
         self._located: dict[bytes, Located] = {}
@@ -167,10 +169,13 @@ class DiskTier:
             if self._writer is not None:
                 self._writer.drop(namespace)
             self._located.pop(namespace, None)
-            if not self._writes:
-                return
         try:
             contents = self.directory.contents(namespace.hex())
+            if not self._writes:
+                with self._lock():
+                    if self._reads:  # they cannot be deleted: never open them again
+                        self._new_namespace(namespace).names = {entry.name for entry in contents.segments}
+                return
             for entry in (*contents.segments, *contents.corrupt):
                 path = os.path.join(self.directory.folder(namespace), entry.name)
                 self._descriptors.forget(path)
@@ -190,6 +195,11 @@ class DiskTier:
     def close(self) -> None:
         """Flush, and let go of every file and the thread; nothing is found or kept from then on."""
         if self._closed:
+            return
+        if self._writer is not None and self._writer.is_this_thread():
+            # The garbage collector calls, in the middle of a segment. If this fails, `atexit` closes.
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=self.close, daemon=True).start()
             return
         if not self._temporary:
             self.flush()
@@ -231,7 +241,7 @@ class DiskTier:
             self.directory.remove_leftovers()
         except NewerDirectoryError as error:
             self._reads = self._writes = False
-            logger.warning("%s", error)
+            logger.warning("%s", str(error))
         except OSError as error:
             self._write_fault(error, self.path)
 
@@ -246,8 +256,7 @@ class DiskTier:
             self._descriptors = Descriptors(self._fs)
         elif self._writer is not None:
             for located in self._located.values():
-                for number in [n for n, s in located.sources.items() if isinstance(s, Pending)]:
-                    located.remove(number)  # the parent writes them
+                located.forget_pending()  # the parent writes them
         target = max(1, min(_SEGMENT_BYTES, self.budget // 8, self._queue // 4))
         self._writer = Writer(
             self._lock(),
@@ -261,15 +270,19 @@ class DiskTier:
     def _namespace(self, namespace: bytes) -> Located:
         located = self._located.get(namespace)
         if located is None:
-            located = self._located[namespace] = Located(
-                namespace,
-                self.directory,
-                self._descriptors,
-                lambda: next(self._numbers),
-                max(self.budget, 1),
-                self._fault,
-            )
+            located = self._new_namespace(namespace)
             located.look()
+        return located
+
+    def _new_namespace(self, namespace: bytes) -> Located:
+        located = self._located[namespace] = Located(
+            namespace,
+            self.directory,
+            self._descriptors,
+            lambda: next(self._numbers),
+            max(self.budget, 1),
+            self._fault,
+        )
         return located
 
     def _find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
@@ -277,11 +290,15 @@ class DiskTier:
             self._begin()
             if self._closed or not self._reads:
                 return []
-            located = self._namespace(keys.namespace)
-            located.keep_hold()
-            entries = located.find(keys.words)
-            if (entries < 0).any() and located.look():
+            try:
+                located = self._namespace(keys.namespace)
+                located.keep_hold()
                 entries = located.find(keys.words)
+                if (entries < 0).any() and located.look():
+                    entries = located.find(keys.words)
+            except BaseException:
+                self._start_anew(keys.namespace)
+                raise
             positions = np.flatnonzero(entries >= 0)
             if not self._reads or len(positions) == 0:
                 return []
@@ -335,9 +352,7 @@ class DiskTier:
             pass  # another process has made room
         except OSError as error:
             self._fault(error, getattr(source, "path", self.path))
-        with self._lock():
-            if namespace in self._located:
-                self._located[namespace].remove(number)
+        self._remove_source(namespace, number)
         return False
 
     def _touch(self, source: Source) -> None:
@@ -361,7 +376,7 @@ class DiskTier:
                 schema_to_json(schema)
                 known = True
             except UnserialisableError as error:
-                self._tell("schema", "outputs of this kind stay in memory, not on disk: %s", error)
+                self._tell("schema", "outputs of this kind stay in memory, not on disk: %s", str(error))
                 known = False
             if len(self._serialisable) > 1000:
                 self._serialisable.clear()
@@ -370,34 +385,38 @@ class DiskTier:
 
     def _keep(self, keys: Keys, rows: Rows) -> int:
         held = Held(rows, self._slabs)
-        kept = 0
         with self._lock():
             self._begin()
             if self._closed or self._writer is None:
                 return 0
-            located = self._namespace(keys.namespace)
-            located.keep_hold()
-            if not self._writes:  # what is there is of a newer format
-                return 0
-            absent = np.flatnonzero(located.find(keys.words) < 0)
-            if len(absent) == 0:
-                return 0
-            if len(absent) < len(keys):
-                keys, held = keys.take(absent), held.take(absent)
-            family = rows.schema.family
-            step = max(1, self._writer.target // max(1, rows.schema.row_bytes))
-            for start in range(0, len(keys), step):
-                some, piece = keys, held
-                if step < len(keys):
-                    some = keys.take(np.arange(start, min(len(keys), start + step)))
-                    piece = held.part(start, start + len(some))
-                pending = self._writer.open(keys.namespace, family, lambda: next(self._numbers))
-                located.sources[pending.number] = pending
-                first = pending.add(some, piece)
-                located.add(some.data, pending.number, first)
-                self._writer.added(pending, family)
-                kept += len(some)
-        return kept
+            try:
+                located = self._namespace(keys.namespace)
+                located.keep_hold()
+                if not self._writes:  # what is there is of a newer format
+                    return 0
+                absent = np.flatnonzero(located.find(keys.words) < 0)
+                if len(absent) < len(keys):
+                    keys, held = keys.take(absent), held.take(absent)
+                self._queue_rows(self._writer, located, keys, held)
+            except BaseException:
+                self._start_anew(keys.namespace)
+                raise
+        return len(keys)
+
+    def _queue_rows(self, writer: Writer, located: Located, keys: Keys, held: Held) -> None:
+        """Have rows join segments to be, none of them much larger than it should."""
+        family = held.schema.family
+        step = max(1, writer.target // max(1, held.schema.row_bytes))
+        for start in range(0, len(keys), step):
+            some, piece = keys, held
+            if step < len(keys):
+                some = keys.take(np.arange(start, min(len(keys), start + step)))
+                piece = held.part(start, start + len(some))
+            pending = writer.open(keys.namespace, family, lambda: next(self._numbers))
+            located.sources[pending.number] = pending
+            first = pending.add(some, piece)
+            located.add(some.data, pending.number, first)
+            writer.added(pending, family)
 
     def _write(self, pending: Pending) -> None:
         """Seal rows; they are forgotten if that fails."""
@@ -412,12 +431,16 @@ class DiskTier:
                     return
                 located.names.add(name)
             described = self._describe(pending.namespace) if self._describe is not None else {}
-            self.directory.prepare(pending.namespace, described)
-            located.hold()
-            if not self._has_room(encoded.nbytes):
-                self._forget(pending)
-                return
-            write(self._fs, folder, name, encoded)
+            for _ in range(_TRIES):
+                self.directory.prepare(pending.namespace, described)
+                located.hold()
+                if located.is_held():
+                    break  # else somebody has just deleted it, as nobody held it
+            with self._sealing():  # one at a time: both would see the same room
+                if encoded.nbytes > self.budget or not self._has_room(encoded.nbytes):
+                    self._forget(pending)
+                    return
+                write(self._fs, folder, name, encoded)
             path = os.path.join(folder, name)
             segment = Segment.written(self._fs, self._descriptors, path, encoded)
             segment.keys = None
@@ -435,10 +458,25 @@ class DiskTier:
             raise
 
     def _forget(self, pending: Pending) -> None:
+        self._remove_source(pending.namespace, pending.number)
+
+    def _remove_source(self, namespace: bytes, number: int) -> int:
+        """Rows of a source are not found any more; how many there were."""
         with self._lock():
-            located = self._located.get(pending.namespace)
-            if located is not None:
-                located.remove(pending.number)
+            located = self._located.get(namespace)
+            if located is None:
+                return 0
+            try:
+                return located.remove(number)
+            except BaseException:
+                self._start_anew(namespace)
+                raise
+
+    def _start_anew(self, namespace: bytes) -> None:
+        """After an interrupt, tables may be half changed: find again what is sealed; with the lock held."""
+        self._located.pop(namespace, None)
+        if self._writer is not None:
+            self._writer.drop(namespace)
 
     def _has_room(self, size: int) -> bool:
         if self._in_use is not None:
@@ -463,8 +501,8 @@ class DiskTier:
         with self._lock():
             located = self._located.get(bytes.fromhex(namespace))
             number = located.number_of(name) if located is not None else None
-            if located is not None and number is not None:
-                self._evictions += located.remove(number)
+            if number is not None:
+                self._evictions += self._remove_source(bytes.fromhex(namespace), number)
 
     def _fault(self, error: Exception, path: str) -> None:
         """Count a fault, and warn of the first of its kind."""
@@ -478,18 +516,20 @@ class DiskTier:
             )
         elif isinstance(error, DamagedError):
             self._corrupt += 1
-            self._tell("corrupt", "%s is damaged (%s): it is set aside, and computed again", path, error)
+            self._tell("corrupt", "%s is damaged (%s): it is set aside, and computed again", path, str(error))
             with contextlib.suppress(OSError):
                 self.directory.set_aside(path)
         else:
             self._faults += 1
-            self._tell("fault", "the cache directory fails at %s, and goes on in memory: %r", path, error)
+            self._tell(
+                "fault", "the cache directory fails at %s, and goes on in memory: %s", path, repr(error)
+            )
 
     def _write_fault(self, error: Exception, path: str) -> None:
         if isinstance(error, OSError) and is_read_only(error):
             self._writes = False
             self._faults += 1
-            self._tell("fault", "%s cannot be written: new rows stay in memory (%s)", path, error)
+            self._tell("fault", "%s cannot be written: new rows stay in memory (%s)", path, str(error))
             return
         self._fault(error, path)
         self._failures += 1

@@ -29,7 +29,7 @@ Source = Segment | Pending
 
 _LOOK_EVERY = 2.0  # seconds between looks for other writers' segments
 _SETTLED = 2e9  # nanoseconds after which a folder's time of change says that nothing came since
-_GROWTH = 1.25
+_GROWTH = 1.0625
 
 
 class Located:
@@ -91,9 +91,17 @@ class Located:
     def hold(self) -> None:
         """Count as a user of the namespace from now on."""
         self._is_wanted = True
-        if self._hold is None or not self._is_held():
+        if self._hold is None or not self.is_held():
             with contextlib.suppress(OSError):
                 self._hold = self._directory.hold(self.namespace)
+
+    def is_held(self) -> bool:
+        """Whether other processes see that this one uses the namespace."""
+        path = os.path.join(self._directory.folder(self.namespace), FINGERPRINT)
+        try:
+            return self._hold is not None and self._directory.fs.same(self._hold, path)
+        except OSError:
+            return False
 
     def keep_hold(self) -> None:
         """Count as a user again, if `let_go` was too early."""
@@ -118,6 +126,7 @@ class Located:
             self._changed = changed if time.time_ns() - changed > _SETTLED else -1
             entries = self._directory.contents(self.namespace.hex()).segments
         except OSError as error:
+            self._changed = -1  # look again
             self._on_fault(error, self._directory.folder(self.namespace))
             return False
         opened = [self.open(e.name) for e in entries if e.name not in self.names]
@@ -138,6 +147,8 @@ class Located:
         except (OSError, DamagedError, NewerFormatError) as error:
             if isinstance(error, DamagedError):
                 self.names.add(name)
+            else:
+                self._changed = -1
             self._on_fault(error, path)
             return False
         self.names.add(name)
@@ -197,19 +208,20 @@ class Located:
             self._restore(other)
         return count - len(self._index)
 
+    def forget_pending(self) -> None:
+        """In a forked child: forget what the parent writes, to find it when it is sealed."""
+        for number in [n for n, source in self.sources.items() if isinstance(source, Pending)]:
+            self.remove(number)
+        paths = [source.path for source in self.sources.values() if isinstance(source, Segment)]
+        self.names = set(map(os.path.basename, paths))
+        self._changed = -1
+
     def number_of(self, name: str) -> int | None:
         """The source that is a file of this name."""
         for number, source in self.sources.items():
             if isinstance(source, Segment) and os.path.basename(source.path) == name:
                 return number
         return None
-
-    def _is_held(self) -> bool:
-        path = os.path.join(self._directory.folder(self.namespace), FINGERPRINT)
-        try:
-            return self._hold is not None and self._directory.fs.same(self._hold, path)
-        except OSError:
-            return False
 
     def _restore(self, number: int) -> None:
         """Add the keys of a source that another source had, and has no longer."""

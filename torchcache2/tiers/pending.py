@@ -20,6 +20,7 @@ __all__ = ["Held", "Pending", "Slabs"]
 _CPU = torch.device("cpu")
 _SLAB = 8 << 20
 _ALIGNED = 64
+_BATCH_BYTES = 2048  # about what a batch takes as Python objects
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -144,7 +145,7 @@ class Pending:
         first = self.count
         self._starts.append(first)
         self.batches.append((keys, held))
-        self.nbytes += held.nbytes
+        self.nbytes += held.nbytes + 16 * len(keys) + _BATCH_BYTES
         self.count += len(keys)
         return first
 

@@ -38,6 +38,30 @@ class NamespaceUser(Protocol):
         ...
 
 
+class Users:
+    """The caches that use some tiers, as long as they live."""
+
+    def __init__(self) -> None:
+        self._lock = ProcessLock(threading.RLock)  # the garbage collector may close a cache at any point
+        self._caches: weakref.WeakSet[NamespaceUser] = weakref.WeakSet()
+
+    def add(self, cache: NamespaceUser) -> None:
+        """Count one more."""
+        with self._lock():
+            self._caches.add(cache)
+
+    def discard(self, cache: NamespaceUser) -> bool:
+        """Count one less; whether that was the last one."""
+        with self._lock():
+            self._caches.discard(cache)
+            return not self._caches
+
+    def namespaces(self) -> set[bytes]:
+        """The namespaces in use."""
+        with self._lock():
+            return {cache.namespace for cache in list(self._caches)}
+
+
 class TierStack:
     """The tiers of one budget, and the caches that use them.
 
@@ -52,7 +76,7 @@ class TierStack:
     def __init__(self, settings: CacheSettings) -> None:
         self.settings = settings
         self._lock = ProcessLock(threading.RLock)  # the garbage collector may close a cache at any point
-        self._caches: weakref.WeakSet[NamespaceUser] = weakref.WeakSet()
+        self._users = Users()  # what the tiers know of: else they would keep this alive
         self._memory: MemoryTier | None = None
         self._disk: DiskTier | None = None
         self._finalizer: Any = None
@@ -74,7 +98,7 @@ class TierStack:
                     budget,
                     self.settings.policy,
                     None if device is None else torch.device(device),
-                    self._in_use,
+                    self._users.namespaces,
                     spills=self.settings.persistent,
                 )
             return self._memory
@@ -96,7 +120,7 @@ class TierStack:
                     self.settings.compression,
                     self.settings.compression_quality,
                     queue=queue_limit(self.settings.memory_budget()),
-                    in_use=self._in_use,
+                    in_use=self._users.namespaces,
                     describe=lambda namespace, known=self._described: known.get(namespace, {}),  # type: ignore[misc]
                     temporary=scratch is not None,
                 )
@@ -174,14 +198,13 @@ class TierStack:
 
     def join(self, cache: NamespaceUser) -> None:
         """Count a cache among those whose namespaces are in use, as long as it lives."""
-        with self._lock():
-            self._caches.add(cache)
+        self._users.add(cache)
 
     def leave(self, cache: NamespaceUser) -> None:
         """The cache is closed. The last one takes the tiers with it."""
         with self._lock():
-            self._caches.discard(cache)
-            memory, disk, is_last = self._memory, self._disk, not self._caches
+            is_last = self._users.discard(cache)
+            memory, disk = self._memory, self._disk
             if is_last:
                 self._memory = self._disk = None
         # Not under the lock: a full tier asks who is left while it holds its own.
@@ -198,10 +221,6 @@ class TierStack:
         if distinct is not None:
             keys, rows = keys.take(distinct[0]), rows.take(torch.from_numpy(distinct[0]))
         self.memory.put(keys, rows, evicts=False)
-
-    def _in_use(self) -> set[bytes]:
-        with self._lock():
-            return {cache.namespace for cache in list(self._caches)}
 
 
 def _close(disk: DiskTier, scratch: Scratch | None) -> None:

@@ -33,7 +33,7 @@ class Writer:
 
     Parameters
     ----------
-    lock : threading.Condition
+    lock : threading.RLock
         The tier's; held by the caller of the methods that say so.
     write : callable
         Writes one segment; does not raise but for interrupts. Called without the lock.
@@ -49,7 +49,7 @@ class Writer:
 
     def __init__(
         self,
-        lock: threading.Condition,
+        lock: Any,
         write: Callable[[Pending], None],
         *,
         target: int,
@@ -61,6 +61,8 @@ class Writer:
         self.limit = limit
         self.pid = os.getpid()
         self._lock = lock
+        # For waiting only: unlike the lock's own, its ``with`` may be interrupted half way.
+        self._changed = threading.Condition(lock)
         self._write = write
         self._delay = delay
         self._at_exit = at_exit
@@ -85,14 +87,14 @@ class Writer:
         pending = self._open.get((namespace, kind))
         if pending is None:
             pending = self._open[namespace, kind] = Pending(namespace, number())
-            self._lock.notify_all()
+            self._changed.notify_all()
         return pending
 
     def added(self, pending: Pending, kind: Schema) -> None:
         """Rows have joined a segment; with the lock held."""
         if pending.nbytes >= self.target:
             self._ready.append(self._open.pop((pending.namespace, kind)))
-            self._lock.notify_all()
+            self._changed.notify_all()
         self._start()
 
     def drop(self, namespace: bytes) -> list[Pending]:
@@ -102,7 +104,7 @@ class Writer:
             pending.dropped = True
         self._open = {kind: p for kind, p in self._open.items() if not p.dropped}
         self._ready = deque(pending for pending in self._ready if not pending.dropped)
-        self._lock.notify_all()
+        self._changed.notify_all()
         return gone
 
     def wait_for_room(self) -> None:
@@ -111,7 +113,7 @@ class Writer:
             while self.nbytes > self.limit and not self._ending and self._is_alive():
                 if not self._ready and not self._writing:
                     self._close_all()
-                self._lock.wait(1.0)
+                self._changed.wait(1.0)
             if self.nbytes <= self.limit or self._ending:
                 return
         self.flush()  # nobody else would
@@ -120,18 +122,24 @@ class Writer:
         """Return when all is written that waits now; without the lock. Writes too."""
         with self._lock:
             self._close_all()
-            waiting = set(map(id, self.all()))
-        while self._write_next():
+            waiting = self.all()
+        if self.is_this_thread():
+            return  # the garbage collector calls; it goes on writing afterwards
+        while any(pending in waiting for pending in list(self._ready)) and self._write_next():
             pass
         with self._lock:
-            while self._is_alive() and any(id(pending) in waiting for pending in self._writing):
-                self._lock.wait(1.0)
+            while self._is_alive() and any(pending in waiting for pending in self._writing):
+                self._changed.wait(1.0)
+
+    def is_this_thread(self) -> bool:
+        """Whether the caller is the thread that writes."""
+        return self._thread is threading.current_thread()
 
     def end(self) -> None:
         """Have the thread end; without the lock. Nothing may be added afterwards."""
         with self._lock:
             self._ending = True
-            self._lock.notify_all()
+            self._changed.notify_all()
         atexit.unregister(self._at_exit)
         if self._finalizer is not None:
             self._finalizer.cancel()
@@ -173,25 +181,28 @@ class Writer:
                         if pending.since + self._delay <= now:
                             self._ready.append(self._open.pop(kind))
                 else:
-                    self._lock.wait(None if due is None else due - now)
+                    self._changed.wait(None if due is None else due - now)
             return True
 
     def _write_next(self) -> bool:
         """Write one segment that is ready; False if there is none."""
-        with self._lock:
-            if not self._ready:
-                return False
-            pending = self._ready.popleft()
-            self._writing.append(pending)
+        pending = None
         try:
+            with self._lock:
+                if not self._ready:
+                    return False
+                pending = self._ready[0]
+                self._writing.append(pending)
+                self._ready.popleft()
             self._write(pending)
         finally:
             with self._lock:
-                self._writing.remove(pending)
-                self._lock.notify_all()
+                if pending in self._writing:
+                    self._writing = [other for other in self._writing if other is not pending]
+                self._changed.notify_all()
         return True
 
     def _close_all(self) -> None:
-        self._ready.extend(self._open.values())
-        self._open.clear()
-        self._lock.notify_all()
+        # At once: nothing can interrupt two assignments.
+        self._ready, self._open = deque([*self._ready, *self._open.values()]), {}
+        self._changed.notify_all()
