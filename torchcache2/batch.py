@@ -109,7 +109,9 @@ class Batch:
         """What the rows of a whole batch stand for."""
         try:
             return rows.to_pytree(device=self.device)
-        except UnstorableError:  # a value that is one for the batch differs between its rows
+        # A value that is one for the batch differs between its rows; or a class that another version of the
+        # code has written does not take its children any more.
+        except Exception:
             return (yield from self.compute_all())
 
     def _padded(self, positions: Positions) -> Positions:

@@ -61,11 +61,14 @@ def make_room(
 
 
 class _Room:
+    """The state of one round of deletions. What cannot be deleted stays; the first error is raised in the end."""
+
     def __init__(self, directory: CacheDirectory, needed: int, budget: int, removed: Removed) -> None:
         self._directory = directory
         self._removed = removed
         self._contents = directory.scan()
         self._excess = used_bytes(self._contents) + needed - budget
+        self._error: OSError | None = None
 
     def make(self, lru: bool) -> bool:
         for contents in self._contents:
@@ -78,12 +81,17 @@ class _Room:
             pairs = [(entry, contents) for contents in self._contents for entry in contents.segments]
             for entry, contents in sorted(pairs, key=lambda pair: (pair[0].mtime, pair[0].name)):
                 self._remove(contents, entry)
+        if self._excess > 0 and self._error is not None:
+            raise self._error
         return self._excess <= 0
 
     def _remove_unused(self, contents: Contents) -> None:
         try:
             claim = self._directory.claim(contents.namespace) if contents.others else None
-        except OSError:
+        except FileNotFoundError:
+            return  # somebody else has deleted it
+        except OSError as error:
+            self._error = self._error or error
             return
         if claim is None and contents.others:
             return  # in use
@@ -105,8 +113,9 @@ class _Room:
             self._directory.fs.remove(path)
         except FileNotFoundError:
             pass
-        except OSError:
-            return  # counts as what is there
+        except OSError as error:
+            self._error = self._error or error
+            return
         self._excess -= entry.size
         if entry in contents.segments:
             contents.segments.remove(entry)

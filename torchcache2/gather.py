@@ -12,7 +12,15 @@ from torch import Tensor
 
 from torchcache2.transfer import Runtime
 
-__all__ = ["as_bytes", "empty_bytes", "empty_rows", "gather", "select", "with_ordinary_tensors"]
+__all__ = [
+    "as_bytes",
+    "empty_bytes",
+    "empty_rows",
+    "gather",
+    "moved",
+    "select",
+    "with_ordinary_tensors",
+]
 
 _ALONE = 1 << 20  # bytes that one thread has copied before others are awake
 _GRAIN = 32_768  # elements from which torch copies a single row with all threads
@@ -89,3 +97,16 @@ def as_bytes(column: Tensor) -> Tensor:
     count = column.shape[0]
     size = column.numel() // count * column.element_size() if count else 0
     return column.contiguous().view(-1).view(torch.uint8).view(count, size)
+
+
+def moved(column: Tensor, source: int, target: int) -> Tensor:
+    """A column with a dimension of its rows moved, contiguous."""
+    there = column.movedim(source, target)
+    try:
+        return there.contiguous()
+    except (NotImplementedError, RuntimeError):  # a dtype that torch cannot copy, such as uint4
+        places = list(range(column.dim()))
+        places.insert(target % column.dim(), places.pop(source))
+        raw = as_bytes(column).view(*column.shape, column.element_size())
+        raw = raw.permute(*places, column.dim()).contiguous()
+        return raw.view(-1).view(column.dtype).view(there.shape)

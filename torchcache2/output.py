@@ -72,12 +72,9 @@ def print_pairs(pairs: Mapping[str, str]) -> None:
         for name, value in pairs.items():
             say(f"{name}\t{value}")
         return
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    console, width = Console(), max(map(len, pairs))
     for name, value in pairs.items():
-        table.add_row(name, Text(value))
-    Console().print(table)
+        console.print(Text.assemble((name.ljust(width), "bold"), "  ", value), soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ import numpy as np
 from xxhash import xxh3_64_hexdigest
 
 from torchcache2.rows import Schema
-from torchcache2.schemajson import SchemaError, schema_from_json, schema_to_json
+from torchcache2.schemajson import SchemaError, UnserialisableError, schema_from_json, schema_to_json
 
 __all__ = [
     "FORMAT_VERSION",
@@ -55,11 +55,13 @@ __all__ = [
     "parse",
     "ragged_extents",
     "read_size",
+    "schema_text",
     "stated",
 ]
 
 FORMAT_VERSION = 1
 MOST_HEADER_BYTES = 16 << 20
+_MOST_SCHEMA_BYTES = 2 << 20  # a header has it with escapes, and paths once more
 BLOCK_BYTES = 8192  # rows share a block up to this size
 _MOST_BLOCK_BYTES = 1 << 20  # that a reader accepts, of rows that share a block
 _FORMAT = "torchcache2"
@@ -233,7 +235,7 @@ class Layout:
             "namespace": self.namespace.hex(),
             "codec": self.codec,
             "rows_per_block": str(self.rows_per_block),
-            "schema": json.dumps(schema_to_json(self.schema), separators=(",", ":")),
+            "schema": schema_text(self.schema),
         }
         text = json.dumps({"__metadata__": metadata, **self.tensors()}, separators=(",", ":")).encode()
         unit = _PAGE if self.row_data_bytes >= _ALIGNED else 8
@@ -241,6 +243,20 @@ class Layout:
         start = len(text).to_bytes(8, "little")
         digits = xxh3_64_hexdigest(b"".join([start, text, *index])).encode()
         return b"".join([start, text.replace(_ZEROS, digits, 1), *index])
+
+
+def schema_text(schema: Schema) -> str:
+    """The JSON of a schema.
+
+    Raises
+    ------
+    UnserialisableError
+        If it has none, or one so long that the header could not be read again.
+    """
+    text = json.dumps(schema_to_json(schema), separators=(",", ":"))
+    if len(text) > _MOST_SCHEMA_BYTES:
+        raise UnserialisableError(f"a structure that takes {len(text):,} bytes to write down")
+    return text
 
 
 def read_size(start: bytes, file_bytes: int) -> int:

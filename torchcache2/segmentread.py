@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 
 from torchcache2 import codec as codecs
 from torchcache2.codec import CorruptError, lane
-from torchcache2.gather import empty_bytes
+from torchcache2.gather import empty_bytes, moved
 from torchcache2.locks import ProcessLock
 from torchcache2.rows import Rows, Schema
 from torchcache2.segment import DamagedError, Layout, TooLargeError, checked, parse, read_size, stated
@@ -299,8 +299,8 @@ def rows_of(schema: Schema, columns: Columns, count: int) -> Rows:
     rows = Rows(plain, tensors, count)
     if not any(leaf.channels_last for leaf in schema.leaves):
         return rows
-    rows = rows.laid_out_as(schema)
-    return Rows(schema, [column.contiguous() for column in rows.columns], count)
+    pairs = zip(schema.leaves, tensors, strict=True)
+    return Rows(schema, [moved(t, 1, -1) if leaf.channels_last else t for leaf, t in pairs], count)
 
 
 def _read(fs: FileSystem, file: Descriptor, offset: int, size: int) -> bytes:

@@ -14,10 +14,10 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from torchcache2.codec import Codec, Lane, lane
-from torchcache2.gather import as_bytes
+from torchcache2.gather import as_bytes, moved
 from torchcache2.keys import Keys
 from torchcache2.rows import Rows, Schema
-from torchcache2.segment import BLOCK_BYTES, Layout
+from torchcache2.segment import BLOCK_BYTES, Layout, schema_text
 from torchcache2.storage import Descriptor, FileSystem
 
 __all__ = ["SEGMENT", "TEMPORARY", "Encoded", "encode", "row_checksums", "ulid", "write", "write_whole"]
@@ -72,9 +72,15 @@ def encode(batches: Sequence[Batch], codec: Codec, *, library: str = "") -> Enco
         Codec ``none`` is used instead where this one does not save 10 %.
     library : str
         The version to name as the writer.
+
+    Raises
+    ------
+    UnserialisableError
+        If the schema has no JSON form, or too long a one.
     """
     schemas = [rows.schema for _, rows in batches]
     schema = _common(schemas)
+    schema_text(schema)  # can it be read again?
     pieces = [_columns(rows) for _, rows in batches]
     counts = [len(keys) for keys, _ in batches]
     layout = Layout(batches[0][0].namespace, schema, "none", sum(counts), library=library)
@@ -185,8 +191,9 @@ def _common(schemas: Sequence[Schema]) -> Schema:
 
 
 def _columns(rows: Rows) -> list[Bytes2D]:
-    rows = rows.laid_out_as(rows.schema.in_logical_order)
-    return [as_bytes(column).numpy() for column in rows.columns]
+    pairs = zip(rows.schema.leaves, rows.columns, strict=True)
+    logical = [moved(column, -1, 1) if leaf.channels_last else column for leaf, column in pairs]
+    return [as_bytes(column).numpy() for column in logical]
 
 
 def _shapes(schema: Schema, schemas: Sequence[Schema], counts: Sequence[int]) -> np.ndarray[Any, Any]:

@@ -29,8 +29,8 @@ from torchcache2.keys import Keys
 from torchcache2.locks import ProcessLock
 from torchcache2.logs import logger
 from torchcache2.rows import Rows, Schema
-from torchcache2.schemajson import UnserialisableError, schema_to_json
-from torchcache2.segment import DamagedError, NewerFormatError
+from torchcache2.schemajson import UnserialisableError
+from torchcache2.segment import DamagedError, NewerFormatError, schema_text
 from torchcache2.segmentread import Columns, Descriptors, Segment, empty_columns, rows_of
 from torchcache2.segmentwrite import SEGMENT, encode, ulid, write
 from torchcache2.settings import Policy
@@ -373,7 +373,7 @@ class DiskTier:
         known = self._serialisable.get(schema)
         if known is None:
             try:
-                schema_to_json(schema)
+                schema_text(schema)
                 known = True
             except UnserialisableError as error:
                 self._tell("schema", "outputs of this kind stay in memory, not on disk: %s", str(error))

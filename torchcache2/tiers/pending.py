@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchcache2.gather import as_bytes
+from torchcache2.gather import as_bytes, moved
 from torchcache2.keys import Keys
 from torchcache2.locks import ProcessLock
 from torchcache2.rows import Rows, Schema
@@ -63,7 +63,9 @@ class Held:
     def __init__(self, rows: Rows, slabs: Slabs, runtime: Runtime = CUDA) -> None:
         self.schema = rows.schema
         self.count = len(rows)
-        plain = rows.laid_out_as(rows.schema.in_logical_order)
+        schema = rows.schema.in_logical_order
+        pairs = zip(rows.schema.leaves, rows.columns, strict=True)
+        plain = Rows(schema, [moved(c, -1, 1) if leaf.channels_last else c for leaf, c in pairs], len(rows))
         self.nbytes = len(rows) * rows.schema.row_bytes
         self._lock = ProcessLock()
         self._rows: Rows | None = None
