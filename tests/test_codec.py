@@ -417,6 +417,11 @@ def stream(data, *, compressed, size=None):
     return struct.pack("<I", (size or len(data)) | compressed << 31) + data
 
 
+def unfinished(data):
+    compressor = brotli.Compressor(quality=1, lgwin=18)
+    return compressor.process(data) + compressor.flush()
+
+
 ZEROS = brotli.compress(bytes(1000), quality=1, lgwin=18)
 
 
@@ -433,6 +438,7 @@ ZEROS = brotli.compress(bytes(1000), quality=1, lgwin=18)
         b"\x00" + stream(ZEROS, compressed=True, size=0x7FFFFFFF),
         b"\x00" + stream(ZEROS[:-1], compressed=True),
         b"\x00" + stream(ZEROS + b"\0", compressed=True),
+        b"\x00" + stream(unfinished(bytes(1000)), compressed=True),
         b"\x00" + stream(b"", compressed=True),
         b"\x00" + stream(brotli.compress(bytes(999)), compressed=True),
         b"\x00" + stream(brotli.compress(bytes(1001)), compressed=True),
@@ -440,6 +446,7 @@ ZEROS = brotli.compress(bytes(1000), quality=1, lgwin=18)
         b"\x00" + stream(brotli.compress(bytes(1000), quality=5, lgwin=19), compressed=True),
         b"\x00" + stream(brotli.compress(noise(1000).tobytes(), quality=5, lgwin=18), compressed=True),
         b"\x01",
+        b"\x03" + struct.pack("<I", 0) + stream(bytes(125), compressed=False) + bytes(4),
         b"\x01" + struct.pack("<I", 1) + stream(bytes(125), compressed=False),
         b"\x01" + struct.pack("<I", 0) + stream(bytes(124), compressed=False) + bytes(4),
         b"\x01" + struct.pack("<I", 0) + stream(bytes(125), compressed=False) + bytes(4) + b"\0",

@@ -16,6 +16,14 @@ FOLDER = Path(torchcache2.__file__).parent
 
 # From the top down: a file imports from files below it only.
 LAYERS = [
+    "__main__",
+    "cli",
+    "commands",
+    "output",
+    "archive",
+    "removal",
+    "report",
+    "verdict",
     "module",
     "instance",
     "binding",
@@ -122,7 +130,7 @@ def test_imports_go_downwards_only_and_every_file_has_its_layer():
 
 def test_every_file_is_imported_somewhere():
     files = sources()
-    assert {target for name, text in files.items() for target in imports(name, text, files)} == set(LAYERS)
+    assert {target for name, text in files.items() for target in imports(name, text, files)} == set(LAYERS) - {"__main__"}
 
 
 FILES = {

@@ -117,7 +117,7 @@ class CacheDirectory:
             raise OptionError(f"{self.path!r} is a file: a cache directory is a folder of its own") from None
         tag = self.format()
         if tag is None:
-            strange = [entry.name for entry in entries if not self._is_ours(entry)]
+            strange = [entry.name for entry in entries if not self.is_ours(entry)]
             if strange or any(entry.name == TAG for entry in entries):
                 name = strange[0] if strange else TAG
                 raise OptionError(
@@ -221,7 +221,7 @@ class CacheDirectory:
 
     def remove_leftovers(self) -> None:
         """Delete what dead writers left."""
-        tags = [e for e in self.fs.entries(self.path) if e.name.startswith(f"{TAG}.") and self._is_ours(e)]
+        tags = [e for e in self.fs.entries(self.path) if e.name.startswith(f"{TAG}.") and self.is_ours(e)]
         found = [(os.path.join(self.path, entry.name), entry.mtime) for entry in tags]
         for contents in self.scan():
             folder = os.path.join(self.path, contents.namespace)
@@ -251,7 +251,8 @@ class CacheDirectory:
             self.fs.make_folder(path)
             self.fs.sync_folder(os.path.dirname(path))
 
-    def _is_ours(self, entry: Entry) -> bool:
+    def is_ours(self, entry: Entry) -> bool:
+        """Whether something in the directory is the cache's own."""
         if entry.is_folder:
             return NAMESPACE_NAME.fullmatch(entry.name) is not None
         return entry.name in (TAG, LOCK) or _TEMPORARY_TEXT.fullmatch(entry.name) is not None

@@ -61,7 +61,7 @@ def make_room(
 
 
 class _Room:
-    """The state of one round of deletions. What cannot be deleted stays; the first error is raised in the end."""
+    """One round of deletions. What cannot be deleted stays; the first error is raised in the end."""
 
     def __init__(self, directory: CacheDirectory, needed: int, budget: int, removed: Removed) -> None:
         self._directory = directory

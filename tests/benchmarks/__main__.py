@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from tests.benchmarks import compiled, costs, hits, losing, sizes, verify
+from tests.benchmarks import codecs, compiled, costs, disk, hits, losing, sizes, verify
 from tests.benchmarks.report import Report, command, machine
 
 SECTIONS = {
@@ -15,6 +15,8 @@ SECTIONS = {
     "losing": losing.run,
     "compiled": compiled.run,
     "verify": verify.run,
+    "codecs": codecs.run,
+    "disk": disk.run,
 }
 
 
@@ -27,6 +29,8 @@ def main():
         section = SECTIONS[name]
         if name == "sizes":
             section = partial(section, plot=options.plot)
+        if name == "disk":
+            section = partial(section, folder=options.dir)
         torch.manual_seed(0)
         section(report)
     if options.markdown is not None:
@@ -43,6 +47,11 @@ def _options():
         metavar="PATH",
         default=".bench/sizes.png",
         help="where `sizes` draws, a PNG (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dir",
+        metavar="PATH",
+        help="where `disk` writes 3 GB and deletes them (default: a temporary folder)",
     )
     options = parser.parse_args()
     for name in options.sections:

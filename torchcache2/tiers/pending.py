@@ -37,7 +37,7 @@ class Slabs:
 
     def take(self, size: int) -> Array:
         """Memory of `size` bytes."""
-        if size >= _SLAB:
+        if size == 0 or size >= _SLAB:
             return np.empty(size, np.uint8)
         with self._lock():
             start = -(-self._used // _ALIGNED) * _ALIGNED
@@ -127,6 +127,8 @@ class Pending:
         When the first came, of `time.monotonic`.
     dropped : bool
         Whether they are to be forgotten.
+    done : bool
+        Whether they have been written, or could not be.
     """
 
     def __init__(self, namespace: bytes, number: int) -> None:
@@ -137,6 +139,7 @@ class Pending:
         self.count = 0
         self.since = time.monotonic()
         self.dropped = False
+        self.done = False
         self._starts: list[int] = []
 
     def __len__(self) -> int:

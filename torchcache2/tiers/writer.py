@@ -80,12 +80,13 @@ class Writer:
 
     def all(self) -> list[Pending]:
         """Every segment that is not written yet; with the lock held."""
-        return [*self._open.values(), *self._ready, *self._writing]
+        writing = [pending for pending in self._writing if not pending.done]
+        return [*self._open.values(), *self._ready, *writing]
 
     def open(self, namespace: bytes, kind: Schema, number: Callable[[], int]) -> Pending:
         """The segment that takes rows of a kind; with the lock held."""
         pending = self._open.get((namespace, kind))
-        if pending is None:
+        if pending is None or pending.dropped:
             pending = self._open[namespace, kind] = Pending(namespace, number())
             self._changed.notify_all()
         return pending
@@ -128,7 +129,7 @@ class Writer:
         while any(pending in waiting for pending in list(self._ready)) and self._write_next():
             pass
         with self._lock:
-            while self._is_alive() and any(pending in waiting for pending in self._writing):
+            while self._is_alive() and any(p in waiting and not p.done for p in self._writing):
                 self._changed.wait(1.0)
 
     def is_this_thread(self) -> bool:
@@ -196,9 +197,10 @@ class Writer:
                 self._ready.popleft()
             self._write(pending)
         finally:
+            if pending is not None:
+                pending.done = True  # first: what follows may be interrupted
             with self._lock:
-                if pending in self._writing:
-                    self._writing = [other for other in self._writing if other is not pending]
+                self._writing = [other for other in self._writing if not other.done]
                 self._changed.notify_all()
         return True
 
