@@ -66,7 +66,7 @@ class Probe:
     losses: list[Tensor] = dataclasses.field(default_factory=list)  # per step
 
 
-def load_data(batch_size: int) -> tuple[TensorDataset, TensorDataset]:
+def load_data(items: int, batch_size: int) -> tuple[TensorDataset, TensorDataset]:
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
     data = F.interpolate(images, size=(SIZE, SIZE), mode="bilinear"), torch.from_numpy(digits.target)
@@ -74,8 +74,8 @@ def load_data(batch_size: int) -> tuple[TensorDataset, TensorDataset]:
     # As many training items as fill whole batches, so that drop_last has nothing to drop. Else an item that
     # was dropped in the first epoch would later be the only miss among hits: computed in a smaller batch, its
     # features could differ in the last bit, because torch may add in another order there.
-    count = TRAIN_ITEMS // batch_size * batch_size
-    train, test = ([part[items] for part in data] for items in (order[:count], order[count:]))
+    count = items // batch_size * batch_size
+    train, test = ([part[items] for part in data] for items in (order[:count], order[TRAIN_ITEMS:]))
     return TensorDataset(*train), TensorDataset(*test)
 
 
@@ -135,13 +135,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10, help="at least 2 (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--items", type=int, default=TRAIN_ITEMS, metavar="N", help="to train on (default: %(default)s)"
+    )
     parser.add_argument("--plot", default="epoch_times.png", metavar="PATH", help="default: %(default)s")
     parser.add_argument("--cache-dir", metavar="DIR", help="keep the features there, for the next run")
     options = parser.parse_args()
-    if options.epochs < 2 or not 2 <= options.batch_size <= TRAIN_ITEMS:
-        parser.error(f"expected at least 2 epochs and a batch size from 2 to {TRAIN_ITEMS}")
+    if options.epochs < 2 or not 2 <= options.batch_size <= options.items <= TRAIN_ITEMS:
+        parser.error(
+            f"expected at least 2 epochs, and a batch size from 2 to the items, at most {TRAIN_ITEMS}"
+        )
 
-    train_set, test_set = load_data(options.batch_size)
+    train_set, test_set = load_data(options.items, options.batch_size)
     # The one with the cache goes first: what only the very first steps cost is its loss.
     cached = make_probe(train_set, options.batch_size, cached=True, cache_dir=options.cache_dir)
     plain = make_probe(train_set, options.batch_size, cached=False)

@@ -167,16 +167,21 @@ def _main():
     replies = sys.stdout
     gc.collect()
     gc.freeze()  # or the children copy all objects when they collect
+    living = set()
     for line in sys.stdin:
         request = json.loads(line)
         if "start" in request:
-            pid = os.fork()
-            if pid == 0:
+            reply = os.fork()
+            if reply == 0:
                 return _become(request)
-            reply = pid
+            living.add(reply)
         else:
             reply = _wait(request["wait"], request["timeout"])
+            if reply is not None:
+                living.remove(request["wait"])
         print(json.dumps(reply), file=replies, flush=True)
+    for pid in living:
+        os.kill(pid, signal.SIGKILL)
     return None
 
 

@@ -1,7 +1,7 @@
-"""Handles of one directory put, get, flush, crash, reopen, evict, drop and meet damage: a dict that may forget.
+"""Handles of one directory put, get, flush, crash, reopen, evict, drop, meet damage: a dict that may forget.
 
-Whatever is found must be what was put. What was flushed and fits the budget must be found by every handle, and
-what a handle has kept must be found by that handle, until somebody drops, damages or evicts it.
+Whatever is found must be what was put. What was flushed and fits the budget must be found by every handle,
+and what a handle has kept by that handle, until somebody drops, damages or evicts it.
 """
 
 import os

@@ -415,7 +415,7 @@ def test_budget_of_4_mb_takes_more_than_25_times_as_much(tmp_path):
     assert shares[1] < 3  # some megabytes are the allocator's, not the cache's
 
 
-# The disk. We have no disk tier yet.
+# The disk.
 
 
 def on_disk(make, path, **options):
@@ -423,56 +423,112 @@ def on_disk(make, path, **options):
     return theirs(make(), persistent=True, persistent_cache_dir=path, **options)
 
 
-def files(path):
-    return sorted(path.rglob("*.pt.br"))
+def ours_on_disk(make, path, **options):
+    options = {"compression": "none"} | options
+    return ours(make(), persistent=True, persistent_cache_dir=path, **options)
+
+
+def close(net):
+    net.cache_instance.close()
+
+
+def files(path, pattern="*.pt.br"):
+    return sorted(path.rglob(pattern))
+
+
+def flip(file, row):
+    data = bytearray(file.read_bytes())
+    data[data.index(row) + 2] ^= 0b0100_0000  # the highest bit of the first number's fraction
+    file.write_bytes(data)
 
 
 def test_flipped_bit_on_disk_is_served(tmp_path):
     x = torch.rand(4, 30)
-    on_disk(double, tmp_path)(x)
+    on_disk(double, tmp_path / "theirs")(x)
     expected = x * 2 + 1
     row = expected[2].numpy().tobytes()
     (file,) = (file for file in files(tmp_path) if row in file.read_bytes())
-    data = bytearray(file.read_bytes())
-    data[data.index(row) + 2] ^= 0b0100_0000  # the highest bit of the first number's fraction
-    file.write_bytes(data)
-    output = on_disk(double, tmp_path)(x)
+    flip(file, row)
+    output = on_disk(double, tmp_path / "theirs")(x)
     assert int((output != expected).sum()) == 1
     assert output[2, 0] != expected[2, 0]
+
+    net = ours_on_disk(double, tmp_path / "ours")
+    net(x)
+    close(net)
+    (file,) = files(tmp_path, "*.safetensors")
+    flip(file, row)
+    again = ours_on_disk(double, tmp_path / "ours")
+    assert same(again(x), expected)
+    assert again.cache_instance.stats().corrupt == 1
+    close(again)
 
 
 def test_file_on_disk_runs_code(tmp_path):
     class Code:
+        def __init__(self, path):
+            self.path = str(path)
+
         def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "made by the file"),)
+            return os.mkdir, (self.path,)
 
     x = torch.rand(1, 30)
-    on_disk(double, tmp_path)(x)
+    made = tmp_path / "made by their file", tmp_path / "made by our file"
+    on_disk(double, tmp_path / "theirs")(x)
     (file,) = files(tmp_path)
-    file.write_bytes(pickle.dumps(Code()))
+    file.write_bytes(pickle.dumps(Code(made[0])))
     with suppress(Exception):
-        on_disk(double, tmp_path)(x)
-    assert (tmp_path / "made by the file").is_dir()
+        on_disk(double, tmp_path / "theirs")(x)
+
+    net = ours_on_disk(double, tmp_path / "ours")
+    net(x)
+    close(net)
+    for file in files(tmp_path / "ours", "*/*"):
+        file.write_bytes(pickle.dumps(Code(made[1])))
+    again = ours_on_disk(double, tmp_path / "ours")
+    assert same(again(x), x * 2 + 1)
+    close(again)
+    assert [path.is_dir() for path in made] == [True, False]
 
 
 def test_truncated_file_on_disk_raises_in_the_forward(tmp_path):
     x = torch.rand(1, 30)
-    on_disk(double, tmp_path)(x)
+    on_disk(double, tmp_path / "theirs")(x)
     (file,) = files(tmp_path)
     file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(RuntimeError):
-        on_disk(double, tmp_path)(x)
+        on_disk(double, tmp_path / "theirs")(x)
+
+    net = ours_on_disk(double, tmp_path / "ours")
+    net(x)
+    close(net)
+    (file,) = files(tmp_path, "*.safetensors")
+    file.write_bytes(file.read_bytes()[:-5])
+    again = ours_on_disk(double, tmp_path / "ours")
+    assert same(again(x), x * 2 + 1)
+    close(again)
 
 
 def test_other_weights_are_served_the_last_runs_output(tmp_path):
     x = torch.rand(4, 30)
-    old = on_disk(scaled, tmp_path)(x)
-    net = on_disk(scaled, tmp_path)
+    old = on_disk(scaled, tmp_path / "theirs")(x)
+    net = on_disk(scaled, tmp_path / "theirs")
     net.module.load_state_dict({"weight": torch.tensor(5.0)})
     assert same(net(x), old)
+
+    for weight in (1.0, 5.0):
+        mine = ours_on_disk(scaled, tmp_path / "ours")
+        mine.load_state_dict({"weight": torch.tensor(weight)})
+        assert same(mine(x), x * weight)
+        close(mine)
 
 
 def test_disk_budget_is_one_per_run(tmp_path):
     for _ in range(3):
-        on_disk(double, tmp_path, max_persistent_cache_size=20_000)(torch.rand(32, 30) * 1000)
+        x = torch.rand(32, 30) * 1000
+        on_disk(double, tmp_path / "theirs", max_persistent_cache_size=20_000)(x)
+        net = ours_on_disk(double, tmp_path / "ours", max_persistent_cache_size=20_000, policy="lru")
+        net(x)
+        close(net)
     assert sum(file.stat().st_size for file in files(tmp_path)) > 50_000
+    assert sum(file.stat().st_size for file in files(tmp_path / "ours", "*/*")) <= 20_000

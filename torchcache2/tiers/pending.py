@@ -37,7 +37,7 @@ class Slabs:
 
     def take(self, size: int) -> Array:
         """Memory of `size` bytes."""
-        if size == 0 or size >= _SLAB:
+        if size >= _SLAB:
             return np.empty(size, np.uint8)
         with self._lock():
             start = -(-self._used // _ALIGNED) * _ALIGNED
@@ -76,7 +76,11 @@ class Held:
         self._arriving = None
         copies = []
         for leaf, column in zip(plain.schema.leaves, plain.columns, strict=True):
-            memory = slabs.take(len(rows) * leaf.row_bytes)
+            size = len(rows) * leaf.row_bytes
+            if size == 0:
+                copies.append(column.to(_CPU, copy=True))
+                continue
+            memory = slabs.take(size)
             copy = torch.from_numpy(memory).view(leaf.stored).view(len(rows), *leaf.shape)
             if column.device == _CPU and column.is_contiguous():
                 np.copyto(memory, as_bytes(column).numpy().reshape(-1))  # wakes no other threads

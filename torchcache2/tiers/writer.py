@@ -71,6 +71,7 @@ class Writer:
         self._writing: list[Pending] = []
         self._thread: threading.Thread | None = None
         self._finalizer: Any = None
+        self._is_registered = False
         self._ending = False
 
     @property
@@ -152,18 +153,22 @@ class Writer:
         return self._thread is not None and self._thread.is_alive()
 
     def _start(self) -> None:
+        """Start the thread if there is none; with the lock held."""
         if self._thread is not None or self._ending:
             return
-        thread = threading.Thread(target=self._work, name="torchcache2 writer", daemon=True)
+        if not self._is_registered:
+            atexit.register(self._at_exit)
+            if multiprocessing.process.parent_process() is not None:
+                # Such a process ends without the handlers of `atexit`.
+                self._finalizer = multiprocessing.util.Finalize(
+                    None, self._at_exit, exitpriority=_EXIT_PRIORITY
+                )
+            self._is_registered = True
+        self._thread = threading.Thread(target=self._work, name="torchcache2 writer", daemon=True)
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError:  # the interpreter is ending, or there are too many threads: `flush` writes
-            return
-        self._thread = thread
-        atexit.register(self._at_exit)
-        if multiprocessing.process.parent_process() is not None:
-            # Such a process ends without the handlers of `atexit`.
-            self._finalizer = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=_EXIT_PRIORITY)
+            self._thread = None
 
     def _work(self) -> None:
         while self._wait_for_work():
