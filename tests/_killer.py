@@ -162,7 +162,11 @@ def tier_options(path, rng, evicts):
 def net(path, rng, evicts):
     """A module that has not been called yet."""
     size = {"max_persistent_cache_size": "300kB" if evicts else "1MB", "policy": "lru" if evicts else "mru"}
-    options = {"persistent": True, "persistent_cache_dir": path, "compression": rng.choice(["none", "brotli"])}
+    options = {
+        "persistent": True,
+        "persistent_cache_dir": path,
+        "compression": rng.choice(["none", "brotli"]),
+    }
     module = torchcache(**options, **size)(Net(2.0))
     assert module.cache_instance.module_hash  # read now, once for all
     return module

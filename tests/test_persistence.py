@@ -37,6 +37,7 @@ X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 CPU = torch.device("cpu")
 MIB = 1 << 20
 
+
 class _Sizes(logging.Handler):
     """Lists the sizes of batches that were computed. A list that forwards refer to would be part of the key."""
 
@@ -862,7 +863,9 @@ def test_a_deep_copy_has_the_same_rows(path, make):
     module(X)
     twin = copy.deepcopy(module)
     assert torch.equal(twin(X), module(X)) and twin.cache_instance.cache_dir == str(path)
-    assert sum(misses for _, misses in {id(m.cache_instance): counts(m) for m in (module, twin)}.values()) == 6
+    assert (
+        sum(misses for _, misses in {id(m.cache_instance): counts(m) for m in (module, twin)}.values()) == 6
+    )
     twin.fc.weight.zero_()
     assert torch.equal(twin(X), twin.fc(X) * 1.0)
     assert not torch.equal(twin(X), module(X))

@@ -204,7 +204,9 @@ def test_what_waits_is_on_disk_when_a_process_ends(path, ending):
     script = NET + "Net = make()\nnet = Net()\ncheck(net, range(8))\n" + _warm.dedented(last)
     process = _warm.start(script, path, whole=True).done(code)
     assert leftovers(path) == []
-    assert "torchcache2" not in process.err.replace("/torchcache2/", "").replace("torchcache2/", ""), process.err
+    assert "torchcache2" not in process.err.replace("/torchcache2/", "").replace("torchcache2/", ""), (
+        process.err
+    )
     assert sealed(path) == {1.0: list(range(10 if "[8, 9]" in last else 8))}
 
 
@@ -220,7 +222,9 @@ def test_every_codec_works_at_exit(path):
 
 @pytest.mark.parametrize("last", ["os._exit(4)", "os.kill(os.getpid(), 9)", "os.abort()"])
 def test_what_waits_is_forgotten_when_a_process_is_cut_off(path, last):
-    script = f"net = make()()\ncheck(net, range(8))\nnet.cache_instance.flush()\ncheck(net, range(20))\n{last}"
+    script = (
+        f"net = make()()\ncheck(net, range(8))\nnet.cache_instance.flush()\ncheck(net, range(20))\n{last}"
+    )
     code = {"os._exit(4)": 4, "os.abort()": -signal.SIGABRT}.get(last, -signal.SIGKILL)
     _warm.start(NET + script, path).done(code)
     assert found(path, 20) == list(range(8))
@@ -397,7 +401,9 @@ print(interrupts)
 
 
 def test_a_session_goes_on_after_any_number_of_interrupts(path):
-    _warm.start(NET + INTERRUPTED, path, 20_000 if SOAK else 400).done(timeout=3600 if SOAK else _warm.DEADLINE)
+    _warm.start(NET + INTERRUPTED, path, 20_000 if SOAK else 400).done(
+        timeout=3600 if SOAK else _warm.DEADLINE
+    )
     assert found(path, 600) == list(range(600))
     assert leftovers(path) == []
 
@@ -875,4 +881,3 @@ def test_rows_of_others_are_found_without_opening_the_directory_again(path, tmp_
     _warm.run(NET + "net = make()()\ncheck(net, range(400))", path)
     (tmp_path / "sealed").touch()
     assert int(process.done().words[-1]) < 400
-

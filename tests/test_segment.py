@@ -1138,6 +1138,37 @@ def test_counts_of_rows_that_cannot_be_are_damage(tmp_path, name, count):
     assert harmless(tmp_path / "a", assembled(header, body)) is DamagedError
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["output.0", "dtype"], "F64"),
+        (["output.0", "dtype"], "I32"),
+        (["output.0", "shape"], [2, 1, 2]),
+        (["output.0", "shape"], [4, 1]),
+        (["output.0", "data_offsets"], [48, 63]),
+        (["output.1", "data_offsets"], [60, 64]),
+        (["checksums", "data_offsets"], [0, 16]),
+        (["checksums", "dtype"], "I64"),
+        (["keys", "shape"], [2, 15]),
+        (["more"], {"dtype": "U8", "shape": [0], "data_offsets": [68, 68]}),
+        (["output.0", "more"], 1),
+    ],
+    ids=str,
+)
+def test_tensors_that_contradict_the_schema_are_damage(tmp_path, path, value):
+    header, body = copy.deepcopy(BASES["none"])
+    parent = at(header, path[:-1])
+    assert parent.get(path[-1]) != value
+    parent[path[-1]] = value
+    assert harmless(tmp_path / "a", assembled(header, body)) is DamagedError
+
+
+def test_names_of_tensors_are_those_of_the_leaves(tmp_path):
+    header, body = copy.deepcopy(BASES["none"])
+    header["output.x"] = header.pop("output.0")
+    assert harmless(tmp_path / "a", assembled(header, body)) is DamagedError
+
+
 def resized(
     count, rows_per_block, codec, shape, payload=b"", dtype=torch.float32, offsets=None, kind="tensor"
 ):
@@ -1200,6 +1231,18 @@ def test_a_row_that_was_made_to_explode_takes_memory_for_itself_alone(tmp_path):
     assert tracemalloc.get_traced_memory()[1] < 4 * size
     tracemalloc.stop()
     assert harmless(tmp_path / "b", file) is TooLargeError
+
+
+def test_a_check_of_everything_holds_a_few_rows_at_a_time(tmp_path):
+    data = file_of(batches_of((torch.zeros(1, 1 << 18), 1)), "brotli")
+    _, start = index_of(data)
+    block, count = data[start:], 200
+    ends = [i * len(block) for i in range(count + 1)]
+    segment = opened(tmp_path / "a", resized(count, 1, "brotli", (1 << 18,), block * count, offsets=ends))
+    tracemalloc.start()
+    assert segment.check() == count
+    assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -16,19 +16,29 @@ __all__ = ["Scratch"]
 
 _EXIT_PRIORITY = 0  # after the tier has closed
 _PREFIX = "torchcache2-"
+_CACHE = "cache"
 _ALIVE = ".alive"  # its lock says that the run that made the folder still goes on
 
 
 class Scratch:
-    """A folder that exists as long as this, and the process."""
+    """A folder that exists as long as this, and the process.
+
+    Raises
+    ------
+    OSError
+        If none can be made.
+    """
 
     def __init__(self) -> None:
         fs = FileSystem()
         self._remove_leftovers(fs)
         self._pid = os.getpid()
-        self._top = tempfile.mkdtemp(prefix=_PREFIX)
-        self._alive: Descriptor | None = fs.create(os.path.join(self._top, _ALIVE))
-        fs.lock(self._alive, exclusive=True)
+        self._alive: Descriptor | None = None
+        while self._alive is None:
+            self._top = tempfile.mkdtemp(prefix=_PREFIX)
+            alive = fs.create(os.path.join(self._top, _ALIVE))
+            if fs.lock(alive, exclusive=True) is not False and fs.links(alive):
+                self._alive = alive  # else another run took it for a dead one's
         atexit.register(self.remove)
         if multiprocessing.process.parent_process() is not None:
             # Such a process ends without the handlers of `atexit`.
@@ -37,7 +47,7 @@ class Scratch:
     @property
     def path(self) -> str:
         """The cache directory, which the tier makes."""
-        return os.path.join(self._top, "cache")
+        return os.path.join(self._top, _CACHE)
 
     def remove(self) -> None:
         """Delete the folder; a forked child leaves it to its parent."""
@@ -56,7 +66,18 @@ class Scratch:
                     continue
                 top = os.path.join(folder, entry.name)
                 with contextlib.suppress(OSError):
+                    if not _is_scratch(fs, top):
+                        continue
                     alive = fs.open(os.path.join(top, _ALIVE))
-                    is_own = not hasattr(os, "getuid") or os.stat(top).st_uid == os.getuid()
-                    if is_own and fs.lock(alive, exclusive=True):
+                    if fs.lock(alive, exclusive=True):
                         shutil.rmtree(top, ignore_errors=True)
+
+
+def _is_scratch(fs: FileSystem, top: str) -> bool:
+    """Whether a folder is one that this user's runs have made, and nothing else is in it."""
+    if hasattr(os, "getuid") and os.lstat(top).st_uid != os.getuid():
+        return False
+    entries = {entry.name: entry.is_folder for entry in fs.entries(top)}
+    return entries in ({_ALIVE: False}, {_ALIVE: False, _CACHE: True}) and len(os.listdir(top)) == len(
+        entries
+    )

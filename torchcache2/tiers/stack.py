@@ -14,6 +14,7 @@ import torch
 from torchcache2.directory import CacheDirectory, NewerDirectoryError
 from torchcache2.keys import Keys
 from torchcache2.locks import ProcessLock
+from torchcache2.logs import logger
 from torchcache2.rows import Rows
 from torchcache2.scratch import Scratch
 from torchcache2.settings import CacheSettings
@@ -79,6 +80,7 @@ class TierStack:
         self._users = Users()  # what the tiers know of: else they would keep this alive
         self._memory: MemoryTier | None = None
         self._disk: DiskTier | None = None
+        self._has_no_folder = False
         self._finalizer: Any = None
         self._described: dict[bytes, Mapping[str, Any]] = {}
         if settings.persistent and settings.persistent_cache_dir is not None:
@@ -106,12 +108,17 @@ class TierStack:
     @property
     def disk(self) -> DiskTier | None:
         """The disk tier; None if rows are not kept there."""
-        if not self.settings.persistent:
+        if not self.settings.persistent or self._has_no_folder:
             return None
         with self._lock():
             if self._disk is None:
                 folder = self.settings.persistent_cache_dir
-                scratch = Scratch() if folder is None else None
+                try:
+                    scratch = Scratch() if folder is None else None
+                except OSError as error:
+                    logger.warning("there is no temporary folder: rows stay in memory (%s)", str(error))
+                    self._has_no_folder = True
+                    return None
                 path = scratch.path if scratch is not None else str(folder)
                 self._disk = DiskTier(
                     path,
@@ -138,7 +145,8 @@ class TierStack:
         if not self.settings.persistent or sum(len(rows) for _, rows in found.parts) == len(keys):
             return found
         disk = self.disk
-        assert disk is not None
+        if disk is None:
+            return found
         missing = np.ones(len(keys), bool)
         for positions, _ in found.parts:
             missing[positions] = False
