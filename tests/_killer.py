@@ -1,8 +1,8 @@
 """Writers of one directory that are killed at random points, again and again.
 
-Usage: ``python -m tests._killer DIRECTORY CYCLES SEED tier|module``. The writers are forked from this process,
-which has imported torch. What is there after each cycle is checked: every row of every segment, and that
-nothing is missing that a flush had returned for.
+Usage: ``python -m tests._killer DIRECTORY CYCLES SEED tier|module``. The writers are forked from this
+process, which has imported torch. What is there after each cycle is checked: every row of every segment, and
+that nothing is missing that a flush had returned for.
 """
 
 import json
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests._storage import CPU, NAMESPACES, NEVER, found, key_of, put, segments, strange_files, value_of
+from tests._storage import CPU, NEVER, found, key_of, put, segments, strange_files, value_of
 from torchcache2 import torchcache
 from torchcache2.directory import CacheDirectory
 from torchcache2.eviction import make_room
@@ -159,20 +159,16 @@ def tier_options(path, rng, evicts):
     return {"path": path, "codec": rng.choice(["none", "brotli"]), **budget}
 
 
-def net(path, rng, evicts):
+def new_module(path, rng, evicts):
     """A module that has not been called yet."""
     size = {"max_persistent_cache_size": "300kB" if evicts else "1MB", "policy": "lru" if evicts else "mru"}
-    options = {
-        "persistent": True,
-        "persistent_cache_dir": path,
-        "compression": rng.choice(["none", "brotli"]),
-    }
-    module = torchcache(**options, **size)(Net(2.0))
+    options = {"persistent": True, "persistent_cache_dir": path, **size}
+    module = torchcache(**options, compression=rng.choice(["none", "brotli"]))(Net(2.0))
     assert module.cache_instance.module_hash  # read now, once for all
     return module
 
 
-PREPARE = {"tier": tier_options, "module": net}
+PREPARE = {"tier": tier_options, "module": new_module}
 WRITE = {"tier": write_to_tier, "module": write_from_module}
 CHECK = {"tier": check_tier, "module": check_modules}
 

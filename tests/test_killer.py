@@ -1,4 +1,4 @@
-"""Writers that are killed at random points: what was sealed is there and right, and nothing stands in the way."""
+"""Writers that are killed at random points: what was sealed is there and right, nothing is in the way."""
 
 import os
 

@@ -39,7 +39,7 @@ MIB = 1 << 20
 
 
 class _Sizes(logging.Handler):
-    """Lists the sizes of batches that were computed. A list that forwards refer to would be part of the key."""
+    """Lists the sizes of computed batches. A list that forwards refer to would be part of the key."""
 
     def __init__(self):
         super().__init__(logging.DEBUG)
@@ -206,7 +206,7 @@ def test_a_second_process_computes_nothing(path, tmp_path):
         capture_output=True,
         text=True,
         timeout=_warm.DEADLINE,
-        env={**os.environ, "PYTHONHASHSEED": "5", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(_warm.ROOT), "PYTHONHASHSEED": "5", "OMP_NUM_THREADS": "1"},
     )
     assert second.returncode == 0, second.stderr
     assert second.stderr == ""

@@ -120,12 +120,17 @@ def test_the_next_run_removes_what_a_killed_one_has_left(start, folders, number)
     assert folders() == []
 
 
+GOES_ON = """
+    ready()
+    wait_for("end")
+    before = hits(net)
+    check(net)
+    assert hits(net) == before + 20
+"""
+
+
 def test_the_folder_of_a_run_that_goes_on_stays(start, folders, tmp_path):
-    living = start(
-        USED
-        + "    ready()\n    wait_for('end')\n    before = hits(net)\n    check(net)\n    assert hits(net) == before + 20"
-    )
-    living.until("ready")
+    living = start(USED + GOES_ON).until("ready")
     (folder,) = folders()
     for _ in range(2):
         start("check(net)\nassert len(os.listdir(os.environ['TMPDIR'])) == 2").done()

@@ -48,7 +48,7 @@ class Case:
 
 
 SMALL = Case("8 KB", 20_000, 2048, writes=7, reads=15, few=5000, slow_writes=2, slow_reads=5)
-LARGE = Case("600 KB", 512, 153_600, writes=7, reads=9, few=256, slow_writes=2, slow_reads=2)
+LARGE = Case("600 KB", 512, 153_600, writes=5, reads=7, few=256, slow_writes=2, slow_reads=2)
 
 
 def run(report, folder=None):

@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from torchcache2 import codec as codecs
 from torchcache2.directory import CacheDirectory, NewerDirectoryError
@@ -27,15 +26,16 @@ from torchcache2.eviction import make_room, used_bytes
 from torchcache2.gather import with_ordinary_tensors
 from torchcache2.keys import Keys
 from torchcache2.locks import ProcessLock
-from torchcache2.logs import logger
 from torchcache2.rows import Rows, Schema
 from torchcache2.schemajson import UnserialisableError
-from torchcache2.segment import DamagedError, NewerFormatError, schema_text
-from torchcache2.segmentread import Columns, Descriptors, Segment, empty_columns, rows_of
+from torchcache2.segment import schema_text
+from torchcache2.segmentread import Descriptors, Segment
 from torchcache2.segmentwrite import SEGMENT, encode, ulid, write
 from torchcache2.settings import Policy
-from torchcache2.storage import FileSystem, is_read_only
+from torchcache2.storage import FileSystem
 from torchcache2.tiers.base import Found, Positions, TierStats
+from torchcache2.tiers.fetch import fetch
+from torchcache2.tiers.health import Health
 from torchcache2.tiers.located import Located, Source
 from torchcache2.tiers.pending import Held, Pending, Slabs
 from torchcache2.tiers.writer import Writer
@@ -48,8 +48,7 @@ _SEALED_AFTER = 5.0  # seconds
 _MOST_QUEUED = 256 << 20
 _LEAST_QUEUED = 16 << 20
 _TOUCHED_EVERY = 60.0  # seconds
-_TRIES = 3
-_LONGEST_PAUSE = 60.0  # seconds without a try to write, after it has failed again and again
+_TRIES = 3  # to have a folder that nobody deletes
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -126,12 +125,9 @@ class DiskTier:
         self._serialisable: dict[Schema, bool] = {}
         self._writer: Writer | None = None
         self._slabs = Slabs()
-        self._reads = self._writes = True
         self._closed = False
-        self._failures = 0  # to write, one after another
-        self._paused_until = 0.0
-        self._evictions = self._corrupt = self._faults = 0
-        self._told: set[str] = set()
+        self._evictions = 0
+        self._health = Health(self.directory)
         self._open_directory()
 
     @property
@@ -145,7 +141,7 @@ class DiskTier:
         try:
             return Found(self._find(keys))
         except Exception as error:  # such as no memory: a fault is a miss
-            self._fault(error, self.path)
+            self._health.fault(error, self.path)
             return Found([])
 
     @with_ordinary_tensors
@@ -156,7 +152,7 @@ class DiskTier:
         try:
             kept = self._keep(keys, rows)
         except Exception as error:
-            self._fault(error, self.path)
+            self._health.fault(error, self.path)
             return 0
         if kept and self._writer is not None:
             self._writer.wait_for_room()
@@ -171,9 +167,9 @@ class DiskTier:
             self._located.pop(namespace, None)
         try:
             contents = self.directory.contents(namespace.hex())
-            if not self._writes:
+            if not self._health.writes:
                 with self._lock():
-                    if self._reads:  # they cannot be deleted: never open them again
+                    if self._health.reads:  # they cannot be deleted: never open them again
                         self._new_namespace(namespace).names = {entry.name for entry in contents.segments}
                 return
             for entry in (*contents.segments, *contents.corrupt):
@@ -182,7 +178,7 @@ class DiskTier:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.remove(path)
         except OSError as error:
-            self._fault(error, self.directory.folder(namespace))
+            self._health.fault(error, self.directory.folder(namespace))
 
     def flush(self) -> None:
         """Return when everything that was put is sealed, or forgotten because of a fault."""
@@ -222,11 +218,11 @@ class DiskTier:
             self._begin()
             rows = sum(map(len, self._located.values()))
         try:
-            size = used_bytes(self.directory.scan()) if self._reads else 0
+            size = used_bytes(self.directory.scan()) if self._health.reads else 0
         except OSError as error:
-            self._fault(error, self.path)
+            self._health.fault(error, self.path)
             size = 0
-        return TierStats(rows, size, self._evictions, self._corrupt, self._faults)
+        return TierStats(rows, size, self._evictions, self._health.corrupt, self._health.faults)
 
     @property
     def index_bytes(self) -> int:
@@ -240,10 +236,9 @@ class DiskTier:
             self.directory.create()
             self.directory.remove_leftovers()
         except NewerDirectoryError as error:
-            self._reads = self._writes = False
-            logger.warning("%s", str(error))
+            self._health.newer(str(error))
         except OSError as error:
-            self._write_fault(error, self.path)
+            self._health.write_fault(error, self.path)
 
     def _begin(self) -> None:
         """Make what belongs to this process; with the lock held."""
@@ -281,14 +276,14 @@ class DiskTier:
             self._descriptors,
             lambda: next(self._numbers),
             max(self.budget, 1),
-            self._fault,
+            self._health.fault,
         )
         return located
 
     def _find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
         with self._lock():
             self._begin()
-            if self._closed or not self._reads:
+            if self._closed or not self._health.reads:
                 return []
             try:
                 located = self._namespace(keys.namespace)
@@ -300,64 +295,24 @@ class DiskTier:
                 self._start_anew(keys.namespace)
                 raise
             positions = np.flatnonzero(entries >= 0)
-            if not self._reads or len(positions) == 0:
+            if not self._health.reads or len(positions) == 0:
                 return []
             numbers, rows = located.where(entries[positions])
             sources = {number: located.sources[number] for number in np.unique(numbers).tolist()}
-        jobs: dict[Schema, list[tuple[int, Source, Array, Positions]]] = {}
-        for number, source in sources.items():
-            which = np.flatnonzero(numbers == number)
-            for schema, some in source.schemas(rows[which]):
-                chosen = which[some]
-                jobs.setdefault(schema, []).append((number, source, rows[chosen], positions[chosen]))
-        for some_jobs in jobs.values():
-            for _, source, rows_there, _ in some_jobs:
-                with contextlib.suppress(OSError):  # reading will say so
-                    source.read_ahead(rows_there)
-        found = []
-        for schema, some_jobs in jobs.items():
-            part = self._read(keys.namespace, schema, some_jobs)
-            if part is not None:
-                found.append(part)
+
+        def lost(number: int, source: Source, error: Exception) -> None:
+            if not isinstance(error, FileNotFoundError):  # else another process has made room
+                self._health.fault(error, getattr(source, "path", self.path))
+            self._remove_source(keys.namespace, number)
+
+        found = fetch(sources, numbers, rows, positions, lost)
+        for source in sources.values():
+            self._touch(source)
         return found
-
-    def _read(
-        self, namespace: bytes, schema: Schema, jobs: list[tuple[int, Source, Array, Positions]]
-    ) -> tuple[Positions, Rows] | None:
-        """Read rows of one schema, in the order of their positions."""
-        wanted = np.sort(np.concatenate([positions for *_, positions in jobs]))
-        columns: Columns = empty_columns(schema, len(wanted))
-        good = np.ones(len(wanted), bool)
-        for number, source, rows, positions in jobs:
-            targets = np.searchsorted(wanted, positions)
-            if not self._read_source(namespace, number, source, rows, columns, targets):
-                good[targets] = False
-        result = rows_of(schema, columns, len(wanted))
-        if good.all():
-            return wanted, result
-        if not good.any():
-            return None
-        return wanted[good], result.take(torch.from_numpy(np.flatnonzero(good)))
-
-    def _read_source(
-        self, namespace: bytes, number: int, source: Source, rows: Array, columns: Columns, targets: Array
-    ) -> bool:
-        try:
-            if source.read(rows, columns, targets):
-                self._touch(source)
-                return True
-            assert isinstance(source, Segment)
-            self._fault(DamagedError("a row is not what was written"), source.path)
-        except FileNotFoundError:
-            pass  # another process has made room
-        except OSError as error:
-            self._fault(error, getattr(source, "path", self.path))
-        self._remove_source(namespace, number)
-        return False
 
     def _touch(self, source: Source) -> None:
         """Say that a segment is in use; at most once a minute."""
-        if isinstance(source, Segment) and self._writes:
+        if isinstance(source, Segment) and self._health.writes:
             now = time.monotonic()
             if now - self._touched.get(source.path, -_TOUCHED_EVERY) >= _TOUCHED_EVERY:
                 self._touched[source.path] = now
@@ -366,7 +321,7 @@ class DiskTier:
 
     def _takes(self, schema: Schema) -> bool:
         """Whether rows of a schema can be written at all."""
-        if not self._writes or self._closed or time.monotonic() < self._paused_until:
+        if not self._health.may_write or self._closed:
             return False
         if schema.row_bytes > self.budget:
             return False
@@ -376,7 +331,7 @@ class DiskTier:
                 schema_text(schema)
                 known = True
             except UnserialisableError as error:
-                self._tell("schema", "outputs of this kind stay in memory, not on disk: %s", str(error))
+                self._health.tell("schema", "such outputs stay in memory, not on disk: %s", str(error))
                 known = False
             if len(self._serialisable) > 1000:
                 self._serialisable.clear()
@@ -392,7 +347,7 @@ class DiskTier:
             try:
                 located = self._namespace(keys.namespace)
                 located.keep_hold()
-                if not self._writes:  # what is there is of a newer format
+                if not self._health.writes:  # what is there is of a newer format
                     return 0
                 absent = np.flatnonzero(located.find(keys.words) < 0)
                 if len(absent) < len(keys):
@@ -426,7 +381,7 @@ class DiskTier:
             encoded = encode(pending.rows(), self._codec, library=__version__)
             with self._lock():
                 located = self._located.get(pending.namespace)
-                if located is None or pending.dropped or not self._writes:
+                if located is None or pending.dropped or not self._health.writes:
                     self._forget(pending)
                     return
                 located.names.add(name)
@@ -437,7 +392,7 @@ class DiskTier:
                 if located.is_held():
                     break  # else somebody has just deleted it, as nobody held it
             with self._sealing():  # one at a time: both would see the same room
-                if encoded.nbytes > self.budget or not self._has_room(encoded.nbytes):
+                if not self._has_room(encoded.nbytes):
                     self._forget(pending)
                     return
                 write(self._fs, folder, name, encoded)
@@ -445,14 +400,14 @@ class DiskTier:
             segment = Segment.written(self._fs, self._descriptors, path, encoded)
             segment.keys = None
             with self._lock():
-                self._failures = 0
+                self._health.wrote()
                 if pending.dropped or self._located.get(pending.namespace) is not located:
                     self._fs.remove(path)
                 elif pending.number in located.sources:
                     located.sources[pending.number] = segment
         except Exception as error:
             self._forget(pending)
-            self._write_fault(error, folder)
+            self._health.write_fault(error, folder)
         except BaseException:
             self._forget(pending)
             raise
@@ -479,6 +434,8 @@ class DiskTier:
             self._writer.drop(namespace)
 
     def _has_room(self, size: int) -> bool:
+        if size > self.budget:
+            return False
         if self._in_use is not None:
             in_use = self._in_use()
             with self._lock():
@@ -487,14 +444,7 @@ class DiskTier:
                         located.let_go()
         if make_room(self.directory, size, self.budget, lru=self.policy == "lru", removed=self._removed):
             return True
-        self._paused_until = time.monotonic() + _LONGEST_PAUSE
-        self._tell(
-            "full",
-            "the cache directory %s is full (%d bytes) of rows that are in use: new rows stay in memory. "
-            "Raise max_persistent_cache_size, set policy='lru', or delete with `torchcache2 prune`",
-            self.path,
-            self.budget,
-        )
+        self._health.full(self.budget)
         return False
 
     def _removed(self, namespace: str, name: str) -> None:
@@ -503,40 +453,3 @@ class DiskTier:
             number = located.number_of(name) if located is not None else None
             if number is not None:
                 self._evictions += self._remove_source(bytes.fromhex(namespace), number)
-
-    def _fault(self, error: Exception, path: str) -> None:
-        """Count a fault, and warn of the first of its kind."""
-        if isinstance(error, NewerFormatError):
-            self._reads = self._writes = False
-            self._tell(
-                "newer",
-                "%s is of a newer format: nothing is read or written in %s. Upgrade torchcache2",
-                path,
-                self.path,
-            )
-        elif isinstance(error, DamagedError):
-            self._corrupt += 1
-            self._tell("corrupt", "%s is damaged (%s): it is set aside, and computed again", path, str(error))
-            with contextlib.suppress(OSError):
-                self.directory.set_aside(path)
-        else:
-            self._faults += 1
-            self._tell(
-                "fault", "the cache directory fails at %s, and goes on in memory: %s", path, repr(error)
-            )
-
-    def _write_fault(self, error: Exception, path: str) -> None:
-        if isinstance(error, OSError) and is_read_only(error):
-            self._writes = False
-            self._faults += 1
-            self._tell("fault", "%s cannot be written: new rows stay in memory (%s)", path, str(error))
-            return
-        self._fault(error, path)
-        self._failures += 1
-        if self._failures > 1:
-            self._paused_until = time.monotonic() + min(_LONGEST_PAUSE, 2.0**self._failures)
-
-    def _tell(self, kind: str, message: str, *args: object) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
-            logger.warning(message, *args)
