@@ -400,6 +400,18 @@ def test_hits_do_not_look_for_more(make, at_once):
     assert set(fs.calls) <= {"read", "will_need"}
 
 
+@pytest.mark.usefixtures("at_once")
+def test_what_a_handle_has_sealed_it_does_not_open_again(make):
+    fs = Watched()
+    tier = make(fs=fs)
+    seal(tier, range(10))
+    seal(tier, range(10, 20))
+    fs.calls.clear()
+    assert found(tier, [99]) == []  # looks for segments of others
+    assert "entries" in fs.calls and "open" not in fs.calls
+    assert tier.stats().rows == 20
+
+
 def test_handles_that_sealed_the_same_rows_lose_none_when_one_copy_goes(make, path, at_once):
     one, two = make(), make()
     for tier in (one, two):

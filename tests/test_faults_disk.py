@@ -13,7 +13,6 @@ import torch
 
 from tests._storage import (
     CALLS,
-    CPU,
     NAMESPACES,
     NEVER,
     Faulty,
@@ -36,7 +35,6 @@ from tests._storage import (
     warnings_of,
 )
 from torchcache2.directory import LOCK
-from torchcache2.rows import Rows
 from torchcache2.storage import FileSystem
 from torchcache2.tiers import located as located_module
 from torchcache2.tiers.disk import DiskTier
@@ -716,23 +714,6 @@ def test_an_interrupt_while_a_segment_is_written_leaves_nothing_behind(path, mon
     put(tier, NEW, WIDTH)
     tier.close()
     assert sealed_names(path, OLD + NEW, WIDTH) == sorted(OLD + NEW)
-
-
-def test_rows_that_the_codec_cannot_take_are_a_fault(path, log):
-    class Broken:
-        name = "none"
-
-        def encode(self, parts, lanes):
-            raise ValueError("a part that is too large")
-
-    tier = handle(path, codec="brotli")
-    tier._codec = Broken()
-    put(tier, [1], 3)
-    put(tier, [2], 5)
-    tier.flush()
-    assert found(tier, [1], 3) == [] and tier.stats().faults == 1 and len(warnings_of(log)) == 1
-    tier.put(keys_of(["plain"]), Rows.from_pytree(torch.rand(1, 3), 1, device=CPU))
-    tier.close()
 
 
 def test_a_lock_file_that_cannot_be_made_is_a_fault(path, log):

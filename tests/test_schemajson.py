@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from transformers.utils import ModelOutput
 
-from torchcache2 import schemajson
+from torchcache2 import classnames, leafjson, schemajson
 from torchcache2.rows import BARE, Leaf, Rows, Schema
 from torchcache2.schemajson import (
     SchemaError,
@@ -885,4 +885,4 @@ def test_json_that_was_changed_is_refused_or_is_a_schema(data):
 
 def test_the_limits_are_those_of_the_tests():
     assert (schemajson.MAX_LEAVES, schemajson.MAX_DEPTH, schemajson.MAX_ELEMENTS) == (10_000, 100, 100_000)
-    assert (schemajson.MAX_ROW, schemajson.MAX_DIMS, schemajson.MAX_NAME) == (2**48, 64, 1_000)
+    assert (leafjson.MAX_ROW, leafjson.MAX_DIMS, classnames.MAX_NAME) == (2**48, 64, 1_000)
