@@ -1,6 +1,8 @@
 import ast
 import importlib
 import re
+import subprocess
+import sys
 import threading
 import types
 import weakref
@@ -135,7 +137,9 @@ def test_imports_go_downwards_only_and_every_file_has_its_layer():
 
 def test_every_file_is_imported_somewhere():
     files = sources()
-    assert {target for name, text in files.items() for target in imports(name, text, files)} == set(LAYERS) - {"__main__"}
+    assert {target for name, text in files.items() for target in imports(name, text, files)} == set(
+        LAYERS
+    ) - {"__main__"}
 
 
 FILES = {
@@ -303,6 +307,15 @@ def test_the_check_finds_planted_writes(text, found):
 
 def test_the_public_names_are_all_there_and_nothing_else_is():
     module = importlib.import_module(NAME)
-    public = {name for name in vars(module) if not name.startswith("_")}
+    public = {name for name in dir(module) if not name.startswith("_")}
     submodules = {layer.split(".")[0] for layer in LAYERS}
     assert public - submodules == set(module.__all__) - {"__version__"}
+    assert all(hasattr(module, name) for name in module.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'torch'"):
+        _ = module.torch
+
+
+def test_importing_the_package_imports_no_torch():
+    script = "import sys, torchcache2; print('torch' in sys.modules, torchcache2.OptionError.__name__)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False OptionError\n", done.stderr
