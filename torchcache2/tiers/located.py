@@ -177,7 +177,8 @@ class Located:
         absent = self._index.find(words) < 0
         if not absent.all():
             words, rows = words[absent], rows[absent]
-        if len(words) and len(np.unique(words[:, 0])) < len(words):  # in files of strangers only
+        low = np.sort(words[:, 0])
+        if (low[1:] == low[:-1]).any():  # in files of strangers only
             distinct = np.unique(words, axis=0, return_index=True)[1]
             words, rows = words[distinct], rows[distinct]
         if len(words) < len(keys):
