@@ -63,6 +63,8 @@ LAYERS = [
     "modes",
     "directory",
     "segmentread",
+    "descriptors",
+    "segmentparse",
     "segmentwrite",
     "segment",
     "storage",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,54 +11,21 @@ from xxhash import xxh3_64_intdigest
 
 from torchcache2 import codec as codecs
 from torchcache2.codec import CorruptError, lane
+from torchcache2.descriptors import Descriptors
 from torchcache2.gather import empty_bytes, moved
-from torchcache2.locks import ProcessLock
 from torchcache2.rows import Rows, Schema
-from torchcache2.segment import DamagedError, Layout, TooLargeError, checked, parse, read_size, stated
+from torchcache2.segment import DamagedError, Layout, TooLargeError
+from torchcache2.segmentparse import checked, parse, read_size, stated
 from torchcache2.segmentwrite import Encoded, row_checksums
 from torchcache2.storage import Descriptor, FileSystem, ShortFileError
 
 __all__ = ["Descriptors", "Segment", "empty_columns", "rows_of"]
 
-_MOST_OPEN = 128
 _CHECKED_AT_ONCE = 8 << 20  # bytes
 _MOST_EXTENT = 1 << 48
 _FIRST_READ = 64 << 10  # bytes of a file that are read at once: most headers are shorter
 Array = np.ndarray[Any, np.dtype[Any]]
 Columns = list[np.ndarray[Any, np.dtype[np.uint8]]]
-
-
-class Descriptors:
-    """Open files by path; those that were not used for longest are closed when there are too many."""
-
-    def __init__(self, fs: FileSystem, most: int = _MOST_OPEN) -> None:
-        self._fs = fs
-        self._most = most
-        self._lock = ProcessLock(threading.RLock)
-        self._open: OrderedDict[str, Descriptor] = OrderedDict()
-
-    def get(self, path: str) -> Descriptor:
-        """The file, open for reading; it stays open as long as somebody has it."""
-        with self._lock():
-            if path in self._open:
-                self._open.move_to_end(path)
-                return self._open[path]
-        file = self._fs.open(path)
-        with self._lock():
-            self._open[path] = file
-            while len(self._open) > self._most:
-                self._open.popitem(last=False)
-        return file
-
-    def forget(self, path: str) -> None:
-        """Close a file, when nobody reads it any more."""
-        with self._lock():
-            self._open.pop(path, None)
-
-    def clear(self) -> None:
-        """Close all."""
-        with self._lock():
-            self._open.clear()
 
 
 class Segment:
@@ -126,7 +91,7 @@ class Segment:
         OSError
             As the file system does.
         DamagedError, NewerFormatError, TooLargeError, UnknownClassError
-            See `torchcache2.segment.parse`.
+            See `torchcache2.segmentparse.parse`.
         OptionError
             If its codec is not installed.
         """

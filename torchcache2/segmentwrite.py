@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from torchcache2.codec import Codec, Lane, lane
+from torchcache2.codec import Codec, Lane, Plain, lane
 from torchcache2.gather import as_bytes, moved
 from torchcache2.keys import Keys
 from torchcache2.rows import Rows, Schema
@@ -26,6 +26,7 @@ SEGMENT = ".safetensors"
 TEMPORARY = ".tmp"  # behind the name of a segment that is being written
 _LEAST_SAVED = 0.1  # of the bytes; a codec that saves less costs more time than the room is worth
 _HOPELESS = 0.98  # a sample that keeps more than this share of its bytes
+_MOST_PART = (1 << 31) - 64  # bytes of a leaf in a row that a codec takes
 _SAMPLES = 32
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 Bytes1D = np.ndarray[Any, np.dtype[np.uint8]]
@@ -87,6 +88,8 @@ def encode(batches: Sequence[Batch], codec: Codec, *, library: str = "") -> Enco
     pairs = zip(pieces, counts, strict=True)
     checksums = np.concatenate([row_checksums(columns, range(count)) for columns, count in pairs])
     lanes = [lane(leaf.stored) for leaf in schema.leaves]
+    if any(column.shape[1] > _MOST_PART for columns in pieces for column in columns):
+        codec = Plain()
     index: dict[str, np.ndarray[Any, Any]] = {}
     data: list[Any] = []
     if layout.extents:
