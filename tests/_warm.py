@@ -212,7 +212,7 @@ def _become(request):
     os.chdir(request["cwd"])
     path = request["start"]
     sys.argv = [path, *request["args"]]
-    sys.path[0] = os.path.dirname(path)
+    sys.path[:1] = [os.path.dirname(path), str(ROOT)]
     main = types.ModuleType("__main__")
     main.__file__ = path
     main.__dict__["__spec__"] = None

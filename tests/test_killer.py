@@ -8,11 +8,7 @@ from tests import _warm
 
 SOAK = bool(os.environ.get("SOAK"))
 CYCLES = {"tier": 1000, "module": 1000} if SOAK else {"tier": 18, "module": 12}
-SCRIPT = f"""
-import runpy, sys
-sys.path.insert(0, {str(_warm.ROOT)!r})
-runpy.run_module("tests._killer", run_name="__main__")
-"""
+SCRIPT = "import runpy; runpy.run_module('tests._killer', run_name='__main__')"
 
 
 @pytest.mark.parametrize("how", CYCLES)

@@ -508,8 +508,7 @@ ACTS = ["put", "get", "get what another one has sealed", "flush", "drop", "stats
 
 @pytest.mark.parametrize("act", ACTS)
 def test_an_interrupt_at_any_point_leaves_neither_a_lock_nor_a_wrong_row(act, tmp_path):
-    script = f"import sys\nsys.path.insert(0, {str(_warm.ROOT)!r})\n" + INTERRUPTED_EVERYWHERE
-    process = _warm.run(script, act, 1 if SOAK else 3, env={"TMPDIR": str(tmp_path)})
+    process = _warm.run(INTERRUPTED_EVERYWHERE, act, 1 if SOAK else 3, env={"TMPDIR": str(tmp_path)})
     assert int(process.out) >= 10
 
 
@@ -759,7 +758,7 @@ tier.close()
 
 
 def test_a_child_finds_what_its_parent_was_writing(path):
-    _warm.run(f"import sys\nsys.path.insert(0, {str(_warm.ROOT)!r})\n" + FORKED_WHILE_WRITING, path)
+    _warm.run(FORKED_WHILE_WRITING, path)
     assert len(list(path.glob("*/*.safetensors"))) == 1
 
 

@@ -48,7 +48,7 @@ _SEALED_AFTER = 5.0  # seconds
 _MOST_QUEUED = 256 << 20
 _LEAST_QUEUED = 16 << 20
 _TOUCHED_EVERY = 60.0  # seconds
-_TRIES = 3  # to have a folder that nobody deletes
+_TRIES = 10  # to have a folder that nobody deletes
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -160,6 +160,9 @@ class DiskTier:
 
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, and delete its segments."""
+        if self._is_busy_here():
+            self._later(self.drop, namespace)
+            return
         with self._lock():
             self._begin()
             if self._writer is not None:
@@ -182,6 +185,8 @@ class DiskTier:
 
     def flush(self) -> None:
         """Return when everything that was put is sealed, or forgotten because of a fault."""
+        if self._is_busy_here():
+            return  # it is written soon
         with self._lock():
             self._begin()
             writer = self._writer
@@ -192,10 +197,8 @@ class DiskTier:
         """Flush, and let go of every file and the thread; nothing is found or kept from then on."""
         if self._closed:
             return
-        if self._writer is not None and self._writer.is_this_thread():
-            # The garbage collector calls, in the middle of a segment. If this fails, `atexit` closes.
-            with contextlib.suppress(RuntimeError):
-                threading.Thread(target=self.close, daemon=True).start()
+        if self._is_busy_here():
+            self._later(self.close)
             return
         if not self._temporary:
             self.flush()
@@ -229,6 +232,16 @@ class DiskTier:
         """Bytes of memory that finding rows takes."""
         with self._lock():
             return sum(located.nbytes for located in self._located.values())
+
+    def _is_busy_here(self) -> bool:
+        """Whether the garbage collector calls, in the middle of what this thread does with this tier."""
+        writes = self._writer is not None and self._writer.writes_here()
+        return writes or bool(self._lock()._is_owned())
+
+    def _later(self, function: Callable[..., None], *args: object) -> None:
+        # If no thread can be started, the process ends, and `atexit` closes.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=function, args=args, daemon=True).start()
 
     def _open_directory(self) -> None:
         try:
@@ -387,7 +400,8 @@ class DiskTier:
                 located.names.add(name)
             described = self._describe(pending.namespace) if self._describe is not None else {}
             for _ in range(_TRIES):
-                self.directory.prepare(pending.namespace, described)
+                with contextlib.suppress(FileNotFoundError):
+                    self.directory.prepare(pending.namespace, described)
                 located.hold()
                 if located.is_held():
                     break  # else somebody has just deleted it, as nobody held it

@@ -131,6 +131,8 @@ class Pending:
         When the first came, of `time.monotonic`.
     dropped : bool
         Whether they are to be forgotten.
+    thread : int
+        The thread that writes them, of `threading.get_ident`; 0 if none does.
     done : bool
         Whether they have been written, or could not be.
     """
@@ -143,6 +145,7 @@ class Pending:
         self.count = 0
         self.since = time.monotonic()
         self.dropped = False
+        self.thread = 0
         self.done = False
         self._starts: list[int] = []
 

@@ -125,17 +125,18 @@ class Writer:
         with self._lock:
             self._close_all()
             waiting = self.all()
-        if self.is_this_thread():
-            return  # the garbage collector calls; it goes on writing afterwards
         while any(pending in waiting for pending in list(self._ready)) and self._write_next():
             pass
         with self._lock:
             while self._is_alive() and any(p in waiting and not p.done for p in self._writing):
                 self._changed.wait(1.0)
 
-    def is_this_thread(self) -> bool:
-        """Whether the caller is the thread that writes."""
-        return self._thread is threading.current_thread()
+    def writes_here(self) -> bool:
+        """Whether the caller is the thread that writes, or in the middle of writing a segment itself."""
+        here = threading.get_ident()
+        if self._thread is threading.current_thread():
+            return True
+        return any(pending.thread == here and not pending.done for pending in list(self._writing))
 
     def end(self) -> None:
         """Have the thread end; without the lock. Nothing may be added afterwards."""
@@ -198,6 +199,7 @@ class Writer:
                 if not self._ready:
                     return False
                 pending = self._ready[0]
+                pending.thread = threading.get_ident()
                 self._writing.append(pending)
                 self._ready.popleft()
             self._write(pending)

@@ -1,0 +1,92 @@
+"""The garbage collector may close a cache at any point: in the middle of a put, or of a segment."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from torchcache2.keys import Keys
+from torchcache2.rows import Rows
+from torchcache2.storage import FileSystem
+from torchcache2.tiers.disk import DiskTier
+
+NAMESPACE, OTHER = b"a namespace here", b"another one here"
+
+
+def keys_of(*numbers, namespace=NAMESPACE):
+    return Keys(namespace, np.array([[n] * 16 for n in numbers], np.uint8))
+
+
+def rows_of(*numbers):
+    output = torch.tensor(numbers, dtype=torch.float32)[:, None].expand(-1, 8)
+    return Rows.from_pytree(output, len(numbers), device=torch.device("cpu"))
+
+
+def found(tier, keys):
+    return sum(len(positions) for positions, _ in tier.get(keys).parts)
+
+
+class Interfering(FileSystem):
+    """Does something to the tier whenever a file is synced."""
+
+    def __init__(self):
+        self.interfere = lambda: None
+
+    def sync(self, file):
+        self.interfere()
+        super().sync(file)
+
+
+def in_time(function):
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("name", ["flush", "close"])
+@pytest.mark.parametrize("where", ["whoever flushes", "the writer"])
+def test_a_tier_is_flushed_or_closed_while_it_writes_a_segment(tmp_path, name, where):
+    fs = Interfering()
+    tier = DiskTier(tmp_path / "cache", codec="none", fs=fs, delay=0.0 if where == "the writer" else 1e9)
+    called = threading.Event()
+
+    def interfere():
+        if not called.is_set():
+            getattr(tier, name)()
+            called.set()
+
+    fs.interfere = interfere
+    tier.put(keys_of(1, 2), rows_of(1, 2))
+    if where == "whoever flushes":
+        in_time(tier.flush)
+    assert called.wait(60)
+    in_time(tier.close)
+    reopened = DiskTier(tmp_path / "cache")
+    assert found(reopened, keys_of(1, 2)) == 2
+    reopened.close()
+
+
+@pytest.mark.parametrize("name", ["flush", "close", "drop"])
+def test_a_tier_is_used_while_its_tables_change(tmp_path, name):
+    tier = DiskTier(tmp_path / "cache", codec="none", delay=1e9)
+    tier.put(keys_of(1, 2), rows_of(1, 2))
+    tier.put(keys_of(3, namespace=OTHER), rows_of(3))
+    arguments = [OTHER] if name == "drop" else []
+
+    def work():
+        with tier._lock():
+            getattr(tier, name)(*arguments)
+            # Nothing has happened yet, in the middle of what this thread does.
+            assert found(tier, keys_of(1, 2)) == 2 and found(tier, keys_of(3, namespace=OTHER)) == 1
+
+    in_time(work)
+    in_time(tier.close)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.daemon:
+            thread.join(60)
+    reopened = DiskTier(tmp_path / "cache")
+    assert found(reopened, keys_of(1, 2)) == 2
+    assert found(reopened, keys_of(3, namespace=OTHER)) == (0 if name == "drop" else 1)
+    reopened.close()
