@@ -162,11 +162,12 @@ class MemoryTier:
     def _try_to_forget(self) -> None:
         # Perhaps called by the garbage collector, in the middle of a call that holds the lock.
         lock = self._lock()
-        if lock.acquire(blocking=False):
-            try:
-                self._forget_dropped()
-            finally:
-                lock.release()
+        for is_free in map(lock.acquire, (False,)):  # unlike after a call, no interrupt comes after this
+            if is_free:
+                try:
+                    self._forget_dropped()
+                finally:
+                    lock.release()
 
     def _forget_dropped(self) -> None:
         if self._lock.was_torn():
