@@ -90,6 +90,7 @@ class Handle:
             self.holds.add(space)
 
     def put(self, names, space):
+        self.get(names, space)  # may meet files that are gone
         before, count = self.get(names, space), 0
         for width in WIDTHS:
             mine = [name for name in names if width_of(name) == width]
@@ -102,7 +103,11 @@ class Handle:
 
 
 class Directory(RuleBasedStateMachine):
-    names = st.lists(st.sampled_from(NAMES), min_size=1, max_size=12, unique=True)
+    names = st.builds(
+        lambda first, count: [(first + i) % len(NAMES) for i in range(count)],
+        st.integers(0, len(NAMES) - 1),
+        st.integers(1, 12),
+    )
     spaces = st.sampled_from(SPACES)
     which = st.integers(0, 2)
 
@@ -125,10 +130,16 @@ class Directory(RuleBasedStateMachine):
         self.handles = [Handle(self.path, self.options) for _ in range(2)]
         self.sealed = set()  # what every handle must find
         self.damaged = set()
+        self.gone = self.small  # whether files have been deleted or moved
         self.largest = 0
 
     def handle(self, which):
         return self.handles[which % len(self.handles)]
+
+    def found(self, handle, names, space):
+        """What a handle finds; in a second try, if it may first meet files that are gone or damaged."""
+        here = handle.get(names, space)
+        return here | handle.get(names, space) if self.gone else here
 
     def may_have_evicted(self):
         """Somebody wrote: what may be gone, if there was no room."""
@@ -146,7 +157,7 @@ class Directory(RuleBasedStateMachine):
             self.sealed |= waited
             return
         reader = Handle(self.path, self.options)
-        here = set().union(*(reader.get(NAMES, space) for space in SPACES))
+        here = set().union(*(self.found(reader, NAMES, space) for space in SPACES))
         reader.tier.close()
         assert here >= self.sealed
         if self.policy == "lru" and not self.threads and cost_of(waited) <= self.budget:
@@ -162,14 +173,19 @@ class Directory(RuleBasedStateMachine):
             assert len(new) == count
 
     @rule(which=which, names=names, space=spaces)
-    def get(self, which, names, space):
-        handle = self.handle(which)
-        handle.look(space)
-        expected = {row for row in self.sealed | handle.waiting if row[0] == space}
-        if self.small and self.threads:  # it may have found no room, and another one have made some
-            expected = set()
-        asked = [*names, *sorted({name for _, name in expected}.difference(names))]
-        assert handle.get(asked, space) >= expected
+    def put_and_flush(self, which, names, space):
+        self.put(which, names, space)
+        self.flush(which)
+
+    @rule(names=names, space=spaces)
+    def get(self, names, space):
+        for handle in self.handles:
+            handle.look(space)
+            expected = {row for row in self.sealed | handle.waiting if row[0] == space}
+            if self.small and self.threads:  # it may have found no room, and another one have made some
+                expected = set()
+            asked = [*names, *sorted({name for _, name in expected}.difference(names))]
+            assert self.found(handle, asked, space) >= expected
 
     @rule(which=which)
     def flush(self, which):
@@ -177,29 +193,22 @@ class Directory(RuleBasedStateMachine):
         handle.tier.flush()
         self.seal(handle)
 
-    @rule(which=which, after=st.integers(0, 60))
-    def crash_in_flush(self, which, after):
+    @rule(which=which, end=st.sampled_from(["reopen", "crash", "crash in flush"]), calls=st.integers(0, 60))
+    def end(self, which, end, calls):
         handle = self.handle(which)
-        handle.fs.die(after)
-        handle.tier.flush()
-        if handle.fs.is_dead:
-            self.may_have_evicted()
-        else:
+        if end == "reopen":
+            handle.tier.close()
             self.seal(handle)
-        self.crash(which)
-
-    @rule(which=which)
-    def crash(self, which):
-        handle = self.handle(which)
-        abandon(handle.tier, handle.fs)
-        self.handles.remove(handle)
-        self.handles.append(Handle(self.path, self.options))
-
-    @rule(which=which)
-    def reopen(self, which):
-        handle = self.handle(which)
-        handle.tier.close()
-        self.seal(handle)
+        elif end == "crash":
+            abandon(handle.tier, handle.fs)
+        else:
+            handle.fs.die(calls)
+            handle.tier.flush()
+            if handle.fs.is_dead:
+                self.may_have_evicted()
+            else:
+                self.seal(handle)
+            abandon(handle.tier, handle.fs)
         self.handles.remove(handle)
         self.handles.append(Handle(self.path, self.options))
 
@@ -212,6 +221,7 @@ class Directory(RuleBasedStateMachine):
     def drop(self, which, space):
         handle = self.handle(which)
         handle.tier.drop(space)
+        self.gone = True
         self.sealed -= rows(NAMES, space)
         handle.waiting -= rows(NAMES, space)
         handle.holds.discard(space)
@@ -226,6 +236,7 @@ class Directory(RuleBasedStateMachine):
             lost = rows_in(file).difference(*(rows_in(other) for other in files if other != file))
             flip(file, int(place * file.stat().st_size), 1 << bit)
             self.damaged.add(file)
+            self.gone = True
             self.sealed -= lost
 
     @invariant()
@@ -235,9 +246,10 @@ class Directory(RuleBasedStateMachine):
                 stats = handle.tier.stats()
                 assert stats.faults == 0
                 assert self.small or stats.evictions == 0
-            sizes = [file.stat().st_size for file in segments(self.path)]
-            self.largest = max([self.largest, *sizes])
-            assert size_of(self.path) <= self.budget + len(self.handles) * self.largest
+            if not self.threads:  # else they write and delete meanwhile
+                sizes = [file.stat().st_size for file in segments(self.path)]
+                self.largest = max([self.largest, *sizes])
+                assert size_of(self.path) <= self.budget + len(self.handles) * self.largest
 
     def teardown(self):
         if not hasattr(self, "handles"):
@@ -246,8 +258,9 @@ class Directory(RuleBasedStateMachine):
             for handle in self.handles:
                 handle.tier.close()
                 self.seal(handle)
+                handle.holds.clear()
             last = Handle(self.path, self.options)
-            here = set().union(*(last.get(NAMES, space) for space in SPACES))
+            here = set().union(*(self.found(last, NAMES, space) for space in SPACES))
             last.tier.close()
             assert here >= self.sealed
             # Whatever has happened, nobody has to tidy up.
@@ -260,7 +273,7 @@ class Directory(RuleBasedStateMachine):
 
 TestDirectory = Directory.TestCase
 TestDirectory.settings = hypothesis.settings(
-    max_examples=3000 if SOAK else 150,
+    max_examples=3000 if SOAK else 60,
     stateful_step_count=60 if SOAK else 25,
     deadline=None,
     report_multiple_bugs=False,

@@ -869,7 +869,7 @@ def mutated(draw):
     return root[0]
 
 
-@hypothesis.settings(max_examples=600, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+@hypothesis.settings(max_examples=200, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 @hypothesis.given(mutated())
 def test_json_that_was_changed_is_refused_or_is_a_schema(data):
     modules = set(sys.modules)
