@@ -1118,6 +1118,19 @@ def test_files_that_somebody_deletes_are_misses(make, path, log, what, at_once):
     assert warnings_of(log) == []
 
 
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("gone", range(4))
+def test_rows_stay_right_when_looking_finds_that_segments_are_gone(make, path, gone):
+    fill(path, 4, width=20)
+    everything = [(number, row) for number in range(4) for row in range(10)]
+    tier = make()
+    assert found(tier, everything, 20) == everything
+    segments(path)[gone].unlink()
+    # The first key is nowhere, so the tier looks, with the others already found in its index.
+    here = found(tier, ["nowhere", *everything], 20)
+    assert here == [name for name in everything if name[0] != gone]
+
+
 # Deleting
 
 

@@ -273,7 +273,7 @@ class Directory(RuleBasedStateMachine):
 
 TestDirectory = Directory.TestCase
 TestDirectory.settings = hypothesis.settings(
-    max_examples=3000 if SOAK else 60,
+    max_examples=3000 if SOAK else 100,
     stateful_step_count=60 if SOAK else 25,
     deadline=None,
     report_multiple_bugs=False,

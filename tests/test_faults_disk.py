@@ -507,7 +507,7 @@ def places(file):
         if position >= 0:
             regions += [position + 1, position + len(word) - 1, position + len(word)]
     generator = random.Random(len(data))
-    regions += [generator.randrange(len(data)) for _ in range(40 if not SOAK else 4000)]
+    regions += [generator.randrange(len(data)) for _ in range(1000 if SOAK else 40)]
     return sorted({region for region in regions if region < len(data)})
 
 
@@ -571,7 +571,7 @@ def test_a_segment_that_is_cut_short_is_noticed(path, log, opened):
     file, other = damaged_files(path, "none")
     data = file.read_bytes()
     sizes = [0, 1, 7, 8, 9, 100, 1000, len(data) // 2, len(data) - WIDTH * 4, len(data) - 1]
-    for size in [*sizes, *(range(len(data)) if SOAK else [])]:
+    for size in [*sizes, *(range(0, len(data), 7) if SOAK else [])]:
         tier = handle(path)
         if opened:
             assert found(tier, NEW[:1], WIDTH) == NEW[:1]
@@ -644,7 +644,7 @@ def test_files_that_change_between_puts_and_gets(path, log):
     generator = np.random.default_rng(0)
     tiers = [handle(path, codec=codec) for codec in ("none", "brotli", "none")]
     flips = 0
-    for turn in range(60 if not SOAK else 3000):
+    for turn in range(3000 if SOAK else 60):
         tier = tiers[turn % 3]
         names = generator.integers(0, 100, 12).tolist()
         here = found(tier, names, WIDTH)

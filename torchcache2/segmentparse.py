@@ -65,7 +65,7 @@ def stated(text: bytes, file_bytes: int) -> tuple[int, bytes]:
         rows = [name for name in header if name == "payload" or name.startswith("output")]
         start = end + min((header[name]["data_offsets"][0] for name in rows), default=file_bytes - end)
     except _UNPARSABLE as error:
-        raise DamagedError(f"a header that does not parse: {error!r}") from None
+        raise DamagedError(_unparsed(error)) from None
     if type(start) is not int or not end <= start <= file_bytes or len(checksum) != 16:
         raise DamagedError(f"rows from byte {start} on of {file_bytes}")
     return start, checksum
@@ -117,8 +117,13 @@ def parse(text: bytes, file_bytes: int, limit: int, *, structured: bool = True) 
         if header != layout.tensors():
             raise DamagedError("tensors that contradict the schema")
     except (*_UNPARSABLE, SchemaError) as error:
-        raise DamagedError(f"a header that does not parse: {error!r}") from None
+        raise DamagedError(_unparsed(error)) from None
     return layout
+
+
+def _unparsed(error: Exception) -> str:
+    # Not all of it: an error of decoding has the whole header.
+    return f"a header that does not parse, {type(error).__name__}: {str(error)[:200]}"
 
 
 def _number(text: Any) -> int:

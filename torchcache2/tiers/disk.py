@@ -303,7 +303,7 @@ class DiskTier:
                 located.keep_hold()
                 entries = located.find(keys.words)
                 if (entries < 0).any() and located.look():
-                    entries = located.find(keys.words)
+                    entries = located.find(keys.words)  # all of them: entries move
             except BaseException:
                 self._start_anew(keys.namespace)
                 raise

@@ -113,7 +113,10 @@ class Located:
         self._hold, self._is_wanted = None, False
 
     def look(self) -> bool:
-        """Open segments that are new, at most every few seconds; whether there were any."""
+        """Open segments that are new, and forget those that are gone, at most every few seconds.
+
+        Returns whether there were any: entries are others then.
+        """
         now = time.monotonic()
         if now - self._looked < _LOOK_EVERY:
             return False
@@ -129,10 +132,21 @@ class Located:
             self._changed = -1  # look again
             self._on_fault(error, self._directory.folder(self.namespace))
             return False
-        opened = [self.open(e.name) for e in entries if e.name not in self.names]
+        changes = self._forget_missing({entry.name for entry in entries})
+        changes += [self.open(e.name) for e in entries if e.name not in self.names]
         if entries:
             self.hold()
-        return any(opened)
+        return any(changes)
+
+    def _forget_missing(self, names: set[str]) -> list[bool]:
+        """Forget segments that another process has deleted; one True for each."""
+        gone = []
+        for number, source in list(self.sources.items()):
+            if isinstance(source, Segment) and (name := os.path.basename(source.path)) not in names:
+                self.remove(number)
+                self.names.discard(name)
+                gone.append(True)
+        return gone
 
     def open(self, name: str) -> bool:
         """Open one segment; whether it has rows for us."""
