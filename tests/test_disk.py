@@ -51,15 +51,30 @@ CODECS = ["none", "brotli", "blosc2"]
 
 
 class Gated(Unsynced):
-    """Waits for the disk as long as the gate is closed."""
+    """Waits for the disk as long as a gate is closed."""
 
     def __init__(self):
-        self.gate, self.entered = threading.Event(), threading.Event()
-        self.gate.set()
+        self.gates = {"sync": threading.Event(), "sync_folder": threading.Event()}
+        self.entered = set()
+        for gate in self.gates.values():
+            gate.set()
+
+    def close(self, *names):
+        for name in names:
+            self.gates[name].clear()
+        self.entered.clear()
+
+    def open_all(self):
+        for gate in self.gates.values():
+            gate.set()
 
     def sync(self, file):
-        self.entered.set()
-        assert self.gate.wait(60)
+        self.entered.add("sync")
+        assert self.gates["sync"].wait(60)
+
+    def sync_folder(self, path):
+        self.entered.add("sync_folder")
+        assert self.gates["sync_folder"].wait(60)
 
 
 @pytest.fixture
@@ -265,7 +280,7 @@ def test_a_caller_waits_while_too_many_rows_wait(make, path, monkeypatch, thread
 def test_a_caller_waits_for_a_slow_disk_and_then_goes_on(make):
     fs = Gated()
     tier = make(codec="none", queue=100 * 4000, fs=fs)
-    fs.gate.clear()
+    fs.close("sync")
     done = []
 
     def work():
@@ -282,7 +297,7 @@ def test_a_caller_waits_for_a_slow_disk_and_then_goes_on(make):
         assert 90 <= waiting <= 110
         assert found(tier, range(waiting), 1000) == list(range(waiting))  # reading does not wait
     finally:
-        fs.gate.set()
+        fs.open_all()
         thread.join(60)
     assert done == [10] * 50
     tier.flush()
@@ -1147,26 +1162,34 @@ def test_drop_deletes_the_files_of_a_namespace(make, path):
     assert found(make(), range(3), namespace=NAMESPACES[1]) == [0, 1, 2]
 
 
-def test_rows_that_are_dropped_while_they_are_written_do_not_come_back(make, path):
+@pytest.mark.parametrize("point", ["sync", "sync_folder"])
+def test_rows_that_are_dropped_while_they_are_written_do_not_come_back(make, path, log, point):
+    """Before and after the file has its name."""
     fs = Gated()
     tier = make(fs=fs)
     seal(tier, ["before"])
-    fs.gate.clear()
-    fs.entered.clear()
+    fs.close("sync", "sync_folder")
     put(tier, range(10))
     thread = threading.Thread(target=tier.flush)
     thread.start()
     try:
-        assert fs.entered.wait(60)
-        tier.drop(NAMESPACES[0])
+        wait_until(lambda: "sync" in fs.entered)
+        if point == "sync":
+            tier.drop(NAMESPACES[0])
+            assert found(tier, [*range(10), "before"]) == []
+        fs.gates["sync"].set()
+        wait_until(lambda: "sync_folder" in fs.entered or not thread.is_alive())
+        if point == "sync_folder":
+            tier.drop(NAMESPACES[0])
         assert found(tier, [*range(10), "before"]) == []
     finally:
-        fs.gate.set()
+        fs.open_all()
         thread.join(60)
     tier.flush()
     assert found(tier, range(10)) == [] and segments(path) == []
     seal(tier, range(5))
     assert found(tier, range(10)) == list(range(5))
+    assert tier.stats().faults == 0 and warnings_of(log) == []
 
 
 def test_what_dead_writers_left_is_deleted_and_what_living_ones_write_is_not(make, path):

@@ -90,6 +90,7 @@ class Handle:
             self.holds.add(space)
 
     def put(self, names, space):
+        self.look(space)
         self.get(names, space)  # may meet files that are gone
         before, count = self.get(names, space), 0
         for width in WIDTHS:
@@ -97,8 +98,6 @@ class Handle:
             count += put(self.tier, mine, width, space)
         new = self.get(names, space) - before
         self.waiting |= new
-        if count:
-            self.holds.add(space)
         return before, new, count
 
 
@@ -153,6 +152,7 @@ class Directory(RuleBasedStateMachine):
         """A flush has returned."""
         self.may_have_evicted()
         waited, handle.waiting = handle.waiting, set()
+        handle.holds |= {space for space, _ in waited}
         if not self.small:
             self.sealed |= waited
             return

@@ -44,7 +44,7 @@ def test_linear_probe_runs_and_the_cache_changes_nothing_but_the_time(tmp_path):
 
 
 def test_linear_probe_goes_on_from_a_folder(tmp_path):
-    items, test_items = 256, TEST_ITEMS
+    items, test_items = 64, TEST_ITEMS
     arguments = [
         "--epochs",
         2,
