@@ -160,8 +160,8 @@ class DiskTier:
 
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, and delete its segments."""
-        if self._is_busy_here():
-            self._later(self.drop, namespace)
+        if self._lock()._is_owned():
+            self._later(self.drop, namespace)  # the garbage collector calls, while tables change
             return
         with self._lock():
             self._begin()
@@ -450,12 +450,13 @@ class DiskTier:
     def _has_room(self, size: int) -> bool:
         if size > self.budget:
             return False
-        if self._in_use is not None:
-            in_use = self._in_use()
-            with self._lock():
-                for namespace, located in self._located.items():
-                    if namespace not in in_use:
-                        located.let_go()
+        in_use = None if self._in_use is None else self._in_use()
+        with self._lock():
+            for namespace, located in self._located.items():
+                if in_use is None or namespace in in_use:
+                    located.hold()  # others may have made its folder since
+                else:
+                    located.let_go()
         if make_room(self.directory, size, self.budget, lru=self.policy == "lru", removed=self._removed):
             return True
         self._health.full(self.budget)
