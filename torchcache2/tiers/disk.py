@@ -165,9 +165,11 @@ class DiskTier:
             return
         with self._lock():
             self._begin()
-            if self._writer is not None:
-                self._writer.drop(namespace)
+            dropped = self._writer.drop(namespace) if self._writer is not None else []
             self._located.pop(namespace, None)
+            if names := {pending.name for pending in dropped if pending.name}:
+                # Their files may appear for a moment, until whoever writes them sees that they are dropped.
+                self._new_namespace(namespace).names = names
         try:
             contents = self.directory.contents(namespace.hex())
             if not self._health.writes:
@@ -398,6 +400,7 @@ class DiskTier:
                     self._forget(pending)
                     return
                 located.names.add(name)
+                pending.name = name
             described = self._describe(pending.namespace) if self._describe is not None else {}
             for _ in range(_TRIES):
                 with contextlib.suppress(FileNotFoundError):
@@ -416,7 +419,8 @@ class DiskTier:
             with self._lock():
                 self._health.wrote()
                 if pending.dropped or self._located.get(pending.namespace) is not located:
-                    self._fs.remove(path)
+                    with contextlib.suppress(FileNotFoundError):
+                        self._fs.remove(path)
                 elif pending.number in located.sources:
                     located.sources[pending.number] = segment
         except Exception as error:

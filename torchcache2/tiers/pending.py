@@ -129,6 +129,8 @@ class Pending:
         Bytes and rows.
     since : float
         When the first came, of `time.monotonic`.
+    name : str
+        Of the file, when it is about to be written.
     dropped : bool
         Whether they are to be forgotten.
     thread : int
@@ -144,6 +146,7 @@ class Pending:
         self.nbytes = 0
         self.count = 0
         self.since = time.monotonic()
+        self.name = ""
         self.dropped = False
         self.thread = 0
         self.done = False
