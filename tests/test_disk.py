@@ -316,7 +316,7 @@ def test_flush_does_not_wait_for_rows_that_come_later(make):
                 self.tier.put(keys_of([("fed", self.fed, i) for i in range(30)]), rows_of(range(30), 1000))
 
     fs = Feeding()
-    tier = make(10**9, codec="none", queue=100 * 4000, fs=fs)
+    tier = make(800_000, "lru", "none", queue=10**9, fs=fs)  # nobody ever waits for room
     put(tier, range(5), 8)
     fs.tier = tier
     tier.flush()
