@@ -141,7 +141,10 @@ class Directory(RuleBasedStateMachine):
         return here | handle.get(names, space) if self.gone else here
 
     def may_have_evicted(self):
-        """Somebody wrote: what may be gone, if there was no room."""
+        """Somebody wrote: what may be gone, if there was no room.
+
+        A thread may write at any time: what was not held until now may be gone, whoever holds it from now on.
+        """
         if self.small and self.policy == "lru":
             self.sealed.clear()
         elif self.small:
@@ -167,6 +170,8 @@ class Directory(RuleBasedStateMachine):
     @rule(which=which, names=names, space=spaces)
     def put(self, which, names, space):
         handle = self.handle(which)
+        if self.threads:
+            self.may_have_evicted()
         before, new, count = handle.put(names, space)
         if not self.small:
             assert before | new == rows(names, space)
@@ -179,6 +184,8 @@ class Directory(RuleBasedStateMachine):
 
     @rule(names=names, space=spaces)
     def get(self, names, space):
+        if self.threads:
+            self.may_have_evicted()
         for handle in self.handles:
             handle.look(space)
             expected = {row for row in self.sealed | handle.waiting if row[0] == space}
@@ -198,6 +205,7 @@ class Directory(RuleBasedStateMachine):
         handle = self.handle(which)
         if end == "reopen":
             handle.tier.close()
+            handle.holds.clear()
             self.seal(handle)
         elif end == "crash":
             abandon(handle.tier, handle.fs)
@@ -257,6 +265,7 @@ class Directory(RuleBasedStateMachine):
         try:
             for handle in self.handles:
                 handle.tier.close()
+                handle.holds.clear()
                 self.seal(handle)
                 handle.holds.clear()
             last = Handle(self.path, self.options)
