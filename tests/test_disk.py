@@ -38,7 +38,8 @@ from tests._storage import (
     warnings_of,
 )
 from torchcache2 import OptionError
-from torchcache2.directory import FINGERPRINT, LOCK, TAG
+from torchcache2.directory import FINGERPRINT, LOCK, TAG, CacheDirectory
+from torchcache2.eviction import make_room
 from torchcache2.keys import Keys
 from torchcache2.rows import Rows
 from torchcache2.segmentwrite import ulid
@@ -937,6 +938,28 @@ def test_corrupt_files_are_counted_and_go_first(make, path):
     assert not aside.exists()
     assert found(tier, everything, 1000) == everything[:35]
     assert tier.stats().evictions == 0
+
+
+def test_making_room_leaves_a_namespace_that_somebody_begins_to_use(path):
+    class Late(FileSystem):
+        """Whoever makes room sees the folder of a namespace before there is anything in it."""
+
+        looks, holds = 0, None
+
+        def entries(self, folder):
+            found = super().entries(folder)
+            self.looks += folder == str(path / NAMESPACES[0].hex())
+            if self.looks == 2 and self.holds is None:  # the first look asks whether there is room already
+                other = CacheDirectory(path, FileSystem())
+                other.prepare(NAMESPACES[0], {})
+                self.holds = other.hold(NAMESPACES[0])
+            return found
+
+    fill(path, 3, namespace=NAMESPACES[1])
+    (path / NAMESPACES[0].hex()).mkdir()
+    fs = Late()
+    make_room(CacheDirectory(path, fs), 40_000, 40_000, lru=True)
+    assert fs.same(fs.holds, path / NAMESPACES[0].hex() / FINGERPRINT)
 
 
 def test_room_is_made_although_somebody_elses_files_are_in_the_folder(make, path):

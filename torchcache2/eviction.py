@@ -99,7 +99,8 @@ class _Room:
             self._remove(contents, entry)
         left = self._directory.contents(contents.namespace)
         if not left.segments and not left.temporary and self._excess > 0:
-            for entry in left.others:
+            # Without a claim somebody may be about to use the folder: what has appeared since is theirs.
+            for entry in left.others if claim is not None else []:
                 self._remove(contents, entry)
             with contextlib.suppress(OSError):  # somebody else's files are there
                 self._directory.fs.remove_folder(os.path.join(self._directory.path, contents.namespace))
