@@ -218,6 +218,7 @@ def _become(request):
     main.__dict__["__spec__"] = None
     sys.modules["__main__"] = main
     faulthandler.register(signal.SIGUSR1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if pytest runs in the background
     return functools.partial(_run if request["whole"] else _run_and_leave, path, main.__dict__)
 
 

@@ -1,6 +1,7 @@
 """The disk tier: what is in the directory, who sees it, what goes when it is full, whose files are left."""
 
 import collections
+import errno
 import gc
 import json
 import os
@@ -473,6 +474,32 @@ def test_few_files_are_open_however_many_segments_there_are(make, path):
     del tier
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) - before <= 2
+
+
+@pytest.mark.parametrize("threads", [True, False])
+@pytest.mark.parametrize(("width", "beside"), [(1000, False), (500_000, True)])
+def test_many_bytes_are_asked_for_beside_the_reading(path, width, beside, threads, monkeypatch):
+    class Asked(Unsynced):
+        """Who asks for rows; the system refuses."""
+
+        def __init__(self):
+            self.by = []
+
+        def will_need(self, file, offset, size):
+            self.by.append(threading.current_thread() is threading.main_thread())
+            raise OSError(errno.EIO, "not now")
+
+    fill(path, 2, width=width)
+    tier = DiskTier(path, codec="none", delay=NEVER, fs=(fs := Asked()))
+    names = [(number, i) for number in range(2) for i in range(0, 10, 2)]
+    before = threading.active_count()
+    if not threads:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert found(tier, names, width) == names
+    assert fs.by == [not (beside and threads)] * 2  # one for each segment
+    assert threading.active_count() == before
+    assert tier.stats().faults == 0
+    tier.close()
 
 
 @pytest.mark.parametrize("codec", ["none", "brotli"])

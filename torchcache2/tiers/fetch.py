@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ from torchcache2.tiers.base import Positions
 from torchcache2.tiers.located import Source
 
 __all__ = ["fetch"]
+
+_ASKED_BESIDE = 8 << 20  # bytes of a batch that are worth a thread
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -35,7 +38,7 @@ def fetch(
     positions: Positions,
     on_lost: Callable[[int, Source, Exception], None],
 ) -> list[tuple[Positions, Rows]]:
-    """Read rows; all of them are asked for before the first is waited for.
+    """Read rows; the system is asked for all of them before, or while, the first is waited for.
 
     Parameters
     ----------
@@ -53,12 +56,39 @@ def fetch(
         for schema, some in source.schemas(rows[which]):
             chosen = which[some]
             jobs.setdefault(schema, []).append(_Job(number, rows[chosen], positions[chosen]))
-    for some_jobs in jobs.values():
-        for job in some_jobs:
-            with contextlib.suppress(OSError):  # reading will say so
-                sources[job.number].read_ahead(job.rows)
-    parts = [_read(sources, schema, some_jobs, on_lost) for schema, some_jobs in jobs.items()]
+    with _read_ahead(sources, jobs):
+        parts = [_read(sources, schema, some_jobs, on_lost) for schema, some_jobs in jobs.items()]
     return [part for part in parts if part is not None]
+
+
+@contextlib.contextmanager
+def _read_ahead(sources: Mapping[int, Source], jobs: Mapping[Schema, list[_Job]]) -> Iterator[None]:
+    """Ask for all rows; for many bytes in a thread, since a system whose queue is full has us wait."""
+
+    def ask() -> None:
+        for some_jobs in jobs.values():
+            for job in some_jobs:
+                with contextlib.suppress(OSError):  # reading will say so
+                    sources[job.number].read_ahead(job.rows)
+
+    size = sum(schema.row_bytes * len(job.rows) for schema, some in jobs.items() for job in some)
+    thread = threading.Thread(target=ask, name="torchcache2 read-ahead", daemon=True)
+    if size < _ASKED_BESIDE or not _started(thread):
+        ask()
+        yield
+        return
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _started(thread: threading.Thread) -> bool:
+    try:
+        thread.start()
+    except RuntimeError:  # there are too many, or the interpreter ends
+        return False
+    return True
 
 
 def _read(
