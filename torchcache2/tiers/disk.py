@@ -165,11 +165,7 @@ class DiskTier:
             return
         with self._lock():
             self._begin()
-            dropped = self._writer.drop(namespace) if self._writer is not None else []
-            self._located.pop(namespace, None)
-            if names := {pending.name for pending in dropped if pending.name}:
-                # Their files may appear for a moment, until whoever writes them sees that they are dropped.
-                self._new_namespace(namespace).names = names
+            self._start_anew(namespace)
         try:
             contents = self.directory.contents(namespace.hex())
             if not self._health.writes:
@@ -271,6 +267,7 @@ class DiskTier:
         self._writer = Writer(
             self._lock(),
             self._write,
+            self._forget,
             target=target,
             limit=self._queue,
             delay=self._delay,
@@ -389,7 +386,7 @@ class DiskTier:
             writer.added(pending, family)
 
     def _write(self, pending: Pending) -> None:
-        """Seal rows; they are forgotten if that fails."""
+        """Seal rows; they are forgotten if that fails. Interrupts are left to the writer."""
         folder = self.directory.folder(pending.namespace)
         name = ulid() + SEGMENT
         try:
@@ -426,9 +423,6 @@ class DiskTier:
         except Exception as error:
             self._forget(pending)
             self._health.write_fault(error, folder)
-        except BaseException:
-            self._forget(pending)
-            raise
 
     def _forget(self, pending: Pending) -> None:
         self._remove_source(pending.namespace, pending.number)
@@ -446,10 +440,12 @@ class DiskTier:
                 raise
 
     def _start_anew(self, namespace: bytes) -> None:
-        """After an interrupt, tables may be half changed: find again what is sealed; with the lock held."""
-        self._located.pop(namespace, None)
-        if self._writer is not None:
-            self._writer.drop(namespace)
+        """Find again what is sealed: after an interrupt, tables may be half changed; with the lock held."""
+        self._located.pop(namespace, None)  # first: nothing may find rows that are dropped
+        dropped = self._writer.drop(namespace) if self._writer is not None else []
+        if names := {pending.name for pending in dropped if pending.name}:
+            # Their files may appear for a moment, until whoever writes them sees that they are dropped.
+            self._new_namespace(namespace).names = names
 
     def _has_room(self, size: int) -> bool:
         if size > self.budget:

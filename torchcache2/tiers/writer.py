@@ -37,6 +37,8 @@ class Writer:
         The tier's; held by the caller of the methods that say so.
     write : callable
         Writes one segment; does not raise but for interrupts. Called without the lock.
+    forget : callable
+        Called with a segment whose writing was interrupted: nobody will write it.
     target : int
         Bytes of rows from which a segment is large enough.
     limit : int
@@ -51,6 +53,7 @@ class Writer:
         self,
         lock: Any,
         write: Callable[[Pending], None],
+        forget: Callable[[Pending], None],
         *,
         target: int,
         limit: int,
@@ -64,6 +67,7 @@ class Writer:
         # For waiting only: unlike the lock's own, its ``with`` may be interrupted half way.
         self._changed = threading.Condition(lock)
         self._write = write
+        self._forget = forget
         self._delay = delay
         self._at_exit = at_exit
         self._open: dict[Kind, Pending] = {}
@@ -203,6 +207,10 @@ class Writer:
                 self._writing.append(pending)
                 self._ready.popleft()
             self._write(pending)
+        except BaseException:
+            if pending is not None:
+                self._forget(pending)
+            raise
         finally:
             if pending is not None:
                 pending.done = True  # first: what follows may be interrupted
