@@ -1088,8 +1088,10 @@ def test_a_namespace_is_in_use_while_it_is_imported(exported, tmp_path):
 
     class Asks(FileSystem):
         def rename(self, old, new):
-            claimed = CacheDirectory(str(tmp_path / "new"), FileSystem()).claim(Path(new).parent.name)
-            seen.append(claimed is not None)
+            with CacheDirectory(str(tmp_path / "new"), FileSystem()).claimed(
+                Path(new).parent.name
+            ) as claimed:
+                seen.append(claimed)
             super().rename(old, new)
 
     archive.import_archive(str(exported), CacheDirectory(str(tmp_path / "new"), Asks()))

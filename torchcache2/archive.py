@@ -145,11 +145,9 @@ def import_archive(path: str, directory: CacheDirectory, progress: Progress = la
         if SEGMENT_NAME.fullmatch(member.name):
             if member.namespace != hold[0]:
                 text = fingerprints.get(member.namespace)
-                directory.prepare(
-                    bytes.fromhex(member.namespace), _fingerprint(fs, file, text) if text else {}
-                )
+                described = _fingerprint(fs, file, text) if text else {}
                 # Others that make room take the namespace for one that is in use.
-                hold = member.namespace, directory.hold(bytes.fromhex(member.namespace))
+                hold = member.namespace, directory.enter(bytes.fromhex(member.namespace), described)
             _import_segment(directory, file, member, limit, done)
         progress(member.size)
     return done

@@ -21,6 +21,7 @@ class Descriptors:
         self._most = most
         self._lock = ProcessLock(threading.RLock)
         self._open: OrderedDict[str, Descriptor] = OrderedDict()
+        self._forgotten = 0
 
     def get(self, path: str) -> Descriptor:
         """The file, open for reading; it stays open as long as somebody has it."""
@@ -28,9 +29,11 @@ class Descriptors:
             if path in self._open:
                 self._open.move_to_end(path)
                 return self._open[path]
+            before = self._forgotten
         file = self._fs.open(path)
         with self._lock():
-            self._open[path] = file
+            if self._forgotten == before:  # else it may have been deleted since
+                self._open[path] = file
             while len(self._open) > self._most:
                 self._open.popitem(last=False)
         return file
@@ -38,9 +41,11 @@ class Descriptors:
     def forget(self, path: str) -> None:
         """Close a file, when nobody reads it any more."""
         with self._lock():
+            self._forgotten += 1
             self._open.pop(path, None)
 
     def clear(self) -> None:
         """Close all."""
         with self._lock():
+            self._forgotten += 1
             self._open.clear()

@@ -22,7 +22,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchcache2.errors import OptionError
@@ -45,7 +45,8 @@ NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 SEGMENT_NAME = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}" + re.escape(SEGMENT))
 _TEMPORARY_TEXT = re.compile(f"({re.escape(FINGERPRINT)}|{re.escape(TAG)})" + r"\.[0-9A-Z]{26}")
 _MOST_TEXT = 16 << 20
-_TRIES, _BETWEEN_TRIES = 20, 0.005  # seconds
+_ENTRIES = 10
+_TRIES, _CLAIMS, _BETWEEN_TRIES = 20, 2, 0.005  # seconds
 _OLD = 24 * 3600.0  # seconds after which a temporary file is a dead writer's where there are no locks
 
 
@@ -184,6 +185,7 @@ class CacheDirectory:
         self._make_folder(folder)
         path = os.path.join(folder, FINGERPRINT)
         if not any(entry.name == FINGERPRINT for entry in self.fs.entries(folder)):
+            self.fs.sync_folder(self.path)  # whoever made the folder may have died before
             document = {"format_version": FORMAT_VERSION, "namespace": namespace.hex(), **fingerprint}
             self._write_new(path, json.dumps(document, indent=1, sort_keys=True).encode())
 
@@ -196,24 +198,60 @@ class CacheDirectory:
             return {}
         return document if isinstance(document, dict) else {}
 
-    def hold(self, namespace: bytes) -> Descriptor | None:
-        """Count as a user of a namespace, as long as the result exists; None if it has no files."""
+    def enter(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> Descriptor | None:
+        """Make a namespace's folder, and count as a user, as long as the result exists.
+
+        None if others delete it again and again. Needed by whoever writes: a new namespace is the first that
+        goes when somebody makes room.
+        """
+        path = os.path.join(self.folder(namespace), FINGERPRINT)
+        for _ in range(_ENTRIES):
+            with contextlib.suppress(FileNotFoundError, FileExistsError):  # it is deleted meanwhile
+                self.prepare(namespace, fingerprint)
+            with contextlib.suppress(OSError):
+                held = self.hold(namespace)
+                if held is not None and self.fs.same(held, path):
+                    return held
+        return None
+
+    def hold(self, namespace: bytes, *, patient: bool = True) -> Descriptor | None:
+        """Count as a user of a namespace, as long as the result exists; None if it has no files.
+
+        Also None while somebody else has claimed it; who is `patient` waits for some milliseconds.
+        """
         path = os.path.join(self.folder(namespace), FINGERPRINT)
         try:
             file = self.fs.open(path)
-            for _ in range(_TRIES):
-                if self.fs.lock(file, exclusive=False) is not False:
-                    return file
-                time.sleep(_BETWEEN_TRIES)  # somebody asks whether it is in use, and lets go at once
         except FileNotFoundError:
-            pass
+            return None
+        for left in reversed(range(_TRIES if patient else 1)):
+            if self.fs.lock(file, exclusive=False) is not False:
+                return file
+            if left:
+                time.sleep(_BETWEEN_TRIES)  # somebody asks whether it is in use, and lets go at once
         return None  # somebody deletes it
 
-    def claim(self, namespace: str) -> Descriptor | None:
-        """Lock a namespace that no process uses; None if one does, or if that cannot be told."""
+    @contextlib.contextmanager
+    def claimed(self, namespace: str) -> Iterator[bool | None]:
+        """Whether no process uses a namespace, and none can begin to until the end.
+
+        False if that is unknown; None if it has no ``fingerprint.json`` by which one could tell.
+        """
         path = os.path.join(self.path, namespace, FINGERPRINT)
-        file = self.fs.open(path)
-        return file if self.fs.lock(file, exclusive=True) else None
+        try:
+            file = self.fs.open(path)
+        except FileNotFoundError:
+            yield None
+            return
+        locked = self.fs.lock(file, exclusive=True)
+        for _ in range(_CLAIMS):
+            if locked is False:
+                time.sleep(_BETWEEN_TRIES)  # somebody may ask the same
+                locked = self.fs.lock(file, exclusive=True)
+        try:
+            yield bool(locked) and self.fs.same(file, path)
+        finally:
+            self.fs.unlock(file)  # closing does not, if a child was forked meanwhile
 
     def set_aside(self, path: str) -> None:
         """Give a damaged segment a name under which nobody reads it."""

@@ -87,24 +87,22 @@ class _Room:
 
     def _remove_unused(self, contents: Contents) -> None:
         try:
-            claim = self._directory.claim(contents.namespace) if contents.others else None
-        except FileNotFoundError:
-            return  # somebody else has deleted it
+            with self._directory.claimed(contents.namespace) as claimed:
+                if claimed or (claimed is None and not contents.others):  # else somebody has just deleted it
+                    self._remove_all(contents, is_claimed=bool(claimed))
         except OSError as error:
             self._error = self._error or error
-            return
-        if claim is None and contents.others:
-            return  # in use
+
+    def _remove_all(self, contents: Contents, *, is_claimed: bool) -> None:
         for entry in sorted(contents.segments, key=lambda entry: (entry.mtime, entry.name)):
             self._remove(contents, entry)
         left = self._directory.contents(contents.namespace)
         if not left.segments and not left.temporary and self._excess > 0:
             # Without a claim somebody may be about to use the folder: what has appeared since is theirs.
-            for entry in left.others if claim is not None else []:
+            for entry in left.others if is_claimed else []:
                 self._remove(contents, entry)
             with contextlib.suppress(OSError):  # somebody else's files are there
                 self._directory.fs.remove_folder(os.path.join(self._directory.path, contents.namespace))
-        del claim  # the lock, until here
 
     def _remove(self, contents: Contents, entry: Entry) -> None:
         if self._excess <= 0:

@@ -88,13 +88,11 @@ def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool =
         False if a process uses it, and nothing was deleted.
     """
     fs, folder = directory.fs, os.path.join(directory.path, namespace)
-    with FileLock(os.path.join(directory.path, LOCK), timeout=_PATIENCE):
+    with contextlib.ExitStack() as lock:
+        lock.enter_context(FileLock(os.path.join(directory.path, LOCK), timeout=_PATIENCE))
         contents = directory.contents(namespace)
-        try:
-            claim = directory.claim(namespace) if contents.others else None
-        except FileNotFoundError:
-            claim = None
-        if claim is None and contents.others and not force:
+        claimed = lock.enter_context(directory.claimed(namespace))
+        if claimed is False and not force:
             return False
         for entry in (*contents.segments, *contents.corrupt):
             with contextlib.suppress(FileNotFoundError):
@@ -102,12 +100,12 @@ def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool =
         directory.remove_leftovers()
         left = directory.contents(namespace)
         if not left.segments and not left.temporary:
-            for entry in left.others:
+            # Without a claim somebody may be about to use the folder: what has appeared since is theirs.
+            for entry in left.others if claimed or force else []:
                 with contextlib.suppress(FileNotFoundError):
                     fs.remove(os.path.join(folder, entry.name))
             with contextlib.suppress(OSError):  # somebody else's files are there
                 fs.remove_folder(folder)
-        del claim  # the lock, until here
     return True
 
 

@@ -53,7 +53,7 @@ class Scratch:
         """Delete the folder; a forked child leaves it to its parent."""
         if os.getpid() == self._pid:
             atexit.unregister(self.remove)
-            shutil.rmtree(self._top, ignore_errors=True)
+            _delete(self._top)
             self._alive = None
 
     @staticmethod
@@ -70,7 +70,15 @@ class Scratch:
                         continue
                     alive = fs.open(os.path.join(top, _ALIVE))
                     if fs.lock(alive, exclusive=True):
-                        shutil.rmtree(top, ignore_errors=True)
+                        _delete(top)
+
+
+def _delete(top: str) -> None:
+    """Delete a folder; what could not be deleted is found by the next run, as ``.alive`` goes last."""
+    cache = os.path.join(top, _CACHE)
+    shutil.rmtree(cache, ignore_errors=True)
+    if not os.path.lexists(cache):
+        shutil.rmtree(top, ignore_errors=True)
 
 
 def _is_scratch(fs: FileSystem, top: str) -> bool:

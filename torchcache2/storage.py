@@ -127,6 +127,12 @@ class FileSystem:
             return None
         return True
 
+    def unlock(self, file: Descriptor) -> None:
+        """Let go of a lock at once, though a forked child may have the file open too."""
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file.number, fcntl.LOCK_UN)
+
     def rename(self, old: str, new: str) -> None:
         """Give a file another name; what had that name is gone."""
         os.rename(old, new)

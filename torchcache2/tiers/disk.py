@@ -28,9 +28,9 @@ from torchcache2.keys import Keys
 from torchcache2.locks import ProcessLock
 from torchcache2.rows import Rows, Schema
 from torchcache2.schemajson import UnserialisableError
-from torchcache2.segment import schema_text
+from torchcache2.segment import DamagedError, schema_text
 from torchcache2.segmentread import Descriptors, Segment
-from torchcache2.segmentwrite import SEGMENT, encode, ulid, write
+from torchcache2.segmentwrite import SEGMENT, Encoded, encode, ulid, write
 from torchcache2.settings import Policy
 from torchcache2.storage import FileSystem
 from torchcache2.tiers.base import Found, Positions, TierStats
@@ -48,7 +48,6 @@ _SEALED_AFTER = 5.0  # seconds
 _MOST_QUEUED = 256 << 20
 _LEAST_QUEUED = 16 << 20
 _TOUCHED_EVERY = 60.0  # seconds
-_TRIES = 10  # to have a folder that nobody deletes
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -175,9 +174,10 @@ class DiskTier:
                 return
             for entry in (*contents.segments, *contents.corrupt):
                 path = os.path.join(self.directory.folder(namespace), entry.name)
-                self._descriptors.forget(path)
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.remove(path)
+                self._descriptors.forget(path)
+                self._remove_file(namespace, entry.name)  # another thread may have opened it meanwhile
         except OSError as error:
             self._health.fault(error, self.directory.folder(namespace))
 
@@ -293,6 +293,8 @@ class DiskTier:
         return located
 
     def _find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
+        if keys.namespace not in self._located:
+            self._hold_what_is_used()  # or a process that only reads would hold all that it ever used
         with self._lock():
             self._begin()
             if self._closed or not self._health.reads:
@@ -315,7 +317,7 @@ class DiskTier:
         def lost(number: int, source: Source, error: Exception) -> None:
             if not isinstance(error, FileNotFoundError):  # else another process has made room
                 self._health.fault(error, getattr(source, "path", self.path))
-            self._remove_source(keys.namespace, number)
+            self._remove_source(keys.namespace, number, is_damaged=isinstance(error, DamagedError))
 
         found = fetch(sources, numbers, rows, positions, lost)
         for source in sources.values():
@@ -399,23 +401,16 @@ class DiskTier:
                 located.names.add(name)
                 pending.name = name
             described = self._describe(pending.namespace) if self._describe is not None else {}
-            for _ in range(_TRIES):
-                with contextlib.suppress(FileNotFoundError):
-                    self.directory.prepare(pending.namespace, described)
-                located.hold()
-                if located.is_held():
-                    break  # else somebody has just deleted it, as nobody held it
-            with self._sealing():  # one at a time: both would see the same room
-                if not self._has_room(encoded.nbytes):
-                    self._forget(pending)
-                    return
-                write(self._fs, folder, name, encoded)
+            if not self._sealed(pending, folder, name, encoded, described):
+                self._forget(pending)
+                return
             path = os.path.join(folder, name)
             segment = Segment.written(self._fs, self._descriptors, path, encoded)
             segment.keys = None
             with self._lock():
                 self._health.wrote()
-                if pending.dropped or self._located.get(pending.namespace) is not located:
+                is_forgotten = not self._closed and self._located.get(pending.namespace) is not located
+                if pending.dropped or is_forgotten:
                     with contextlib.suppress(FileNotFoundError):
                         self._fs.remove(path)
                 elif pending.number in located.sources:
@@ -424,17 +419,39 @@ class DiskTier:
             self._forget(pending)
             self._health.write_fault(error, folder)
 
+    def _sealed(
+        self, pending: Pending, folder: str, name: str, encoded: Encoded, described: Mapping[str, Any]
+    ) -> bool:
+        """Write a segment; False if there is no room for it."""
+        for is_last in (False, True):
+            if self._temporary and not self._fs.exists(self.path):
+                return False  # its run has ended: nobody would delete it again
+            # Held until it is written: what uses the namespace may be gone, and the tier itself let go of it.
+            held = self.directory.enter(pending.namespace, described)
+            try:
+                with self._sealing():  # one at a time: both would see the same room
+                    if not self._has_room(encoded.nbytes):
+                        return False
+                    write(self._fs, folder, name, encoded)
+                return True
+            except FileNotFoundError:  # somebody has deleted the folder in spite of the hold
+                if is_last:
+                    raise
+            finally:
+                del held
+        return False
+
     def _forget(self, pending: Pending) -> None:
         self._remove_source(pending.namespace, pending.number)
 
-    def _remove_source(self, namespace: bytes, number: int) -> int:
+    def _remove_source(self, namespace: bytes, number: int, *, is_damaged: bool = False) -> int:
         """Rows of a source are not found any more; how many there were."""
         with self._lock():
             located = self._located.get(namespace)
             if located is None:
                 return 0
             try:
-                return located.remove(number)
+                return located.remove(number, is_damaged=is_damaged)
             except BaseException:
                 self._start_anew(namespace)
                 raise
@@ -450,21 +467,30 @@ class DiskTier:
     def _has_room(self, size: int) -> bool:
         if size > self.budget:
             return False
-        in_use = None if self._in_use is None else self._in_use()
-        with self._lock():
-            for namespace, located in self._located.items():
-                if in_use is None or namespace in in_use:
-                    located.hold()  # others may have made its folder since
-                else:
-                    located.let_go()
+        self._hold_what_is_used()
         if make_room(self.directory, size, self.budget, lru=self.policy == "lru", removed=self._removed):
             return True
         self._health.full(self.budget)
         return False
 
+    def _hold_what_is_used(self) -> None:
+        """Hold the namespaces that something alive uses, and no others."""
+        in_use = None if self._in_use is None else self._in_use()
+        with self._lock():
+            self._begin()
+            for namespace, located in self._located.items():
+                if in_use is None or namespace in in_use:
+                    located.hold()  # others may have made its folder since
+                else:
+                    located.let_go()
+
     def _removed(self, namespace: str, name: str) -> None:
         with self._lock():
-            located = self._located.get(bytes.fromhex(namespace))
+            self._evictions += self._remove_file(bytes.fromhex(namespace), name)
+
+    def _remove_file(self, namespace: bytes, name: str) -> int:
+        """Rows of a file are not found any more; how many there were."""
+        with self._lock():
+            located = self._located.get(namespace)
             number = located.number_of(name) if located is not None else None
-            if number is not None:
-                self._evictions += self._remove_source(bytes.fromhex(namespace), number)
+            return self._remove_source(namespace, number) if number is not None else 0

@@ -29,6 +29,7 @@ Source = Segment | Pending
 
 _LOOK_EVERY = 2.0  # seconds between looks for other writers' segments
 _SETTLED = 2e9  # nanoseconds after which a folder's time of change says that nothing came since
+_HOLD_EVERY = 0.1  # seconds
 _GROWTH = 1.0625
 
 
@@ -73,6 +74,7 @@ class Located:
         self._on_fault = on_fault
         self._hold: Descriptor | None = None
         self._is_wanted = True
+        self._tried = -_HOLD_EVERY
         self._looked = -_LOOK_EVERY
         self._changed = -1
         self._shadowed: dict[int, int] = {}  # keys of a source that another one has too
@@ -89,11 +91,12 @@ class Located:
         return self._index.nbytes + self._index.keys.nbytes + self._locations.nbytes + segments
 
     def hold(self) -> None:
-        """Count as a user of the namespace from now on."""
+        """Count as a user of the namespace from now on; does not wait, as whoever deletes may wait for us."""
         self._is_wanted = True
+        self._tried = time.monotonic()
         if self._hold is None or not self.is_held():
             with contextlib.suppress(OSError):
-                self._hold = self._directory.hold(self.namespace)
+                self._hold = self._directory.hold(self.namespace, patient=False)
 
     def is_held(self) -> bool:
         """Whether other processes see that this one uses the namespace."""
@@ -104,8 +107,8 @@ class Located:
             return False
 
     def keep_hold(self) -> None:
-        """Count as a user again, if `let_go` was too early."""
-        if not self._is_wanted:
+        """Count as a user again, if `let_go` was too early, or somebody was just deleting."""
+        if not self._is_wanted or (self._hold is None and time.monotonic() - self._tried > _HOLD_EVERY):
             self.hold()
 
     def let_go(self) -> None:
@@ -142,9 +145,8 @@ class Located:
         """Forget segments that another process has deleted; one True for each."""
         gone = []
         for number, source in list(self.sources.items()):
-            if isinstance(source, Segment) and (name := os.path.basename(source.path)) not in names:
+            if isinstance(source, Segment) and os.path.basename(source.path) not in names:
                 self.remove(number)
-                self.names.discard(name)
                 gone.append(True)
         return gone
 
@@ -207,8 +209,8 @@ class Located:
         self._index.add(words)
         self._locations[count : count + len(words)] = number << 32 | rows
 
-    def remove(self, number: int) -> int:
-        """Forget a source; how many rows are gone."""
+    def remove(self, number: int, *, is_damaged: bool = False) -> int:
+        """Forget a source; how many rows are gone. A file that is not damaged may come back."""
         source = self.sources.pop(number, None)
         if source is None:
             return 0
@@ -219,6 +221,9 @@ class Located:
         self._shadowed.pop(number, None)
         if isinstance(source, Segment):
             self._descriptors.forget(source.path)
+            if not is_damaged:
+                self.names.discard(os.path.basename(source.path))
+                self._changed = -1
         for other in list(self._shadowed):
             self._restore(other)
         return count - len(self._index)

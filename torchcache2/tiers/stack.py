@@ -81,6 +81,7 @@ class TierStack:
         self._memory: MemoryTier | None = None
         self._disk: DiskTier | None = None
         self._has_no_folder = False
+        self._last_drop = object()  # another one after each drop
         self._finalizer: Any = None
         self._described: dict[bytes, Mapping[str, Any]] = {}
         if settings.persistent and settings.persistent_cache_dir is not None:
@@ -152,10 +153,14 @@ class TierStack:
             missing[positions] = False
         wanted = np.flatnonzero(missing)
         asked = keys.take(wanted) if len(wanted) < len(keys) else keys
+        before = self._last_drop
         parts: Parts = list(found.parts)
         for positions, rows in disk.get(asked).parts:
-            self._promote(asked.take(positions), rows)
+            if self._last_drop is before:
+                self._promote(asked.take(positions), rows)
             parts.append((wanted[positions], rows))
+        if self._last_drop is not before:  # they may have been dropped between reading and promoting
+            self.memory.drop(keys.namespace)
         return Found(_merged(parts))
 
     def put(self, cache: NamespaceUser, keys: Keys, rows: Rows) -> None:
@@ -175,6 +180,7 @@ class TierStack:
 
     def drop(self, namespace: bytes) -> None:
         """Delete the rows of a namespace everywhere."""
+        self._last_drop = object()
         self.memory.drop(namespace)
         if self.disk is not None:
             self.disk.drop(namespace)
@@ -212,14 +218,14 @@ class TierStack:
         """The cache is closed. The last one takes the tiers with it."""
         with self._lock():
             is_last = self._users.discard(cache)
-            memory, disk = self._memory, self._disk
+            memory, disk, finalizer = self._memory, self._disk, self._finalizer
             if is_last:
-                self._memory = self._disk = None
+                self._memory = self._disk = self._finalizer = None
         # Not under the lock: a full tier asks who is left while it holds its own.
         if is_last and memory is not None:
             memory.close()
         if disk is not None and is_last:
-            self._finalizer()
+            finalizer()
         elif disk is not None:
             disk.flush()
 
