@@ -19,7 +19,7 @@ from filelock import FileLock
 from torchcache2.directory import LOCK, CacheDirectory, Contents
 from torchcache2.storage import Entry
 
-__all__ = ["Removed", "make_room", "used_bytes"]
+__all__ = ["Removed", "deleting", "make_room", "used_bytes"]
 
 Removed = Callable[[str, str], None]
 _PATIENCE = 10.0  # seconds
@@ -28,6 +28,14 @@ _PATIENCE = 10.0  # seconds
 def used_bytes(contents: list[Contents]) -> int:
     """Bytes of all files of a directory."""
     return sum(one.nbytes for one in contents)
+
+
+def deleting(directory: CacheDirectory) -> FileLock:
+    """The lock of whoever deletes from a directory.
+
+    One a process: the garbage collector may close another tier, which makes room, in the thread that has it.
+    """
+    return FileLock(os.path.join(directory.path, LOCK), timeout=_PATIENCE, is_singleton=True)
 
 
 def make_room(
@@ -56,7 +64,7 @@ def make_room(
         return True
     if needed > budget:
         return False
-    with FileLock(os.path.join(directory.path, LOCK), timeout=_PATIENCE):
+    with deleting(directory):
         return _Room(directory, needed, budget, removed).make(lru)
 
 

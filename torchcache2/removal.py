@@ -7,16 +7,13 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from filelock import FileLock
-
-from torchcache2.directory import LOCK, CacheDirectory, Contents
+from torchcache2.directory import CacheDirectory, Contents
 from torchcache2.errors import OptionError
+from torchcache2.eviction import deleting
 from torchcache2.report import existing
 from torchcache2.storage import Entry, FileSystem
 
 __all__ = ["Gone", "gone", "remove_namespace", "wanted"]
-
-_PATIENCE = 10.0  # seconds
 
 
 class Gone(NamedTuple):
@@ -89,7 +86,7 @@ def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool =
     """
     fs, folder = directory.fs, os.path.join(directory.path, namespace)
     with contextlib.ExitStack() as lock:
-        lock.enter_context(FileLock(os.path.join(directory.path, LOCK), timeout=_PATIENCE))
+        lock.enter_context(deleting(directory))
         contents = directory.contents(namespace)
         claimed = lock.enter_context(directory.claimed(namespace))
         if claimed is False and not force:
