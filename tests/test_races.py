@@ -152,13 +152,14 @@ def deleted_but_open(path):
 def test_room_is_not_made_in_the_folder_that_is_about_to_be_written(make, path, directory, by):
     fill(path, 5, namespace=B)
     fs = Meddled()
-    tier = make(
-        200_000 if by == "the writer" else 10**9, in_use=lambda: {C}, fs=fs
-    )  # the weights have changed
+    budget = 200_000 if by == "the writer" else 10**9
+    tier = make(budget, in_use=lambda: {C}, fs=fs)  # the weights have changed
     if by == "another process":
         fs.when("create", ".tmp", before=lambda: make_room(directory, 0, 200_000, lru=False))
+    again = []  # a second time, for a folder that was deleted
+    fs.when("create", f"{A.hex()}/{FINGERPRINT}", number=2, before=lambda: again.append(1))
     seal(tier, NEW, WIDTH)
-    assert tier.stats().faults == 0 and fs.happened()
+    assert tier.stats().faults == 0 and again == []
     assert found(tier, NEW, WIDTH) == sealed_names(path, NEW, WIDTH) == NEW
     assert size_of(path) < 200_000 + len(NEW) * WIDTH * 4 + 4000
 
@@ -243,6 +244,18 @@ def test_a_child_that_is_forked_while_room_is_made_claims_nothing(path):
     fill(path, 3)
     _warm.run(FORKS, path)
     assert segments(path) == []
+
+
+def test_a_tier_that_is_closed_in_a_thread_that_makes_room_does_not_wait_for_it(make, path):
+    fill(path, 5, namespace=B)
+    other = make(250_000)
+    put(other, NEW, WIDTH, C)
+    fs = Meddled()
+    tier = make(200_000, fs=fs)
+    fs.when("remove", B.hex(), after=other.close)  # as the garbage collector does
+    seal(tier, NEW, WIDTH)
+    assert fs.happened() and other.stats().faults == tier.stats().faults == 0
+    assert sealed_names(path, NEW, WIDTH) == sealed_names(path, NEW, WIDTH, C) == NEW
 
 
 # Who reads, and counts as a user

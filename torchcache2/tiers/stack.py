@@ -180,10 +180,10 @@ class TierStack:
 
     def drop(self, namespace: bytes) -> None:
         """Delete the rows of a namespace everywhere."""
-        self._last_drop = object()
-        self.memory.drop(namespace)
         if self.disk is not None:
             self.disk.drop(namespace)
+        self._last_drop = object()
+        self.memory.drop(namespace)
 
     def flush(self) -> None:
         """Return when what was put is as durable as the tiers make it."""
