@@ -7,7 +7,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-NOT_TORCH = processes killer scratch examples disk disk_machine faults_disk cli codec sphinx
+NOT_TORCH = processes killer races threads logs scratch examples disk disk_machine faults_disk cli codec sphinx
 RUN = $(VENV)/bin/python -W error::SyntaxWarning
 
 .PHONY: demo test bench docs soak lowest clean
