@@ -7,6 +7,7 @@ import hashlib
 import os
 import random
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,38 @@ def sealed_names(path, names, width=4, namespace=NAMESPACES[0]):
         return found(tier, names, width, namespace)
     finally:
         tier.close()
+
+
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+
+
+def wait_until(holds, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def seal(tier, names, width=4, namespace=NAMESPACES[0]):
+    names = list(names)
+    assert put(tier, names, width, namespace) == len(names)
+    tier.flush()
+
+
+def fill(path, count, width=1000, rows=10, namespace=NAMESPACES[0], **options):
+    """Segments of nobody's, each with `rows` rows, and older from the last one to the first."""
+    tier = DiskTier(path, codec="none", delay=NEVER, fs=Unsynced(), **options)
+    for number in range(count):
+        seal(tier, [(number, row) for row in range(rows)], width, namespace)
+    tier.close()
+    for age, file in enumerate(reversed(segments(path, namespace))):
+        set_age(file, 1000 + age)
+
+
+def set_age(file, seconds):
+    then = time.time() - seconds
+    os.utime(file, (then, then))
 
 
 def segments(path, namespace=None):

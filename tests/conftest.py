@@ -5,6 +5,10 @@ import logging
 import pytest
 import torch
 
+from tests._storage import NEVER, Unsynced
+from torchcache2.tiers import located as located_module
+from torchcache2.tiers.disk import DiskTier
+
 
 class _Records(logging.Handler):
     def __init__(self):
@@ -30,3 +34,28 @@ def log():
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def make(path):
+    """Makes handles of one directory that seal at `flush`, or when a segment is full."""
+    tiers = []
+
+    def one(*args, where=path, **options):
+        tiers.append(DiskTier(where, *args, **{"delay": NEVER, "fs": Unsynced()} | options))
+        return tiers[-1]
+
+    yield one
+    for tier in tiers:
+        tier.close()
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """New segments are looked for at every miss."""
+    monkeypatch.setattr(located_module, "_LOOK_EVERY", 0.0)

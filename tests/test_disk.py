@@ -26,16 +26,21 @@ from tests._storage import (
     ReadOnly,
     Unsynced,
     Watched,
+    fill,
     flip,
     found,
     keys_of,
     put,
+    refuse,
     rows_of,
+    seal,
     sealed_names,
     segments,
+    set_age,
     size_of,
     snapshot,
     strange_files,
+    wait_until,
     warnings_of,
 )
 from torchcache2 import OptionError
@@ -77,63 +82,6 @@ class Gated(Unsynced):
     def sync_folder(self, path):
         self.entered.add("sync_folder")
         assert self.gates["sync_folder"].wait(60)
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def make(path):
-    """Makes handles of one directory that seal at `flush`, or when a segment is full."""
-    tiers = []
-
-    def one(*args, where=path, **options):
-        tiers.append(DiskTier(where, *args, **{"delay": NEVER, "fs": Unsynced()} | options))
-        return tiers[-1]
-
-    yield one
-    for tier in tiers:
-        tier.close()
-
-
-@pytest.fixture
-def at_once(monkeypatch):
-    """New segments are looked for at every miss."""
-    monkeypatch.setattr(located_module, "_LOOK_EVERY", 0.0)
-
-
-def refuse(thread):
-    raise RuntimeError("can't start new thread")
-
-
-def wait_until(holds, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def seal(tier, names, width=4, namespace=NAMESPACES[0]):
-    names = list(names)
-    assert put(tier, names, width, namespace) == len(names)
-    tier.flush()
-
-
-def fill(path, count, width=1000, rows=10, namespace=NAMESPACES[0], **options):
-    """Segments of nobody's, each with `rows` rows, and older from the last one to the first."""
-    tier = DiskTier(path, codec="none", delay=NEVER, fs=Unsynced(), **options)
-    for number in range(count):
-        seal(tier, [(number, row) for row in range(rows)], width, namespace)
-    tier.close()
-    for age, file in enumerate(reversed(segments(path, namespace))):
-        set_age(file, 1000 + age)
-
-
-def set_age(file, seconds):
-    then = time.time() - seconds
-    os.utime(file, (then, then))
 
 
 def header_of(file):

@@ -25,6 +25,7 @@ from tests._storage import (
     key_of,
     keys_of,
     put,
+    refuse,
     segments,
     size_of,
     strange_files,
@@ -38,10 +39,6 @@ WIDTHS = (0, 3, 200)
 NAMES = range(40)
 LARGE = 10**9
 SMALL = 12_000  # room for a few of the widest rows
-
-
-def refuse(thread):
-    raise RuntimeError("can't start new thread")
 
 
 def width_of(name):

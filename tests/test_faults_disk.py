@@ -46,11 +46,6 @@ OLD, NEW, LATE = ([(kind, i) for i in range(12)] for kind in ("old", "new", "lat
 
 
 @pytest.fixture
-def path(tmp_path):
-    return tmp_path / "cache"
-
-
-@pytest.fixture
 def no_threads(monkeypatch):
     """Whoever flushes writes, so that the order of calls is always the same."""
 

@@ -31,7 +31,6 @@ from torchcache2.codec import codec
 from torchcache2.rows import Rows
 from torchcache2.segmentwrite import SEGMENT, encode, ulid, write
 from torchcache2.storage import FileSystem
-from torchcache2.tiers import located as located_module
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 CPU = torch.device("cpu")
@@ -122,12 +121,6 @@ def bytes_below(path):
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "rows"
-
-
-@pytest.fixture
-def at_once(monkeypatch):
-    """Segments of others are looked for at every miss."""
-    monkeypatch.setattr(located_module, "_LOOK_EVERY", 0.0)
 
 
 # Another run

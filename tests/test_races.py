@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import os
 import shutil
 import threading
@@ -14,18 +15,19 @@ from tests import _warm
 from tests._storage import (
     CALLS,
     NAMESPACES,
-    NEVER,
     PowerCut,
     Unsynced,
+    fill,
     found,
     keys_of,
     put,
+    seal,
     sealed_names,
     segments,
     size_of,
+    wait_until,
     warnings_of,
 )
-from tests.test_disk import fill, seal, wait_until
 from torchcache2 import report
 from torchcache2.archive import export, import_archive
 from torchcache2.cache import Cache
@@ -36,8 +38,6 @@ from torchcache2.scratch import Scratch
 from torchcache2.settings import CacheSettings
 from torchcache2.storage import FileSystem
 from torchcache2.tiers import disk as disk_module
-from torchcache2.tiers import located as located_module
-from torchcache2.tiers.disk import DiskTier
 from torchcache2.tiers.stack import TierStack
 
 A, B, C = NAMESPACES
@@ -89,34 +89,14 @@ for _call in CALLS:
 
 
 @pytest.fixture
-def path(tmp_path):
-    return tmp_path / "cache"
-
-
-@pytest.fixture
 def directory(path):
     """As another process sees it."""
     return CacheDirectory(str(path), FileSystem())
 
 
 @pytest.fixture
-def make(path):
-    """Makes handles of one directory that seal at `flush`."""
-    tiers = []
-
-    def one(*args, where=path, **options):
-        tiers.append(DiskTier(where, *args, **{"delay": NEVER, "fs": Unsynced(), "codec": "none"} | options))
-        return tiers[-1]
-
-    yield one
-    for tier in tiers:
-        tier.close()
-
-
-@pytest.fixture
-def at_once(monkeypatch):
-    """New segments are looked for at every miss."""
-    monkeypatch.setattr(located_module, "_LOOK_EVERY", 0.0)
+def make(make):
+    return functools.partial(make, codec="none")
 
 
 def meanwhile(function, *args):

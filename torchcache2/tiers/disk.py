@@ -457,7 +457,10 @@ class DiskTier:
                 raise
 
     def _start_anew(self, namespace: bytes) -> None:
-        """Find again what is sealed: after an interrupt, tables may be half changed; with the lock held."""
+        """Forget what is in memory of a namespace, and find again what is sealed; with the lock held.
+
+        As after an interrupt, when tables may be half changed.
+        """
         self._located.pop(namespace, None)  # first: nothing may find rows that are dropped
         dropped = self._writer.drop(namespace) if self._writer is not None else []
         if names := {pending.name for pending in dropped if pending.name}:

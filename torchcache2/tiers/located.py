@@ -94,11 +94,11 @@ class Located:
         """Count as a user of the namespace from now on; does not wait, as whoever deletes may wait for us."""
         self._is_wanted = True
         self._tried = time.monotonic()
-        if self._hold is None or not self.is_held():
+        if not self._is_held():
             with contextlib.suppress(OSError):
                 self._hold = self._directory.hold(self.namespace, patient=False)
 
-    def is_held(self) -> bool:
+    def _is_held(self) -> bool:
         """Whether other processes see that this one uses the namespace."""
         path = os.path.join(self._directory.folder(self.namespace), FINGERPRINT)
         try:
