@@ -11,6 +11,7 @@ if _typing.TYPE_CHECKING:
     from torchcache2.errors import (
         DecorationError,
         InputError,
+        NotCachedError,
         OptionError,
         OutputError,
         TorchcacheError,
@@ -28,6 +29,7 @@ __all__ = [
     "DecorationError",
     "InputError",
     "Keys",
+    "NotCachedError",
     "OptionError",
     "OutputError",
     "TorchcacheError",

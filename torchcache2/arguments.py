@@ -1,19 +1,30 @@
-"""The arguments of a call: which tensors are batched, and canonical bytes of everything else."""
+"""The arguments of a call: what is batched, and canonical bytes of everything else."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchcache2.digest import Encoder, UnencodableError, sized, text_bytes
-from torchcache2.errors import InputError, OptionError, UnhashableArgumentError
+from torchcache2.entries import (
+    Digests,
+    ValueEncoder,
+    entry_digests,
+    is_sequence,
+    mapping_state,
+    take_entries,
+    take_mapping,
+)
+from torchcache2.errors import InputError, OptionError, UnhashableArgumentError, hint
 from torchcache2.gather import select
 from torchcache2.modes import modes
 
@@ -42,28 +53,35 @@ class BoundCall:
         The parameter that each of `args` goes to.
     leaves : list of (str, Tensor)
         Batched tensors with their paths.
+    entries : list of (str, ndarray of uint8, shape (n, 16))
+        Sequences with one entry per item, each with the digests of its entries.
+    aligned : list of (str, ndarray of uint8, shape (n, 16))
+        Sequences as long as the batch that nobody has said this of: an entry may belong to an item, or not.
     context : bytes
-        Canonical bytes of the other arguments.
+        Canonical bytes of the other arguments, `aligned` ones included.
     batch_size : int
-    shared : tuple of str
-        Parameters whose tensors belong to the whole batch.
+    shared, item_args : tuple of str
+        Parameters whose tensors belong to the whole batch, and those with one entry per item.
     shared_tensors : list of Tensor
-        Those tensors.
+        Tensors that belong to the whole batch, or are in entries.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     names: tuple[str, ...]
     leaves: list[tuple[str, Tensor]]
+    entries: list[tuple[str, Digests]]
+    aligned: list[tuple[str, Digests]]
     context: bytes
     batch_size: int
     shared: tuple[str, ...]
+    item_args: tuple[str, ...]
     shared_tensors: list[Tensor]
 
     @property
-    def device(self) -> torch.device:
-        """The device of the first batched tensor."""
-        return self.leaves[0][1].device
+    def device(self) -> torch.device | None:
+        """The device of the first batched tensor; None if there is none."""
+        return self.leaves[0][1].device if self.leaves else None
 
     @property
     def requires_grad(self) -> bool:
@@ -76,20 +94,39 @@ class BoundCall:
         """Whether an argument may be changed in place and is no tensor."""
         return any(type(value) not in _UNCHANGING for value in (*self.args, *self.kwargs.values()))
 
-    def take(self, positions: Tensor) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments for a call with the items at `positions` (int64, CPU) alone."""
+    def take(self, positions: Tensor, *, aligned: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments for a call with the items at `positions` (int64, CPU) alone.
+
+        With `aligned`, the arguments as long as the batch are taken too, as if they had one entry per item.
+        """
         index = {device: positions.to(device) for device in {t.device for _, t in self.leaves}}
         picked = {id(t): select(t, index[t.device]) for _, t in self.leaves}
+        item_args = {*self.item_args, *(path for path, _ in self.aligned if aligned)}
+
+        def replaced(leaf: Any) -> Any:
+            if isinstance(leaf, UserDict):
+                return take_mapping(leaf, positions, lambda item: pytree.tree_map(replaced, item))
+            return picked.get(id(leaf), leaf)
 
         def pick(name: str, value: Any) -> Any:
             if name in self.shared:
                 return value
             if isinstance(value, Tensor):
                 return picked[id(value)]
-            return pytree.tree_map(lambda leaf: picked.get(id(leaf), leaf), value)
+            if name in item_args and is_sequence(value):
+                return take_entries(value, positions)
+            return pytree.tree_map(replaced, value)
 
-        args = [pick(name, value) for name, value in zip(self.names, self.args, strict=True)]
+        args = tuple([pick(name, value) for name, value in zip(self.names, self.args, strict=True)])
         return args, {name: pick(name, value) for name, value in self.kwargs.items()}
+
+    def is_changed(self, now: BoundCall, positions: Tensor) -> bool:
+        """Whether arguments that were taken at some positions, and are `now` bound again, have changed."""
+        entries = [digests[positions.numpy()] for _, digests in self.entries]
+        same = len(entries) == len(now.entries) and all(
+            np.array_equal(before, after) for before, (_, after) in zip(entries, now.entries, strict=True)
+        )
+        return not same or self.context != now.context
 
 
 class Signature:
@@ -99,19 +136,22 @@ class Signature:
     ----------
     function : callable
         The forward; of a module, bound to it.
-    shared : tuple of str
-        Parameters whose tensors belong to the whole batch.
+    shared, item_args : tuple of str
+        Parameters whose tensors belong to the whole batch, and those with one entry per item.
 
     Raises
     ------
     OptionError
-        If a shared argument is not a parameter.
+        If one of these is not a parameter.
     """
 
-    def __init__(self, function: Callable[..., Any], *, shared: tuple[str, ...]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], *, shared: tuple[str, ...], item_args: tuple[str, ...] = ()
+    ) -> None:
         self._signature = inspect.signature(function)
         parameters = list(self._signature.parameters.values())
         self._shared = shared
+        self._item_args = item_args
         self._variadic = None
         self._keywords = None
         positional = []
@@ -128,11 +168,14 @@ class Signature:
         is_simple = all(p.kind is not _KINDS.KEYWORD_ONLY for p in required)
         self._required = len(required) if is_simple else len(positional) + 1
         names = [parameter.name for parameter in parameters]
-        for name in shared:
-            if name not in names and self._keywords is None:
-                raise OptionError(
-                    f"shared_args: forward has no parameter {name!r}; it has {', '.join(names)}"
-                )
+        for option, given in (("shared_args", shared), ("item_args", item_args)):
+            for name in given:
+                if name not in names and self._keywords is None:
+                    raise OptionError(
+                        f"{option}: forward has no parameter {name!r}; it has {', '.join(names)}"
+                    )
+        if self._variadic in item_args:
+            raise OptionError(f"item_args: *{self._variadic} is not one sequence with one entry per item")
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
         """Name the arguments of a call, and tell batched tensors from the rest.
@@ -142,7 +185,7 @@ class Signature:
         TypeError
             If the arguments do not fit the signature, as Python would.
         InputError
-            If there is no tensor, or batch sizes differ.
+            If nothing is batched, or batch sizes differ.
         UnhashableArgumentError
             If an argument cannot be put in a key.
         UncachedArgumentError
@@ -160,14 +203,16 @@ class Signature:
                 if parameter.default is _KINDS.empty:
                     continue  # *args or **kwargs without any
                 parts += [name.encode(), self._encode_default(parameter)]
+                if is_sequence(parameter.default) and name not in self._shared:
+                    encoder.sequences.append((name, parameter.default))
             elif name == self._keywords:
                 for keyword, argument in value.items():
                     path = f"{name}[{keyword!r}]"
-                    data = encoder.argument(argument, path, keyword in self._shared)
-                    parts += [path.encode(), data]
+                    parts += [path.encode(), self._encode(encoder, keyword, argument, path)]
             else:
-                parts += [name.encode(), encoder.argument(value, name, name in self._shared)]
-        batch_size = _batch_size(encoder.leaves)
+                parts += [name.encode(), self._encode(encoder, name, value, name)]
+        batch_size = _batch_size(encoder.leaves, encoder.entries)
+        aligned = [(path, value) for path, value in encoder.sequences if len(value) == batch_size > 0]
         extra = len(args) - len(self._positional)
         names = self._positional[: len(args)]
         if extra > 0:
@@ -179,16 +224,24 @@ class Signature:
             kwargs,
             names,
             encoder.leaves,
+            encoder.entries,
+            [(path, entry_digests(value, path, ValueEncoder().encode)) for path, value in aligned],
             context,
             batch_size,
             self._shared,
+            self._item_args,
             encoder.shared,
         )
+
+    def _encode(self, encoder: _ArgumentEncoder, name: str, value: Any, path: str) -> bytes:
+        if name in self._item_args and not isinstance(value, Tensor) and value is not None:
+            return encoder.item_argument(value, path)
+        return encoder.argument(value, path, name in self._shared)
 
     def _encode_default(self, parameter: inspect.Parameter) -> bytes:
         # The value is part of the namespace; here it only has to equal the same value given by hand.
         try:
-            return Encoder().encode(parameter.default, parameter.name)
+            return ValueEncoder().encode(parameter.default, parameter.name)
         except UnencodableError:
             return _DEFAULT
 
@@ -196,26 +249,57 @@ class Signature:
 _MISSING = object()
 
 
-class _ArgumentEncoder(Encoder):
-    """Collects batched tensors, and encodes the rest."""
+class _ArgumentEncoder(ValueEncoder):
+    """Collects what is batched, or may be, and encodes the rest.
+
+    Attributes
+    ----------
+    leaves : list of (str, Tensor)
+        Batched tensors.
+    shared : list of Tensor
+        Tensors that count by content.
+    entries : list of (str, ndarray)
+        Sequences with one entry per item, and the digests of their entries.
+    sequences : list of (str, sequence)
+        Others, without tensors, that may have one entry per item.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.leaves: list[tuple[str, Tensor]] = []
         self.shared: list[Tensor] = []
+        self.entries: list[tuple[str, Digests]] = []
+        self.sequences: list[tuple[str, Any]] = []
         self._is_shared = False
         self._unregistered = ""
 
     def argument(self, value: Any, path: str, is_shared: bool) -> bytes:
         self._is_shared = is_shared
+        return self._checked(lambda: self.encode(value, path))
+
+    def item_argument(self, value: Any, path: str) -> bytes:
+        """List the entries of a sequence; the bytes of what it is besides."""
+        if not is_sequence(value):
+            raise InputError(
+                f"argument {path} is a {type(value).__qualname__}: item_args expects a list, tuple or array "
+                "with one entry per item"
+            )
+        self._is_shared = True
+        return self._checked(lambda: self._list_entries(value, path))
+
+    def _list_entries(self, value: Any, path: str) -> bytes:
+        self.entries.append((path, entry_digests(value, path, self.encode)))
+        return b"E" + self.kind(type(value), path)
+
+    def _checked(self, encode: Callable[[], bytes]) -> bytes:
         try:
-            return self.encode(value, path)
+            return encode()
         except UnencodableError as error:
             raise UnhashableArgumentError(
                 f"argument {error.path} is a {type(error.value).__qualname__}"
                 f"{f' ({error.reason})' if error.reason else ''}, which cannot be put in a key. Pass "
                 "tensors, numbers, texts, and containers of them; keep other objects as attributes of "
-                "the module, or set enabled=False"
+                f"the module{hint(error.value)}"
             ) from None
 
     def tensor(self, value: Tensor, path: str) -> bytes:
@@ -241,7 +325,16 @@ class _ArgumentEncoder(Encoder):
         self.leaves.append((path, value))
         return path.encode()
 
+    def _encode_compound(self, value: Any, kind: type, path: str) -> bytes:
+        found = len(self.leaves)
+        data = super()._encode_compound(value, kind, path)
+        if is_sequence(value) and not self._is_shared and len(self.leaves) == found:
+            self.sequences.append((path, value))
+        return data
+
     def compound(self, value: Any, kind: type, path: str) -> bytes:
+        if isinstance(value, UserDict):
+            return self._mapping(value, kind, path)
         node = pytree.SUPPORTED_NODES.get(kind)
         if node is None:
             with self._outside_pytree(value):
@@ -249,6 +342,15 @@ class _ArgumentEncoder(Encoder):
         children, context = node.flatten_fn(value)
         head = self.kind(kind, path) + sized(self.encode(context, path))
         return b"P" + head + self.items([(c, f"{path}[{i}]") for i, c in enumerate(children)])
+
+    def _mapping(self, value: UserDict[Any, Any], kind: type, path: str) -> bytes:
+        """A mapping that is no dict, such as a tokenizer's output."""
+        state, entries = mapping_state(value)
+        if entries is not None:
+            self.entries.append((f"{path}.entries", entry_digests(entries, path, self.encode)))
+        with self._outside_pytree(value):
+            besides = self.encode(state, path)
+        return b"U" + self.kind(kind, path) + sized(besides) + Encoder.contents(self, value.data, path)
 
     def contents(self, value: Any, path: str) -> bytes:
         with self._outside_pytree(value):
@@ -268,22 +370,26 @@ class _ArgumentEncoder(Encoder):
             self._unregistered = outer
 
 
-def _batch_size(leaves: list[tuple[str, Tensor]]) -> int:
-    if not leaves:
+def _batch_size(leaves: list[tuple[str, Tensor]], entries: list[tuple[str, Digests]]) -> int:
+    if not leaves and not entries:
         raise InputError(
             "no batched tensor among the arguments: the first dimension of at least one must be the "
-            "batch, and its name not in shared_args"
+            "batch, and its name not in shared_args. Name lists with one entry per item in item_args"
         )
-    first_path, first = leaves[0]
+    sizes = []
     for path, tensor in leaves:
         if tensor.dim() == 0:
             raise InputError(
                 f"argument {path} is a tensor without dimensions: the batch must be its first. Pass it as "
                 "a number, or name it in shared_args"
             )
-        if tensor.shape[0] != first.shape[0]:
+        sizes.append((tensor.shape[0], path, f"shape {tuple(tensor.shape)}"))
+    sizes += [(len(digests), path, f"{len(digests)} entries") for path, digests in entries]
+    count, first, what = sizes[0]
+    for size, path, other in sizes:
+        if size != count:
             raise InputError(
-                f"batch sizes differ: {first_path} has shape {tuple(first.shape)}, {path} has shape "
-                f"{tuple(tensor.shape)}. Name arguments that belong to the whole batch in shared_args"
+                f"batch sizes differ: {first} has {what}, {path} has {other}. Name arguments that belong "
+                "to the whole batch in shared_args"
             )
-    return first.shape[0]
+    return count

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.errors import OutputError
 from torchcache2.keys import Keys, Positions
 from torchcache2.rows import Rows, UnstorableError, rounded
 from torchcache2.settings import CacheSettings
@@ -21,13 +22,18 @@ ComputeSteps = Callable[[Tensor], Steps[Any]]
 
 
 class NotStoredError(Exception):
-    """Raised by a computation whose output must not be stored; carries the output of the whole batch."""
+    """Raised by a computation whose output must not be stored; carries the output of the whole batch.
 
-    def __init__(self, reason: str, advice: str, output: Any) -> None:
+    `reason` is a word for statistics, `text` a sentence. `error` is what makes it impossible, if an exception
+    did.
+    """
+
+    def __init__(self, reason: str, text: str, output: Any, error: Exception | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.advice = advice
+        self.text = text
         self.output = output
+        self.error = error
 
 
 class WholeBatch:
@@ -50,6 +56,8 @@ class Batch:
     settings : CacheSettings
     dtypes : collection of torch.dtype
         Of what `compute` reads.
+    probes : bool
+        Whether `compute` computes the whole batch whatever it is asked for, to check it.
 
     Attributes
     ----------
@@ -66,8 +74,11 @@ class Batch:
         device: torch.device,
         settings: CacheSettings,
         dtypes: Collection[torch.dtype],
+        *,
+        probes: bool = False,
     ) -> None:
         self.keys = keys
+        self.probes = probes
         self.dtypes = dtypes
         self.dtype = settings.cache_dtype
         self.misses = 0
@@ -88,11 +99,10 @@ class Batch:
         self.misses = count
         try:
             rows = Rows.from_pytree(output, len(padded), device=self.device, dtype=self.dtype)
-        except UnstorableError as error:
+        except (UnstorableError, OutputError) as error:
             if len(padded) < len(self.keys):
                 output = yield from self._timed(np.arange(len(self.keys)))
-            advice = "only dense tensors, numbers, texts and None can be kept"
-            raise NotStoredError(str(error), advice, output) from None
+            raise NotStoredError("output", str(error), output, error) from None
         if count == len(padded):
             return output, rows
         if len(padded) == len(self.keys):

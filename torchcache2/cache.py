@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchcache2.batch import Batch, ComputeSteps, NotStoredError
 from torchcache2.codewalk import ADDED_ATTRIBUTE
-from torchcache2.errors import OptionError
+from torchcache2.errors import OptionError, OutputError
 from torchcache2.keys import Keys, Positions
 from torchcache2.logs import logger
 from torchcache2.rows import Rows
@@ -113,13 +113,19 @@ class Cache:
         OutputError
             If a computed tensor's first dimension is not the number of positions.
         """
-        return run_steps(self._call_compute, keys, compute, device)
+        return run_steps(self._fetch, keys, compute, device)
 
-    def _call_compute(self, keys: Keys, compute: Compute, device: torch.device) -> Steps[Any]:
+    def _fetch(self, keys: Keys, compute: Compute, device: torch.device) -> Steps[Any]:
         def steps(positions: Tensor) -> Steps[Any]:
             return (yield compute, (positions,), {})
 
-        return (yield from self.steps(keys, steps, device))
+        try:
+            return (yield from self.steps(keys, steps, device))
+        except NotStoredError as stop:
+            if isinstance(stop.error, OutputError):
+                raise stop.error from None
+            self.count_bypass(stop.reason, len(keys), stop.text)
+            return stop.output
 
     def steps(
         self,
@@ -128,19 +134,22 @@ class Cache:
         device: torch.device,
         dtypes: Collection[torch.dtype] = (),
         since: float | None = None,
+        probes: bool = False,
     ) -> Steps[Any]:
         """`fetch`, which yields the calls to make; see `torchcache2.tracing`.
 
         `dtypes` are what `compute` reads; `verify` tolerates what the coarsest of them can tell apart. What
-        caching costs is counted since `since`, of `time.perf_counter`; by default since now.
+        caching costs is counted since `since`, of `time.perf_counter`; by default since now. If `compute`
+        `probes` the batch, everything is computed, and what is found is compared with it.
+
+        Raises
+        ------
+        NotStoredError
+            If the output of `compute` must not, or cannot, be stored.
         """
         start = time.perf_counter() if since is None else since
-        batch = Batch(keys, compute, device, self.settings, dtypes)
-        try:
-            output = yield from self._outcome(batch)
-        except NotStoredError as stop:
-            self.count_bypass(stop.reason, len(keys), stop.advice)
-            return stop.output
+        batch = Batch(keys, compute, device, self.settings, dtypes, probes=probes)
+        output = yield from self._outcome(batch)
         self._counters.count(
             hits=len(keys) - batch.misses,
             misses=batch.misses,
@@ -158,7 +167,7 @@ class Cache:
         if len(parts) > 1:  # rows of different schemas do not stack
             return (yield from batch.compute_all())
         found, hits = parts[0] if parts else (_NOWHERE, None)
-        checked = self._sample(found)
+        checked = found if batch.probes else self._sample(found)
         if hits is not None and len(found) == len(keys) and len(checked) == 0:
             return (yield from batch.output(hits))
         missing = np.ones(len(keys), bool)
@@ -227,10 +236,10 @@ class Cache:
     def _distrust(self) -> None:
         """A row was wrong, and all are dropped: what the namespace stands for may have changed."""
 
-    def count_bypass(self, reason: str, items: int, advice: str) -> None:
+    def count_bypass(self, reason: str, items: int, text: str) -> None:
         """Count items that were computed and not stored; warns the first time for each reason."""
         if self._counters.bypass(reason, items):
-            logger.warning("%s: not cached (%s): %s", self._name(), reason, advice)
+            logger.warning("%s: not cached (%s): %s", self._name(), reason, text)
 
     def stats(self) -> CacheStats:
         """What this cache has done so far."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any, Protocol
 
@@ -14,8 +14,10 @@ from torch.utils import _pytree as pytree
 
 from torchcache2.arguments import BoundCall, Signature
 from torchcache2.batch import NotStoredError, WholeBatch
+from torchcache2.entries import argument_leaves
 from torchcache2.keys import Keys, item_keys
 from torchcache2.namespace import NamespaceKeeper, Seen
+from torchcache2.probe import Kind, dependence, parts
 from torchcache2.purity import ADVICE, versions
 from torchcache2.randomness import RandomContexts, RandomState
 from torchcache2.settings import CacheSettings
@@ -41,7 +43,19 @@ class Computing(Protocol):
 
 
 class Computation:
-    """Runs the forward for some items of a call, and says if the outcome must not be stored."""
+    """Runs the forward for some items of a call, and says if the outcome must not be stored.
+
+    Attributes
+    ----------
+    keys : Keys
+    bound : BoundCall
+        The call.
+    context : bytes
+        A digest of the namespace and the arguments that are not batched.
+    probe : (Kind, int), optional
+        If given, the whole batch is computed, and parts of it are computed by themselves and compared. The kind
+        of call that this tells about, and the strength of the probe.
+    """
 
     def __init__(
         self,
@@ -55,37 +69,50 @@ class Computation:
         self._cache = cache
         self._root = root
         self._plain = plain
-        self._bound = call
+        self.bound = call
         self._seen = seen
         self.context = context
+        self.probe: tuple[Kind, int] | None = None
         self.keys = self._keys(call)
         self._kind = self.keys.group
 
     def _keys(self, call: BoundCall) -> Keys:
         count = self._cache.settings.subsample_count
-        return item_keys(self._seen.namespace, call.context, call.leaves, subsample_count=count)
+        entries = [*call.entries, *call.aligned]
+        return item_keys(self._seen.namespace, call.context, call.leaves, entries, subsample_count=count)
+
+    @property
+    def device(self) -> torch.device:
+        """Where outputs are expected: with the batch or, if that is no tensor, with the weights."""
+        tensors = self._seen.tensors.tensors
+        return self.bound.device or (tensors[0].device if tensors else torch.device("cpu"))
+
+    def dtypes(self) -> set[torch.dtype]:
+        """What the forward computes with."""
+        return {tensor.dtype for _, tensor in self.bound.leaves} | self._seen.tensors.dtypes
 
     def steps(self, positions: Tensor) -> Steps[Any]:
         """Run the forward for the items at some positions.
 
         For a part of the batch only if calls like this one have left no trace before: what sets itself up
-        when it first runs, or counts, does so once, and with the caller's own arguments.
+        when it first runs, or counts, does so once, and with the caller's own arguments. And only if it is
+        known which arguments belong to the items.
         """
-        call, cache = self._bound, self._cache
+        call, cache = self.bound, self._cache
         suspect = cache.random.is_suspect(self.context)
         all_positions = len(positions) == call.batch_size
-        if not (all_positions or suspect or self._kind in cache.pure):
+        may_take = self.probe is None and not call.aligned and (suspect or self._kind in cache.pure)
+        if not (all_positions or may_take):
             output = yield from self.steps(torch.arange(call.batch_size))
             return WholeBatch(output)
-        # Of a suspect, the caller's own arguments are kept for a second run.
+        # A second run of a suspect needs the caller's own arguments as they were.
         whole = all_positions and not suspect
         args, kwargs = (call.args, call.kwargs) if whole else call.take(positions)
-        before = pytree.tree_leaves((args, dict(kwargs)))
+        before = argument_leaves(args, kwargs)
         inputs = [leaf for leaf in before if isinstance(leaf, Tensor)]
         counts = versions(inputs)
         content = self._content(args, kwargs, inputs)
-        buffers = [] if whole else [(b, b.clone()) for b in self._seen.tensors.small_buffers()]
-        attributes = None if whole else cache.keeper.attributes(self._root)
+        undo = None if whole else _Undo(cache.keeper, self._seen, self._root)
         state = RandomState(cache.keeper.generators)
         output = yield from self._run(args, kwargs, state if suspect else None)
         reason = None
@@ -96,29 +123,58 @@ class Computation:
             reason = "state"
         elif (
             versions(inputs) != counts
-            or not _same(pytree.tree_leaves((args, dict(kwargs))), before)
+            or not _same(argument_leaves(args, kwargs), before)
             or not np.array_equal(self._content(args, kwargs, inputs), content)
-            or not self._has_same_context(args, kwargs)
+            or not self._has_same_context(args, kwargs, positions)
         ):
             reason = "input"
         elif any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output)):
             reason = "grad"
         if reason is not None:
-            if not whole:
+            if undo is not None:
                 # The caller is to see what one plain forward does.
                 if reason == "random" and (suspect or threading.active_count() == 1):
                     state.restore()
-                with torch.no_grad():
-                    for buffer, content_before in buffers:
-                        buffer.copy_(content_before)
-                if attributes is not None:
-                    attributes.restore()
+                undo()
                 output = yield from cache.run(self._plain, call.args, call.kwargs)
             raise NotStoredError(reason, ADVICE[reason], output)
+        if self.probe is not None:
+            yield from self._probe(output)
         if len(cache.pure) >= _MOST_KINDS:
             cache.pure.clear()
         cache.pure.add(self._kind)
         return self._own(output, inputs) if all_positions else output
+
+    def _probe(self, output: Any) -> Steps[None]:
+        """Compute parts of the batch by themselves; raises if the rows of the whole batch are others.
+
+        Leaves random generators, buffers and attributes as they were.
+        """
+        for part in parts(self.keys):
+            found = yield from self._probe_part(output, part, bool(self.bound.aligned))
+            if found is not None and self.bound.aligned:
+                # An argument as long as the batch has one entry per item, or else belongs to the whole batch.
+                found = yield from self._probe_part(output, part, False)
+            if isinstance(found, _RaisedText):
+                # What wants its items in some order, such as longest first, gets them in the caller's.
+                found = yield from self._probe_part(output, sorted(part), bool(self.bound.aligned))
+            if found is not None:
+                raise NotStoredError("batch", f"{found}; {ADVICE['batch']}", output)
+
+    def _probe_part(self, output: Any, part: Sequence[int], takes_aligned: bool) -> Steps[str | None]:
+        """How the output of some items differs if they are computed by themselves; None if it does not."""
+        keeper = self._cache.keeper
+        positions = torch.tensor(part, dtype=torch.int64, device="cpu")
+        args, kwargs = self.bound.take(positions, aligned=takes_aligned)
+        undo, state = _Undo(keeper, self._seen, self._root), RandomState(keeper.generators)
+        try:
+            alone = yield from self._cache.run(self._plain, args, kwargs)
+            return dependence(output, alone, self.keys, positions, self.device, self.dtypes())
+        except Exception as error:
+            return _RaisedText(f"the forward of {len(part)} of its {len(self.keys)} items raises {error!r}")
+        finally:
+            undo()
+            state.restore()
 
     def _run(self, args: Any, kwargs: Mapping[str, Any], disturbed: RandomState | None) -> Steps[Any]:
         """Run the forward; with other random numbers than the caller's, if it is to draw none."""
@@ -135,12 +191,12 @@ class Computation:
             self._cache.random.clear(self.context)
         return output
 
-    def _has_same_context(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    def _has_same_context(self, args: Any, kwargs: Mapping[str, Any], positions: Tensor) -> bool:
         """Whether arguments that are no tensors are what they were."""
-        if not self._bound.can_change:
+        if not self.bound.can_change:
             return True
         try:
-            return self._cache.signature.bind(tuple(args), kwargs).context == self._bound.context
+            return not self.bound.is_changed(self._cache.signature.bind(tuple(args), kwargs), positions)
         except Exception:  # one has become what cannot be put in a key
             return False
 
@@ -162,6 +218,27 @@ class Computation:
             return leaf.clone() if is_part or _storage(leaf) in borrowed else leaf
 
         return own(output) if isinstance(output, Tensor) else pytree.tree_map(own, output)
+
+
+class _RaisedText(str):
+    """What is said of an exception."""
+
+    __slots__ = ()
+
+
+class _Undo:
+    """Puts small buffers and the attributes of a module back to what they were."""
+
+    def __init__(self, keeper: NamespaceKeeper, seen: Seen, root: Any) -> None:
+        self._buffers = [(buffer, buffer.clone()) for buffer in seen.tensors.small_buffers()]
+        self._attributes = keeper.attributes(root)
+
+    def __call__(self) -> None:
+        with torch.no_grad():
+            for buffer, content in self._buffers:
+                if not torch.equal(buffer, content):
+                    buffer.copy_(content)
+        self._attributes.restore()
 
 
 def _same(left: list[Any], right: list[Any]) -> bool:

@@ -198,6 +198,24 @@ class CacheDirectory:
             return {}
         return document if isinstance(document, dict) else {}
 
+    def describe(self, namespace: bytes, fingerprint: Mapping[str, Any], *, create: bool) -> bool:
+        """Add to what a namespace's file says what probes have found since; whether that changed anything.
+
+        Another file takes its place, as files are never modified. Where there is none, `create` makes one.
+        """
+        before = self.fingerprint(namespace.hex())
+        if not before:
+            if create:
+                self.prepare(namespace, fingerprint)
+            return False
+        found = before.get("probed")
+        probed = {**(found if isinstance(found, dict) else {}), **fingerprint.get("probed", {})}
+        if probed == found:
+            return False
+        text = json.dumps({**before, "probed": probed}, indent=1, sort_keys=True)
+        self._write_new(os.path.join(self.folder(namespace), FINGERPRINT), text.encode(), replaces=True)
+        return True
+
     def enter(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> Descriptor | None:
         """Make a namespace's folder, and count as a user, as long as the result exists.
 
@@ -295,8 +313,8 @@ class CacheDirectory:
             return NAMESPACE_NAME.fullmatch(entry.name) is not None
         return entry.name in (TAG, LOCK) or _TEMPORARY_TEXT.fullmatch(entry.name) is not None
 
-    def _write_new(self, path: str, data: bytes) -> None:
-        """Write a small file that is whole or not there; whoever comes first."""
+    def _write_new(self, path: str, data: bytes, *, replaces: bool = False) -> None:
+        """Write a small file that is whole or not there; whoever comes first, or who `replaces` another."""
         while True:
             temporary = f"{path}.{ulid()}"
             file = self.fs.create(temporary)
@@ -305,7 +323,11 @@ class CacheDirectory:
         try:
             self.fs.write_all(file, [memoryview(data)], 0)
             self.fs.sync(file)
-            self.fs.link(temporary, path)
+            if replaces:
+                self.fs.unlock(file)  # who uses the namespace wants to hold this file
+                self.fs.rename(temporary, path)
+            else:
+                self.fs.link(temporary, path)
         except FileExistsError:
             pass
         finally:

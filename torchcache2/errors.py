@@ -5,12 +5,14 @@
     TorchcacheError
     ├── OptionError (ValueError)          an unknown option, or a value that it cannot take
     ├── DecorationError (TypeError)       the decorated thing is neither module nor function
-    ├── InputError (ValueError)           a call without a tensor, or with batches that differ
-    ├── UnhashableArgumentError (TypeError)  an argument that cannot be put in a key
-    └── OutputError (ValueError)          an output that is not batched
+    └── NotCachedError (RuntimeError)     under ``strict=True``: a call that cannot be cached
+        ├── InputError (ValueError)       ... it has no batch, or batches that differ
+        ├── UnhashableArgumentError (TypeError)  ... an argument cannot be put in a key
+        └── OutputError (ValueError)      ... its output is not batched, or cannot be kept
 
-All of them are a programmer's mistakes and are raised at once. Faults of storage or network are
-never exceptions: they are counted misses and one warning.
+The first two are a programmer's mistakes and are raised at once. What works without the cache works with it:
+without ``strict=True``, a call that cannot be cached is passed to the plain forward and told once. Faults of
+storage or network are never exceptions: they are counted misses and one warning.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from __future__ import annotations
 __all__ = [
     "DecorationError",
     "InputError",
+    "NotCachedError",
     "OptionError",
     "OutputError",
     "TorchcacheError",
     "UnhashableArgumentError",
+    "hint",
 ]
 
 
@@ -37,13 +41,25 @@ class DecorationError(TorchcacheError, TypeError):
     """``@torchcache`` was put on something that is neither a module nor a function."""
 
 
-class InputError(TorchcacheError, ValueError):
-    """A call without a tensor to cache by, or whose tensors differ in batch size."""
+class NotCachedError(TorchcacheError, RuntimeError):
+    """A call that cannot be cached, where ``strict=True`` asks for an error."""
 
 
-class UnhashableArgumentError(TorchcacheError, TypeError):
+class InputError(NotCachedError, ValueError):
+    """A call without anything to cache by, or whose arguments differ in batch size."""
+
+
+class UnhashableArgumentError(NotCachedError, TypeError):
     """An argument whose value cannot be put in a key."""
 
 
-class OutputError(TorchcacheError, ValueError):
-    """An output with a tensor whose first dimension is not the batch."""
+class OutputError(NotCachedError, ValueError):
+    """An output with a tensor whose first dimension is not the batch, or that cannot be kept."""
+
+
+def hint(value: object) -> str:
+    """What to do about a value of a well-known kind that cannot be cached; empty if nothing is known."""
+    kind = type(value)
+    if kind.__name__.endswith("Cache") and kind.__module__.startswith("transformers."):
+        return "; pass use_cache=False to have the call cached"
+    return ""

@@ -10,6 +10,7 @@ The source of the user's own code counts, wherever the file is; see `torchcache2
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -77,6 +78,12 @@ class Fingerprint:
     namespace: bytes
     parts: Mapping[str, bytes]
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def code(self) -> bytes:
+        """A digest of everything but the content of tensors."""
+        names = sorted(name for name in self.parts if not name.startswith("weights "))
+        return digest([data for name in names for data in (name.encode(), self.parts[name])])
 
     @classmethod
     def of_parts(cls, parts: Mapping[str, bytes], values: Mapping[str, str] | None = None) -> Fingerprint:

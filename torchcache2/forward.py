@@ -11,21 +11,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
-from torchcache2.arguments import Signature, UncachedArgumentError
+from torchcache2.arguments import BoundCall, Signature, UncachedArgumentError
+from torchcache2.batch import NotStoredError
+from torchcache2.bypass import BypassError
 from torchcache2.cache import Cache, now
 from torchcache2.computation import Computation
 from torchcache2.digest import digest, qualified_name
 from torchcache2.directory import CacheDirectory
-from torchcache2.errors import TorchcacheError
+from torchcache2.entries import first_batch_size
+from torchcache2.errors import InputError, OptionError, UnhashableArgumentError
 from torchcache2.explain import CallSeen, call_differences, fingerprint_differences, latest_fingerprint
 from torchcache2.fingerprint import Fingerprint
 from torchcache2.namespace import History, NamespaceKeeper
-from torchcache2.purity import ADVICE, Reason
+from torchcache2.probe import DEPENDENT, STRONGEST, Kind, Probes, has_collectives, strength
 from torchcache2.randomness import RandomContexts
-from torchcache2.settings import CacheSettings, disabled_by_environment
+from torchcache2.settings import CacheSettings, disabled_by_environment, strict_by_environment
+from torchcache2.shortcuts import Glance, Shortcuts, glance
 from torchcache2.sources import origin
 from torchcache2.tiers.stack import TierStack
 from torchcache2.tracing import Steps, entry, is_traced
@@ -33,6 +36,7 @@ from torchcache2.tracing import Steps, entry, is_traced
 __all__ = ["ModuleCache"]
 
 Forward = Callable[..., Any]
+_RESULTS = range(DEPENDENT, STRONGEST + 1)
 
 
 class ModuleCache(Cache):
@@ -67,6 +71,8 @@ class ModuleCache(Cache):
         self._calls: deque[CallSeen] = deque(maxlen=2)
         self.random = RandomContexts()
         self.pure: set[bytes] = set()
+        self._probes = Probes()
+        self._shortcuts = Shortcuts()
         self._walks = 1
         self._entry: Forward | None = None
         if root is not None and plain is not None:
@@ -76,9 +82,13 @@ class ModuleCache(Cache):
         """Say what is cached."""
         self._root = weakref.ref(root)
         self.keeper.name = type(root).__name__ if isinstance(root, nn.Module) else root.__name__
-        self.signature = Signature(plain, shared=self.settings.shared_args)
+        self._read_signature(plain)
         function = plain.__func__ if isinstance(plain, types.MethodType) else None
         self._entry = entry() if function and origin(function) == "torch" else None
+
+    def _read_signature(self, plain: Forward) -> None:
+        settings = self.settings
+        self.signature = Signature(plain, shared=settings.shared_args, item_args=settings.item_args)
 
     @property
     def root(self) -> Any:
@@ -141,6 +151,7 @@ class ModuleCache(Cache):
         if self.fingerprint.namespace == namespace:
             document["parts"] = {name: data.hex() for name, data in self.fingerprint.parts.items()}
             document["values"] = dict(self.fingerprint.values)
+        document["probed"] = self._probes.found(namespace)
         return document
 
     def call(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
@@ -151,48 +162,124 @@ class ModuleCache(Cache):
             return (yield plain, args, kwargs)
         start = time.perf_counter()
         root = self._living_root()
-        reason = self.keeper.reason_to_bypass(root)
-        if reason is None:
-            if self._walks != self.keeper.walks:  # a default may be another now
-                self.signature = Signature(plain, shared=self.settings.shared_args)
-                self._walks = self.keeper.walks
-            try:
-                call = self.signature.bind(args, kwargs)
-            except UncachedArgumentError as error:
-                return (yield from self._bypass(("subclass", str(error)), plain, args, kwargs))
-            except TypeError as error:
-                if isinstance(error, TorchcacheError):
-                    raise
-                return (yield plain, args, kwargs)  # Python says what is wrong, if something is
-            if torch.is_grad_enabled() and call.requires_grad:
-                reason = "grad", "an input requires grad"
+        kind = glance(root, args, kwargs)
+        reason = None if self._is_strict() else self._shortcuts.reason(kind)
         if reason is not None:
-            return (yield from self._bypass(reason, plain, args, kwargs))
+            self.count_bypass(reason, first_batch_size(args, kwargs), "")
+            return (yield from self.run(plain, args, kwargs))
+        try:
+            computation = self._computation(root, plain, args, kwargs)
+            output = yield from self._cached(computation, start)
+        except BypassError as stop:
+            self._step_aside(stop, kind, first_batch_size(args, kwargs))
+        except NotStoredError as stop:
+            is_final = stop.reason != "random" or self.random.is_final(computation.context)
+            self._step_aside(BypassError.of(stop, is_final=is_final), kind, len(computation.keys))
+            return stop.output
+        else:
+            self._shortcuts.clear(kind)
+            return output
+        return (yield from self.run(plain, args, kwargs))
+
+    def _computation(
+        self, root: Any, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Computation:
+        """What computes the items of a call; raises if the call cannot be cached."""
+        reason = self.keeper.reason_to_bypass(root)
+        if reason is not None:
+            if reason[0] == "grad":
+                self.keeper.distrust_tensors()
+            raise BypassError.because(*reason)
+        if self._walks != self.keeper.walks:  # a default may be another now
+            self._read_signature(plain)
+            self._walks = self.keeper.walks
+        call = self._bound(args, kwargs)
+        if torch.is_grad_enabled() and call.requires_grad:
+            self.keeper.distrust_tensors()
+            raise BypassError.because("grad", "an input requires grad")
         seen = self.keeper.look_at_tensors()
         self.namespace = seen.namespace
         if seen.doubt is not None:
-            return (yield from self._bypass(seen.doubt, plain, args, kwargs))
+            raise BypassError.because(*seen.doubt)
         leaves = tuple([(path, tensor.dtype, tensor.shape[1:]) for path, tensor in call.leaves])
         self._calls.append(CallSeen(seen.namespace, call.context, leaves))
-        if self.random.bypasses(context := digest([seen.namespace, call.context])):
-            reason = "random", "its output was random before"
-            return (yield from self._bypass(reason, plain, args, kwargs))
-        computation = Computation(self, root, plain, call, seen, context)
-        dtypes: set[torch.dtype] = set()
-        if self.settings.verify:
-            dtypes = {tensor.dtype for _, tensor in call.leaves} | seen.tensors.dtypes
-        return (yield from self.steps(computation.keys, computation.steps, call.device, dtypes, since=start))
+        context = digest([seen.namespace, call.context])
+        if self.random.bypasses(context):
+            final = self.random.is_final(context)
+            raise BypassError.because("random", "its output was random before", is_final=final)
+        return self._probing(Computation(self, root, plain, call, seen, context), root)
 
-    def _bypass(
-        self, reason: Reason, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Steps[Any]:
-        name, why = reason
-        if name == "grad":
-            self.keeper.distrust_tensors()
-        leaves = pytree.tree_leaves((args, dict(kwargs)))
-        sizes = [leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
-        self.count_bypass(name, sizes[0] if sizes else 1, f"{why}; {ADVICE[name]}")
-        return (yield from self.run(plain, args, kwargs))
+    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
+        try:
+            return self.signature.bind(args, kwargs)
+        except UncachedArgumentError as error:
+            raise BypassError.because("subclass", str(error)) from None
+        except (InputError, UnhashableArgumentError) as error:
+            raise BypassError("argument", str(error), error) from None
+        except OptionError:
+            raise
+        except Exception as error:  # such as an image that cannot be read; or Python will say what is wrong
+            raise BypassError("argument", f"the arguments cannot be read: {error!r}", error) from None
+
+    def _probing(self, computation: Computation, root: Any) -> Computation:
+        """Have a computation probe its batch if such calls were not yet; raises if they depend on their batch."""
+        keys = computation.keys
+        if not self.settings.probe or len(keys) < 2 or self._probes.is_settled(keys.group):
+            return computation
+        kind, possible = Kind.of(self.fingerprint, computation.bound), strength(keys)
+        result = self._probes.result(kind, self._probed_before)
+        if result == DEPENDENT:
+            raise BypassError.because("batch", "an item's output depends on the rest of its batch")
+        if result is None and has_collectives(root, self.fingerprint):
+            result = STRONGEST
+        if result is not None and result >= possible:
+            if result == STRONGEST:
+                self._probes.settle(keys.group)
+            return computation
+        computation.probe = kind, possible
+        return computation
+
+    def _cached(self, computation: Computation, start: float) -> Steps[Any]:
+        probe = computation.probe
+        dtypes = computation.dtypes() if self.settings.verify or probe is not None else ()
+        try:
+            output = yield from self.steps(
+                computation.keys,
+                computation.steps,
+                computation.device,
+                dtypes,
+                since=start,
+                probes=probe is not None,
+            )
+        except NotStoredError as stop:
+            if probe is not None and stop.reason == "batch":
+                self._probed(probe[0], DEPENDENT)
+                self._tiers.drop(computation.keys.namespace)
+            raise
+        if probe is not None:
+            self._probed(*probe)
+        return output
+
+    def _probed(self, kind: Kind, result: int) -> None:
+        """Remember what a probe has found, in the cache directory too."""
+        self._probes.add(kind, result)
+        self._tiers.describe(kind.namespace, self.description(kind.namespace), create=result == DEPENDENT)
+
+    def _probed_before(self, namespace: bytes) -> dict[str, int]:
+        """What earlier runs have left about a namespace."""
+        found = self._tiers.description(namespace).get("probed")
+        return {str(k): v for k, v in found.items() if v in _RESULTS} if isinstance(found, dict) else {}
+
+    def _step_aside(self, stop: BypassError, kind: Glance, items: int) -> None:
+        """Count a call that is not cached, or raise if such calls are errors."""
+        if self._is_strict():
+            raise stop.as_error(self._name())
+        self.count_bypass(stop.reason, items, stop.text)
+        if stop.is_final:
+            self._shortcuts.add(kind, stop.reason)
+
+    def _is_strict(self) -> bool:
+        return self.settings.strict or strict_by_environment()
 
     def run(self, plain: Forward, args: Any, kwargs: Mapping[str, Any]) -> Steps[Any]:
         """Run the forward, and what it calls of itself, without the cache."""

@@ -17,6 +17,7 @@ __all__ = [
     "empty_bytes",
     "empty_rows",
     "gather",
+    "is_channels_last",
     "moved",
     "select",
     "with_ordinary_tensors",
@@ -63,8 +64,29 @@ def empty_rows(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: t
     return torch.empty((count, *shape), dtype=dtype, device=device)
 
 
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether operations take a tensor of 4 or 5 dimensions for one whose channels are last.
+
+    As torch does (`is_channels_last_strides_2d` in `c10/core/MemoryFormat.h`), by its strides.
+    """
+    memory_format = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    if not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format):
+        return True
+    strides, shape = tensor.stride(), tensor.shape
+    if strides[1] == 0:
+        return False
+    least = 0
+    for d in (1, *range(tensor.dim() - 1, 1, -1), 0):
+        if shape[d] == 0 or strides[d] < least or (d == 0 and least == strides[1]):
+            return False
+        least = strides[d] * max(1, shape[d])
+    return True
+
+
 def select(tensor: Tensor, positions: Tensor) -> Tensor:
-    """The items of a tensor at some positions, for any dtype that it may have."""
+    """The items of a tensor at some positions, for any dtype that it may have; in the same memory format."""
+    if tensor.dim() in (4, 5) and is_channels_last(tensor):
+        return select(tensor.movedim(1, -1).contiguous(), positions).movedim(-1, 1)
     if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.requires_grad:
         picked = gather(as_bytes(tensor.detach()), positions)
         return picked.view(-1).view(tensor.dtype).view(len(positions), *tensor.shape[1:])

@@ -2,7 +2,7 @@
 
 The key of an item is
 
-    xxh3_128( header ‖ xxh3_128(item in leaf 1) ‖ xxh3_128(item in leaf 2) ‖ … )
+    xxh3_128( header ‖ xxh3_128(item in leaf 1) ‖ … ‖ xxh3_128(item's entry in argument 1) ‖ … )
 
 where `header` is the 16-byte digest of everything that the items of a batch share: the namespace,
 the arguments that are not batched, the autocast state, and for each batched tensor its argument path,
@@ -22,6 +22,7 @@ from torch import Tensor
 from xxhash import xxh3_128_digest
 
 from torchcache2.digest import digest, item_bytes
+from torchcache2.gather import is_channels_last
 from torchcache2.transfer import to_host
 
 __all__ = ["Keys", "Positions", "item_keys"]
@@ -91,6 +92,7 @@ def item_keys(
     namespace: bytes,
     context: bytes,
     leaves: Sequence[tuple[str, Tensor]],
+    entries: Sequence[tuple[str, Bytes2D]] = (),
     *,
     subsample_count: int | None = None,
 ) -> Keys:
@@ -103,23 +105,33 @@ def item_keys(
     context : bytes
         Canonical bytes of what the items share besides.
     leaves : sequence of (str, Tensor)
-        Argument path and tensor of shape ``(n, ...)``; at least one, all with the same n.
+        Argument path and tensor of shape ``(n, ...)``.
+    entries : sequence of (str, ndarray of uint8, shape (n, 16))
+        Argument path and digests of other arguments with one entry per item. There is at least one of both,
+        and all have the same n.
     subsample_count : int, optional
         Elements to read of items that have more.
     """
     leaves = sorted(leaves, key=lambda leaf: leaf[0])
-    count = leaves[0][1].shape[0]
+    entries = sorted(entries, key=lambda entry: entry[0])
+    count = leaves[0][1].shape[0] if leaves else len(entries[0][1])
     parts = [namespace, context]
     tensors = []
     for path, tensor in leaves:
         parts.append(f"{path} {tensor.dtype} {tuple(tensor.shape[1:])}".encode())
+        if tensor.dim() in (4, 5) and is_channels_last(tensor):
+            parts.append(b"channels last")  # convolutions, and `view`, tell the two apart
         if subsample_count is not None and math.prod(tensor.shape[1:]) > subsample_count:
             parts.append(f"subsample {subsample_count}".encode())
             tensor = _subsample(tensor, subsample_count)
         tensors.append(tensor)
-    digests = np.empty((count, 16 * (len(leaves) + 1)), np.uint8)
-    for column, tensor in enumerate(to_host(tensors), start=1):
-        digests[:, 16 * column : 16 * column + 16] = _digests(item_bytes(tensor))
+    columns = [_digests(item_bytes(tensor)) for tensor in to_host(tensors)]
+    for path, column in entries:
+        parts.append(f"entries of {path}".encode())
+        columns.append(column)
+    digests = np.empty((count, 16 * (len(columns) + 1)), np.uint8)
+    for place, column in enumerate(columns, start=1):
+        digests[:, 16 * place : 16 * place + 16] = column
     group = digest(parts)
     digests[:, :16] = np.frombuffer(group, np.uint8)
     return Keys(namespace, _digests(digests), group)

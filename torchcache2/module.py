@@ -54,6 +54,9 @@ def torchcache(
     cache_dtype: torch.dtype | None = None,
     policy: Policy = "mru",
     shared_args: tuple[str, ...] = (),
+    item_args: tuple[str, ...] = (),
+    probe: bool = True,
+    strict: bool = False,
     miss_batch: MissBatch = "exact",
     verify: float = 0.0,
 ) -> Callable[[T], T]: ...
@@ -66,8 +69,9 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
     module that exists already: ``backbone = torchcache(policy="lru")(backbone)``.
 
     Every tensor argument that is not named in `shared_args` has the batch in its first dimension, and
-    so has every tensor of the output. An item's output must not depend on the rest of its batch. A module
-    sets ``self.torchcache_<option>`` in its constructor to override an option.
+    so has every tensor of the output; arguments named in `item_args` are sequences with one entry per item.
+    An item's output must not depend on the rest of its batch, which is checked once. A module sets
+    ``self.torchcache_<option>`` in its constructor to override an option.
 
     Parameters
     ----------
@@ -77,7 +81,8 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
         The fields of `CacheSettings`:
         `enabled`, `subsample_count`, `persistent`, `persistent_cache_dir`, `persistent_module_hash`,
         `max_memory_cache_size`, `max_persistent_cache_size`, `compression`, `compression_quality`,
-        `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`, `miss_batch`, `verify`.
+        `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`, `item_args`, `probe`, `strict`,
+        `miss_batch`, `verify`.
 
     Returns
     -------

@@ -18,7 +18,9 @@ Reason = tuple[str, str]  # a word for statistics, and a sentence
 ADVICE = {
     "grad": "call it under torch.no_grad() or set requires_grad_(False) on parameters and inputs",
     "training": "call .eval() first",
-    "batch": "an item's output has to depend on that item alone; quantize statically, or cache parts",
+    "batch": "an item's output has to depend on that item alone. If the batch is not the first dimension, "
+    "use batch_first=True; name arguments of the whole batch in shared_args; decorate a narrower function; "
+    "quantize statically. If only rounding differs, probe=False keeps the rows",
     "parametrize": "call it outside of that context",
     "lazy": "the next call can be cached",
     "random": "its output is random: nothing to do if that is meant, else remove the random operation; or "

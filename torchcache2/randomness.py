@@ -36,6 +36,10 @@ class RandomContexts:
             self._seen[context] = strikes, calls - 1  # harmless if another thread has just cleared it
         return strikes >= _STRIKES or calls > 0
 
+    def is_final(self, context: bytes) -> bool:
+        """Whether such calls are not tried again."""
+        return self._seen.get(context, (0, 0))[0] >= _STRIKES
+
     def is_suspect(self, context: bytes) -> bool:
         """Whether a generator has moved in such a call, perhaps by another thread."""
         return context in self._seen

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchcache2.errors import OutputError
+from torchcache2.errors import OutputError, hint
 from torchcache2.gather import as_bytes, empty_rows, select, with_ordinary_tensors
 from torchcache2.transfer import to_device
 
@@ -31,6 +31,9 @@ _PACKED = {"bool": "<?", "int": "<q", "float": "<d", "complex": "<dd"}
 
 class UnstorableError(Exception):
     """An output that cannot be kept as rows, and why."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; only dense tensors, numbers, texts and None can be kept")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,7 +310,7 @@ def _value_column(path: str, value: Any, count: int) -> tuple[Leaf, Tensor]:
     elif type(value) is complex:
         data = struct.pack(_PACKED[kind], value.real, value.imag)
     else:
-        raise UnstorableError(f"output{path} is a {type(value).__qualname__}")
+        raise UnstorableError(f"output{path} is a {type(value).__qualname__}{hint(value)}")
     row = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
     leaf = Leaf(path, kind, torch.uint8, torch.uint8, (len(data),))
     return leaf, row.expand(count, len(data))

@@ -15,7 +15,7 @@ import torch
 from torchcache2.codec import codec
 from torchcache2.errors import OptionError
 
-__all__ = ["CacheSettings", "disabled_by_environment", "parse_size"]
+__all__ = ["CacheSettings", "disabled_by_environment", "parse_size", "strict_by_environment"]
 
 Size = int | float | str
 Policy = Literal["mru", "lru"]
@@ -67,6 +67,15 @@ class CacheSettings:
         What a full cache does, in memory and on disk: keep what came first, or drop the least recently used.
     shared_args : sequence of str
         Arguments of forward that belong to the whole batch, such as a mask or a table.
+    item_args : sequence of str
+        Arguments that are a list, tuple or array with one entry per item, such as texts or images. An entry
+        is part of its item's key, and is taken with its item. With such arguments a function needs no tensor.
+    probe : bool
+        Whether the first call of a kind also computes a part of its batch alone, and compares: the output of
+        an item must not depend on the rest of the batch.
+    strict : bool
+        Whether a call that cannot be cached raises `NotCachedError`, instead of running past the cache.
+        ``TORCHCACHE_STRICT=1`` makes every cache of a run strict.
     miss_batch : {"exact", "pad"}
         How many items the forward gets when some of a batch are missing: those, or as many as the next
         power of two, at most the batch, the last of them repeated. A compiled forward is compiled
@@ -93,6 +102,9 @@ class CacheSettings:
     cache_dtype: torch.dtype | None = None
     policy: Policy = "mru"
     shared_args: tuple[str, ...] = ()
+    item_args: tuple[str, ...] = ()
+    probe: bool = True
+    strict: bool = False
     miss_batch: MissBatch = "exact"
     verify: float = 0.0
 
@@ -137,16 +149,12 @@ class CacheSettings:
             "None or a floating-point torch.dtype, such as torch.bfloat16",
         )
         _require(self.policy in ("mru", "lru"), "policy", self.policy, "'mru' or 'lru'")
-        shared: Any = self.shared_args
-        if isinstance(shared, Iterable) and not isinstance(shared, (str, bytes)):
-            shared = tuple(shared)
-        _require(
-            isinstance(shared, tuple) and all(isinstance(name, str) for name in shared),
-            "shared_args",
-            self.shared_args,
-            "a sequence of argument names, such as ('mask',)",
-        )
-        object.__setattr__(self, "shared_args", tuple(sorted(set(shared))))
+        for option in ("shared_args", "item_args"):
+            object.__setattr__(self, option, _names(option, getattr(self, option)))
+        both = set(self.shared_args) & set(self.item_args)
+        _require(not both, "item_args", self.item_args, f"none of shared_args, but {sorted(both)} is in both")
+        _require(isinstance(self.probe, bool), "probe", self.probe, "True or False")
+        _require(isinstance(self.strict, bool), "strict", self.strict, "True or False")
         _require(self.miss_batch in ("exact", "pad"), "miss_batch", self.miss_batch, "'exact' or 'pad'")
         share = self.verify
         is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
@@ -226,8 +234,26 @@ class CacheSettings:
 
 def disabled_by_environment() -> bool:
     """Whether ``TORCHCACHE_DISABLE`` turns caching off for this run."""
-    value = os.environ.get("TORCHCACHE_DISABLE")
+    return _is_on("TORCHCACHE_DISABLE")
+
+
+def strict_by_environment() -> bool:
+    """Whether ``TORCHCACHE_STRICT`` makes calls that cannot be cached errors in this run."""
+    return _is_on("TORCHCACHE_STRICT")
+
+
+def _is_on(variable: str) -> bool:
+    value = os.environ.get(variable)
     return value is not None and value.strip().lower() not in ("", "0", "false", "no")
+
+
+def _names(option: str, names: Any) -> tuple[str, ...]:
+    """Argument names, each once and in order, so that equal options are equal."""
+    if isinstance(names, Iterable) and not isinstance(names, (str, bytes)):
+        names = tuple(names)
+    is_valid = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
+    _require(is_valid, option, names, "a sequence of argument names, such as ('mask',)")
+    return tuple(sorted(set(names)))
 
 
 def parse_size(option: str, size: Size, *, free: int | None = None) -> int:

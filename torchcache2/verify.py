@@ -18,30 +18,36 @@ from torch import Tensor
 from torchcache2.modes import product_precision
 from torchcache2.rows import Leaf, Rows
 
-__all__ = ["differences"]
+__all__ = ["differences", "leaf_differences"]
 
 _PLACES = ("cpu", "cuda")
 _DOUBLES = ("float", "complex")  # values that are kept as the bytes of float64
 
 
-def differences(
-    old: Rows, fresh: Rows, dtypes: Collection[torch.dtype] = ()
-) -> np.ndarray[Any, np.dtype[np.float64]]:
+Differences = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def differences(old: Rows, fresh: Rows, dtypes: Collection[torch.dtype] = ()) -> Differences:
     """The largest difference in each row where that is beyond the tolerance, else 0.
 
     It is infinite where the schemas differ, or something that is not a number does. `dtypes` are what
     the rows were computed from.
     """
-    count = len(old)
     if old.schema != fresh.schema:
-        return np.full(count, np.inf)
-    largest = torch.zeros(count, dtype=torch.float64, device="cpu")
+        return np.full(len(old), np.inf)
+    found = leaf_differences(old, fresh, dtypes)
+    return np.max([np.zeros(len(old)), *found.values()], axis=0)  # type: ignore[no-any-return]
+
+
+def leaf_differences(old: Rows, fresh: Rows, dtypes: Collection[torch.dtype] = ()) -> dict[str, Differences]:
+    """Those of each leaf by its path, of rows of one schema."""
+    count = len(old)
     fresh = fresh.laid_out_as(old.schema)
+    found = {}
     for leaf, left, right in zip(old.schema.leaves, old.columns, fresh.columns, strict=True):
         sides = (left.reshape(count, -1).cpu(), right.reshape(count, -1).cpu())
-        differs = _column_differences(*sides, leaf, dtypes)
-        largest = torch.maximum(largest, differs)
-    return largest.numpy()
+        found[leaf.path] = _column_differences(*sides, leaf, dtypes).numpy()
+    return found
 
 
 def _column_differences(left: Tensor, right: Tensor, leaf: Leaf, dtypes: Collection[torch.dtype]) -> Tensor:

@@ -181,6 +181,21 @@ class DiskTier:
         except OSError as error:
             self._health.fault(error, self.directory.folder(namespace))
 
+    def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:
+        """Have ``fingerprint.json`` say what is known now; where there is none, only with `create`."""
+        if not self._health.may_write or self._closed:
+            return
+        try:
+            if not self.directory.describe(namespace, description, create=create):
+                return
+        except Exception as error:
+            self._health.write_fault(error, self.directory.folder(namespace))
+            return
+        with self._lock():
+            located = self._located.get(namespace)
+            if located is not None:
+                located.keep_hold()  # on the new file
+
     def flush(self) -> None:
         """Return when everything that was put is sealed, or forgotten because of a fault."""
         if self._is_busy_here():

@@ -174,6 +174,21 @@ class TierStack:
                 self._described[keys.namespace] = cache.description(keys.namespace)
             disk.put(keys, rows)
 
+    def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:
+        """Have what the disk keeps about a namespace say what is known now.
+
+        Where nothing is kept about it yet, it is written with the first rows, or at once with `create`.
+        """
+        if namespace in self._described:
+            self._described[namespace] = description
+        if self.disk is not None:
+            self.disk.describe(namespace, description, create=create)
+
+    def description(self, namespace: bytes) -> dict[str, Any]:
+        """What the disk keeps about a namespace; empty if there is nothing."""
+        disk = self.disk
+        return {} if disk is None else disk.directory.fingerprint(namespace.hex())
+
     def forget(self, namespace: bytes) -> None:
         """Let go of the rows of a namespace that are in memory."""
         self.memory.drop(namespace)

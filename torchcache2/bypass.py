@@ -1,0 +1,55 @@
+"""`BypassError`: why a call is not cached, on its way to whoever counts it."""
+
+from __future__ import annotations
+
+from torchcache2.batch import NotStoredError
+from torchcache2.errors import NotCachedError, OutputError
+from torchcache2.purity import ADVICE
+from torchcache2.rows import UnstorableError
+
+__all__ = ["BypassError"]
+
+# What is only found by trying, which costs as much as caching does. Others are seen at once.
+_FOUND_BY_TRYING = frozenset(("argument", "batch", "input", "output", "random", "state", "subclass"))
+
+
+class BypassError(Exception):
+    """Raised where it shows that a call cannot be cached.
+
+    Parameters
+    ----------
+    reason : str
+        A word for statistics.
+    text : str
+        A sentence that says what to do, too.
+    error : Exception, optional
+        What makes it impossible, if an exception does.
+    is_final : bool
+        Whether calls of this kind are not expected to be cached later.
+    """
+
+    def __init__(
+        self, reason: str, text: str, error: Exception | None = None, *, is_final: bool = True
+    ) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.text = text
+        self.error = error
+        self.is_final = is_final and reason in _FOUND_BY_TRYING
+
+    @classmethod
+    def because(cls, reason: str, why: str, *, is_final: bool = True) -> BypassError:
+        """With the advice that there is for the reason."""
+        return cls(reason, f"{why}; {ADVICE[reason]}", is_final=is_final)
+
+    @classmethod
+    def of(cls, stop: NotStoredError, *, is_final: bool = True) -> BypassError:
+        """Of an output that must not be stored."""
+        return cls(stop.reason, stop.text, stop.error, is_final=is_final)
+
+    def as_error(self, name: str) -> NotCachedError:
+        """What ``strict=True`` raises for a module of this name."""
+        if isinstance(self.error, NotCachedError):
+            return self.error
+        kind = OutputError if isinstance(self.error, UnstorableError) else NotCachedError
+        return kind(f"{name}: not cached ({self.reason}): {self.text}")

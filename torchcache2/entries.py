@@ -1,0 +1,124 @@
+"""Arguments with one entry per item: texts, numbers, images and arrays beside, or instead of, tensors.
+
+Also mappings that are no dicts, such as the output of a tokenizer, whose tensors are batched like those of a
+dict.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from xxhash import xxh3_128_digest
+
+from torchcache2.digest import Encoder, qualified_name, text_bytes
+
+__all__ = [
+    "Digests",
+    "ValueEncoder",
+    "argument_leaves",
+    "entry_digests",
+    "first_batch_size",
+    "is_sequence",
+    "mapping_state",
+    "take_entries",
+    "take_mapping",
+]
+
+Digests = np.ndarray[Any, np.dtype[np.uint8]]
+
+_NUMBERS = "biufcmM"  # kinds of arrays whose bytes are their values
+_ENTRIES = "_encodings"  # of a tokenizer's output: what it knows of each text
+
+
+class ValueEncoder(Encoder):
+    """Canonical bytes of plain values, tensors by content, and images."""
+
+    def other(self, value: Any, path: str) -> bytes:
+        """Images of PIL, and what a tokenizer knows of a text."""
+        images = sys.modules.get("PIL.Image")
+        if images is not None and isinstance(value, images.Image):
+            # What converting an image reads besides its pixels is its palette and `info`.
+            palette = value.getpalette() if value.mode in ("P", "PA") else None
+            head = [value.mode, value.size, palette, value.format, dict(value.info)]
+            return b"B" + self.encode(head, path) + xxh3_128_digest(value.tobytes())
+        if qualified_name(type(value)) == "tokenizers.Encoding":
+            return b"N" + self.encode(value.__getstate__(), path)
+        return super().other(value, path)
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether a value may have one entry per item."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, (list, tuple))
+
+
+def entry_digests(value: Any, path: str, encode: Callable[[Any, str], bytes]) -> Digests:
+    """A digest of each entry of a list, tuple or array of n entries, shape ``(n, 16)``."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in _NUMBERS:
+        head = text_bytes(f"{value.dtype.str} {value.shape[1:]}")
+        rows = np.ascontiguousarray(value).reshape(len(value), -1)
+        digests = [xxh3_128_digest(head + row.tobytes()) for row in rows]
+    else:
+        entries = value.tolist() if isinstance(value, np.ndarray) else value
+        digests = [xxh3_128_digest(encode(entry, f"{path}[{i}]")) for i, entry in enumerate(entries)]
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(len(value), 16)
+
+
+def take_entries(value: Any, positions: Tensor) -> Any:
+    """The entries at some positions, in a sequence of the same kind."""
+    if isinstance(value, np.ndarray):
+        return value[positions.numpy()]
+    taken = [value[i] for i in positions.tolist()]
+    return tuple(taken) if isinstance(value, tuple) else taken
+
+
+def mapping_state(value: UserDict[Any, Any]) -> tuple[dict[str, Any], list[Any] | None]:
+    """The attributes that a mapping has besides its items, and its attribute with one entry per item."""
+    state = {name: item for name, item in vars(value).items() if name != "data"}
+    entries = state.get(_ENTRIES)
+    if isinstance(entries, list) and entries:
+        del state[_ENTRIES]
+        return state, entries
+    return state, None
+
+
+def take_mapping(
+    value: UserDict[Any, Any], positions: Tensor, pick: Callable[[Any], Any]
+) -> UserDict[Any, Any]:
+    """A copy of a mapping whose values are what `pick` makes of them."""
+    taken = copy.copy(value)
+    taken.data = {key: pick(item) for key, item in value.data.items()}
+    entries = mapping_state(value)[1]
+    if entries is not None:
+        setattr(taken, _ENTRIES, take_entries(entries, positions))
+    return taken
+
+
+def argument_leaves(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """Everything that is no container among the arguments of a call."""
+    leaves = []
+    for leaf in pytree.tree_leaves((args, dict(kwargs))):
+        if isinstance(leaf, UserDict):
+            leaves += argument_leaves((), leaf.data)
+        else:
+            leaves.append(leaf)
+    return leaves
+
+
+def first_batch_size(args: Any, kwargs: Mapping[str, Any]) -> int:
+    """How many items a call that is not cached seems to have; 1 if that cannot be told."""
+    values = [*args, *kwargs.values()]
+    for value in values:
+        if isinstance(value, Tensor) and value.dim():
+            return int(value.shape[0])
+    leaves = [leaf for leaf in argument_leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]
+    return next((int(leaf.shape[0]) for leaf in leaves if leaf.dim()), 1)

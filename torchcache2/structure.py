@@ -1,0 +1,53 @@
+"""The structure of a call's arguments: what tells kinds of calls apart, whatever lengths and contents are."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from torchcache2.arguments import BoundCall
+from torchcache2.digest import digest, qualified_name
+
+__all__ = ["call_structure"]
+
+_MOST_ELEMENTS = 64  # of a sequence, that are looked at
+_LONG = 64  # characters from which a text is content, rather than a choice between ways to compute
+_DEEPEST = 16
+
+
+def call_structure(call: BoundCall, *, values: bool) -> bytes:
+    """A digest of the structure of a call, 16 bytes.
+
+    With `values`, integers and short texts count, since ``dim=0`` and ``dim=1`` are two ways to compute.
+    Entries of items never do.
+    """
+    arguments = [*zip(call.names, call.args, strict=True), *sorted(call.kwargs.items())]
+    contents = {path for path, _ in (*call.entries, *call.aligned)}
+    parts = [
+        f"{name} {_structure(value, values and name not in contents, _DEEPEST)}" for name, value in arguments
+    ]
+    return digest([repr([parts, [path for path, _ in call.leaves]]).encode("utf-8", "surrogatepass")])
+
+
+def _structure(value: Any, values: bool, deeper: int) -> str:
+    kind = qualified_name(type(value))
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {value.dim()}"
+    if isinstance(value, np.ndarray):
+        return f"{kind} {value.dtype.str} {value.ndim}"
+    if value is None or isinstance(value, bool):
+        return repr(value)
+    if isinstance(value, (int, str)) and values and len(str(value)) <= _LONG:
+        return f"{kind} {value!r}"
+    if deeper and isinstance(value, (list, tuple)):
+        elements = {_structure(element, values, deeper - 1) for element in value[:_MOST_ELEMENTS]}
+        return f"{kind} {sorted(elements)}"
+    if deeper and isinstance(value, (dict, UserDict)):
+        items: Mapping[Any, Any] = value
+        pairs = [(str(key), _structure(element, values, deeper - 1)) for key, element in items.items()]
+        return f"{kind} {sorted(pairs)}"
+    return kind
