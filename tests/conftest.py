@@ -34,6 +34,8 @@ def log():
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+    yield
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 @pytest.fixture

@@ -115,6 +115,9 @@ WRONG = [
     ),
     ("policy", [None, "", "fifo", "MRU", b"mru", 0, ["mru"]], "'mru' or 'lru'"),
     ("shared_args", [None, "mask", b"mask", 5, [5], ("mask", None)], "a sequence of argument names"),
+    ("item_args", [None, "texts", b"texts", 5, [5], ("texts", None)], "a sequence of argument names"),
+    ("probe", [None, 1, "yes"], "True or False"),
+    ("strict", [None, 1, "yes"], "True or False"),
     ("miss_batch", [None, "", "padded", "PAD", True, 2], "'exact' or 'pad'"),
     ("verify", [None, "0.1", True, -0.1, 1.1, float("nan"), 2, [0.5]], "a share of hits from 0.0 to 1.0"),
 ]
@@ -183,6 +186,9 @@ def test_every_option_has_its_documented_default():
         "cache_dtype": None,
         "policy": "mru",
         "shared_args": (),
+        "item_args": (),
+        "probe": True,
+        "strict": False,
         "miss_batch": "exact",
         "verify": 0.0,
     }

@@ -11,6 +11,7 @@ from torch import nn
 from torchcache2.forward import ModuleCache
 from torchcache2.locks import ProcessLock
 from torchcache2.namespace import History
+from torchcache2.probe import Probes
 from torchcache2.settings import CacheSettings
 from torchcache2.tiers.stack import TierStack
 
@@ -26,6 +27,7 @@ class Binding:
     def __init__(self, settings: CacheSettings) -> None:
         self.settings = settings
         self.tiers = TierStack(settings)
+        self.probes = Probes()
         self.histories: dict[type, History] = {}
         self.creation = ProcessLock(threading.RLock)
 
@@ -42,4 +44,4 @@ class Binding:
         settings = self.settings.replace(options)
         tiers = self.tiers if settings.shares_tiers_with(self.settings) else None
         history = self.histories.setdefault(type(root), History())
-        return ModuleCache(root, plain, settings, tiers, history)
+        return ModuleCache(root, plain, settings, tiers, history, self.probes)

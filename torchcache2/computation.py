@@ -53,8 +53,8 @@ class Computation:
     context : bytes
         A digest of the namespace and the arguments that are not batched.
     probe : (Kind, int), optional
-        If given, the whole batch is computed, and parts of it are computed by themselves and compared. The kind
-        of call that this tells about, and the strength of the probe.
+        If given, the whole batch is computed, and parts of it are computed by themselves and compared. The
+        kind of call that this tells about, and the strength of the probe.
     """
 
     def __init__(
@@ -146,10 +146,7 @@ class Computation:
         return self._own(output, inputs) if all_positions else output
 
     def _probe(self, output: Any) -> Steps[None]:
-        """Compute parts of the batch by themselves; raises if the rows of the whole batch are others.
-
-        Leaves random generators, buffers and attributes as they were.
-        """
+        """Compute parts of the batch by themselves; raises if the rows of the whole batch are others."""
         for part in parts(self.keys):
             found = yield from self._probe_part(output, part, bool(self.bound.aligned))
             if found is not None and self.bound.aligned:
@@ -173,8 +170,11 @@ class Computation:
         except Exception as error:
             return _RaisedText(f"the forward of {len(part)} of its {len(self.keys)} items raises {error!r}")
         finally:
-            undo()
-            state.restore()
+            # The same forward has left no trace just now. Should it do so for a part, that is undone; but what
+            # changes beside other threads may be theirs.
+            if threading.active_count() == 1:
+                undo()
+                state.restore()
 
     def _run(self, args: Any, kwargs: Mapping[str, Any], disturbed: RandomState | None) -> Steps[Any]:
         """Run the forward; with other random numbers than the caller's, if it is to draw none."""

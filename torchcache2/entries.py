@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from xxhash import xxh3_128_digest
@@ -119,6 +118,6 @@ def first_batch_size(args: Any, kwargs: Mapping[str, Any]) -> int:
     values = [*args, *kwargs.values()]
     for value in values:
         if isinstance(value, Tensor) and value.dim():
-            return int(value.shape[0])
-    leaves = [leaf for leaf in argument_leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]
-    return next((int(leaf.shape[0]) for leaf in leaves if leaf.dim()), 1)
+            return value.size(0)  # nested tensors have no shape
+    leaves = [leaf for leaf in argument_leaves(args, kwargs) if isinstance(leaf, Tensor)]
+    return next((leaf.size(0) for leaf in leaves if leaf.dim()), 1)

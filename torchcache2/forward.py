@@ -53,6 +53,8 @@ class ModuleCache(Cache):
         Tiers to share with other caches.
     history : History, optional
         Namespaces of other modules that `explain` compares with.
+    probes : Probes, optional
+        What is known of other modules, too.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class ModuleCache(Cache):
         settings: CacheSettings,
         tiers: TierStack | None = None,
         history: History | None = None,
+        probes: Probes | None = None,
     ) -> None:
         super().__init__(bytes(16), settings, tiers=tiers)
         self._running = threading.local()
@@ -71,7 +74,7 @@ class ModuleCache(Cache):
         self._calls: deque[CallSeen] = deque(maxlen=2)
         self.random = RandomContexts()
         self.pure: set[bytes] = set()
-        self._probes = Probes()
+        self._probes = probes if probes is not None else Probes()
         self._shortcuts = Shortcuts()
         self._walks = 1
         self._entry: Forward | None = None
@@ -167,24 +170,30 @@ class ModuleCache(Cache):
         if reason is not None:
             self.count_bypass(reason, first_batch_size(args, kwargs), "")
             return (yield from self.run(plain, args, kwargs))
+        computation = None
         try:
             computation = self._computation(root, plain, args, kwargs)
-            output = yield from self._cached(computation, start)
+            if computation is not None:
+                output = yield from self._cached(computation, start)
         except BypassError as stop:
             self._step_aside(stop, kind, first_batch_size(args, kwargs))
         except NotStoredError as stop:
+            assert computation is not None
             is_final = stop.reason != "random" or self.random.is_final(computation.context)
             self._step_aside(BypassError.of(stop, is_final=is_final), kind, len(computation.keys))
             return stop.output
-        else:
+        if computation is not None:
             self._shortcuts.clear(kind)
             return output
         return (yield from self.run(plain, args, kwargs))
 
     def _computation(
         self, root: Any, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Computation:
-        """What computes the items of a call; raises if the call cannot be cached."""
+    ) -> Computation | None:
+        """What computes the items of a call; raises if the call cannot be cached.
+
+        None if the arguments do not fit the signature: Python says what is wrong.
+        """
         reason = self.keeper.reason_to_bypass(root)
         if reason is not None:
             if reason[0] == "grad":
@@ -194,6 +203,8 @@ class ModuleCache(Cache):
             self._read_signature(plain)
             self._walks = self.keeper.walks
         call = self._bound(args, kwargs)
+        if call is None:
+            return None
         if torch.is_grad_enabled() and call.requires_grad:
             self.keeper.distrust_tensors()
             raise BypassError.because("grad", "an input requires grad")
@@ -209,7 +220,7 @@ class ModuleCache(Cache):
             raise BypassError.because("random", "its output was random before", is_final=final)
         return self._probing(Computation(self, root, plain, call, seen, context), root)
 
-    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
+    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall | None:
         try:
             return self.signature.bind(args, kwargs)
         except UncachedArgumentError as error:
@@ -218,11 +229,13 @@ class ModuleCache(Cache):
             raise BypassError("argument", str(error), error) from None
         except OptionError:
             raise
-        except Exception as error:  # such as an image that cannot be read; or Python will say what is wrong
+        except TypeError:
+            return None
+        except Exception as error:  # such as an image that cannot be read
             raise BypassError("argument", f"the arguments cannot be read: {error!r}", error) from None
 
     def _probing(self, computation: Computation, root: Any) -> Computation:
-        """Have a computation probe its batch if such calls were not yet; raises if they depend on their batch."""
+        """Have a computation probe its batch if such calls were not yet; raises if items are dependent."""
         keys = computation.keys
         if not self.settings.probe or len(keys) < 2 or self._probes.is_settled(keys.group):
             return computation
@@ -273,7 +286,7 @@ class ModuleCache(Cache):
     def _step_aside(self, stop: BypassError, kind: Glance, items: int) -> None:
         """Count a call that is not cached, or raise if such calls are errors."""
         if self._is_strict():
-            raise stop.as_error(self._name())
+            raise stop.as_error(self._name()) from None
         self.count_bypass(stop.reason, items, stop.text)
         if stop.is_final:
             self._shortcuts.add(kind, stop.reason)
@@ -310,7 +323,7 @@ class ModuleCache(Cache):
         copy = memo.get(id(self.root)) if isinstance(self.root, nn.Module) else None
         if copy is None:
             return self
-        twin = ModuleCache(None, None, self.settings, self._tiers, self.keeper.history)
+        twin = ModuleCache(None, None, self.settings, self._tiers, self.keeper.history, self._probes)
         twin._root, twin.signature = weakref.ref(copy), self.signature
         twin.keeper.name = self.keeper.name
         return twin

@@ -1,4 +1,4 @@
-"""The probe: whether the output of an item depends on the rest of its batch, found out once for a kind of call.
+"""The probe: whether the output of an item depends on the rest of its batch, found out once for each kind.
 
 Parts of a batch are computed by themselves, in another order, and their rows are compared with those of the
 whole batch. Two parts that share no item, a quarter of the batch each, show what one half may hide: where
@@ -184,7 +184,7 @@ def dependence(
 
 
 def has_collectives(root: Any, fingerprint: Fingerprint) -> bool:
-    """Whether a forward may talk to other processes, which would wait in vain for parts that this one computes."""
+    """Whether a forward may talk to other processes, which would wait for parts that this one computes."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     named = [name.split()[1].rpartition(".")[2] for name in fingerprint.parts if name.startswith("global ")]

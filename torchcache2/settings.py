@@ -249,11 +249,11 @@ def _is_on(variable: str) -> bool:
 
 def _names(option: str, names: Any) -> tuple[str, ...]:
     """Argument names, each once and in order, so that equal options are equal."""
-    if isinstance(names, Iterable) and not isinstance(names, (str, bytes)):
-        names = tuple(names)
-    is_valid = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
+    is_sequence = isinstance(names, Iterable) and not isinstance(names, (str, bytes))
+    found = tuple(names) if is_sequence else (None,)
+    is_valid = all(isinstance(name, str) for name in found)
     _require(is_valid, option, names, "a sequence of argument names, such as ('mask',)")
-    return tuple(sorted(set(names)))
+    return tuple(sorted(set(found)))
 
 
 def parse_size(option: str, size: Size, *, free: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""`Shortcuts`: kinds of calls that were never cached go straight to the forward, and are tried again at times.
+"""`Shortcuts`: kinds of calls that were never cached go straight to the forward, and are tried at times.
 
 To find out that a call cannot be cached costs as much as caching it: its arguments are put in a key, the
 module is looked at, generators and containers are compared. A kind of call that has come to nothing a few
