@@ -234,10 +234,9 @@ class _Undo:
         self._attributes = keeper.attributes(root)
 
     def __call__(self) -> None:
-        with torch.no_grad():
-            for buffer, content in self._buffers:
-                if not torch.equal(buffer, content):
-                    buffer.copy_(content)
+        for buffer, content in self._buffers:
+            if not torch.equal(buffer, content):
+                buffer.detach().copy_(content)  # `no_grad` may be interrupted half way, and then stays on
         self._attributes.restore()
 
 

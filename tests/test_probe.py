@@ -1,0 +1,363 @@
+"""The probe: an item's output must not depend on the rest of its batch, and if it does, that is found out."""
+
+import json
+import logging
+import threading
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from torchcache2 import NotCachedError, torchcache
+
+SIZES = logging.getLogger("tests.sizes")  # a list that a forward appends to would be state
+X = torch.arange(24.0).reshape(6, 4).sin()
+Y = torch.arange(24.0).reshape(6, 4).cos()
+
+
+@pytest.fixture
+def sizes():
+    """The sizes of the batches that were computed, as forwards tell them to the logger."""
+    handler, found = logging.Handler(), []
+    handler.emit = lambda record: found.append(record.msg)
+    SIZES.addHandler(handler)
+    SIZES.setLevel(logging.INFO)
+    yield found
+    SIZES.removeHandler(handler)
+
+
+def bypasses(function):
+    return dict(function.cache_instance.stats().bypasses)
+
+
+def warnings_of(log):
+    return [record.getMessage() for record in log if record.levelno == logging.WARNING]
+
+
+class First(nn.Module):
+    """The first part of a module's output."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args):
+        return self.inner(*args)[0]
+
+
+def clip():
+    sides = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    text = {**sides, "vocab_size": 99, "max_position_embeddings": 8, "eos_token_id": 98}
+    vision = {**sides, "image_size": 8, "patch_size": 4}
+    model = transformers.CLIPModel(
+        transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    )
+    return lambda ids, pixels: model(input_ids=ids, pixel_values=pixels).logits_per_image
+
+
+def attention(x, mask):
+    return torch.softmax(x @ x.transpose(1, 2) + mask, -1) @ x
+
+
+def scaled_by_size(x):
+    return x * len(x)
+
+
+def first_is_reference(x):
+    return x - x[:1]
+
+
+def squeezed(x):
+    return x.squeeze() * 2  # of a batch of one, the batch is gone
+
+
+def masked_by_cache(x):
+    return x + torch.arange(len(x), dtype=x.dtype)[:, None]
+
+
+SQUARE = torch.triu(torch.full((6, 6), -1e9), 1)
+MIXING = {
+    "transformer encoder": (
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 8), 1, enable_nested_tensor=False),
+        [torch.randn(6, 3, 4)],
+    ),
+    "lstm": (First(nn.LSTM(4, 3)), [torch.randn(6, 3, 4)]),
+    "clip's logits": (clip(), [torch.arange(30).reshape(6, 5), torch.randn(6, 3, 8, 8)]),
+    "a @ b.T": (lambda a, b: a @ b.T, [X, Y]),
+    "square mask": (attention, [torch.randn(6, 6, 4), SQUARE]),
+    "mean": (lambda x: x - x.mean(0), [X]),
+    "largest": (lambda x: x / x.abs().max(), [X]),
+    "softmax": (lambda x: x.softmax(0), [X]),
+    "sum so far": (lambda x: x.cumsum(0), [X]),
+    "reversed": (lambda x: x.flip(0), [X]),
+    "sorted": (lambda x: x.sort(0).values, [X]),
+    "neighbours": (lambda x: x + x.roll(1, 0), [X]),
+    "first": (first_is_reference, [X]),
+    "size": (scaled_by_size, [X]),
+    "position": (masked_by_cache, [X]),
+    "no batch of one": (squeezed, [X]),
+    "batch norm": (nn.BatchNorm1d(4, track_running_stats=False), [X]),
+    "longest": (lambda x: torch.cat([x, x], 1)[:, : int(x.abs().sum() * 7) % 3 + len(x)], [X]),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_items_that_depend_on_their_batch_are_never_cached(name, log):
+    plain, args = MIXING[name]
+    plain = plain.eval().requires_grad_(False) if isinstance(plain, nn.Module) else plain
+    cached = torchcache(lambda *args: plain(*args))
+    with torch.no_grad():
+        for order in (range(6), [5, 1, 0], [2, 2, 3], range(5, -1, -1)):
+            if name == "square mask" and len(order) < 6:
+                continue
+            some = [arg[torch.tensor(list(order))] for arg in args]
+            assert torch.equal(cached(*some), plain(*some))
+    stats = cached.cache_instance.stats()
+    assert stats.hits == 0 and stats.memory_rows == 0
+    if name != "batch norm":
+        assert stats.bypasses.keys() == {"batch"}
+        (message,) = warnings_of(log)
+        for part in ("not cached (batch)", "output", "batch_first=True", "shared_args", "narrower function"):
+            assert part in message
+
+
+def test_strict_raises():
+    with pytest.raises(NotCachedError, match=r"item \d differs by"):
+        torchcache(strict=True)(lambda x: x - x.mean(0))(X)
+
+
+def test_without_the_probe_nothing_is_checked(sizes):
+    @torchcache(probe=False)
+    def mixing(x):
+        SIZES.info(len(x))
+        return x - x.mean(0)
+
+    mixing(X)
+    mixing(X)
+    assert sizes == [6]
+
+
+def test_it_costs_half_a_batch_once_for_each_kind_of_call(sizes):
+    @torchcache
+    def scaled(x, by=2, dim=1):
+        SIZES.info(len(x))
+        return x * by
+
+    batch = torch.randn(16, 4)
+    scaled(batch)
+    assert sizes == [16, 4, 4]
+    scaled(batch.flip(0))
+    scaled(torch.randn(16, 5))  # another length
+    scaled(torch.randn(7, 9))
+    scaled(torch.randn(7, 9), 0.5)  # another number that is no integer
+    assert sizes[3:] == [16, 7, 7]
+    del sizes[:]
+    scaled(torch.randn(8, 4), dim=0)  # may be another way to compute
+    assert sizes == [8, 2, 2]
+    scaled(torch.randn(8, 4, 2))  # more dimensions
+    assert sizes[3:] == [8, 2, 2]
+
+
+def test_numbers_that_never_end_are_not_probed_for_ever(sizes):
+    @torchcache
+    def step(x, number):
+        SIZES.info(len(x))
+        return x * number
+
+    for number in range(50):
+        step(torch.randn(4, 2), number)
+    assert len(sizes) == 50 + 8 * 2
+
+
+def test_what_was_found_is_checked_too():
+    @torchcache
+    def centred(x):
+        return x - x.mean(0)
+
+    for i in range(6):
+        assert torch.equal(centred(X[i : i + 1]), X[i : i + 1] * 0)
+    assert centred.cache_instance.stats().memory_rows == 6
+    assert torch.equal(centred(X), X - X.mean(0))
+    assert centred.cache_instance.stats().memory_rows == 0
+    assert torch.equal(centred(X[:1]), X[:1] * 0)
+
+
+def test_a_batch_of_equal_items_proves_little():
+    @torchcache
+    def centred(x):
+        return x - x.mean(0)
+
+    centred(torch.zeros(8, 4))  # as people warm up
+    centred(torch.ones(2, 4))
+    for batch in (X[:2], X, X[2:], X[[0, 5]]):
+        assert torch.equal(centred(batch), batch - batch.mean(0))
+
+
+def test_no_part_has_the_largest_item_twice():
+    @torchcache
+    def normalised(x):
+        return x / x.amax()
+
+    for largest in range(8):
+        x = torch.rand(8, 3)
+        x[largest] += 5
+        fresh = torchcache(lambda x: x / x.amax())
+        fresh(x)
+        assert bypasses(fresh) == {"batch": 8}
+
+
+def test_the_callers_random_state_is_left_alone(monkeypatch):
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+
+    @torchcache
+    def few_are_random(x):
+        return x + torch.rand(1) * 0 if len(x) < 4 else x * 1.0
+
+    torch.manual_seed(5)
+    few_are_random(X)
+    assert torch.equal(torch.rand(3), torch.manual_seed(5) and torch.rand(3))
+
+
+def test_what_sets_itself_up_for_a_size_is_put_back(monkeypatch):
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.size = None
+
+        def forward(self, x):
+            if self.size != len(x):
+                self.size = len(x)
+            return x * 2 + self.size * 0
+
+    module = torchcache(Masked())
+    for _ in range(3):
+        module(X)
+    assert module.size == 6
+    assert module.cache_instance.stats().hits > 0
+
+
+def test_a_part_that_raises(log):
+    @torchcache
+    def even(x):
+        if len(x) % 2:
+            raise ValueError("an even number, please")
+        return x * 2
+
+    for batch in (X, X[:2], X):
+        assert torch.equal(even(batch), batch * 2)
+    assert bypasses(even) == {"batch": 14}
+    assert "raises ValueError('an even number, please')" in warnings_of(log)[0]
+
+
+def test_sequences_that_have_to_be_sorted():
+    lstm = nn.LSTM(4, 3, batch_first=True).eval().requires_grad_(False)
+
+    @torchcache
+    def encode(x, lengths):
+        packed = pack_padded_sequence(x, lengths, batch_first=True)
+        return pad_packed_sequence(lstm(packed)[0], batch_first=True, total_length=5)[0]
+
+    x, lengths = torch.randn(8, 5, 4), torch.tensor([5, 5, 4, 4, 3, 2, 2, 1])
+    first = encode(x, lengths)
+    assert torch.equal(encode(x, lengths), first)
+    assert encode.cache_instance.stats().hits == 8
+
+
+def test_dependence_is_not_looked_for_again_with_other_weights(sizes):
+    class Centred(nn.Linear):
+        def forward(self, x):
+            SIZES.info(len(x))
+            x = super().forward(x)
+            return x - x.mean(0)
+
+    module = torchcache(Centred(4, 3)).requires_grad_(False)
+    for _ in range(3):
+        module(X)
+        module.weight.add_(1.0)
+    assert sizes == [6, 1, 6, 6]
+    assert bypasses(module) == {"batch": 18}
+
+
+def test_two_instances_are_probed_once(sizes):
+    @torchcache
+    class Doubled(nn.Module):
+        def forward(self, x):
+            SIZES.info(len(x))
+            return x * 2
+
+    for _ in range(2):
+        Doubled()(X)
+    assert sizes == [6, 1, 1]
+
+
+def folder_of(path, sizes, forward, *calls):
+    """Run calls in a cache that is made anew; the sizes that were computed."""
+    del sizes[:]
+    function = torchcache(persistent=True, persistent_cache_dir=path)(forward)
+    with function.cache_instance:
+        for call in calls:
+            function(*call)
+    return list(sizes)
+
+
+def test_what_was_found_out_is_remembered_on_disk(tmp_path, sizes):
+    def doubled(x, by=2):
+        SIZES.info(len(x))
+        return x * by
+
+    assert folder_of(tmp_path, sizes, doubled, [X]) == [6, 1, 1]
+    assert folder_of(tmp_path, sizes, doubled, [X], [Y]) == [6]
+    # A kind of call that comes later.
+    assert folder_of(tmp_path, sizes, doubled, [X, 3]) == [6, 1, 1]
+    assert folder_of(tmp_path, sizes, doubled, [X, 3], [X], [Y]) == []
+    (text,) = tmp_path.glob("*/fingerprint.json")
+    assert sorted(json.loads(text.read_text())["probed"].values()) == [3, 3]
+
+
+def test_dependence_is_remembered_on_disk(tmp_path, sizes):
+    def centred(x):
+        SIZES.info(len(x))
+        return x - x.mean(0)
+
+    assert folder_of(tmp_path, sizes, centred, [X], [Y]) == [6, 1, 6]
+    assert folder_of(tmp_path, sizes, centred, [X], [Y]) == [6, 6]
+    assert not list(tmp_path.glob("*/*.safetensors"))
+
+
+@pytest.mark.parametrize("probed", ["[]", '{"x": "y"}', "3", "null", '{"00": 9}'])
+def test_what_somebody_wrote_into_the_file_is_not_believed(tmp_path, sizes, probed):
+    def doubled(x):
+        SIZES.info(len(x))
+        return x * 2
+
+    folder_of(tmp_path, sizes, doubled, [X])
+    (path,) = tmp_path.glob("*/fingerprint.json")
+    document = json.loads(path.read_text())
+    document["probed"] = json.loads(probed)
+    path.write_text(json.dumps(document))
+    assert folder_of(tmp_path, sizes, doubled, [X]) == [6, 1, 1]
+
+
+def test_forwards_that_talk_to_other_processes_are_not_probed(sizes):
+    dist = torch.distributed
+
+    class Gathered(nn.Module):
+        def forward(self, x):
+            SIZES.info(len(x))
+            total = x.sum()
+            torch.distributed.all_reduce(total)
+            return x * 2 + total * 0
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        module = torchcache(Gathered())
+        module(X)
+        assert sizes == [6]
+        torchcache(lambda x: SIZES.info(len(x)) or x * 2)(X)
+        assert sizes == [6, 6, 1, 1]
+    finally:
+        dist.destroy_process_group()
