@@ -72,7 +72,12 @@ def test_a_mapping_that_is_no_dict_is_an_argument_like_one(kind):
     plain = Features().eval().requires_grad_(False)
     cached = torchcache(copy.deepcopy(plain))
     ids = torch.arange(24).reshape(6, 4)
-    for rows, scale in ((ids, 1.0), (ids.flip(0), 1.0), (torch.cat([ids[:2], ids[:3] + 30]), 1.0), (ids, 2.0)):
+    for rows, scale in (
+        (ids, 1.0),
+        (ids.flip(0), 1.0),
+        (torch.cat([ids[:2], ids[:3] + 30]), 1.0),
+        (ids, 2.0),
+    ):
         features = kind({"ids": rows, "scale": scale})
         assert torch.equal(cached(features), plain(features))
         assert features["ids"] is rows

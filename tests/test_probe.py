@@ -4,6 +4,7 @@ import json
 import logging
 import threading
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -145,19 +146,24 @@ def test_it_costs_half_a_batch_once_for_each_kind_of_call(sizes):
         SIZES.info(len(x))
         return x * by
 
-    batch = torch.randn(16, 4)
+    batch = torch.randn(18, 4)
     scaled(batch)
-    assert sizes == [16, 4, 4]
+    assert sizes == [18, 3, 3, 3]
     scaled(batch.flip(0))
     scaled(torch.randn(16, 5))  # another length
     scaled(torch.randn(7, 9))
-    scaled(torch.randn(7, 9), 0.5)  # another number that is no integer
-    assert sizes[3:] == [16, 7, 7]
+    scaled(torch.randn(7, 9), 0.5)  # another argument, of any value
+    scaled(torch.randn(7, 9), 0.75)
+    assert sizes[4:] == [16, 7, 7, 1, 1, 7]
     del sizes[:]
     scaled(torch.randn(8, 4), dim=0)  # may be another way to compute
     assert sizes == [8, 2, 2]
     scaled(torch.randn(8, 4, 2))  # more dimensions
     assert sizes[3:] == [8, 2, 2]
+    scaled(torch.randn(3, 4, 2))
+    scaled(torch.randn(30, 4, 2))  # and enough items for the strongest probe
+    scaled(torch.randn(40, 4, 2))
+    assert sizes[6:] == [3, 30, 5, 5, 5, 40]
 
 
 def test_numbers_that_never_end_are_not_probed_for_ever(sizes):
@@ -206,6 +212,49 @@ def test_no_part_has_the_largest_item_twice():
         fresh = torchcache(lambda x: x / x.amax())
         fresh(x)
         assert bypasses(fresh) == {"batch": 8}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_influence_as_small_as_rounding(dtype):
+    weight = torch.randn(16, 16).to(dtype)
+
+    def forward(x):
+        return x.to(dtype) @ weight + 0.05 * (x.to(dtype) @ weight).mean(0)
+
+    mixing = torchcache(forward)
+    alone = torchcache(lambda x: torch.nn.functional.gelu(x.to(dtype) @ weight))
+    x = torch.randn(24, 16)
+    for function in (mixing, alone):
+        function(x)
+    assert bypasses(mixing) == {"batch": 24} and not bypasses(alone)
+
+
+def test_memory_that_the_forward_uses_again():
+    memory = np.zeros((16, 4), np.float32)
+
+    def forward(x):
+        memory[: len(x)] = x.numpy() * 2
+        return torch.from_numpy(memory[: len(x)])
+
+    function = torchcache(forward)
+    x = torch.randn(16, 4)
+    assert torch.equal(function(x), x * 2) and torch.equal(function(x), x * 2)
+
+
+def test_no_memory_for_a_part_says_nothing():
+    class Full(nn.Module):
+        full = True
+
+        def forward(self, x):
+            if len(x) == 1 and self.full:
+                raise MemoryError
+            return x - x.mean(0)
+
+    module = torchcache(Full())
+    module(X)
+    assert not bypasses(module)
+    module.full = False
+    assert torch.equal(module(X), X - X.mean(0)) and bypasses(module) == {"batch": 6}
 
 
 def test_the_callers_random_state_is_left_alone(monkeypatch):

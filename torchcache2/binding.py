@@ -11,7 +11,7 @@ from torch import nn
 from torchcache2.forward import ModuleCache
 from torchcache2.locks import ProcessLock
 from torchcache2.namespace import History
-from torchcache2.probe import Probes
+from torchcache2.probes import Probes
 from torchcache2.settings import CacheSettings
 from torchcache2.tiers.stack import TierStack
 

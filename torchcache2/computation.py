@@ -17,7 +17,8 @@ from torchcache2.batch import NotStoredError, WholeBatch
 from torchcache2.entries import argument_leaves
 from torchcache2.keys import Keys, item_keys
 from torchcache2.namespace import NamespaceKeeper, Seen
-from torchcache2.probe import Kind, dependence, parts
+from torchcache2.probe import Comparison, parts
+from torchcache2.probes import Kind
 from torchcache2.purity import ADVICE, versions
 from torchcache2.randomness import RandomContexts, RandomState
 from torchcache2.settings import CacheSettings
@@ -139,6 +140,8 @@ class Computation:
                 output = yield from cache.run(self._plain, call.args, call.kwargs)
             raise NotStoredError(reason, ADVICE[reason], output)
         if self.probe is not None:
+            # The forward may use the memory of its output again, for a part.
+            output = pytree.tree_map(_copied, output)
             yield from self._probe(output)
         if len(cache.pure) >= _MOST_KINDS:
             cache.pure.clear()
@@ -147,31 +150,42 @@ class Computation:
 
     def _probe(self, output: Any) -> Steps[None]:
         """Compute parts of the batch by themselves; raises if the rows of the whole batch are others."""
+        comparison = Comparison(output, len(self.keys), self.device, self.dtypes())
         for part in parts(self.keys):
-            found = yield from self._probe_part(output, part, bool(self.bound.aligned))
+            found = yield from self._probe_part(comparison, part, bool(self.bound.aligned))
             if found is not None and self.bound.aligned:
                 # An argument as long as the batch has one entry per item, or else belongs to the whole batch.
-                found = yield from self._probe_part(output, part, False)
+                found = yield from self._probe_part(comparison, part, False)
             if isinstance(found, _RaisedText):
                 # What wants its items in some order, such as longest first, gets them in the caller's.
-                found = yield from self._probe_part(output, sorted(part), bool(self.bound.aligned))
+                found = yield from self._probe_part(comparison, sorted(part), bool(self.bound.aligned))
+            if self.probe is None:
+                return
             if found is not None:
                 raise NotStoredError("batch", f"{found}; {ADVICE['batch']}", output)
 
-    def _probe_part(self, output: Any, part: Sequence[int], takes_aligned: bool) -> Steps[str | None]:
+    def _probe_part(
+        self, comparison: Comparison, part: Sequence[int], takes_aligned: bool
+    ) -> Steps[str | None]:
         """How the output of some items differs if they are computed by themselves; None if it does not."""
-        keeper = self._cache.keeper
-        positions = torch.tensor(part, dtype=torch.int64, device="cpu")
-        args, kwargs = self.bound.take(positions, aligned=takes_aligned)
+        keeper, count = self._cache.keeper, len(part)
+        if self._cache.settings.miss_batch == "pad":
+            size = min(1 << (count - 1).bit_length(), len(self.keys))
+            part = [*part, *[part[-1]] * (size - count)]
         undo, state = _Undo(keeper, self._seen, self._root), RandomState(keeper.generators)
         try:
+            positions = torch.tensor(part, dtype=torch.int64, device="cpu")
+            args, kwargs = self.bound.take(positions, aligned=takes_aligned)
             alone = yield from self._cache.run(self._plain, args, kwargs)
-            return dependence(output, alone, self.keys, positions, self.device, self.dtypes())
+            return comparison.difference(alone, part)
+        except (MemoryError, torch.cuda.OutOfMemoryError):
+            self.probe = None  # which says nothing about the forward: the next call is probed
+            return None
         except Exception as error:
-            return _RaisedText(f"the forward of {len(part)} of its {len(self.keys)} items raises {error!r}")
+            return _RaisedText(f"the forward of {count} of its {len(self.keys)} items raises {error!r}")
         finally:
-            # The same forward has left no trace just now. Should it do so for a part, that is undone; but what
-            # changes beside other threads may be theirs.
+            # The same forward has left no trace just now. Should it do so for a part, that is undone; but
+            # what changes beside other threads may be theirs.
             if threading.active_count() == 1:
                 undo()
                 state.restore()
@@ -242,6 +256,11 @@ class _Undo:
 
 def _same(left: list[Any], right: list[Any]) -> bool:
     return len(left) == len(right) and all(map(is_, left, right))
+
+
+def _copied(leaf: Any) -> Any:
+    is_plain = type(leaf) is Tensor and leaf.layout == torch.strided and not leaf.is_nested
+    return leaf.clone() if is_plain else leaf
 
 
 def _storage(tensor: Tensor) -> int:

@@ -17,6 +17,7 @@ from torchcache2.arguments import BoundCall, Signature, UncachedArgumentError
 from torchcache2.batch import NotStoredError
 from torchcache2.bypass import BypassError
 from torchcache2.cache import Cache, now
+from torchcache2.collectives import has_collectives
 from torchcache2.computation import Computation
 from torchcache2.digest import digest, qualified_name
 from torchcache2.directory import CacheDirectory
@@ -25,7 +26,8 @@ from torchcache2.errors import InputError, OptionError, UnhashableArgumentError
 from torchcache2.explain import CallSeen, call_differences, fingerprint_differences, latest_fingerprint
 from torchcache2.fingerprint import Fingerprint
 from torchcache2.namespace import History, NamespaceKeeper
-from torchcache2.probe import DEPENDENT, STRONGEST, Kind, Probes, has_collectives, strength
+from torchcache2.probe import STRONGEST, strength
+from torchcache2.probes import DEPENDENT, Kind, Probes
 from torchcache2.randomness import RandomContexts
 from torchcache2.settings import CacheSettings, disabled_by_environment, strict_by_environment
 from torchcache2.shortcuts import Glance, Shortcuts, glance
@@ -237,7 +239,7 @@ class ModuleCache(Cache):
     def _probing(self, computation: Computation, root: Any) -> Computation:
         """Have a computation probe its batch if such calls were not yet; raises if items are dependent."""
         keys = computation.keys
-        if not self.settings.probe or len(keys) < 2 or self._probes.is_settled(keys.group):
+        if not self.settings.probe or len(keys) < 2 or self._probes.is_settled(keys.group, len(keys)):
             return computation
         kind, possible = Kind.of(self.fingerprint, computation.bound), strength(keys)
         result = self._probes.result(kind, self._probed_before)
@@ -246,8 +248,7 @@ class ModuleCache(Cache):
         if result is None and has_collectives(root, self.fingerprint):
             result = STRONGEST
         if result is not None and result >= possible:
-            if result == STRONGEST:
-                self._probes.settle(keys.group)
+            self._probes.settle(keys.group, result)
             return computation
         computation.probe = kind, possible
         return computation
@@ -269,8 +270,8 @@ class ModuleCache(Cache):
                 self._probed(probe[0], DEPENDENT)
                 self._tiers.drop(computation.keys.namespace)
             raise
-        if probe is not None:
-            self._probed(*probe)
+        if computation.probe is not None:
+            self._probed(*computation.probe)
         return output
 
     def _probed(self, kind: Kind, result: int) -> None:

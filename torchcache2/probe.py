@@ -1,215 +1,121 @@
-"""The probe: whether the output of an item depends on the rest of its batch, found out once for each kind.
+"""The probe: whether the output of an item depends on the rest of its batch.
 
 Parts of a batch are computed by themselves, in another order, and their rows are compared with those of the
-whole batch. Two parts that share no item, a quarter of the batch each, show what one half may hide: where
-every item is divided by the largest of its batch, the part that has the largest one equals the whole batch.
+whole batch. Some parts share no item, which shows what one part may hide: where every item is divided by the
+largest of its batch, a part that has the largest one equals the whole batch. And two parts of one size begin
+with the same items. Those are computed alike to nearly the last bit, while those of another batch size may be
+rounded otherwise: so an influence shows that is hardly larger than rounding.
 """
 
 from __future__ import annotations
 
-import inspect
-import types
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
-from torchcache2.arguments import BoundCall
 from torchcache2.errors import OutputError
-from torchcache2.fingerprint import Fingerprint
 from torchcache2.keys import Keys
-from torchcache2.locks import ProcessLock
 from torchcache2.rows import Rows, UnstorableError
-from torchcache2.sources import code_objects
-from torchcache2.structure import call_structure
 from torchcache2.verify import leaf_differences
 
-__all__ = ["DEPENDENT", "STRONGEST", "Kind", "Probes", "dependence", "has_collectives", "parts", "strength"]
+__all__ = ["STRONGEST", "Comparison", "parts", "strength", "strength_of"]
 
-DEPENDENT = 0  # the result of a probe: an item's output depends on its batch
-STRONGEST = 3
-_MOST_KINDS = 10_000
-_MOST_VALUES = 8  # kinds that differ in numbers alone; if so many are independent, the others are
-_COLLECTIVES = {
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
-    *("all_to_all_single", "barrier", "broadcast", "gather_for_metrics", "reduce_scatter"),
-    "reduce_scatter_tensor",
-}
-
-
-class Kind(NamedTuple):
-    """What a probe tells about: calls of one structure, of a module in one state."""
-
-    namespace: bytes
-    code: bytes
-    exact: bytes
-    loose: bytes
-
-    @classmethod
-    def of(cls, fingerprint: Fingerprint, call: BoundCall) -> Kind:
-        """The kind of a call of the module that has this fingerprint."""
-        structures = [call_structure(call, values=values) for values in (True, False)]
-        return cls(fingerprint.namespace, fingerprint.code, *structures)
-
-
-class Probes:
-    """What probes have found, of one module or function; safe under threads.
-
-    A result is the strength of the probe that found items to be independent, 1 to 3, or `DEPENDENT`.
-    """
-
-    def __init__(self) -> None:
-        self._lock = ProcessLock()
-        self._settled: set[bytes] = set()
-        self._found: dict[bytes, dict[str, int]] = {}
-        self._dependent: set[tuple[bytes, bytes]] = set()
-        self._independent: dict[tuple[bytes, bytes], set[bytes]] = {}
-
-    def is_settled(self, group: bytes) -> bool:
-        """Whether calls whose keys have this group need no probe any more."""
-        return group in self._settled
-
-    def settle(self, group: bytes) -> None:
-        """Calls whose keys have this group need no probe any more."""
-        if len(self._settled) >= _MOST_KINDS:
-            self._settled = set()
-        self._settled.add(group)
-
-    def result(self, kind: Kind, recall: Callable[[bytes], Mapping[str, int]]) -> int | None:
-        """What is known of a kind; None if nothing is.
-
-        ``recall(namespace)`` are the results that earlier runs have left, by the hexadecimal digits of
-        `Kind.exact`.
-        """
-        with self._lock():
-            # With other weights too: what mixes items once is not tried again.
-            if (kind.code, kind.exact) in self._dependent:
-                return DEPENDENT
-            if len(self._independent.get((kind.namespace, kind.loose), ())) >= _MOST_VALUES:
-                return STRONGEST
-            if kind.namespace not in self._found:
-                self._of(kind.namespace).update(recall(kind.namespace))
-            return self._of(kind.namespace).get(kind.exact.hex())
-
-    def add(self, kind: Kind, result: int) -> None:
-        """A probe has found something."""
-        with self._lock():
-            self._of(kind.namespace)[kind.exact.hex()] = result
-            if result == DEPENDENT:
-                self._dependent.add((kind.code, kind.exact))
-            elif result == STRONGEST:
-                self._independent.setdefault((kind.namespace, kind.loose), set()).add(kind.exact)
-
-    def found(self, namespace: bytes) -> dict[str, int]:
-        """Everything that is known of a namespace, to be kept for later runs."""
-        with self._lock():
-            return dict(self._of(namespace))
-
-    def _of(self, namespace: bytes) -> dict[str, int]:
-        if namespace not in self._found:
-            if len(self._found) >= _MOST_KINDS:
-                self._found, self._independent, self._dependent = {}, {}, set()
-            self._found[namespace] = {}
-        return self._found[namespace]
+STRONGEST = 4
+_ALIKE = 0.75  # the power of the precision that computing items alike twice keeps
 
 
 def strength(keys: Keys) -> int:
-    """How much a probe of a batch can show: 1 if all items are equal, 2 below four distinct ones, else 3."""
+    """How much a probe of a batch can show."""
     distinct = keys.first_positions()
-    count = len(keys) if distinct is None else len(distinct[0])
-    return 1 if count == 1 else 2 if count < 4 else STRONGEST
+    return strength_of(len(keys) if distinct is None else len(distinct[0]))
+
+
+def strength_of(items: int) -> int:
+    """How much a probe of so many distinct items can show, from 1 to `STRONGEST`."""
+    return 1 if items == 1 else 2 if items < 4 else 3 if items < 12 else STRONGEST
 
 
 def parts(keys: Keys) -> list[tuple[int, ...]]:
     """Positions of the parts to compute by themselves, of half of the batch at most."""
     found = keys.first_positions()
     distinct = np.arange(len(keys)) if found is None else found[0]
-    if len(distinct) == 1:
+    order, strongest = distinct[::-1], strength_of(len(distinct))
+    if strongest == 1:
         chosen = [np.arange(len(keys) // 2)]
-    elif len(distinct) < 4:
-        chosen = [distinct[-1:]]
+    elif strongest == 2:
+        chosen = [order[:1]]
+    elif strongest == 3:
+        size = len(order) // 4
+        chosen = [order[::4][:size], order[2::4][:size]]
     else:
-        order, count = distinct[::-1], len(distinct) // 4
-        chosen = [order[::4][:count], order[2::4][:count]]
+        size = len(order) // 6
+        shared = (size + 1) // 2
+        first, second, others = order[::3][:size], order[1::3], order[2::3][:size]
+        chosen = [first, np.concatenate([first[:shared], second[: size - shared]]), others]
     return [tuple(part.tolist()) for part in chosen]
 
 
-def dependence(
-    whole: Any,
-    alone: Any,
-    keys: Keys,
-    positions: Tensor,
-    device: torch.device,
-    dtypes: Collection[torch.dtype],
-) -> str | None:
-    """How the output of items that were computed alone differs from that of their batch; None if it does not.
+class Comparison:
+    """The rows of a whole batch, and of parts of it that were computed by themselves.
 
     Parameters
     ----------
-    whole, alone : pytree
-        The output for the whole batch, and for the items at `positions` (int64, shape ``(k,)``).
-    keys : Keys
+    output : pytree
+        For the whole batch.
+    items : int
         Of the whole batch.
     device : torch.device
         Of the call.
     dtypes : collection of torch.dtype
         What the forward computes with.
     """
-    try:
-        expected = Rows.from_pytree(whole, len(keys), device=device)
-    except (UnstorableError, OutputError):
-        return None  # it is not kept anyway
-    batches = f"in a batch of {len(positions)} and of {len(keys)}"
-    try:
-        rows = Rows.from_pytree(alone, len(positions), device=device)
-    except (UnstorableError, OutputError) as error:
-        return str(error)
-    expected = expected.take(positions)
-    if rows.schema != expected.schema:
-        shapes = [
-            f"output{leaf.path} is {leaf.dtype} {leaf.shape} and {other.dtype} {other.shape} an item"
-            for leaf, other in zip(rows.schema.leaves, expected.schema.leaves, strict=False)
-            if leaf != other
-        ]
-        return f"{next(iter(shapes), 'the output has another structure')} {batches}"
-    worst: tuple[float, str, int] = (0.0, "", 0)
-    for path, apart in leaf_differences(expected, rows, dtypes).items():
-        worst = max(worst, (float(apart.max()), path, int(positions[apart.argmax()])))
-    apart_by, path, item = worst
-    if apart_by == 0.0:
+
+    def __init__(
+        self, output: Any, items: int, device: torch.device, dtypes: Collection[torch.dtype]
+    ) -> None:
+        self._items = items
+        self._device = device
+        self._dtypes = dtypes
+        self._parts: list[tuple[Sequence[int], Rows]] = []
+        try:
+            self._whole: Rows | None = Rows.from_pytree(output, items, device=device)
+        except (UnstorableError, OutputError):
+            self._whole = None  # it is not kept anyway
+
+    def difference(self, output: Any, part: Sequence[int]) -> str | None:
+        """How the output for some items differs from that of their batch; None if it does not."""
+        if self._whole is None:
+            return None
+        batches = f"in a batch of {len(part)} and of {self._items}"
+        try:
+            rows = Rows.from_pytree(output, len(part), device=self._device)
+        except (UnstorableError, OutputError) as error:
+            return str(error)
+        expected = self._whole.take(torch.tensor(part, dtype=torch.int64, device="cpu"))
+        if rows.schema != expected.schema:
+            shapes = [
+                f"output{leaf.path} is {leaf.dtype} {leaf.shape} and {other.dtype} {other.shape} an item"
+                for leaf, other in zip(rows.schema.leaves, expected.schema.leaves, strict=False)
+                if leaf != other
+            ]
+            return f"{next(iter(shapes), 'the output has another structure')} {batches}"
+        found = self._worst(expected, rows, part, 0.5)
+        if found is not None:
+            return f"{found} {batches}"
+        for other, others_rows in self._parts:
+            shared = next((i for i, (a, b) in enumerate(zip(part, other, strict=False)) if a != b), len(part))
+            if 0 < shared < len(part) == len(other):
+                found = self._worst(others_rows.head(shared), rows.head(shared), part, _ALIKE)
+                if found is not None:
+                    return f"{found} in two batches of {len(part)}"
+        self._parts.append((part, rows))
         return None
-    return f"output{path} of item {item} differs by {apart_by:.3g} {batches}"
 
-
-def has_collectives(root: Any, fingerprint: Fingerprint) -> bool:
-    """Whether a forward may talk to other processes, which would wait for parts that this one computes."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    named = [name.split()[1].rpartition(".")[2] for name in fingerprint.parts if name.startswith("global ")]
-    if not _COLLECTIVES.isdisjoint(named):
-        return True
-    modules = root.modules() if isinstance(root, nn.Module) else ()
-    bases = {base for module in modules for base in type(module).__mro__ if base not in (nn.Module, object)}
-    return any(map(_names_collectives, bases))
-
-
-def _names_collectives(kind: type) -> bool:
-    # Torch's own modules that talk to other processes: DDP, FSDP, batch norm over all of them.
-    if kind.__module__.startswith(("torch.distributed", "torch.nn.parallel.distributed")):
-        return True
-    names = {
-        name
-        for function in _functions(kind)
-        for code in code_objects(function.__code__)
-        for name in code.co_names
-    }
-    return kind is nn.SyncBatchNorm or not _COLLECTIVES.isdisjoint(names)
-
-
-def _functions(kind: type) -> Iterator[types.FunctionType]:
-    for value in vars(kind).values():
-        function = inspect.unwrap(value) if callable(value) else value
-        if isinstance(function, types.FunctionType):
-            yield function
+    def _worst(self, left: Rows, right: Rows, part: Sequence[int], power: float) -> str | None:
+        apart_by, path, item = 0.0, "", 0
+        for name, apart in leaf_differences(left, right, self._dtypes, power=power).items():
+            if apart.max() > apart_by:
+                apart_by, path, item = float(apart.max()), name, part[int(apart.argmax())]
+        return f"output{path} of item {item} differs by {apart_by:.3g}" if apart_by else None

@@ -39,18 +39,22 @@ def differences(old: Rows, fresh: Rows, dtypes: Collection[torch.dtype] = ()) ->
     return np.max([np.zeros(len(old)), *found.values()], axis=0)  # type: ignore[no-any-return]
 
 
-def leaf_differences(old: Rows, fresh: Rows, dtypes: Collection[torch.dtype] = ()) -> dict[str, Differences]:
-    """Those of each leaf by its path, of rows of one schema."""
+def leaf_differences(
+    old: Rows, fresh: Rows, dtypes: Collection[torch.dtype] = (), *, power: float = 0.5
+) -> dict[str, Differences]:
+    """Those of each leaf by its path, of rows of one schema; tolerated is this power of the precision."""
     count = len(old)
     fresh = fresh.laid_out_as(old.schema)
     found = {}
     for leaf, left, right in zip(old.schema.leaves, old.columns, fresh.columns, strict=True):
         sides = (left.reshape(count, -1).cpu(), right.reshape(count, -1).cpu())
-        found[leaf.path] = _column_differences(*sides, leaf, dtypes).numpy()
+        found[leaf.path] = _column_differences(*sides, leaf, dtypes, power).numpy()
     return found
 
 
-def _column_differences(left: Tensor, right: Tensor, leaf: Leaf, dtypes: Collection[torch.dtype]) -> Tensor:
+def _column_differences(
+    left: Tensor, right: Tensor, leaf: Leaf, dtypes: Collection[torch.dtype], power: float
+) -> Tensor:
     if left.shape[1] == 0:
         return torch.zeros(len(left), dtype=torch.float64, device="cpu")
     if leaf.kind in _DOUBLES:
@@ -70,7 +74,7 @@ def _column_differences(left: Tensor, right: Tensor, leaf: Leaf, dtypes: Collect
         apart = (left.double() - right.double()).abs().clamp_min(1.0)  # beyond 2**53, doubles are coarse
     apart = torch.where(same, 0.0, apart).amax(1)
     scale = torch.maximum(left.abs(), right.abs()).nan_to_num(0.0, 0.0).amax(1) if precision else 0.0
-    within = apart <= math.sqrt(precision) * scale + precision**2  # what cancels out leaves noise
+    within = apart <= precision**power * scale + precision**2  # what cancels out leaves noise
     return torch.where(within, 0.0, apart)
 
 

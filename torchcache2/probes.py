@@ -1,0 +1,95 @@
+"""`Probes`: what probes have found out, by kind of call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from torchcache2.arguments import BoundCall
+from torchcache2.fingerprint import Fingerprint
+from torchcache2.locks import ProcessLock
+from torchcache2.probe import strength_of
+from torchcache2.structure import call_structure
+
+__all__ = ["DEPENDENT", "Kind", "Probes"]
+
+DEPENDENT = 0  # the result of a probe: an item's output depends on its batch
+_MOST_KINDS = 10_000
+_MOST_VALUES = 8  # kinds that differ in numbers alone; if so many are independent, the others are
+
+
+class Kind(NamedTuple):
+    """What a probe tells about: calls of one structure, of a module in one state."""
+
+    namespace: bytes
+    code: bytes
+    exact: bytes
+    loose: bytes
+
+    @classmethod
+    def of(cls, fingerprint: Fingerprint, call: BoundCall) -> Kind:
+        """The kind of a call of the module that has this fingerprint."""
+        structures = [call_structure(call, values=values) for values in (True, False)]
+        return cls(fingerprint.namespace, fingerprint.code, *structures)
+
+
+class Probes:
+    """What probes have found, of one module or function; safe under threads.
+
+    A result is the strength of the probe that found items to be independent, 1 to 4, or `DEPENDENT`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = ProcessLock()
+        self._settled: dict[bytes, int] = {}
+        self._found: dict[bytes, dict[str, int]] = {}
+        self._dependent: set[tuple[bytes, bytes]] = set()
+        self._independent: dict[tuple[bytes, bytes], dict[bytes, int]] = {}
+
+    def is_settled(self, group: bytes, items: int) -> bool:
+        """Whether no call of so many items, whose keys have this group, needs a probe any more."""
+        return self._settled.get(group, DEPENDENT) >= strength_of(items)
+
+    def settle(self, group: bytes, result: int) -> None:
+        """A probe of calls whose keys have this group would show no more than this one has."""
+        if len(self._settled) >= _MOST_KINDS:
+            self._settled = {}
+        self._settled[group] = result
+
+    def result(self, kind: Kind, recall: Callable[[bytes], Mapping[str, int]]) -> int | None:
+        """What is known of a kind; None if nothing is.
+
+        ``recall(namespace)`` are the results that earlier runs have left, by the hexadecimal digits of
+        `Kind.exact`.
+        """
+        with self._lock():
+            # With other weights too: what mixes items once is not tried again.
+            if (kind.code, kind.exact) in self._dependent:
+                return DEPENDENT
+            alike = sorted(self._independent.get((kind.namespace, kind.loose), {}).values())
+            if len(alike) >= _MOST_VALUES:
+                return alike[-_MOST_VALUES]
+            if kind.namespace not in self._found:
+                self._of(kind.namespace).update(recall(kind.namespace))
+            return self._of(kind.namespace).get(kind.exact.hex())
+
+    def add(self, kind: Kind, result: int) -> None:
+        """A probe has found something."""
+        with self._lock():
+            self._of(kind.namespace)[kind.exact.hex()] = result
+            if result == DEPENDENT:
+                self._dependent.add((kind.code, kind.exact))
+            else:
+                self._independent.setdefault((kind.namespace, kind.loose), {})[kind.exact] = result
+
+    def found(self, namespace: bytes) -> dict[str, int]:
+        """Everything that is known of a namespace, to be kept for later runs."""
+        with self._lock():
+            return dict(self._of(namespace))
+
+    def _of(self, namespace: bytes) -> dict[str, int]:
+        if namespace not in self._found:
+            if len(self._found) >= _MOST_KINDS:
+                self._found, self._independent, self._dependent = {}, {}, set()
+            self._found[namespace] = {}
+        return self._found[namespace]
