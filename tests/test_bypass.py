@@ -215,11 +215,18 @@ def test_eval_after_training_is_cached_at_once():
     assert module.cache_instance.stats().hits == noisy.cache_instance.stats().hits == 6
 
 
+class Labelled(torch.Tensor):
+    pass
+
+
 def test_a_glance_tells_kinds_apart():
     kinds = [
         ((X,), {}),
         ((X[0],), {}),
         ((X.int(),), {}),
+        ((X.to_sparse(),), {}),
+        ((X.as_subclass(Labelled),), {}),
+        ((X.to("meta"),), {}),
         ((X, True), {}),
         ((X, None), {}),
         ((X, 1), {}),

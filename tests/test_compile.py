@@ -63,17 +63,17 @@ def as_class(**options):
     class Cached(Net):
         forward = Net.forward
 
-    return torchcache(**options)(Cached)()
+    return torchcache(**{"probe": False} | options)(Cached)()
 
 
 def as_instance(**options):
-    return torchcache(**options)(Net())
+    return torchcache(**{"probe": False} | options)(Net())
 
 
 def as_function(**options):
     net = Net()
 
-    @torchcache(**options)
+    @torchcache(**{"probe": False} | options)
     def function(x, scale=1.0):
         return net(x, scale)
 
@@ -134,7 +134,7 @@ def test_a_module_that_compiles_itself():
 
 def test_an_instance_that_is_compiled_already():
     graphs = Graphs()
-    cached = torchcache()(torch.compile(Net(), backend=graphs))
+    cached = torchcache(probe=False)(torch.compile(Net(), backend=graphs))
     for x in (X, X.flip(0)):
         assert_same(cached(x), Net()(x))
     assert counts(cached) == (6, 6) and len(graphs) == 1
@@ -149,7 +149,12 @@ class Stacked(nn.Sequential):
     pass
 
 
-@pytest.mark.parametrize("decorate", [torchcache(), lambda net: torchcache(type("S", (Stacked,), {}))(*net)])
+without_probe = torchcache(probe=False)
+
+
+@pytest.mark.parametrize(
+    "decorate", [without_probe, lambda net: without_probe(type("S", (Stacked,), {}))(*net)]
+)
 def test_modules_of_torch_itself_run_compiled(decorate):
     plain, graphs = sequential(), Graphs()
     others = [decorate(sequential().eval().requires_grad_(False)) for _ in range(12)]
@@ -286,14 +291,14 @@ def hit_patterns(batch, rounds, seed):
 @pytest.mark.parametrize("batch", [16, 24])
 @pytest.mark.parametrize("dynamic", [None, False])
 def test_padded_misses_compile_few_graphs(batch, dynamic):
-    cached, plain, graphs = as_class(miss_batch="pad"), Net(), Graphs()
+    cached, plain, graphs = as_class(miss_batch="pad", probe=True), Net(), Graphs()
     cached.second.register_forward_hook(lambda module, args, output: sizes.add(len(output)))
     sizes = set()
     for x in hit_patterns(batch, 40, seed=batch):
         assert_same(cached(x), plain(x))
     assert sizes <= {1, 2, 4, 8, 16, batch} and len(sizes) >= 3
 
-    cached = as_class(miss_batch="pad")
+    cached = as_class(miss_batch="pad", probe=True)
     compiled = torch.compile(cached, backend=graphs, dynamic=dynamic)
     for x in hit_patterns(batch, 60, seed=batch + 1):
         assert_same(compiled(x), plain(x))

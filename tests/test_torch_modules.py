@@ -1693,13 +1693,13 @@ LAYOUT_WARNINGS = pytest.mark.filterwarnings(NESTED, SPARSE, QUANTIZED_TENSORS)
 
 @LAYOUT_WARNINGS
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_arguments_of_other_layouts_are_an_error_that_names_them(name):
+def test_arguments_of_other_layouts_are_named(name):
     make, word = LAYOUTS[name]
 
     def forward(x, batch=None, *rest, table=None, **named):
         return x * 2
 
-    cached = torchcache(shared_args=("table",))(forward)
+    cached = torchcache(shared_args=("table",), strict=True)(forward)
     dense = torch.ones(4, 3)
     calls = {
         "argument x ": ((make(),), {}),

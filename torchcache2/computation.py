@@ -259,8 +259,8 @@ def _same(left: list[Any], right: list[Any]) -> bool:
 
 
 def _copied(leaf: Any) -> Any:
-    is_plain = type(leaf) is Tensor and leaf.layout == torch.strided and not leaf.is_nested
-    return leaf.clone() if is_plain else leaf
+    is_plain = type(leaf) is Tensor and leaf.layout == torch.strided
+    return leaf.clone() if is_plain and not (leaf.is_nested or leaf.is_quantized) else leaf
 
 
 def _storage(tensor: Tensor) -> int:

@@ -9,18 +9,29 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Collection
 from typing import TYPE_CHECKING, TextIO
 
 from torchcache2.errors import OptionError
 
-__all__ = ["logger", "set_logger_config"]
+__all__ = ["listed", "logger", "set_logger_config"]
 
 logger = logging.getLogger("torchcache2")
 
 DEFAULT_LEVEL = logging.WARNING
 DEFAULT_FMT = "[torchcache2] - %(asctime)s - %(name)s - %(levelname)s - %(message)s"
 DEFAULT_DATEFMT = "%Y-%m-%d %H:%M:%S"
+_MOST_NAMES, _LONGEST = 3, 80
 _LEVELS = "DEBUG, INFO, WARNING, ERROR, CRITICAL"
+
+
+def listed(names: Collection[str]) -> str:
+    """At most three names, long ones shortened, and how many more there are."""
+    shown = [
+        name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…" for name in list(names)[:_MOST_NAMES]
+    ]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more:,} more" if more else "")
 
 
 def set_logger_config(

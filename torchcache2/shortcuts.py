@@ -34,7 +34,7 @@ def glance(root: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Glanc
 
 def _mark(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.dim(), value.dtype
+        return type(value), value.is_nested, value.layout, value.device.type, value.dim(), value.dtype
     if value is None or isinstance(value, bool) or (isinstance(value, str) and len(value) <= _LONG):
         return value
     return type(value)
