@@ -60,7 +60,7 @@ class Contents:
     ) -> None:
         self.left: list[Any] = []
         self._arrays: list[Any] = []
-        groups: dict[type, list[Any]] = {}
+        groups: dict[tuple[type, bool], list[Any]] = {}
         for container in containers:
             kind = _kind(container)
             if kind is None:
@@ -74,10 +74,14 @@ class Contents:
                 size = length(container)
                 if size <= min(each, total):
                     total -= size + 2  # an empty one takes some time, too
-                    groups.setdefault(kind, []).append(container)
+                    is_exact = type(container) is kind is not np.ndarray
+                    groups.setdefault((kind, is_exact), []).append(container)
                     continue
             self.left.append(container)
-        self._groups = [(*_READERS[kind], group) for kind, group in groups.items()]
+        self._groups = [
+            (len if is_exact else _READERS[kind][0], _READERS[kind][1], is_exact, group)
+            for (kind, is_exact), group in groups.items()
+        ]
         self._seen = self._look()
 
     def same(self) -> bool:
@@ -98,9 +102,11 @@ class Contents:
     def _look(self) -> tuple[list[int], list[Any], list[Any]]:
         sizes: list[int] = []
         elements: list[Any] = []
-        for length, readers, group in self._groups:
+        for length, (read, *more), is_exact, group in self._groups:
             sizes += map(length, group)
-            for read in readers:
+            # Whose elements need no reader are read in half the time.
+            elements += chain.from_iterable(group if is_exact else map(read, group))
+            for read in more:
                 elements += chain.from_iterable(map(read, group))
         return sizes, list(map(_bytes, self._arrays)), elements
 
@@ -181,7 +187,7 @@ def _size(array: Any) -> int:
 def _bytes(array: Any) -> tuple[Any, ...]:
     if isinstance(array, bytearray):
         return (bytes(array),)
-    return array.shape, array.dtype, array.tobytes()
+    return array.tobytes(), array.dtype, *array.shape
 
 
 def _alike(left: Any, right: Any) -> bool:

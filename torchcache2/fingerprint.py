@@ -205,7 +205,7 @@ class Walk(ObjectWalk):
             self.parts[f"constructor argument {where}{name}"] = data
         self.parts[f"training {path}".rstrip()] = self.encode(module.training, path)
         self.parts[reference.decode()] = b"".join(
-            [self.klass(kind, path), Encoder().encode(list(module._modules), path)]
+            [self.klass(kind, path), Encoder().encode([name for name, _ in module._modules.items()], path)]
         )
         return reference
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from types import CellType
@@ -105,7 +106,9 @@ class Attributes:
         self._variables: list[tuple[Any, str, Any]] = [
             (scope, name, scope.get(name, _MISSING)) for scope, name in variables if type(scope) is dict
         ]
-        self._variables += [(cell, "cell_contents", cell.cell_contents) for cell in cells]
+        for cell in cells:
+            with contextlib.suppress(ValueError):  # one that is empty
+                self._variables.append((cell, "cell_contents", cell.cell_contents))
 
     def restore(self) -> None:
         """Put back what is another; one step at a time, as other threads use these objects."""
@@ -113,7 +116,7 @@ class Attributes:
             restore_fields(fields, before)
         for scope, name, value in self._variables:
             if isinstance(scope, CellType):
-                scope.cell_contents = value
+                setattr(scope, name, value)
             elif value is _MISSING:
                 scope.pop(name, None)
             elif scope.get(name, _MISSING) is not value:

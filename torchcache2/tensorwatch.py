@@ -96,6 +96,8 @@ class TensorWatch:
         known = {} if before is None else before._known
         marks = self._marks() if known else {}
         self._known = {key: known[key] for key in marks if key in known and known[key].mark == marks[key]}
+        if before is not None and before._follows:
+            self._follow_optimizers()
 
     def moved(self) -> bool:
         """Whether a tensor has other storage, or was written to, since the last `refresh`."""
