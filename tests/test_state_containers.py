@@ -129,13 +129,13 @@ def raised_and_lowered(held):
 
 
 CHANGES = {
-    "list": (lambda: [], appended),
+    "list": (list, appended),
     "subclass": (lambda: Seen(), appended),
     "nested": (lambda: {"a": []}, nested),
     "in a tuple": (lambda: ("a", []), appended_to_second),
     "in an object": (lambda: Box(), appended_within),
     "in a list of objects": (lambda: [Box()], lambda held: appended_within(held[0])),
-    "dict": (lambda: {}, keyed),
+    "dict": (dict, keyed),
     "dict of counts": (lambda: {"n": 0}, counted),
     "large numbers": (lambda: {"n": 1e9}, counted),
     "OrderedDict": (lambda: collections.OrderedDict(), keyed),
@@ -172,7 +172,7 @@ def test_globals_closures_defaults_and_class_attributes_count_too():
     kept = []
 
     class Shared(nn.Module):
-        names = []
+        names = []  # noqa: RUF012
 
         def forward(self, x):
             self.names.append("a")
@@ -452,7 +452,8 @@ def test_an_equal_value_is_not_read_again(make):
     module.scaling["default"] = make()
     module(X)
     walks = module.cache_instance.keeper.walks
-    assert module.scaling["default"] is not (again := make())
+    again = make()
+    assert module.scaling["default"] is not again
     module.scaling["default"] = again
     module(X)
     assert hits(module) == 4 and module.cache_instance.keeper.walks == walks

@@ -10,7 +10,7 @@ from torch import nn
 from torchcache2 import tensorwatch, torchcache
 
 X = torch.arange(1.0, 13.0).view(4, 3)
-MANY = 300_000  # float32 elements: more than 1 MB
+MANY = 50_000  # rows of 3 float32: more than 500 kB
 
 
 @pytest.fixture
@@ -54,7 +54,9 @@ INFERENCE_EDITS = {
     "last weight": lambda m: m.weight[-1].mul_(5),
     "buffer": lambda m: m.shift.add_(1),
     "in a list": lambda m: m.listed[0][6].fill_(9),
-    "load_state_dict": lambda m: m.load_state_dict({"weight": torch.arange(15000.0).view(5000, 3)}, strict=False),
+    "load_state_dict": lambda m: m.load_state_dict(
+        {"weight": torch.arange(15000.0).view(5000, 3)}, strict=False
+    ),
     "through data": lambda m: m.weight.data[2500].mul_(2),
 }
 
@@ -240,7 +242,10 @@ def test_what_changes_no_weight_has_none_read(reads, name):
 CHANGES = {
     "in place": (lambda m: m.second.bias.mul_(2), [3]),
     "two": (lambda m: (m.first.weight.add_(1), m.second.bias.add_(1)), [9, 3]),
-    "load_state_dict": (lambda m: m.second.load_state_dict({k: v + 1 for k, v in m.second.state_dict().items()}), [9, 3]),
+    "load_state_dict": (
+        lambda m: m.second.load_state_dict({k: v + 1 for k, v in m.second.state_dict().items()}),
+        [9, 3],
+    ),
     "a new weight": (lambda m: setattr(m.second, "bias", nn.Parameter(torch.ones(3), False)), [3]),
     "a new submodule": (lambda m: setattr(m, "second", nn.Linear(3, 3).requires_grad_(False)), [9, 3]),
     "other storage": (lambda m: setattr(m.first.bias, "data", torch.ones(3)), [3]),
@@ -292,7 +297,9 @@ def test_after_a_call_with_gradients_all_is_read(reads):
     assert sorted(reads) == [3, 3, 9, 9, 64 * 64]
 
 
-@pytest.mark.parametrize("between", [lambda m: None, lambda m: m.train().eval(), lambda m: setattr(m, "factor", 3)])
+@pytest.mark.parametrize(
+    "between", [lambda m: None, lambda m: m.train().eval(), lambda m: setattr(m, "factor", 3)]
+)
 def test_after_the_step_of_an_optimizer_all_is_read(reads, between):
     module = torchcache(Deep(64)).requires_grad_(True)
     with torch.no_grad():

@@ -108,7 +108,7 @@ class Computation:
                 # The caller is to see what one plain forward does.
                 if reason == "random" and (suspect or threading.active_count() == 1):
                     state.restore()
-                with torch.no_grad():
+                with torch.inference_mode():  # which buffers may have been made in
                     for buffer, content_before in buffers:
                         buffer.copy_(content_before)
                 if attributes is not None:

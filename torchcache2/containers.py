@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MUTABLE", "Contents", "alike", "content", "copied", "restore", "restore_fields"]
+__all__ = ["MUTABLE", "Contents", "alike", "content", "copied", "restore", "restore_fields", "size_of"]
 
 MUTABLE = (list, dict, set, deque, bytearray, np.ndarray)
 
@@ -62,22 +62,16 @@ class Contents:
         self._arrays: list[Any] = []
         groups: dict[tuple[type, bool], list[Any]] = {}
         for container in containers:
-            kind = _kind(container)
-            if kind is None:
-                size = _size(container)
-                if size <= min(each_bytes, total_bytes):
-                    total_bytes -= size + 64
-                    self._arrays.append(container)
-                    continue
+            kind, size = _kind(container), size_of(container)
+            if kind is None and size <= min(each_bytes, total_bytes):
+                total_bytes -= size + 64
+                self._arrays.append(container)
+            elif kind is not None and size <= min(each, total):
+                total -= size + 4  # an empty one takes some time, too
+                is_exact = type(container) is kind is not np.ndarray
+                groups.setdefault((kind, is_exact), []).append(container)
             else:
-                length, readers = _READERS[kind]
-                size = length(container)
-                if size <= min(each, total):
-                    total -= size + 2  # an empty one takes some time, too
-                    is_exact = type(container) is kind is not np.ndarray
-                    groups.setdefault((kind, is_exact), []).append(container)
-                    continue
-            self.left.append(container)
+                self.left.append(container)
         self._groups = [
             (len if is_exact else _READERS[kind][0], _READERS[kind][1], is_exact, group)
             for (kind, is_exact), group in groups.items()
@@ -111,17 +105,25 @@ class Contents:
         return sizes, list(map(_bytes, self._arrays)), elements
 
 
+def size_of(container: Any) -> int:
+    """How many elements a container holds; of one of numbers or bytes, how many bytes."""
+    kind = _kind(container)
+    if kind is None:
+        return len(container) if isinstance(container, bytearray) else int(container.nbytes)
+    return _READERS[kind][0](container)
+
+
 def content(container: Any) -> tuple[Any, ...]:
     """What one container holds; of a large one, how much that is, and what comes first and last."""
     kind = _kind(container)
     if kind is None:
-        return _bytes(container) if _size(container) <= _WHOLE_BYTES else (_size(container),)
+        return _bytes(container) if size_of(container) <= _WHOLE_BYTES else (size_of(container),)
     length, readers = _READERS[kind]
     parts = [read(container) for read in readers]
     if length(container) <= _WHOLE:
         return tuple(chain.from_iterable(parts))
     if kind in (list, dict, deque):
-        parts.append(kind.__reversed__(container))  # type: ignore[attr-defined]
+        parts.append(kind.__reversed__(container))
     return length(container), *chain.from_iterable(islice(part, _ENDS) for part in parts)
 
 
@@ -133,18 +135,17 @@ def alike(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
 def copied(container: Any) -> Any:
     """A copy of what a container holds, for `restore`; None if that is nothing."""
     kind = _kind(container)
-    if kind is None:
-        return container.copy() if _size(container) else None
-    length, readers = _READERS[kind]
-    if length(container) == 0:
+    if size_of(container) == 0:
         return None
-    if kind is np.ndarray:
+    if kind is None or kind is np.ndarray:
         return container.copy()
-    return dict(zip(*[read(container) for read in readers], strict=True)) if len(readers) == 2 else [*container]
+    if kind is OrderedDict:
+        return dict(list(OrderedDict.items(container)))
+    return dict.copy(container) if kind is dict else [*_READERS[kind][1][0](container)]
 
 
 def restore(container: Any, before: Any) -> None:
-    """Have a container hold what it held; one step at a time, as other threads may use it."""
+    """Have a container hold what it held, if it does not; one step at a time, as other threads may use it."""
     if isinstance(container, dict):
         restore_fields(container, before or {})
         if list(container) != list(before or ()):
@@ -174,14 +175,10 @@ def _kind(container: Any) -> type | None:
     """The kind of a container of objects; None of one of numbers or bytes."""
     kind = type(container)
     if kind not in _READERS:
-        kind = next((base for base in _READERS if isinstance(container, base)), bytearray)
+        kind = next((base for base in _READERS if issubclass(kind, base)), bytearray)
     if kind is bytearray or (kind is np.ndarray and not container.dtype.hasobject):
         return None
     return kind
-
-
-def _size(array: Any) -> int:
-    return len(array) if isinstance(array, bytearray) else int(array.nbytes)
 
 
 def _bytes(array: Any) -> tuple[Any, ...]:

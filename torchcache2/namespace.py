@@ -28,6 +28,11 @@ _MOST_REMEMBERED = 16
 # Each is one encoded value.
 _PLAIN_PARTS = ("attribute ", "child ", "constructor argument ", "global ", "training")
 _DEVICES = ("cpu", "cuda")
+_UNCOUNTED = (
+    "inference",
+    "weights made under torch.inference_mode have no version counters, and more than 500 kB of them are too "
+    "many to be read at every call",
+)
 _OLD_PARAMETERS = "parametrize", "parametrize.cached() keeps weights that may have changed"
 _OLD_CASTS = "autocast", "weights have changed while autocast is on, which keeps its copies of the old ones"
 
@@ -202,7 +207,7 @@ class NamespaceKeeper:
         if self._tensors.has_lazy:
             self._reason = "lazy", "a parameter is uninitialised"
         elif self._tensors.is_blind and self._settings.persistent_module_hash is None:
-            self._reason = "inference", "more than 1 MB of weights were made under torch.inference_mode"
+            self._reason = _UNCOUNTED
         self._is_parametrized = any("parametrizations" in part._modules for part, _, _ in walk.modules)
         for part, _, _ in walk.modules:
             self._reason = self._reason or depends_on_batch(part)

@@ -83,7 +83,7 @@ class ObjectWalk(CodeWalk):
             if self._objects == _MOST_OBJECTS + 1:
                 self.unread.append(f"{path} (more than {_MOST_OBJECTS} objects)")
             return self._too_much
-        if isinstance(value, MUTABLE):
+        if issubclass(type(value), MUTABLE):  # not what only says that it is one
             self.containers.setdefault(id(value), (value, content(value)))
         try:
             return super().encode(value, path)

@@ -25,8 +25,7 @@ ADVICE = {
     "batch": "an item's output has to depend on that item alone; quantize statically, or cache parts",
     "parametrize": "call it outside of that context",
     "lazy": "the next call can be cached",
-    "inference": "weights made under torch.inference_mode have no version counters: load the module under "
-    "torch.no_grad() instead",
+    "inference": "make or load the module under torch.no_grad() instead",
     "random": "its output is random: nothing to do if that is meant, else remove the random operation; or "
     "another thread drew random numbers meanwhile",
     "state": "the forward changed a tensor, an attribute or a container of its own module, or a global one; "
@@ -121,5 +120,5 @@ class Attributes:
                 scope.pop(name, None)
             elif scope.get(name, _MISSING) is not value:
                 scope[name] = value
-        for container, before in self._contents:
-            restore(container, before)
+        for container, content in self._contents:
+            restore(container, content)

@@ -1,19 +1,19 @@
 """`Watch`: notices at every call whether code, attributes and modules are what a fingerprint was made of.
 
-Attributes, submodules, hooks, globals and closures are compared by identity, and so are the elements of lists,
-dicts and the like that are small. What larger ones hold is compared around a forward only, see `contents_same`.
+Attributes, submodules, hooks, globals and closures are compared by identity, and so are the elements of
+lists, dicts and the like that are small. What larger ones hold is compared around a forward only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from itertools import accumulate, chain
+from operator import is_, itemgetter
 from typing import Any
 
 from torch import nn
 
-from torchcache2.containers import Contents, alike, content
+from torchcache2.containers import Contents, alike, content, size_of
 from torchcache2.fingerprint import GLOBAL_HOOKS, Walk
 from torchcache2.purity import Attributes
 
@@ -31,7 +31,7 @@ _ALWAYS = (
 _SMALL = {"each": 64, "total": 2000, "each_bytes": 1024, "total_bytes": 16_384}
 _LARGE = {"each": 5000, "total": 5000, "each_bytes": 1 << 20, "total_bytes": 1 << 20}
 _MOST_LARGEST = 64
-_MOST_COPIED = 100_000
+_MOST_COPIED = 1_000_000
 
 _Fields = Callable[[dict[str, Any]], tuple[Any, ...]]
 
@@ -102,7 +102,9 @@ class Watch:
     def attributes(self, root: nn.Module | None) -> Attributes:
         """What modules, containers and variables hold now, to be put back."""
         modules = [*self.modules, *([root] if root is not None else [])]
-        return Attributes(modules, self._containers, self._scopes, self._cells)
+        total = accumulate(map(size_of, self._containers))
+        containers = [one for one, size in zip(self._containers, total, strict=True) if size <= _MOST_COPIED]
+        return Attributes(modules, containers, self._scopes, self._cells)
 
     def _measure(self, root: nn.Module | None) -> list[int]:
         """How many attributes, parameters, submodules and hooks there are; changes with each new one."""
