@@ -234,6 +234,35 @@ def test_what_is_only_filled_for_others_counts_too():
     assert module.sizes == [4, 4, 2] and bypasses(module) == {"state": 10}
 
 
+def test_hooks_that_collect():
+    """Those of the module itself run at every call, outside of the forward; those of submodules within."""
+    outputs, inner = [], []
+    module = torchcache(nn.Sequential(nn.Tanh()))
+    module.register_forward_hook(lambda module, args, output: outputs.append(output))
+    for _ in range(3):
+        module(X)
+    assert len(outputs) == 3 and hits(module) == 8 and bypasses(module) == {}
+    module[0].register_forward_hook(lambda module, args, output: inner.append(output))
+    for _ in range(3):
+        module(X)
+    assert len(inner) == 3 and hits(module) == 8 and bypasses(module) == {"state": 12}
+
+
+def test_what_a_hook_and_the_forward_both_change_is_state():
+    def count(*args):
+        SEEN.append(1)
+
+    class Module(nn.Module):
+        def forward(self, x):
+            count()
+            return x * len(SEEN)
+
+    module = torchcache(Module())
+    module.register_forward_hook(count)
+    assert [int(module(X)[0, 0]) for _ in range(3)] == [1, 3, 5]
+    assert bypasses(module) == {"state": 12}
+
+
 def test_a_number_that_is_counted_and_read_is_state():
     class Counting(nn.Module):
         def __init__(self):
