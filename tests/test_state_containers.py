@@ -1,5 +1,6 @@
 """Lists, dicts and the like: what a forward leaves in them, and edits of them between two calls."""
 
+import array
 import collections
 import copy
 import gc
@@ -101,6 +102,11 @@ def raised(held):
     return int(held[0])
 
 
+def raised_date(held):
+    held[0] += np.timedelta64(1, "D")
+    return int(held[0].astype(int))
+
+
 def raised_last(held):
     held[-1] += 1
     return int(held[-1])
@@ -146,8 +152,10 @@ CHANGES = {
     "set": (lambda: set(), added),
     "deque": (lambda: collections.deque(maxlen=100), appended),
     "bytearray": (lambda: bytearray(4), raised),
+    "array of the standard library": (lambda: array.array("d"), appended),
     "array": (lambda: np.zeros(4), raised),
     "array of objects": (lambda: np.array([0, "a"], object), raised),
+    "array of dates": (lambda: np.zeros(2, "M8[D]"), raised_date),
     "array in a list": (lambda: [np.zeros(4)], lambda held: raised(held[0])),
     "large list": (lambda: list(range(3000)), raised_last),
     "larger list": (lambda: [0] * 6_000, appended),
@@ -213,6 +221,18 @@ def test_globals_closures_defaults_and_class_attributes_count_too():
     function = torchcache(to_default)
     assert [int(function(X)[0, 0]) for _ in range(3)] == [1, 2, 3]
     assert hits(function) == 0
+
+
+def test_a_function_that_counts_in_its_own_attributes():
+    @torchcache
+    def function(x):
+        function.seen.append(1)
+        function.n += 1
+        return x * (len(function.seen) + function.n)
+
+    function.seen, function.n = [], 0
+    assert [int(function(X)[0, 0]) for _ in range(3)] == [2, 4, 6]
+    assert bypasses(function) == {"state": 12}
 
 
 def test_what_is_only_filled_for_others_counts_too():
@@ -360,6 +380,7 @@ class Late(nn.Module):
             "deque": collections.deque([1, 2, 3], maxlen=3),
             "bytes": bytearray(b"abc"),
             "array": np.arange(3.0),
+            "numbers": array.array("d", [1.0]),
         }
         self.box = Box()
 
@@ -375,6 +396,7 @@ class Late(nn.Module):
             held["deque"].append(len(x))
             held["bytes"].append(100)
             held["array"][0] += 1
+            held["numbers"].append(3.0)
             self.box.items.append(len(x))
             self.box.count += 1
             SEEN.append(len(x))
@@ -413,6 +435,7 @@ class Scaled(nn.Module):
         self.kinds = {"plain"}
         self.raw = bytearray(b"\x01")
         self.array = np.ones(3)
+        self.numbers = array.array("d", [1.0])
         self.ordered = collections.OrderedDict({"a": 2, "b": 3})
         self.box = Box()
         self.box.items = [1]
@@ -420,7 +443,7 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         text = repr([self.scaling, self.factors, self.nested, self.names, self.kinds, self.raw, self.ordered])
-        text += repr([self.array.tolist(), self.box.items, list(self.ordered)])
+        text += repr([self.array.tolist(), self.numbers, self.box.items, list(self.ordered)])
         number = sum(i * ord(letter) for i, letter in enumerate(text))
         for part in self.parts:
             x = part(x)
@@ -441,6 +464,7 @@ EDITS = {
     "deque": lambda m: m.names.appendleft("zero"),
     "set": lambda m: m.kinds.add("other"),
     "bytearray": lambda m: m.raw.append(2),
+    "array of the standard library": lambda m: m.numbers.__setitem__(0, 7.0),
     "array": lambda m: m.array.__setitem__(1, 7.0),
     "shape of an array": lambda m: setattr(m.array, "shape", (3, 1)),
     "order": lambda m: m.ordered.move_to_end("a"),

@@ -6,6 +6,8 @@ is compared on its own, so only what each one holds directly matters here.
 
 from __future__ import annotations
 
+import copy
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, islice
@@ -16,7 +18,7 @@ import numpy as np
 
 __all__ = ["MUTABLE", "Contents", "alike", "content", "copied", "restore", "restore_fields", "size_of"]
 
-MUTABLE = (list, dict, set, deque, bytearray, np.ndarray)
+MUTABLE = (list, dict, set, deque, bytearray, array, np.ndarray)
 
 _MISSING = object()
 _EXACT = (type(None), bool, int, str, bytes)
@@ -109,7 +111,7 @@ def size_of(container: Any) -> int:
     """How many elements a container holds; of one of numbers or bytes, how many bytes."""
     kind = _kind(container)
     if kind is None:
-        return len(container) if isinstance(container, bytearray) else int(container.nbytes)
+        return int(container.nbytes) if isinstance(container, np.ndarray) else memoryview(container).nbytes
     return _READERS[kind][0](container)
 
 
@@ -138,7 +140,7 @@ def copied(container: Any) -> Any:
     if size_of(container) == 0:
         return None
     if kind is None or kind is np.ndarray:
-        return container.copy()
+        return copy.copy(container)
     if kind is OrderedDict:
         return dict(list(OrderedDict.items(container)))
     return dict.copy(container) if kind is dict else [*_READERS[kind][1][0](container)]
@@ -181,10 +183,10 @@ def _kind(container: Any) -> type | None:
     return kind
 
 
-def _bytes(array: Any) -> tuple[Any, ...]:
-    if isinstance(array, bytearray):
-        return (bytes(array),)
-    return array.tobytes(), array.dtype, *array.shape
+def _bytes(numbers: Any) -> tuple[Any, ...]:
+    if isinstance(numbers, np.ndarray):
+        return numbers.tobytes(), numbers.dtype, *numbers.shape
+    return (bytes(numbers),)
 
 
 def _alike(left: Any, right: Any) -> bool:
