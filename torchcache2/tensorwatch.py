@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from xxhash import xxh3_64_digest
@@ -47,7 +48,7 @@ class _Known(NamedTuple):
     digest: bytes
     mark: tuple[Any, ...]
     sample: bytes
-    storage: Tensor  # an alias: while it lives, no other content has its address
+    is_gone: Callable[[], bool]  # whether its storage is, so that other content may have its address
 
 
 class TensorWatch:
@@ -95,10 +96,8 @@ class TensorWatch:
         self._probes: list[bytes] = []
         self._turn = 0
         known: dict[int, _Known] = {} if before is None else before._known
-        marks = self._marks() if known else {}
-        self._known: dict[int, _Known] = {
-            key: known[key] for key in marks if key in known and known[key].mark == marks[key]
-        }
+        mine = [id(tensor) for tensor in self.tensors]  # ids of others may soon be those of new tensors
+        self._known: dict[int, _Known] = {key: known[key] for key in mine if key in known}
         if before is not None and before._follows:
             self._follow_optimizers()
 
@@ -141,7 +140,7 @@ class TensorWatch:
                 digests[key] = os.urandom(16)
                 continue
             if key in marks:
-                known[key] = _Known(digests[key], marks[key], samples[key], tensor.detach())
+                known[key] = _Known(digests[key], marks[key], samples[key], _storage_is_gone(tensor))
         self.digests = {n: digests[id(t)] for n, t in self._named.items() if id(t) in digests}
         # Views of arrays are read in half the time.
         self._heads = [memoryview(_first_bytes(t, _HEAD)) for t in self.tensors if t.device.type == "cpu"]
@@ -183,7 +182,7 @@ class TensorWatch:
         or numpy, perhaps also to where no sample is taken.
         """
         known = {key: self._known[key] for key in marks if key in self._known}
-        known = {key: one for key, one in known.items() if one.mark == marks[key]}
+        known = {key: one for key, one in known.items() if one.mark == marks[key] and not one.is_gone()}
         is_honest = all(one.sample == samples.get(key) for key, one in known.items())
         return known if is_honest else {}
 
@@ -204,6 +203,12 @@ def _pointer(tensor: Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:  # a subclass without storage
         return 0
+
+
+def _storage_is_gone(tensor: Tensor) -> Callable[[], bool]:
+    """Whether the storage that a tensor has now is gone."""
+    expired: Callable[[], bool] = StorageWeakRef(tensor.untyped_storage()).expired  # type: ignore[no-untyped-call]
+    return expired
 
 
 def _is_plain(tensor: Tensor) -> bool:
