@@ -243,7 +243,7 @@ def test_an_interrupt_while_weights_are_read_leaves_no_stale_namespace(monkeypat
     model(X)
     model.w.mul_(5)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("torchcache2.watch.tensor_digest", interrupted)
+        patch.setattr("torchcache2.tensorwatch.tensor_digest", interrupted)
         model(X)
     assert torch.equal(model(X), X * 5)
 

@@ -4,6 +4,7 @@ import collections
 import copy
 import dataclasses
 import inspect
+import logging
 import random
 import re
 import threading
@@ -19,18 +20,38 @@ from transformers.utils import ModelOutput
 from torchcache2 import InputError, OutputError, UnhashableArgumentError, torchcache
 
 
+class Notes(logging.Handler):
+    """Lists what forwards log. A list that they append to themselves would be their state."""
+
+    def __init__(self):
+        super().__init__(logging.DEBUG)
+        self.name = f"notes {id(self)}"
+        self.notes = []
+        logging.getLogger(self.name).addHandler(self)
+        logging.getLogger(self.name).setLevel(logging.DEBUG)
+        logging.getLogger(self.name).propagate = False
+
+    def emit(self, record):
+        self.notes.append(record.args if len(record.args) > 1 else record.args[0])
+
+
+def note(name, *things):
+    logging.getLogger(name).debug("", *things)
+
+
 def cached(forward, **options):
     """A cached function that lists the sizes of the batches that it computed."""
-    sizes = []
+    sizes = Notes()
+    name = sizes.name
 
     def counting(*args, **kwargs):
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        sizes.append(len(tensors[0]))
+        note(name, len(tensors[0]))
         return forward(*args, **kwargs)
 
     counting.__signature__ = inspect.signature(forward)
     function = torchcache(**{"probe": False} | options)(counting)  # test_probe counts its forwards
-    function.sizes = sizes
+    function.sizes = sizes.notes
     return function
 
 
@@ -162,8 +183,9 @@ def test_outputs_own_their_memory(name):
 
 
 def test_a_batch_of_misses_gets_the_callers_own_tensors():
-    seen = []
-    function = cached(lambda x, table: seen.append((x, table)) or x * table.sum(), shared_args=("table",))
+    seen = Notes()
+    name, seen = seen.name, seen.notes
+    function = torchcache(shared_args=("table",))(lambda x, table: note(name, x, table) or x * table.sum())
     x, table = torch.randn(4, 3), torch.randn(2)
     function(x, table)
     assert seen[0][0] is x and seen[0][1] is table

@@ -184,8 +184,9 @@ class Computation:
         except Exception as error:
             return _RaisedText(f"the forward of {count} of its {len(self.keys)} items raises {error!r}")
         finally:
-            # The same forward has left no trace just now. Should it do so for a part, that is undone; but
-            # what changes beside other threads may be theirs.
+            # The same forward has left no trace just now, but for attributes that others read. What else it
+            # does for a part is undone, too; but what changes beside other threads may be theirs.
+            undo.attributes()
             if threading.active_count() == 1:
                 undo()
                 state.restore()
@@ -241,7 +242,7 @@ class _RaisedText(str):
 
 
 class _Undo:
-    """Puts small buffers and the attributes of a module back to what they were."""
+    """Puts small buffers, attributes, and what containers hold, back to what they were."""
 
     def __init__(self, keeper: NamespaceKeeper, seen: Seen, root: Any) -> None:
         self._buffers = [(buffer, buffer.clone()) for buffer in seen.tensors.small_buffers()]
@@ -250,8 +251,13 @@ class _Undo:
     def __call__(self) -> None:
         for buffer, content in self._buffers:
             if not torch.equal(buffer, content):
-                buffer.detach().copy_(content)  # `no_grad` may be interrupted half way, and then stays on
+                with torch.inference_mode():  # which buffers may have been made in
+                    buffer.copy_(content)
         self._attributes.restore()
+
+    def attributes(self) -> None:
+        """Put back attributes of modules alone."""
+        self._attributes.restore_fields()
 
 
 def _same(left: list[Any], right: list[Any]) -> bool:

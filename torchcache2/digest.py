@@ -18,7 +18,7 @@ import re
 import struct
 import types
 import uuid
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -224,7 +224,10 @@ class Encoder:
         if isinstance(value, (dict, types.MappingProxyType)):
             pairs = []
             # A copy, for other threads may add to it.
-            plain = dict.copy(value) if isinstance(value, dict) else dict(value)
+            if isinstance(value, OrderedDict):
+                plain = dict(OrderedDict.items(value))  # which has an order of its own
+            else:
+                plain = dict.copy(value) if isinstance(value, dict) else dict(value)
             for key, element in plain.items():
                 place = f"{path}[{key!r}]" if isinstance(key, (str, int)) else f"{path}[…]"
                 pairs += [(key, place), (element, place)]

@@ -181,11 +181,8 @@ class Walk(ObjectWalk):
         # What an instance has of its own code, hooks included, may read anything.
         own_code = any(isinstance(value, types.FunctionType) for value in vars(module).values())
         skipped = set() if own_code or self._has_hooks(module) else self._assigned_by_forward(kind)
-        for hooks in _HOOKS:
-            for number, (key, hook) in enumerate(vars(module).get(hooks, {}).items()):
-                name = f"{where}{hooks}[{number}]"
-                flags = [key in vars(module).get(f"{hooks}_{flag}", ()) for flag in _HOOK_FLAGS]
-                self.parts[f"hook {name}"] = self.encode([hook, *flags], name)
+        if path:
+            self._hooks(module, where)
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:
@@ -212,9 +209,21 @@ class Walk(ObjectWalk):
             self.parts[f"constructor argument {where}{name}"] = data
         self.parts[f"training {path}".rstrip()] = self.encode(module.training, path)
         self.parts[reference.decode()] = b"".join(
-            [self.klass(kind, path), self.encode([name for name, _ in module._modules.items()], path)]
+            [self.klass(kind, path), Encoder().encode([name for name, _ in module._modules.items()], path)]
         )
+        if not path:
+            # They run at every call, outside of the forward: what they collect is not its state.
+            containers = dict(self.containers)
+            self._hooks(module, where)
+            self.containers = containers
         return reference
+
+    def _hooks(self, module: nn.Module, where: str) -> None:
+        for hooks in _HOOKS:
+            for number, (key, hook) in enumerate(vars(module).get(hooks, {}).items()):
+                name = f"{where}{hooks}[{number}]"
+                flags = [key in vars(module).get(f"{hooks}_{flag}", ()) for flag in _HOOK_FLAGS]
+                self.parts[f"hook {name}"] = self.encode([hook, *flags], name)
 
     def _has_hooks(self, module: nn.Module) -> bool:
         """Whether the first module that was met, which contains the others, has hooks anywhere."""

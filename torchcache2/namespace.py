@@ -18,7 +18,8 @@ from torchcache2.logs import logger
 from torchcache2.modes import autocast_keeps_weights
 from torchcache2.purity import Attributes, Reason, depends_on_batch
 from torchcache2.settings import CacheSettings
-from torchcache2.watch import TensorWatch, Watch
+from torchcache2.tensorwatch import TensorWatch
+from torchcache2.watch import Watch
 
 __all__ = ["History", "NamespaceKeeper", "Seen"]
 
@@ -27,6 +28,11 @@ _MOST_REMEMBERED = 16
 # Each is one encoded value.
 _PLAIN_PARTS = ("attribute ", "child ", "constructor argument ", "global ", "training")
 _DEVICES = ("cpu", "cuda")
+_UNCOUNTED = (
+    "inference",
+    "weights made under torch.inference_mode have no version counters, and more than 500 kB of them are too "
+    "many to be read at every call",
+)
 _OLD_PARAMETERS = "parametrize", "parametrize.cached() keeps weights that may have changed"
 _OLD_CASTS = "autocast", "weights have changed while autocast is on, which keeps its copies of the old ones"
 
@@ -155,16 +161,19 @@ class NamespaceKeeper:
             if self.fingerprint.namespace != seen.namespace:
                 return True
             if self._watch is not None and self._watch.same(_module(root)):
-                return False
+                if self._watch.contents_same():
+                    return False
+                self._watch = None
             # Something was touched, perhaps only to be what it was: pruning does so at every call.
             return self.look(root).namespace != seen.namespace
 
     def attributes(self, root: Any) -> Attributes:
         """The attributes of the module and its submodules, as they are now."""
         with self._lock():
-            modules = self._watch.modules if self._watch is not None else []
             module = _module(root)
-            return Attributes([*modules, *([module] if module is not None else [])])
+            if self._watch is not None:
+                return self._watch.attributes(module)
+            return Attributes([module] if module is not None else [])
 
     def distrust_tensors(self) -> None:
         """Have the tensors read again: an optimizer may step now, which not every tensor tells."""
@@ -191,12 +200,14 @@ class NamespaceKeeper:
         self._values = {name: text for name in plain if (text := describe(walk.parts[name])) is not None}
         self._parts["option cache_dtype"] = str(self._settings.cache_dtype).encode()
         self._values["option cache_dtype"] = str(self._settings.cache_dtype)
-        self._tensors = TensorWatch(walk.tensors)
+        self._tensors = TensorWatch(walk.tensors, self._tensors)
         self.generators = walk.generators
         self._is_known = False
         self._reason = None
         if self._tensors.has_lazy:
             self._reason = "lazy", "a parameter is uninitialised"
+        elif self._tensors.is_blind and self._settings.persistent_module_hash is None:
+            self._reason = _UNCOUNTED
         self._is_parametrized = any("parametrizations" in part._modules for part, _, _ in walk.modules)
         for part, _, _ in walk.modules:
             self._reason = self._reason or depends_on_batch(part)

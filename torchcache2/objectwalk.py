@@ -20,6 +20,7 @@ import torch
 
 from torchcache2 import sources
 from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, CodeWalk
+from torchcache2.containers import MUTABLE, content
 from torchcache2.digest import CONTAINERS, attributes, qualified_name, text_bytes
 
 __all__ = ["ObjectWalk"]
@@ -60,12 +61,15 @@ class ObjectWalk(CodeWalk):
         Random generators that were met; their state is not part of the namespace.
     unread : list of str
         Where something was met that cannot be read.
+    containers : dict of int to (container, tuple)
+        Lists, dicts and the like that were read, by id, and what they held.
     """
 
     def __init__(self, tokens: MutableMapping[int, tuple[object, bytes]]) -> None:
         super().__init__()
         self.generators: list[Any] = []
         self.unread: list[str] = []
+        self.containers: dict[int, tuple[Any, tuple[Any, ...]]] = {}
         self._tokens = tokens
         self._objects = 0
         self._too_much = os.urandom(16)
@@ -79,6 +83,8 @@ class ObjectWalk(CodeWalk):
             if self._objects == _MOST_OBJECTS + 1:
                 self.unread.append(f"{path} (more than {_MOST_OBJECTS} objects)")
             return self._too_much
+        if issubclass(type(value), MUTABLE):  # not what only says that it is one
+            self.containers.setdefault(id(value), (value, content(value)))
         try:
             return super().encode(value, path)
         except RecursionError:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
+from types import CellType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+
+from torchcache2.containers import copied, restore, restore_fields
 
 __all__ = ["ADVICE", "Attributes", "Reason", "depends_on_batch", "versions"]
 
@@ -23,10 +27,11 @@ ADVICE = {
     "quantize statically. If only rounding differs, probe=False keeps the rows",
     "parametrize": "call it outside of that context",
     "lazy": "the next call can be cached",
+    "inference": "make or load the module under torch.no_grad() instead",
     "random": "its output is random: nothing to do if that is meant, else remove the random operation; or "
     "another thread drew random numbers meanwhile",
-    "state": "the forward changed a tensor or an attribute of its own module; if that happens at every "
-    "call, it cannot be cached",
+    "state": "the forward changed a tensor, an attribute or a container of its own module, or a global one; "
+    "if that happens at every call, it cannot be cached",
     "subclass": "pass dense tensors of torch's own type to have the call cached",
     "autocast": "change weights outside of the autocast context",
     "input": "the forward changed its input in place; have it work on a copy",
@@ -60,24 +65,36 @@ def depends_on_batch(module: nn.Module) -> Reason | None:
     return None
 
 
-def _elements(container: Any) -> list[int]:
-    """What is in a list or set, by identity."""
-    return [id(value) for value in container or ()]
-
-
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Version counters; inference tensors have none."""
     return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 class Attributes:
-    """The attributes of some modules, and what their dicts, lists and sets hold, to be put back.
+    """What some modules, containers and variables hold, to be put back.
 
     A forward that sets itself up when it first runs does so on the same objects: a flag, and a hook in the
     dict of hooks.
+
+    Parameters
+    ----------
+    modules : iterable of nn.Module
+        Their attributes, and what their dicts, lists and sets hold.
+    containers : iterable
+        Other containers.
+    variables : iterable of (mapping, name)
+        Globals and attributes of objects.
+    cells : iterable of cell
+        Variables of functions around.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        containers: Iterable[Any] = (),
+        variables: Iterable[tuple[Mapping[str, Any], str]] = (),
+        cells: Iterable[CellType] = (),
+    ) -> None:
         self._fields = [(fields, dict(fields)) for fields in map(vars, modules)]
         self._contents = [
             (value, value.copy() if value else None)
@@ -85,24 +102,29 @@ class Attributes:
             for value in fields.values()
             if type(value) in _CONTAINERS
         ]
+        own = {id(value) for value, _ in self._contents}
+        self._contents += [(value, copied(value)) for value in containers if id(value) not in own]
+        self._variables: list[tuple[Any, str, Any]] = [
+            (scope, name, scope.get(name, _MISSING)) for scope, name in variables if type(scope) is dict
+        ]
+        for cell in cells:
+            with contextlib.suppress(ValueError):  # one that is empty
+                self._variables.append((cell, "cell_contents", cell.cell_contents))
 
     def restore(self) -> None:
         """Put back what is another; one step at a time, as other threads use these objects."""
-        for fields, before in self._fields:
-            _restore_dict(fields, before)
+        self.restore_fields()
+        for scope, name, value in self._variables:
+            if isinstance(scope, CellType):
+                setattr(scope, name, value)
+            elif value is _MISSING:
+                scope.pop(name, None)
+            elif scope.get(name, _MISSING) is not value:
+                scope[name] = value
         for container, content in self._contents:
-            if isinstance(container, dict):
-                _restore_dict(container, content or {})
-            elif _elements(container) != _elements(content) and isinstance(container, list):
-                container[:] = content or ()
-            elif _elements(container) != _elements(content):
-                container.intersection_update(content or ())
-                container.update(content or ())
+            restore(container, content)
 
-
-def _restore_dict(content: Any, before: Mapping[Any, Any]) -> None:
-    for name in list(content.keys() - before.keys()):
-        content.pop(name, None)
-    for name, value in before.items():
-        if content.get(name, _MISSING) is not value:
-            content[name] = value
+    def restore_fields(self) -> None:
+        """Put back the attributes of modules alone."""
+        for fields, before in self._fields:
+            restore_fields(fields, before)

@@ -1,32 +1,23 @@
-"""`Watch`: notices at every call whether what a fingerprint was made of is still what it was.
+"""`Watch`: notices at every call whether code, attributes and modules are what a fingerprint was made of.
 
-Attributes, submodules, hooks, globals and closures are compared by identity. Tensors are compared
-by storage address, shape, strides and version counter, and, because ``.data`` edits and numpy writes
-move none of them, by the first bytes of each tensor and in turn by the first 4 KB of one. What this
-does not see: an edit of a part of one tensor through ``.data``, until its turn comes and only if it is
-within the first 4 KB, and a list or dict changed in place.
+Attributes, submodules, hooks, globals and closures are compared by identity, and so are the elements of
+lists, dicts and the like that are small. What larger ones hold is compared around a forward only.
 """
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Callable, Collection, Iterable
-from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from itertools import accumulate, chain
+from operator import is_, itemgetter
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from xxhash import xxh3_64_digest
+from torch import nn
 
-from torchcache2.digest import UnencodableError, tensor_digest
+from torchcache2.containers import Contents, alike, content, size_of
 from torchcache2.fingerprint import GLOBAL_HOOKS, Walk
+from torchcache2.purity import Attributes
 
-__all__ = ["TensorWatch", "Watch"]
+__all__ = ["Watch"]
 
 _ALWAYS = (
     "training",
@@ -36,20 +27,15 @@ _ALWAYS = (
     "_forward_pre_hooks",
     "_forward_hooks",
 )
-_HEAD = 64
-_PROBE = 4096
-_COPIED = 16 << 20
-
-# Arrays are buffers, which older type checkers do not know.
-Bytes1D = Any
+# What is compared at every call, and around a forward.
+_SMALL = {"each": 64, "total": 2000, "each_bytes": 1024, "total_bytes": 16_384}
+_LARGE = {"each": 5000, "total": 5000, "each_bytes": 1 << 20, "total_bytes": 1 << 20}
+_MOST_LARGEST = 64
+_MOST_COPIED = 1_000_000
 
 _Fields = Callable[[dict[str, Any]], tuple[Any, ...]]
 
-_State = tuple[list[int], list[Any], list[Any], list[torch.dtype], list[int]]
-
 _values: Callable[[Any], Iterable[Any]] = dict.values
-_dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
-_version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class Watch:
@@ -87,11 +73,17 @@ class Watch:
         self._scopes = [(scope, name) for scope, name, _ in walk.scopes]
         self._cells = [cell for cell, _ in walk.cells]
         self._reads = walk.reads
+        read = walk.containers.values()
+        self._containers = [container for container, _ in read]
+        self._small = Contents(self._containers, **_SMALL)
+        self._large = Contents(self._small.left, **_LARGE)
+        self._largest = [(container, content(container)) for container in self._large.left[:_MOST_LARGEST]]
         self._sizes = self._measure(root)
         self._seen = self._look(root)
         # What changed while it was walked was not seen as it is now.
         known = [value for _, _, value in walk.scopes] + [value for _, value in walk.cells]
         self._is_stale = not all(map(is_, self._seen, known))
+        self._is_stale |= not all(alike(content(container), held) for container, held in read)
 
     def same(self, root: nn.Module | None) -> bool:
         """Whether everything is still what it was."""
@@ -101,7 +93,18 @@ class Watch:
             now = self._look(root)
         except (AttributeError, KeyError, ValueError):  # an attribute or the content of a cell is gone
             return False
-        return all(map(is_, now, self._seen))
+        return all(map(is_, now, self._seen)) and self._small.same()
+
+    def contents_same(self) -> bool:
+        """Whether larger lists, dicts and the like still hold what they held, as far as that is compared."""
+        return self._large.same() and all(alike(content(one), held) for one, held in self._largest)
+
+    def attributes(self, root: nn.Module | None) -> Attributes:
+        """What modules, containers and variables hold now, to be put back."""
+        modules = [*self.modules, *([root] if root is not None else [])]
+        total = accumulate(map(size_of, self._containers))
+        containers = [one for one, size in zip(self._containers, total, strict=True) if size <= _MOST_COPIED]
+        return Attributes(modules, containers, self._scopes, self._cells)
 
     def _measure(self, root: nn.Module | None) -> list[int]:
         """How many attributes, parameters, submodules and hooks there are; changes with each new one."""
@@ -128,120 +131,3 @@ class Watch:
 
 def _no_fields(fields: dict[str, Any]) -> tuple[Any, ...]:
     return ()
-
-
-class TensorWatch:
-    """The content of some tensors: read once, and again when it may have changed.
-
-    Attributes
-    ----------
-    digests : dict of str to bytes
-        Digest of each tensor by its path, as of the last `refresh`.
-    unreadable : list of str
-        Tensors whose content cannot be read.
-    dtypes : set of torch.dtype
-        Of all tensors.
-    generation : int
-        How often `refresh` has been called.
-    """
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.digests: dict[str, bytes] = {}
-        self.unreadable: list[str] = []
-        self.generation = 0
-        self._named = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
-        self.tensors = list({id(tensor): tensor for tensor in self._named.values()}.values())
-        self.dtypes = {tensor.dtype for tensor in self.tensors}
-        self.has_lazy = len(self._named) < len(tensors)
-        self._counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
-        self._state: _State | None = None
-        self._follows = False
-        self._heads: list[Bytes1D] = []
-        self._head_bytes = b""
-        self._probes: list[bytes] = []
-        self._turn = 0
-
-    def moved(self) -> bool:
-        """Whether a tensor has other storage or another version than at the last `refresh`."""
-        return self._look() != self._state
-
-    def same(self) -> bool:
-        """Whether every tensor seems to have the content that was read."""
-        if self.moved() or b"".join(self._heads) != self._head_bytes:
-            return False
-        if self.tensors:
-            self._turn = (self._turn + 1) % len(self.tensors)
-            return _probe(self.tensors[self._turn]) == self._probes[self._turn]
-        return True
-
-    def refresh(self, *, read: bool = True) -> None:
-        """Read every tensor; without `read`, only remember what could tell of a change."""
-        if not self._follows and any(tensor.requires_grad for tensor in self.tensors):
-            self._follow_optimizers()
-        state, self._state = self._look(), None  # should reading be interrupted
-        self.generation += 1
-        self.unreadable = []
-        digests: dict[int, bytes] = {}
-        for name, tensor in self._named.items() if read else ():
-            try:
-                if id(tensor) not in digests:  # tied weights have several names
-                    digests[id(tensor)] = tensor_digest(tensor)
-            except (RuntimeError, TypeError, NotImplementedError, UnencodableError):
-                self.unreadable.append(name)
-                digests[id(tensor)] = os.urandom(16)
-        self.digests = {n: digests[id(t)] for n, t in self._named.items() if id(t) in digests}
-        self._heads = [_first_bytes(t, _HEAD) for t in self.tensors if t.device.type == "cpu"]
-        self._head_bytes = b"".join(self._heads)
-        self._probes = list(map(_probe, self.tensors))
-        self._state = state
-
-    def forget(self) -> None:
-        """Have the next `same` say no, and let go of the storage that is watched."""
-        self._heads, self._state = [], None
-
-    def _look(self) -> _State:
-        tensors = self.tensors
-        return (
-            list(map(_pointer, tensors)),
-            list(map(Tensor.stride, tensors)),
-            list(map(Tensor.size, tensors)),
-            list(map(_dtype, tensors)),
-            list(map(_version, self._counted)),
-        )
-
-    def small_buffers(self) -> list[Tensor]:
-        """Tensors that a forward may write to and that are cheap to copy."""
-        buffers = [tensor for tensor in self.tensors if type(tensor) is not nn.Parameter]
-        return buffers if sum(tensor.nbytes for tensor in buffers) <= _COPIED else []
-
-    def _follow_optimizers(self) -> None:
-        # Fused ones move no version counter.
-        watch = weakref.ref(self)
-
-        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if (this := watch()) is not None:
-                this.forget()
-
-        self._follows = True
-        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
-
-
-def _pointer(tensor: Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # a subclass without storage
-        return 0
-
-
-def _first_bytes(tensor: Tensor, count: int) -> Bytes1D:
-    """About `count` bytes where a tensor's storage starts; on the CPU a view that follows its content."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
-        return np.empty(0, np.uint8)
-    start, size = tensor.storage_offset(), tensor.element_size()
-    end = min(start + -(-count // size), tensor.untyped_storage().nbytes() // size)
-    view = tensor.detach().as_strided((max(0, end - start),), (1,), start)
-    return view.view(torch.uint8).cpu().numpy()
-
-
-def _probe(tensor: Tensor) -> bytes:
-    return xxh3_64_digest(_first_bytes(tensor, _PROBE))

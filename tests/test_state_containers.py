@@ -1,0 +1,606 @@
+"""Lists, dicts and the like: what a forward leaves in them, and edits of them between two calls."""
+
+import array
+import collections
+import copy
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchcache2 import torchcache
+
+X = torch.arange(1.0, 13.0).view(4, 3)
+
+SEEN = []
+TABLE = {"calls": 0}
+COUNT = 0
+MEMO = {}
+LARGE = list(range(6_000))
+
+
+@pytest.fixture(autouse=True)
+def _without_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def reset_globals():
+    reset()
+
+
+def reset():
+    global COUNT
+    SEEN.clear()
+    MEMO.clear()
+    TABLE.clear()
+    TABLE["calls"] = COUNT = 0
+    del LARGE[6_000:]
+
+
+def bypasses(module):
+    return module.cache_instance.stats().bypasses
+
+
+def hits(module):
+    return module.cache_instance.stats().hits
+
+
+class Holder(nn.Module):
+    """Holds something, and has a function change it before each output."""
+
+    def __init__(self, held, change):
+        super().__init__()
+        self.held = held
+        self.change = change
+
+    def forward(self, x):
+        return x * self.change(self.held)
+
+
+class Box:
+    def __init__(self):
+        self.items = []
+        self.count = 0
+
+
+class Seen(list):
+    pass
+
+
+def appended(held):
+    held.append(1)
+    return len(held)
+
+
+def nested(held):
+    held["a"].append(1)
+    return len(held["a"])
+
+
+def keyed(held):
+    held[len(held)] = 1
+    return len(held)
+
+
+def added(held):
+    held.add(len(held))
+    return len(held)
+
+
+def counted(held):
+    held["n"] += 1
+    return held["n"]
+
+
+def raised(held):
+    held[0] += 1
+    return int(held[0])
+
+
+def raised_date(held):
+    held[0] += np.timedelta64(1, "D")
+    return int(held[0].astype(int))
+
+
+def raised_last(held):
+    held[-1] += 1
+    return int(held[-1])
+
+
+def moved(held):
+    held.move_to_end(next(iter(held)))
+    return next(iter(held))
+
+
+def appended_within(held):
+    held.items.append(1)
+    return len(held.items)
+
+
+def appended_to_second(held):
+    held[1].append(1)
+    return len(held[1])
+
+
+def raised_and_lowered(held):
+    """Pops the oldest entry, as memos of a fixed size do."""
+    held.pop(next(iter(held)))
+    held[max(held, default=0) + 1] = 1
+    return next(iter(held))
+
+
+CHANGES = {
+    "list": (list, appended),
+    "subclass": (lambda: Seen(), appended),
+    "nested": (lambda: {"a": []}, nested),
+    "in a tuple": (lambda: ("a", []), appended_to_second),
+    "in an object": (lambda: Box(), appended_within),
+    "in a list of objects": (lambda: [Box()], lambda held: appended_within(held[0])),
+    "dict": (dict, keyed),
+    "dict of counts": (lambda: {"n": 0}, counted),
+    "large numbers": (lambda: {"n": 1e9}, counted),
+    "OrderedDict": (lambda: collections.OrderedDict(), keyed),
+    "order": (lambda: collections.OrderedDict({2: 1, 3: 1, 5: 1}), moved),
+    "oldest": (lambda: {1: 1, 2: 1, 3: 1}, raised_and_lowered),
+    "defaultdict": (lambda: collections.defaultdict(int), counted),
+    "Counter": (lambda: collections.Counter(), counted),
+    "set": (lambda: set(), added),
+    "deque": (lambda: collections.deque(maxlen=100), appended),
+    "bytearray": (lambda: bytearray(4), raised),
+    "array of the standard library": (lambda: array.array("d"), appended),
+    "array": (lambda: np.zeros(4), raised),
+    "array of objects": (lambda: np.array([0, "a"], object), raised),
+    "array of dates": (lambda: np.zeros(2, "M8[D]"), raised_date),
+    "array in a list": (lambda: [np.zeros(4)], lambda held: raised(held[0])),
+    "large list": (lambda: list(range(3000)), raised_last),
+    "larger list": (lambda: [0] * 6_000, appended),
+    "larger dict": (lambda: dict.fromkeys(range(6_000)), keyed),
+    "full deque": (lambda: collections.deque(range(6_000), maxlen=6_000), lambda h: h.append(1) or h[0]),
+    "large array": (lambda: np.zeros(10_000), raised_last),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_forward_that_changes_what_it_holds_is_passed_through(name):
+    make, change = CHANGES[name]
+    plain = Holder(make(), change)
+    module = torchcache(Holder(make(), change))
+    for x in (X, X, X[:2], torch.cat([X, X])):
+        assert torch.equal(module(x), plain(x))
+    assert bypasses(module) == {"state": 18} and hits(module) == 0
+    assert repr(module.held) == repr(plain.held) or isinstance(plain.held, (Box, list))
+
+
+def test_globals_closures_defaults_and_class_attributes_count_too():
+    kept = []
+
+    class Shared(nn.Module):
+        names = []  # noqa: RUF012
+
+        def forward(self, x):
+            self.names.append("a")
+            return x * len(self.names)
+
+    def within(x):
+        kept.append(1)
+        return x * len(kept)
+
+    def to_global(x):
+        SEEN.append(1)
+        return x * len(SEEN)
+
+    def to_table(x):
+        TABLE["calls"] += 1
+        return x * TABLE["calls"]
+
+    def to_default(x, seen=[]):  # noqa: B006
+        seen.append(1)
+        return x * len(seen)
+
+    log = kept.append
+
+    def through_method(x):
+        log(1)
+        return x * 2
+
+    for forward in (Shared(), within, to_global, to_table, through_method):
+        function = torchcache(forward)
+        kept.clear()
+        outputs = [function(X) for _ in range(3)]
+        if forward is through_method:
+            assert len(kept) == 3
+        else:
+            assert [int(y[0, 0]) for y in outputs] == [1, 2, 3]
+        assert bypasses(function) == {"state": 12}
+    # A default is an argument: it is part of the key, and changed in place it is a changed input.
+    function = torchcache(to_default)
+    assert [int(function(X)[0, 0]) for _ in range(3)] == [1, 2, 3]
+    assert hits(function) == 0
+
+
+def test_a_function_that_counts_in_its_own_attributes():
+    @torchcache
+    def function(x):
+        function.seen.append(1)
+        function.n += 1
+        return x * (len(function.seen) + function.n)
+
+    function.seen, function.n = [], 0
+    assert [int(function(X)[0, 0]) for _ in range(3)] == [2, 4, 6]
+    assert bypasses(function) == {"state": 12}
+
+
+def test_what_is_only_filled_for_others_counts_too():
+    class Capturing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kept = {}
+            self.sizes = []
+
+        def forward(self, x):
+            self.kept["x"] = x
+            self.sizes.append(len(x))
+            return x * 2
+
+    module = torchcache(Capturing())
+    for x in (X, X, X[:2]):
+        assert torch.equal(module(x), x * 2)
+        assert module.kept["x"] is x
+    assert module.sizes == [4, 4, 2] and bypasses(module) == {"state": 10}
+
+
+def test_hooks_that_collect():
+    """Those of the module itself run at every call, outside of the forward; those of submodules within."""
+    outputs, inner = [], []
+    module = torchcache(nn.Sequential(nn.Tanh()))
+    module.register_forward_hook(lambda module, args, output: outputs.append(output))
+    for _ in range(3):
+        module(X)
+    assert len(outputs) == 3 and hits(module) == 8 and bypasses(module) == {}
+    module[0].register_forward_hook(lambda module, args, output: inner.append(output))
+    for _ in range(3):
+        module(X)
+    assert len(inner) == 3 and hits(module) == 8 and bypasses(module) == {"state": 12}
+
+
+def test_what_a_hook_and_the_forward_both_change_is_state():
+    def count(*args):
+        SEEN.append(1)
+
+    class Module(nn.Module):
+        def forward(self, x):
+            count()
+            return x * len(SEEN)
+
+    module = torchcache(Module())
+    module.register_forward_hook(count)
+    assert [int(module(X)[0, 0]) for _ in range(3)] == [1, 3, 5]
+    assert bypasses(module) == {"state": 12}
+
+
+def test_a_number_that_is_counted_and_read_is_state():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.n = 0
+
+        def forward(self, x):
+            self.n += 1
+            return x * self.n
+
+    module = torchcache(Counting())
+    assert [int(module(X)[0, 0]) for _ in range(3)] == [1, 2, 3]
+    assert bypasses(module) == {"state": 12}
+
+
+# Memos: the first call fills them.
+
+
+class Rotary(nn.Module):
+    def __init__(self, memo):
+        super().__init__()
+        self.memo = memo
+
+    def forward(self, x):
+        if x.shape[1] not in self.memo:
+            self.memo[x.shape[1]] = torch.arange(1.0, x.shape[1] + 1)
+        return x * self.memo[x.shape[1]]
+
+
+@pytest.mark.parametrize("make", [dict, collections.OrderedDict, lambda: MEMO])
+def test_a_memo_is_a_bypass_only_when_it_is_filled(make):
+    module = torchcache(Rotary(make()))
+    wide = torch.arange(20.0).view(4, 5)
+    for _ in range(3):
+        assert torch.equal(module(X), X * torch.arange(1.0, 4.0))
+    assert bypasses(module) == {"state": 4} and hits(module) == 4
+    for _ in range(3):
+        assert torch.equal(module(wide), wide * torch.arange(1.0, 6.0))
+    assert bypasses(module) == {"state": 8} and hits(module) == 8
+    for _ in range(2):
+        assert torch.equal(module(X), X * torch.arange(1.0, 4.0))
+    assert bypasses(module) == {"state": 8} and hits(module) == 12
+
+
+def test_a_memo_of_a_function_is_filled_once():
+    @torchcache
+    def function(x):
+        if "table" not in MEMO:
+            MEMO["table"] = [x.shape[1], {"scale": 2.0}]
+        return x * MEMO["table"][1]["scale"]
+
+    for _ in range(3):
+        assert torch.equal(function(X), X * 2)
+    assert bypasses(function) == {"state": 4} and hits(function) == 4
+    MEMO["table"][1]["scale"] = 3.0
+    assert torch.equal(function(X), X * 3)
+
+
+def test_equal_values_that_are_written_again_are_no_change():
+    class Noting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = {"size": None, "scale": None}
+
+        def forward(self, x):
+            self.last["size"] = tuple(x.shape[1:])
+            self.last["scale"] = float("2.5")
+            return x * self.last["scale"]
+
+    module = torchcache(Noting())
+    for x in (X, X + 1, X + 2, X):
+        assert torch.equal(module(x), x * 2.5)
+    assert bypasses(module) == {"state": 4}
+    assert module.cache_instance.stats().misses == 12
+
+
+# What a part of the batch has left behind is taken back before the forward runs for all.
+
+
+def state_of_everything(module):
+    held = [module.held, module.box.items, module.box.count, SEEN, TABLE, COUNT, LARGE[6_000:]]
+    return copy.deepcopy(held)
+
+
+class Late(nn.Module):
+    """Leaves no trace, until it meets a large number."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = {
+            "list": [[1], [2]],
+            "dict": {1: "a", 2: "b", 3: "c"},
+            "ordered": collections.OrderedDict({1: "a", 2: "b"}),
+            "set": {3, 1, 2},
+            "deque": collections.deque([1, 2, 3], maxlen=3),
+            "bytes": bytearray(b"abc"),
+            "array": np.arange(3.0),
+            "numbers": array.array("d", [1.0]),
+        }
+        self.box = Box()
+
+    def forward(self, x):
+        global COUNT
+        if bool((x > 50).any()):
+            held = self.held
+            held["list"][1].append(len(x))
+            held["dict"].pop(next(iter(held["dict"])))
+            held["dict"][len(held["dict"]) + 10] = "d"
+            held["ordered"].move_to_end(next(iter(held["ordered"])))
+            held["set"].add(len(held["set"]) + 10)
+            held["deque"].append(len(x))
+            held["bytes"].append(100)
+            held["array"][0] += 1
+            held["numbers"].append(3.0)
+            self.box.items.append(len(x))
+            self.box.count += 1
+            SEEN.append(len(x))
+            TABLE["calls"] += 1
+            LARGE.append(len(x))
+            COUNT += 1
+        return x * 2 + COUNT
+
+
+def test_the_caller_sees_what_one_plain_forward_does():
+    batches = (X, torch.cat([X[:2], X[:2] + 100, X[2:]]), X, torch.cat([X, X + 200]))
+    expected, plain = [], Late()
+    for x in batches:
+        expected.append((plain(x), state_of_everything(plain)))
+    outputs = [output for output, _ in expected]
+    reset()
+    module = torchcache(Late())
+    for x, output, (_, state) in zip(batches, outputs, expected, strict=True):
+        assert torch.equal(module(x), output)
+        assert repr(state_of_everything(module)) == repr(state)
+    assert bypasses(module)["state"] >= 14
+
+
+# Edits between two calls.
+
+
+class Scaled(nn.Module):
+    """What peft's layers look like: a dict of numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.scaling = {"default": 2.0}
+        self.factors = [1.0, 2.0]
+        self.nested = {"a": [1, {"b": (3, [4])}]}
+        self.names = collections.deque(["one"])
+        self.kinds = {"plain"}
+        self.raw = bytearray(b"\x01")
+        self.array = np.ones(3)
+        self.numbers = array.array("d", [1.0])
+        self.ordered = collections.OrderedDict({"a": 2, "b": 3})
+        self.box = Box()
+        self.box.items = [1]
+        self.parts = [nn.Identity()]
+
+    def forward(self, x):
+        text = repr([self.scaling, self.factors, self.nested, self.names, self.kinds, self.raw, self.ordered])
+        text += repr([self.array.tolist(), self.numbers, self.box.items, list(self.ordered)])
+        number = sum(i * ord(letter) for i, letter in enumerate(text))
+        for part in self.parts:
+            x = part(x)
+        return x * number + len(text)
+
+
+EDITS = {
+    "scale": lambda m: m.scaling.__setitem__("default", 9.0),
+    "another scale": lambda m: m.scaling.__setitem__("other", 2.0),
+    "key": lambda m: m.scaling.__setitem__("Default", m.scaling.pop("default")),
+    "number": lambda m: m.factors.__setitem__(0, 5.0),
+    "kind of number": lambda m: m.nested["a"].__setitem__(0, 1.0),
+    "bool": lambda m: m.nested["a"].__setitem__(0, True),
+    "sign of zero": lambda m: m.factors.__setitem__(slice(None), [0.0, -0.0]),
+    "swapped": lambda m: m.factors.reverse(),
+    "appended": lambda m: m.factors.append(3.0),
+    "deep": lambda m: m.nested["a"][1]["b"][1].append(5),
+    "deque": lambda m: m.names.appendleft("zero"),
+    "set": lambda m: m.kinds.add("other"),
+    "bytearray": lambda m: m.raw.append(2),
+    "array of the standard library": lambda m: m.numbers.__setitem__(0, 7.0),
+    "array": lambda m: m.array.__setitem__(1, 7.0),
+    "shape of an array": lambda m: setattr(m.array, "shape", (3, 1)),
+    "order": lambda m: m.ordered.move_to_end("a"),
+    "in an object": lambda m: m.box.items.append(2),
+    "a module in a list": lambda m: m.parts.__setitem__(0, nn.Tanh()),
+    "cleared": lambda m: m.scaling.clear(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Setting the shape")
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_of_a_small_container_is_noticed_at_the_next_call(name):
+    plain, module = Scaled(), torchcache(Scaled())
+    before = module(X)
+    first = module.cache_instance.module_hash
+    EDITS[name](module)
+    EDITS[name](plain)
+    assert torch.equal(module(X), plain(X)), name
+    assert module.cache_instance.module_hash != first
+    assert not torch.equal(before, plain(X))
+    module(X)
+    assert bypasses(module) == {} and hits(module) == 4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: float("nan"),
+        lambda: float("1e300"),
+        lambda: " ".join(["a", "text"]),
+        lambda: 10 ** len("123456789"),
+        lambda: b"".join([b"a", b"b"]),
+        lambda: complex(3, float("-0")),
+    ],
+)
+def test_an_equal_value_is_not_read_again(make):
+    module = torchcache(Scaled())
+    module.scaling["default"] = make()
+    module(X)
+    walks = module.cache_instance.keeper.walks
+    again = make()
+    assert module.scaling["default"] is not again
+    module.scaling["default"] = again
+    module(X)
+    assert hits(module) == 4 and module.cache_instance.keeper.walks == walks
+
+
+def test_changed_back_it_is_the_first_again():
+    module = torchcache(Scaled())
+    first = module(X)
+    for scale in (9.0, 2.0, 9.0):
+        module.scaling["default"] = scale
+        again = module(X)
+    assert hits(module) == 8 and not torch.equal(first, again)
+
+
+def test_a_global_and_a_closure_are_watched():
+    scales = {"a": 2.0}
+
+    @torchcache
+    def function(x):
+        return x * scales["a"] + len(SEEN) + TABLE["calls"]
+
+    assert torch.equal(function(X), X * 2)
+    scales["a"] = 3.0
+    assert torch.equal(function(X), X * 3)
+    SEEN.append(1)
+    assert torch.equal(function(X), X * 3 + 1)
+    TABLE["calls"] = 5
+    assert torch.equal(function(X), X * 3 + 6)
+
+
+def test_a_large_list_that_was_edited_has_nothing_stored_under_its_old_content():
+    class Large(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = list(range(1000))
+
+        def forward(self, x):
+            return x * self.table[500]
+
+    module = torchcache(Large())
+    module(X)
+    module.table[500] = 7
+    assert torch.equal(module(X[:1]), X[:1] * 500)  # a hit: larger lists are looked at around a forward
+    for _ in range(2):
+        assert torch.equal(module(X + 1), (X + 1) * 7)
+    assert torch.equal(module(X), X * 7)
+    assert bypasses(module) == {"state": 4}
+
+
+def test_a_list_that_changes_while_it_is_read_is_read_again():
+    class Tripwire:
+        __slots__ = ("value",)
+        held = None
+
+        def __getattribute__(self, name):
+            if name == "value" and Tripwire.held:
+                Tripwire.held.pop().append(5.0)
+            return object.__getattribute__(self, name)
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = [2.0]
+            self.z = Tripwire()
+            self.z.value = 1
+
+        def forward(self, x):
+            return x * self.a[-1]
+
+    module = torchcache(Module())
+    holder = [module.a]
+    Tripwire.held = holder
+    first = module.cache_instance.module_hash if hasattr(module, "cache_instance") else None
+    assert holder == []
+    assert module.cache_instance.module_hash != first
+    assert torch.equal(module(X), X * 5)
+
+
+def test_many_and_large_containers_cost_little():
+    """Beyond a fixed number of elements nothing is compared at every call."""
+    module = torchcache(Scaled())
+    module.parts = [[float(i)] * 10 for i in range(5000)]
+    module.forward_parts = module.parts
+    walk = module.cache_instance.keeper
+    walk.reason_to_bypass(module)
+    watch = walk._watch
+    assert sum(map(len, watch._small._seen)) < 6000
+    assert sum(map(len, watch._large._seen)) < 12_000
+
+
+def test_a_container_that_holds_the_module_does_not_keep_it():
+    module = torchcache(Scaled())
+    module.scaling["inner"] = [1, 2]
+    module(X)
+    gone = weakref.ref(module)
+    del module
+    assert gone() is None, gc.get_referrers(gone())

@@ -1,0 +1,404 @@
+"""Which weights are read when: those that may have changed, and no others."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from torchcache2 import tensorwatch, torchcache
+
+X = torch.arange(1.0, 13.0).view(4, 3)
+MANY = 50_000  # rows of 3 float32: more than 500 kB
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Sizes of the tensors that were read."""
+    sizes, read = [], tensorwatch.tensor_digest
+    monkeypatch.setattr(tensorwatch, "tensor_digest", lambda t: sizes.append(t.numel()) or read(t))
+    return sizes
+
+
+def bypasses(module):
+    return module.cache_instance.stats().bypasses
+
+
+def hits(module):
+    return module.cache_instance.stats().hits
+
+
+# Weights without version counters
+
+
+class Weighted(nn.Module):
+    """Its output tells of every element of its weights."""
+
+    def __init__(self, count=5000):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(count, 3), requires_grad=False)
+        self.register_buffer("shift", torch.zeros(3))
+        self.listed = [torch.ones(7)]
+
+    def forward(self, x):
+        return x * self.weight.sum(0) + self.shift + self.listed[0].sum()
+
+
+def made_under_inference_mode(count=5000):
+    with torch.inference_mode():
+        return Weighted(count)
+
+
+INFERENCE_EDITS = {
+    "last weight": lambda m: m.weight[-1].mul_(5),
+    "buffer": lambda m: m.shift.add_(1),
+    "in a list": lambda m: m.listed[0][6].fill_(9),
+    "load_state_dict": lambda m: m.load_state_dict(
+        {"weight": torch.arange(15000.0).view(5000, 3)}, strict=False
+    ),
+    "through data": lambda m: m.weight.data[2500].mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", INFERENCE_EDITS)
+def test_any_edit_of_small_weights_made_under_inference_mode_is_noticed(name):
+    plain, module = made_under_inference_mode(), torchcache(made_under_inference_mode())
+    before = module(X)
+    assert torch.equal(module(X), before) and hits(module) == 4
+    with torch.inference_mode():
+        INFERENCE_EDITS[name](module)
+        INFERENCE_EDITS[name](plain)
+    assert torch.equal(module(X), plain(X)) and not torch.equal(plain(X), before)
+    assert bypasses(module) == {}
+
+
+def test_views_are_read_to_their_end():
+    class Viewing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            with torch.inference_mode():
+                self.every = torch.ones(1000, 3)[::10].t()
+                self.same = torch.ones(1).expand(1000)
+
+        def forward(self, x):
+            return x * self.every.sum(1) + self.same[-1]
+
+    module = torchcache(Viewing())
+    module(X)
+    with torch.inference_mode():
+        module.every[2, -1] = 6
+    assert torch.equal(module(X), X * torch.tensor([100.0, 100.0, 105.0]) + 1)
+    with torch.inference_mode():
+        module.same[:1] = 4
+    assert torch.equal(module(X), X * torch.tensor([100.0, 100.0, 105.0]) + 4)
+
+
+def test_a_forward_that_writes_to_such_a_buffer_is_passed_through():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            with torch.inference_mode():
+                self.register_buffer("count", torch.zeros(500))
+
+        def forward(self, x):
+            if bool((x < 50).all()):
+                return x
+            self.count[-1] += 1
+            return x * self.count.sum()
+
+    plain, module = Counting(), torchcache(Counting())
+    with torch.inference_mode():
+        for x in (X, X + 100, X + 100, torch.cat([X, X + 200])):
+            assert torch.equal(module(x), plain(x))
+        assert torch.equal(module.count, plain.count)
+    assert bypasses(module)["state"] == 16
+
+
+def test_large_weights_made_under_inference_mode_are_passed_through(log):
+    plain, module = made_under_inference_mode(MANY), torchcache(made_under_inference_mode(MANY))
+    for _ in range(2):
+        assert torch.equal(module(X), plain(X))
+    with torch.inference_mode():
+        module.weight[-1].mul_(2), plain.weight[-1].mul_(2)
+        assert torch.equal(module(X), plain(X))
+    assert bypasses(module) == {"inference": 12}
+    (message,) = [record.getMessage() for record in log if record.levelname == "WARNING"]
+    assert "(inference)" in message and "torch.no_grad()" in message
+    with torch.no_grad():
+        again = Weighted(MANY)
+        again.load_state_dict(plain.state_dict())
+    cached = torchcache(again)
+    for _ in range(2):
+        assert torch.equal(cached(X), plain(X))
+    assert hits(cached) == 4 and bypasses(cached) == {}
+
+
+def test_many_small_weights_are_as_large_as_one():
+    with torch.inference_mode():
+        module = torchcache(nn.Sequential(*[nn.Linear(100, 100) for _ in range(30)]).requires_grad_(False))
+    module(torch.rand(4, 100))
+    assert bypasses(module) == {"inference": 4}
+
+
+def test_with_a_name_nothing_about_the_module_is_checked():
+    module = torchcache(persistent_module_hash="mine")(made_under_inference_mode(MANY))
+    for _ in range(2):
+        module(X)
+    assert hits(module) == 4 and bypasses(module) == {}
+
+
+def test_a_table_that_is_made_under_inference_mode_is_no_obstacle():
+    class Lazy(nn.Module):
+        table = None
+
+        def forward(self, x):
+            if self.table is None:
+                self.table = torch.arange(3.0)
+            return x * self.table
+
+    module = torchcache(Lazy())
+    with torch.inference_mode():
+        for _ in range(3):
+            assert torch.equal(module(X), X * torch.arange(3.0))
+        module.table[2] = 5
+        assert torch.equal(module(X), X * torch.tensor([0.0, 1.0, 5.0]))
+    assert hits(module) == 4 and bypasses(module) == {"state": 4}
+
+
+# Only what has changed is read
+
+
+class Deep(nn.Module):
+    """64 MB in one weight, and a few small ones; reads what it has counted."""
+
+    def __init__(self, size=4096):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.large = nn.Parameter(torch.zeros(size, size))
+        self.n, self.flag, self.factor = 0, False, 1
+        self.requires_grad_(False).eval()
+
+    def forward(self, x):
+        return self.second(self.first(x)) * self.factor + self.large[0, :3]
+
+
+class CountingDeep(Deep):
+    def forward(self, x):
+        self.n += 1
+        self.flag = not self.flag
+        return super().forward(x) * self.n
+
+
+LARGE = 4096 * 4096
+
+
+def test_a_forward_that_counts_reads_its_weights_once(reads):
+    module = torchcache(CountingDeep())
+    expected = Deep.forward(module, X)
+    for n in range(1, 6):
+        assert torch.equal(module(X), expected * n)
+    assert bypasses(module) == {"state": 20}
+    assert reads.count(LARGE) == 1 and len(reads) == 5
+
+
+def toggle(module):
+    module.train()
+    module(X)
+    module.eval()
+
+
+def toggle_grad(module):
+    module.requires_grad_(True)
+    with torch.no_grad():
+        module(X)
+    module.requires_grad_(False)
+
+
+HARMLESS = {
+    "train and eval": toggle,
+    "requires_grad": toggle_grad,
+    "an attribute": lambda m: setattr(m, "factor", m.factor + 1),
+    "a hook": lambda m: m.second.register_forward_hook(lambda module, args, output: output + 1),
+    "a submodule less": lambda m: setattr(m, "second", nn.Identity()),
+    "a submodule in another place": lambda m: setattr(m, "second", m.first),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_changes_no_weight_has_none_read(reads, name):
+    module = torchcache(Deep())
+    module(X)
+    reads.clear()
+    for _ in range(2):
+        HARMLESS[name](module)
+        expected = Deep.forward(module, X)
+        for hook in module.second._forward_hooks.values():
+            assert hook
+        assert torch.equal(module(X), expected)
+    assert reads == []
+
+
+CHANGES = {
+    "in place": (lambda m: m.second.bias.mul_(2), [3]),
+    "two": (lambda m: (m.first.weight.add_(1), m.second.bias.add_(1)), [9, 3]),
+    "load_state_dict": (
+        lambda m: m.second.load_state_dict({k: v + 1 for k, v in m.second.state_dict().items()}),
+        [9, 3],
+    ),
+    "a new weight": (lambda m: setattr(m.second, "bias", nn.Parameter(torch.ones(3), False)), [3]),
+    "a new submodule": (lambda m: setattr(m, "second", nn.Linear(3, 3).requires_grad_(False)), [9, 3]),
+    "other storage": (lambda m: setattr(m.first.bias, "data", torch.ones(3)), [3]),
+    "resized in place": (lambda m: m.first.weight.t_(), [9]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_only_the_weight_that_was_edited_is_read(reads, name):
+    module, (edit, sizes) = torchcache(Deep()), CHANGES[name]
+    module(X)
+    reads.clear()
+    with torch.no_grad():
+        edit(module)
+    assert torch.equal(module(X), Deep.forward(module, X))
+    assert reads == sizes
+
+
+def test_the_namespace_is_the_same_however_it_was_come_to():
+    """Also after weights were edited one by one, and attributes in between."""
+    module = torchcache(Deep(8))
+    module(X)
+    with torch.no_grad():
+        module.first.weight.mul_(3)
+        module(X)
+        module.factor = 2
+        module(X)
+        module.large[7, 7] = 1
+        module.train().eval()
+    again = Deep(8)
+    again.load_state_dict(module.state_dict())
+    again.factor = 2
+    assert torchcache(again)(X) is not None
+    assert module.cache_instance.module_hash == again.cache_instance.module_hash
+
+
+# Everything is read where an edit may have left no trace
+
+
+def test_after_a_call_with_gradients_all_is_read(reads):
+    module = torchcache(Deep(64))
+    module(X)
+    module.requires_grad_(True)
+    module(X)
+    assert bypasses(module) == {"grad": 4}
+    module.requires_grad_(False)
+    reads.clear()
+    module(X)
+    assert sorted(reads) == [3, 3, 9, 9, 64 * 64]
+
+
+@pytest.mark.parametrize(
+    "between", [lambda m: None, lambda m: m.train().eval(), lambda m: setattr(m, "factor", 3)]
+)
+def test_after_the_step_of_an_optimizer_all_is_read(reads, between):
+    module = torchcache(Deep(64)).requires_grad_(True)
+    with torch.no_grad():
+        module(X)
+        module.train()
+        module(X)  # walked again, and read
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0, fused=True)
+    module.large.grad = torch.zeros_like(module.large)
+    module.large.grad[-1, -1] = 1.0
+    between(module)
+    optimizer.step()
+    reads.clear()
+    with torch.no_grad():
+        module(X)
+    assert sorted(reads) == [3, 3, 9, 9, 64 * 64]
+
+
+class Embedding(nn.Module):
+    """The first 4 KB of the table are zeros, whatever it was multiplied by."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 2048, padding_idx=0)
+        self.scale = nn.Linear(3, 3)
+        self.factor = 1
+        self.requires_grad_(False).eval()
+
+    def forward(self, x):
+        return self.scale(x) * self.table.weight.sum() * self.factor
+
+
+def decay(module):
+    for weight in module.parameters():
+        weight.data.mul_(0.9)
+
+
+@pytest.mark.parametrize(
+    "besides", [lambda m: None, lambda m: m.train().eval(), lambda m: setattr(m, "factor", 2)], ids=str
+)
+def test_a_running_average_through_data_is_noticed_as_a_whole(besides):
+    """One weight tells of it; the table, which does not, is read again too."""
+    plain, module = Embedding(), torchcache(Embedding())
+    plain.load_state_dict(module.state_dict())
+    module(X)
+    for edit in (decay, besides):
+        edit(module), edit(plain)
+    assert torch.equal(module(X), plain(X))
+
+
+def test_an_average_that_only_the_middle_tells_of_is_noticed_when_something_else_changes():
+    plain, module = Embedding(), torchcache(Embedding())
+    plain.load_state_dict(module.state_dict())
+    module(X)
+    for one in (module, plain):
+        one.table.weight.data.mul_(0.9)
+        one.factor = 2
+    assert torch.equal(module(X), plain(X))
+
+
+def test_refresh_reads_everything(reads):
+    module = torchcache(Deep(64))
+    module(X)
+    module.large.data[40, 40] = 3.0
+    module.cache_instance.refresh()
+    reads.clear()
+    module(X)
+    assert sorted(reads) == [3, 3, 9, 9, 64 * 64]
+
+
+def test_a_weight_at_the_address_of_one_that_is_gone_is_read():
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3).requires_grad_(False)
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.drop(self.layer(x))
+
+    module = torchcache(Small().eval())
+    module(X)
+    module.train()
+    for step in range(20):
+        module(X)  # not cached, so that nothing is read
+        module.layer.weight.data = torch.full((3, 3), float(step))
+        module.layer.bias.data = torch.full((3,), float(step))
+    module.eval()
+    assert torch.equal(module(X), module.layer(X))
+
+
+def test_storage_that_was_replaced_is_let_go():
+    module = torchcache(Deep(512))
+    module(X)
+    storage = weakref.ref(module.large.untyped_storage())
+    module.large.data = torch.ones(512, 512)
+    module(X)
+    gc.collect()
+    assert storage() is None
+    tensor = weakref.ref(module.large)
+    del module
+    gc.collect()
+    assert tensor() is None

@@ -1,0 +1,199 @@
+"""`Contents`: what plain containers hold, to notice that they hold something else, and to put it back.
+
+Elements are compared by identity, and plain values by type and value. An element that is a container itself
+is compared on its own, so only what each one holds directly matters here.
+"""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, islice
+from operator import attrgetter, is_
+from typing import Any
+
+import numpy as np
+
+__all__ = ["MUTABLE", "Contents", "alike", "content", "copied", "restore", "restore_fields", "size_of"]
+
+MUTABLE = (list, dict, set, deque, bytearray, array, np.ndarray)
+
+_MISSING = object()
+_EXACT = (type(None), bool, int, str, bytes)
+_PRINTED = (float, complex)  # 0.0 and -0.0 are equal and differ; nan is the other way round
+_WHOLE = 1000
+_WHOLE_BYTES = 1 << 16
+_ENDS = 32
+
+# How much a container holds, and what: of a subclass too, whatever that says itself.
+_Readers = tuple[Callable[[Any], int], tuple[Callable[[Any], Iterable[Any]], ...]]
+_READERS: dict[type, _Readers] = {
+    list: (list.__len__, (list.__iter__,)),
+    deque: (deque.__len__, (deque.__iter__,)),
+    set: (set.__len__, (set.__iter__,)),
+    OrderedDict: (dict.__len__, (OrderedDict.__iter__, OrderedDict.values)),
+    dict: (dict.__len__, (dict.__iter__, dict.values)),
+    np.ndarray: (attrgetter("size"), (attrgetter("flat"),)),  # of objects
+}
+
+
+class Contents:
+    """What some containers hold now, as far as that can be compared at a fixed cost.
+
+    Parameters
+    ----------
+    containers : iterable
+        Of the kinds in `MUTABLE`.
+    each, total : int
+        How many elements one container may have, and all together.
+    each_bytes, total_bytes : int
+        How many bytes a byte array or NumPy array may have, and all together.
+
+    Attributes
+    ----------
+    left : list
+        Containers that are too large, and are not compared.
+    """
+
+    def __init__(
+        self, containers: Iterable[Any], *, each: int, total: int, each_bytes: int, total_bytes: int
+    ) -> None:
+        self.left: list[Any] = []
+        self._arrays: list[Any] = []
+        groups: dict[tuple[type, bool], list[Any]] = {}
+        for container in containers:
+            kind, size = _kind(container), size_of(container)
+            if kind is None and size <= min(each_bytes, total_bytes):
+                total_bytes -= size + 64
+                self._arrays.append(container)
+            elif kind is not None and size <= min(each, total):
+                total -= size + 4  # an empty one takes some time, too
+                is_exact = type(container) is kind is not np.ndarray
+                groups.setdefault((kind, is_exact), []).append(container)
+            else:
+                self.left.append(container)
+        self._groups = [
+            (len if is_exact else _READERS[kind][0], _READERS[kind][1], is_exact, group)
+            for (kind, is_exact), group in groups.items()
+        ]
+        self._seen = self._look()
+
+    def same(self) -> bool:
+        """Whether the containers hold what they held."""
+        try:
+            now = self._look()
+        except RuntimeError:  # another thread has changed one just now
+            return False
+        (sizes, arrays, elements), (sizes_before, arrays_before, before) = now, self._seen
+        if sizes != sizes_before or arrays != arrays_before:
+            return False
+        if not all(map(is_, elements, before)):
+            if not all(map(_alike, elements, before)):
+                return False
+            self._seen = now
+        return True
+
+    def _look(self) -> tuple[list[int], list[Any], list[Any]]:
+        sizes: list[int] = []
+        elements: list[Any] = []
+        for length, (read, *more), is_exact, group in self._groups:
+            sizes += map(length, group)
+            # Whose elements need no reader are read in half the time.
+            elements += chain.from_iterable(group if is_exact else map(read, group))
+            for read in more:
+                elements += chain.from_iterable(map(read, group))
+        return sizes, list(map(_bytes, self._arrays)), elements
+
+
+def size_of(container: Any) -> int:
+    """How many elements a container holds; of one of numbers or bytes, how many bytes."""
+    kind = _kind(container)
+    if kind is None:
+        return int(container.nbytes) if isinstance(container, np.ndarray) else memoryview(container).nbytes
+    return _READERS[kind][0](container)
+
+
+def content(container: Any) -> tuple[Any, ...]:
+    """What one container holds; of a large one, how much that is, and what comes first and last."""
+    kind = _kind(container)
+    if kind is None:
+        return _bytes(container) if size_of(container) <= _WHOLE_BYTES else (size_of(container),)
+    length, readers = _READERS[kind]
+    parts = [read(container) for read in readers]
+    if length(container) <= _WHOLE:
+        return tuple(chain.from_iterable(parts))
+    if kind in (list, dict, deque):
+        parts.append(kind.__reversed__(container))
+    return length(container), *chain.from_iterable(islice(part, _ENDS) for part in parts)
+
+
+def alike(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+    """Whether two contents are the same."""
+    return len(left) == len(right) and all(map(_alike, left, right))
+
+
+def copied(container: Any) -> Any:
+    """A copy of what a container holds, for `restore`; None if that is nothing."""
+    kind = _kind(container)
+    if size_of(container) == 0:
+        return None
+    if kind is None or kind is np.ndarray:
+        return copy.copy(container)
+    if kind is OrderedDict:
+        return dict(list(OrderedDict.items(container)))
+    return dict.copy(container) if kind is dict else [*_READERS[kind][1][0](container)]
+
+
+def restore(container: Any, before: Any) -> None:
+    """Have a container hold what it held, if it does not; one step at a time, as other threads may use it."""
+    if isinstance(container, dict):
+        restore_fields(container, before or {})
+        if list(container) != list(before or ()):
+            for name in before:
+                container[name] = container.pop(name)  # to the end
+    elif isinstance(container, np.ndarray):
+        if before is not None and _bytes(container) != _bytes(before):
+            container[...] = before
+    elif len(container) != len(before or ()) or not all(map(is_, container, before or ())):
+        if isinstance(container, (set, deque)):
+            container.clear()
+            (container.update if isinstance(container, set) else container.extend)(before or ())
+        else:
+            container[:] = before or ()
+
+
+def restore_fields(fields: Any, before: Mapping[Any, Any]) -> None:
+    """Have names stand for what they stood for."""
+    for name in list(fields.keys() - before.keys()):
+        fields.pop(name, None)
+    for name, value in before.items():
+        if fields.get(name, _MISSING) is not value:
+            fields[name] = value
+
+
+def _kind(container: Any) -> type | None:
+    """The kind of a container of objects; None of one of numbers or bytes."""
+    kind = type(container)
+    if kind not in _READERS:
+        kind = next((base for base in _READERS if issubclass(kind, base)), bytearray)
+    if kind is bytearray or (kind is np.ndarray and not container.dtype.hasobject):
+        return None
+    return kind
+
+
+def _bytes(numbers: Any) -> tuple[Any, ...]:
+    if isinstance(numbers, np.ndarray):
+        return numbers.tobytes(), numbers.dtype, *numbers.shape
+    return (bytes(numbers),)
+
+
+def _alike(left: Any, right: Any) -> bool:
+    """Whether two elements are the same object, or the same plain value."""
+    if left is right:
+        return True
+    kind = type(left)
+    if kind is not type(right):
+        return False
+    return left == right if kind in _EXACT else kind in _PRINTED and repr(left) == repr(right)
