@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torchcache2 import sources
 from torchcache2.assigned import assigned_for_others
 from torchcache2.codewalk import cache_options, original
+from torchcache2.compiled import CompiledTexts, code_objects, names_in
 from torchcache2.describe import describe
 from torchcache2.digest import (
     Encoder,
@@ -95,6 +96,8 @@ class Walk(ObjectWalk):
     tokens : dict
         Random bytes that stand for objects that cannot be read, by id; a caller that walks again
         passes it again, so that the same object keeps its token.
+    texts : CompiledTexts, optional
+        What source files compile to, which such a caller passes again as well.
 
     Attributes
     ----------
@@ -104,8 +107,13 @@ class Walk(ObjectWalk):
         Every module that was met, the attributes of it that were read, and those left out.
     """
 
-    def __init__(self, root: Any, tokens: MutableMapping[int, tuple[object, bytes]]) -> None:
-        super().__init__(tokens)
+    def __init__(
+        self,
+        root: Any,
+        tokens: MutableMapping[int, tuple[object, bytes]],
+        texts: CompiledTexts | None = None,
+    ) -> None:
+        super().__init__(tokens, texts)
         self.tensors: dict[str, Tensor] = {}
         self._tensor_names: dict[int, str] = {}
         self.modules: list[tuple[nn.Module, tuple[str, ...], set[str]]] = []
@@ -116,6 +124,7 @@ class Walk(ObjectWalk):
         for hooks in GLOBAL_HOOKS:
             for number, hook in enumerate(hooks.values()):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
+        self.finish()
 
     def other(self, value: Any, path: str) -> bytes:
         """Walk modules, code and objects."""
@@ -251,8 +260,7 @@ def _reached_by_forward(kind: type) -> list[types.FunctionType] | None:
             if isinstance(method, types.FunctionType) and not hasattr(method, "__wrapped__"):
                 reached.append(method)
                 found = {*_texts(method)}
-                for code in sources.code_objects(method.__code__):
-                    found.update(code.co_names)
+                found |= names_in(method.__code__)
                 queue += found - seen
             elif {"__call__", "__get__"} & set(dir(type(method))):
                 return None
@@ -260,7 +268,7 @@ def _reached_by_forward(kind: type) -> list[types.FunctionType] | None:
 
 
 def _texts(function: types.FunctionType) -> set[str]:
-    codes = sources.code_objects(function.__code__)
+    codes = code_objects(function.__code__)
     return {constant for code in codes for constant in code.co_consts if isinstance(constant, str)}
 
 

@@ -20,7 +20,9 @@ import torch
 
 from torchcache2 import sources
 from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, CodeWalk
+from torchcache2.compiled import CompiledTexts
 from torchcache2.digest import CONTAINERS, attributes, qualified_name, text_bytes
+from torchcache2.operators import is_operator
 
 __all__ = ["ObjectWalk"]
 
@@ -53,6 +55,8 @@ class ObjectWalk(CodeWalk):
     tokens : dict
         Random bytes that stand for objects that cannot be read, by id; a caller that walks again
         passes it again, so that the same object keeps its token.
+    texts : CompiledTexts, optional
+        What source files compile to, which such a caller passes again as well.
 
     Attributes
     ----------
@@ -62,8 +66,10 @@ class ObjectWalk(CodeWalk):
         Where something was met that cannot be read.
     """
 
-    def __init__(self, tokens: MutableMapping[int, tuple[object, bytes]]) -> None:
-        super().__init__()
+    def __init__(
+        self, tokens: MutableMapping[int, tuple[object, bytes]], texts: CompiledTexts | None = None
+    ) -> None:
+        super().__init__(texts)
         self.generators: list[Any] = []
         self.unread: list[str] = []
         self._tokens = tokens
@@ -116,7 +122,7 @@ class ObjectWalk(CodeWalk):
         if isinstance(value, types.MethodType):
             return b"m" + self.items([(value.__func__, path), (value.__self__, path)])
         if isinstance(value, types.ModuleType):
-            return self.python_module(value)
+            return self.python_module(value, path)
         if isinstance(value, _BUILTIN_CODE):
             owner = getattr(value, "__self__", None)
             bound = owner is not None and not isinstance(owner, (types.ModuleType, type))
@@ -134,8 +140,8 @@ class ObjectWalk(CodeWalk):
             return b"w" + self.encode(value(), path)
         if isinstance(value, logging.Logger):
             return b"h" + text_bytes(value.name)
-        if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-            return b"u" + text_bytes(str(value))
+        if is_operator(value):
+            return self.operator(value, path)
         if isinstance(value, random.SystemRandom):
             return b"z" + text_bytes(qualified_name(type(value)))
         if isinstance(value, _GENERATORS):
