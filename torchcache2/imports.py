@@ -31,9 +31,9 @@ class _Place(NamedTuple):
 def files_of(name: str, module: types.ModuleType | None = None) -> dict[str, str]:
     """Digests of the files of a project module and of those that it imports, by the module's name.
 
-    Finds modules that have not been imported yet, and imports none. Of the packages that a module is in,
-    the ``__init__`` files count by themselves. Empty if the module is not the project's. `module` is the
-    module itself, where there is one: not every module can be found by its name.
+    Finds modules that have not been imported yet, and imports none. A file that cannot be read has no digest.
+    Of the packages that a module is in, the ``__init__`` files count by themselves. Empty if the module is not
+    the project's. `module` is the module itself, where there is one: not every one can be found by its name.
     """
     found: dict[str, str] = {}
     queue = [name]
@@ -46,14 +46,15 @@ def files_of(name: str, module: types.ModuleType | None = None) -> dict[str, str
         read.add(name)
         if place is None or not _is_project(name, place):
             continue
-        content = b""
+        content = b""  # of a package without a file of its own
+        found[name] = sources.content_digest(content)
         if place.file is not None:
             try:
                 with open(place.file, "rb") as file:
                     content = file.read()
+                found[name] = sources.content_digest(content)
             except OSError:
-                pass
-        found[name] = sources.content_digest(content)
+                found[name] = ""
         package = name if place.folders else name.rpartition(".")[0]
         outer = name.rpartition(".")[0]
         while outer:

@@ -76,7 +76,7 @@ class InstalledCode:
             for name in names & vars(base).keys():
                 value = vars(base)[name]
                 if callable(value) or hasattr(type(value), "__get__"):
-                    self._watch(base, vars(base), name)
+                    self._watch(base, name)
                 yield from _functions(value)
 
     def _one(self, function: types.FunctionType) -> tuple[set[str], list[types.FunctionType]]:
@@ -107,7 +107,8 @@ class InstalledCode:
             if not any(value is module for module in modules):
                 modules.append(value)
             return
-        for registry in _registries(value):
+        for owner, place, registry in _registries(scope, name):
+            self._watch(owner, place)
             if any(registry is one for one in self.registries) or len(registry) > _LARGEST_REGISTRY:
                 continue
             self.registries.append(registry)
@@ -115,13 +116,14 @@ class InstalledCode:
                 if self._origins.is_project(entry):
                     self.found[f"{where}[{key!r}]" if isinstance(key, (str, int)) else f"{where}[…]"] = entry
         if callable(value):
-            self._watch(scope, scope, name)
+            self._watch(scope, name)
             if self._origins.is_project(value):
                 self.found[where] = value
             else:
                 yield from _functions(value)
 
-    def _watch(self, owner: Any, scope: Mapping[str, Any], name: str) -> None:
+    def _watch(self, owner: type | dict[str, Any], name: str) -> None:
+        scope = vars(owner) if isinstance(owner, type) else owner
         self._scopes.setdefault(id(owner), (scope, set()))[1].add(name)
 
 
@@ -144,10 +146,14 @@ def _in_cell(cell: types.CellType) -> Iterator[types.FunctionType]:
         yield value
 
 
-def _registries(value: Any) -> Iterator[dict[Any, Any]]:
-    """The dicts in which a global keeps what others have registered."""
+def _registries(
+    scope: dict[str, Any], name: str
+) -> Iterator[tuple[type | dict[str, Any], str, dict[Any, Any]]]:
+    """The dicts in which a global keeps what others have registered, each with where it is."""
+    value = scope[name]
     if isinstance(value, dict):
-        yield value
+        yield scope, name, value
     elif not isinstance(value, type) and isinstance(value, Mapping):
-        scopes = [getattr(value, "__dict__", {}), *map(vars, type(value).__mro__)]
-        yield from [inner for scope in scopes for inner in list(scope.values()) if type(inner) is dict]
+        own = [(getattr(value, "__dict__", {}), getattr(value, "__dict__", {}))]
+        for owner, content in [*own, *((base, vars(base)) for base in type(value).__mro__)]:
+            yield from [(owner, place, one) for place, one in list(content.items()) if type(one) is dict]

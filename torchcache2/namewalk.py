@@ -64,15 +64,16 @@ class NameWalk(Encoder):
         """Write down what a function names: one part for each global and each import."""
         names = names_of(function.__code__)
         scope = function.__globals__
-        self._names |= names_in(function.__code__)
+        taken = names_in(function.__code__)
+        self._names |= taken
         package = scope.get("__package__")
         if id(function) in self._constructors:
             self._exempt.add(owner)
         for name in names.imports:
-            self.parts[f"import {name} {owner}"] = self._imported(name, package, function)
+            self.parts[f"import {name} {owner}"] = self._imported(name, package, taken)
         for chain in names.chains:
             if chain[0] not in left_out:
-                self._chain(chain, scope, owner)
+                self._chain(chain, function, owner)
         for chain in names.looked_up:
             value: Any = scope.get(chain[0])
             for attribute in chain[1:]:
@@ -82,14 +83,15 @@ class NameWalk(Encoder):
         for name in names.unfollowed:
             self._unfollowed(function, name, owner)
 
-    def _chain(self, chain: tuple[str, ...], scope: Mapping[str, Any], owner: str) -> None:
+    def _chain(self, chain: tuple[str, ...], function: types.FunctionType, owner: str) -> None:
         name, *attributes = chain
+        scope: Mapping[str, Any] = function.__globals__
         value = scope.get(name, _MISSING)
         path = name
         self.scopes.append((scope, name, None if value is _MISSING else value))
         if value is _MISSING:  # a builtin, or a name that does not exist yet: reading it would fail
             if any(getattr(builtins, name, None) is one for one in _UNFOLLOWED):
-                self._unfollowed(name, name, owner)
+                self._unfollowed(function, name, owner)
             return
         inside = value
         while attributes and isinstance(value, types.ModuleType):
@@ -100,10 +102,10 @@ class NameWalk(Encoder):
             value = scope if attribute == "__dict__" else scope.get(attribute, None)
             self.scopes.append((scope, attribute, scope.get(attribute)))
         if any(value is one for one in _UNFOLLOWED):
-            self._unfollowed(path, path, owner)
+            self._unfollowed(function, path, owner)
         elif isinstance(inside, types.ModuleType) and path.endswith(".__dict__"):
             if self.origins.of(inside) == "project":
-                self._unfollowed(path, path, owner)
+                self._unfollowed(function, path, owner)
         elif not isinstance(inside, types.ModuleType) or self.origins.of(inside) == "project":
             self.parts[f"global {path} {owner}"] = self.encode(value, path)
         else:
@@ -141,12 +143,14 @@ class NameWalk(Encoder):
             loaded = {found: sys.modules.get(found) for found in files} | ({name: module} if files else {})
             data = b"".join([text_bytes(part) for item in sorted(files.items()) for part in item])
             for found, other in sorted(loaded.items()):
-                if other is not None and sources.loaded_differs(other, self._texts):
+                if not files[found]:
+                    data += self.unreadable(other or files, f"{found} (no file)")
+                elif other is not None and sources.loaded_differs(other, self._texts):
                     data += self.unreadable(other, f"{found} (its file has been changed)")
             self._files[key] = data
         return self._files[key]
 
-    def _imported(self, name: str, package: str | None, function: types.FunctionType) -> bytes:
+    def _imported(self, name: str, package: str | None, names: Collection[str]) -> bytes:
         """Bytes of a module that code imports, or of a name that it takes from one."""
         data = name.encode()
         for full in resolved(name, package):
@@ -154,13 +158,13 @@ class NameWalk(Encoder):
             files = self._files_of(full, module)
             data += files
             if files and module is not None:
-                data += self._replaced(module, names_in(function.__code__))
+                data += self._replaced(module, names)
         return data
 
     def _replaced(self, module: types.ModuleType, names: Collection[str]) -> bytes:
         """Bytes of those globals of a project module that are not what its file says."""
         file = getattr(module, "__file__", None) or ""
-        text = sources.file_text(file, vars(module))
+        text = sources.file_text(file)
         compiled = self._texts.get(file, text) if text else None
         data = b""
         for name in sorted(names):
@@ -180,10 +184,10 @@ class NameWalk(Encoder):
                 data += text_bytes(name) + self.encode(value, f"{module.__name__}.{name}")
         return data
 
-    def _unfollowed(self, value: Any, what: str, owner: str) -> None:
+    def _unfollowed(self, function: types.FunctionType, what: str, owner: str) -> None:
         if owner in self._exempt:
             return
-        token = self.unreadable(value, f"what {owner.removeprefix('of ')} reaches by {what}")
+        token = self.unreadable(function, f"what {owner.removeprefix('of ')} reaches by {what}")
         self.parts[f"unfollowed {what} {owner}"] = token
 
     def installed(self, obj: Any, name: str) -> bytes:

@@ -11,6 +11,7 @@ import ast
 import dis
 import functools
 import importlib.metadata
+import importlib.util
 import inspect
 import linecache
 import os
@@ -131,12 +132,13 @@ def file_digest(path: str) -> str:
         return ""
 
 
-def file_text(file: str, scope: dict[str, Any]) -> str:
-    """Text of a Python file of a module with these globals; empty if there is none."""
-    if not file.endswith(".py"):
+def file_text(file: str) -> str:
+    """Text of a Python file as it is now, whatever was read of it before; empty if there is none."""
+    try:
+        with open(file, "rb") as opened:
+            return importlib.util.decode_source(opened.read()) if file.endswith(".py") else ""
+    except (OSError, SyntaxError, UnicodeDecodeError):
         return ""
-    linecache.checkcache(file)
-    return "".join(linecache.getlines(file, scope))
 
 
 def content_digest(content: bytes) -> str:
@@ -187,7 +189,7 @@ def loaded_differs(module: types.ModuleType, texts: CompiledTexts) -> bool:
     codes = [code for value in list(vars(module).values()) for code in _codes_of(value, file)]
     if not codes or not file.endswith(".py"):
         return False
-    text = file_text(file, vars(module))
+    text = file_text(file)
     return not all(_is_text_of(code, text, texts) for code in codes)
 
 
