@@ -4,8 +4,8 @@ import importlib
 import importlib.util
 import logging
 import os
+import subprocess
 import sys
-import types
 
 import pytest
 import torch
@@ -552,6 +552,22 @@ def test_functions_of_an_installed_package_count_by_its_version(installed, monke
     assert namespace(project(files).model) != first
 
 
+def test_an_installed_module_that_is_imported_within_counts_by_its_file(tmp_path, monkeypatch, project):
+    path, found = tmp_path / "site-packages" / "written_late.py", []
+    path.parent.mkdir()
+    monkeypatch.syspath_prepend(path.parent)
+    for number in (2, 3):
+        path.write_text(f"SCALE = {number}.0\n")
+        text = "def model(x):\n    import written_late\n    return x * written_late.SCALE\n"
+        cached = torchcache(project({"model.py": text}).model)
+        found.append(cached.cache_instance.module_hash)
+        assert torch.equal(cached(X), X * number)
+        cached.cache_instance.refresh()
+        assert cached.cache_instance.module_hash == found[-1]
+        del sys.modules["written_late"]
+    assert found[0] != found[1]
+
+
 def test_a_global_number_of_an_installed_module_counts(installed, monkeypatch, project):
     text = "import written_zoo\ndef model(x):\n    return x * written_zoo.modeling.FACTOR\n"
     cached = torchcache(project({"model.py": text}).model)
@@ -595,3 +611,50 @@ def test_attention_of_transformers_that_is_patched_counts(monkeypatch, project):
         found.append(cached.cache_instance.module_hash)
     assert found[0] == found[1] != found[2]
     assert first not in found
+
+
+EVERYTHING = """
+import dataclasses, torch, helper
+from written_zoo import modeling
+from torchcache2 import torchcache
+
+@torch.library.custom_op("written_everywhere::scaled", mutates_args=())
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+@dataclasses.dataclass
+class C:
+    names: dict = dataclasses.field(default_factory=lambda: {"a": 1})
+
+modeling.TABLE.update({name: lambda x: x for name in sorted({"a", "b", "c"})})
+modeling.attend = lambda x: x * 3
+layer = modeling.Layer()
+made = modeling.make_class(3.0)()
+
+def model(x, h=helper):
+    from pack import late
+    return h.g(late.f(made(layer(scaled(x))))) * len(C().names)
+
+print(torchcache(model).cache_instance.module_hash)
+"""
+
+
+def test_another_process_and_folder_agree(installed, tmp_path):
+    found = []
+    for seed, name in (("1", "one"), ("2", "two")):
+        folder = tmp_path / name
+        (folder / "pack").mkdir(parents=True)
+        (folder / "helper.py").write_text("import os, pack.late\nSIZES = {'a', 'b'}\ndef g(x):\n    return x\n")
+        (folder / "pack" / "late.py").write_text("from . import more\ndef f(x):\n    return x\n")
+        (folder / "pack" / "more.py").write_text("import helper\n")
+        (folder / "script.py").write_text(EVERYTHING)
+        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        path = os.pathsep.join([root, str(tmp_path / "site-packages")])
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed}
+        found.append(
+            subprocess.Popen(
+                [sys.executable, folder / "script.py"], env=environment, stdout=subprocess.PIPE, text=True
+            )
+        )
+    first, second = (process.communicate(timeout=120)[0] for process in found)
+    assert first == second != ""

@@ -17,8 +17,7 @@ from torchcache2.assigned import assigned_for_others
 from torchcache2.compiled import CompiledTexts
 from torchcache2.digest import qualified_name, sized, text_bytes
 from torchcache2.installed import InstalledCode
-from torchcache2.namewalk import NameWalk, is_plain
-from torchcache2.operators import OPERATOR_FIELDS, definition, operator_name, registered_otherwise
+from torchcache2.namewalk import NameWalk, is_plain, values_of
 
 __all__ = [
     "ADDED_ATTRIBUTE",
@@ -146,23 +145,6 @@ class CodeWalk(NameWalk):
                 pairs += [(item, f"{base.__name__}.{item[0]}") for item in sorted(plain.items())]
         return self.items(pairs)
 
-    def operator(self, value: Any, path: str) -> bytes:
-        """Write down an operator of torch: its name, and the user's functions if it is a custom one."""
-        name = operator_name(value)
-        state = definition(value)
-        if state is None:
-            unknown = self.unreadable(value, path) if registered_otherwise(name) else b""
-            return b"u" + text_bytes(str(value)) + unknown
-        part = f"operator {name}"
-        if part not in self.parts:
-            self.parts[part] = b""  # its functions refer to it
-            kept = {field: state[field] for field in OPERATOR_FIELDS if field in state}
-            self.scopes += [(state, field, content) for field, content in kept.items()]
-            self.dicts += [content for content in kept.values() if isinstance(content, (dict, set))]
-            self.reads += [(_values, content) for content in kept.values() if isinstance(content, dict)]
-            self.parts[part] = self.encode(kept, name)
-        return b"u" + text_bytes(str(value))
-
     def finish(self) -> None:
         """Write down what the user has put into the code of others."""
         while True:
@@ -178,7 +160,7 @@ class CodeWalk(NameWalk):
             self.watch_names(scope, names)
         for registry in self._code_of_others.registries:
             self.dicts.append(registry)
-            self.reads.append((_values, registry))
+            self.reads.append((values_of, registry))
 
     def _class_contents(self, kind: type, *, everything: bool) -> list[bytes]:
         parts = []
@@ -304,10 +286,6 @@ def cache_options(obj: Any) -> list[Any]:
 
 def _is_path(value: Any) -> bool:
     return isinstance(value, str) and os.path.isabs(value)  # which differs between machines
-
-
-def _values(registry: dict[Any, Any]) -> tuple[Any, ...]:
-    return tuple(registry.values())
 
 
 def _short_name(obj: Any) -> str:

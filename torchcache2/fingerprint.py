@@ -294,8 +294,9 @@ def argument_digests(
     """What stands for each constructor argument, short values as they are; and what cannot be read."""
     digests: dict[str, bytes] = {}
     unreadable: list[str] = []
+    texts = CompiledTexts()
     for name, value in arguments.items():
-        walk = _Arguments(value, {})
+        walk = _Arguments(value, {}, texts)
         root = walk.parts["root"]
         is_whole = walk.parts.keys() == {"format", "root"} and describe(root) is not None
         digests[name] = root if is_whole else b"#" + Fingerprint.of_parts(walk.parts).namespace

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torchcache2 import sources
 
-__all__ = ["files_of", "resolved"]
+__all__ = ["files_of", "place_of", "resolved"]
 
 # Statements anywhere, also within texts: a file too many does no harm.
 _IMPORT = re.compile(
@@ -32,8 +32,8 @@ def files_of(name: str, module: types.ModuleType | None = None) -> dict[str, str
     """Digests of the files of a project module and of those that it imports, by the module's name.
 
     Finds modules that have not been imported yet, and imports none. A file that cannot be read has no digest.
-    Of the packages that a module is in, the ``__init__`` files count by themselves. Empty if the module is not
-    the project's. `module` is the module itself, where there is one: not every one can be found by its name.
+    Of the packages that a module is in, the ``__init__`` files count by themselves. Empty if the module is no
+    project's. `module` is the module itself, where there is one: not every one can be found by its name.
     """
     found: dict[str, str] = {}
     queue = [name]
@@ -66,6 +66,12 @@ def files_of(name: str, module: types.ModuleType | None = None) -> dict[str, str
             for wanted in _imports(content.replace(b"\\\n", b" ").replace(b"\\\r\n", b" ")):
                 queue += resolved(wanted, package)
     return found
+
+
+def place_of(name: str) -> str | None:
+    """The file of a module, whether it has been imported or not; None if it has none."""
+    place = _place(name)
+    return None if place is None else place.file
 
 
 def resolved(name: str, package: str | None) -> list[str]:

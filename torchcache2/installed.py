@@ -154,6 +154,6 @@ def _registries(
     if isinstance(value, dict):
         yield scope, name, value
     elif not isinstance(value, type) and isinstance(value, Mapping):
-        own = [(getattr(value, "__dict__", {}), getattr(value, "__dict__", {}))]
-        for owner, content in [*own, *((base, vars(base)) for base in type(value).__mro__)]:
+        for owner in (getattr(value, "__dict__", {}), *type(value).__mro__):
+            content = vars(owner) if isinstance(owner, type) else owner
             yield from [(owner, place, one) for place, one in list(content.items()) if type(one) is dict]

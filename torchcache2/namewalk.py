@@ -12,11 +12,17 @@ from typing import Any
 from torchcache2 import sources
 from torchcache2.compiled import CompiledTexts, names_in
 from torchcache2.digest import Encoder, text_bytes
-from torchcache2.imports import files_of, resolved
+from torchcache2.imports import files_of, place_of, resolved
 from torchcache2.names import names_of
-from torchcache2.operators import is_operator
+from torchcache2.operators import (
+    OPERATOR_FIELDS,
+    definition,
+    is_operator,
+    operator_name,
+    registered_otherwise,
+)
 
-__all__ = ["NameWalk", "is_plain"]
+__all__ = ["NameWalk", "is_plain", "values_of"]
 
 _MISSING = object()
 # Functions that reach what is named nowhere. `locals` gives what the code itself has, which is covered.
@@ -156,10 +162,19 @@ class NameWalk(Encoder):
         for full in resolved(name, package):
             module = sys.modules.get(full)
             files = self._files_of(full, module)
-            data += files
+            data += files or self._file_of_package(full)
             if files and module is not None:
                 data += self._replaced(module, names)
         return data
+
+    def _file_of_package(self, name: str) -> bytes:
+        """Bytes of the file of an installed module, whether it has been imported yet or not."""
+        if sources.is_known_root(name):
+            return b""
+        key = f"import {name}"
+        if key not in self._versions:
+            self._versions[key] = sources.file_digest(place_of(name) or "")
+        return text_bytes(self._versions[key])
 
     def _replaced(self, module: types.ModuleType, names: Collection[str]) -> bytes:
         """Bytes of those globals of a project module that are not what its file says."""
@@ -189,6 +204,23 @@ class NameWalk(Encoder):
             return
         token = self.unreadable(function, f"what {owner.removeprefix('of ')} reaches by {what}")
         self.parts[f"unfollowed {what} {owner}"] = token
+
+    def operator(self, value: Any, path: str) -> bytes:
+        """Write down an operator of torch: its name, and the user's functions if it is a custom one."""
+        name = operator_name(value)
+        state = definition(value)
+        if state is None:
+            unknown = self.unreadable(value, path) if registered_otherwise(name) else b""
+            return b"u" + text_bytes(str(value)) + unknown
+        part = f"operator {name}"
+        if part not in self.parts:
+            self.parts[part] = b""  # its functions refer to it
+            kept = {field: state[field] for field in OPERATOR_FIELDS if field in state}
+            self.scopes += [(state, field, content) for field, content in kept.items()]
+            self.dicts += [content for content in kept.values() if isinstance(content, (dict, set))]
+            self.reads += [(values_of, content) for content in kept.values() if isinstance(content, dict)]
+            self.parts[part] = self.encode(kept, name)
+        return b"u" + text_bytes(str(value))
 
     def installed(self, obj: Any, name: str) -> bytes:
         """Bytes of code of an installed package: its name, the package's version, and the file."""
@@ -242,3 +274,8 @@ def is_plain(value: Any) -> bool:
     if type(value) is tuple:
         return all(map(is_plain, value))
     return value is None or type(value) in (bool, int, float, complex, str, bytes)
+
+
+def values_of(registry: dict[Any, Any]) -> tuple[Any, ...]:
+    """The values of a dict, to be compared by identity."""
+    return tuple(registry.values())
