@@ -1,5 +1,7 @@
 """The user's code counts however it is reached, and what cannot be followed is said."""
 
+# ruff: noqa: E501 (texts of small files, one a line)
+
 import importlib
 import importlib.util
 import logging
@@ -644,7 +646,9 @@ def test_another_process_and_folder_agree(installed, tmp_path):
     for seed, name in (("1", "one"), ("2", "two")):
         folder = tmp_path / name
         (folder / "pack").mkdir(parents=True)
-        (folder / "helper.py").write_text("import os, pack.late\nSIZES = {'a', 'b'}\ndef g(x):\n    return x\n")
+        (folder / "helper.py").write_text(
+            "import os, pack.late\nSIZES = {'a', 'b'}\ndef g(x):\n    return x\n"
+        )
         (folder / "pack" / "late.py").write_text("from . import more\ndef f(x):\n    return x\n")
         (folder / "pack" / "more.py").write_text("import helper\n")
         (folder / "script.py").write_text(EVERYTHING)

@@ -1,5 +1,7 @@
 """Text that is not the code that runs: a file edited after it was imported, a notebook's cell replaced."""
 
+# ruff: noqa: E501 (texts of small files, one a line)
+
 import __future__
 
 import ast

@@ -5,6 +5,7 @@ import __future__
 
 import ast
 import dis
+import re
 import types
 import warnings
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ __all__ = ["CompiledText", "CompiledTexts", "code_objects", "is_rewritten", "nam
 
 _PARSING = ProcessLock()
 _PARSED_AGAIN = 10
-_MOST_TEXTS = 100
+_MOST_TEXTS = 1000
+_BEGINS = re.compile(r"[^\s#)\]}]")  # a statement that is not within another one
 _FUTURE = 0
 for _name in __future__.all_feature_names:
     _FUTURE |= getattr(__future__, _name).compiler_flag
@@ -40,10 +42,10 @@ class CompiledText(NamedTuple):
     codes: dict[str, list[types.CodeType]]
     constants: dict[str, list[Any]]
 
-    def has(self, code: types.CodeType) -> bool:
-        """Whether the text has this code, at the same line."""
+    def has(self, code: types.CodeType, above: int) -> bool:
+        """Whether the text, with so many lines above it in its file, has this code at the same line."""
         return any(
-            other.co_firstlineno == code.co_firstlineno and _same(other, code)
+            other.co_firstlineno + above == code.co_firstlineno and _same(other, code)
             for other in self.codes.get(code.co_name, ())
         )
 
@@ -52,23 +54,42 @@ class CompiledTexts:
     """Compiles each text once, as long as there are not too many."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int], tuple[str, CompiledText | None]] = {}
+        self._known: dict[tuple[str, int, int], tuple[str, CompiledText | None]] = {}
 
-    def get(self, file: str, text: str, flags: int = 0) -> CompiledText | None:
-        """What the text of a file compiles to; None if it does not.
+    def have(self, code: types.CodeType, lines: list[str]) -> bool:
+        """Whether code is what these lines of its file compile to.
 
-        `flags` are those of the code that is looked for: a notebook's cells have the ``from __future__``
-        imports of earlier cells.
+        Looks at the statement that the code is in, where that is easily told, for a file takes longer.
         """
-        flags &= _FUTURE
-        known = self._known.get((file, flags))
+        for first, last in (_statement(lines, code.co_firstlineno - 1), (0, len(lines))):
+            # A notebook's cells have the ``from __future__`` imports of earlier cells.
+            found = self.get(code.co_filename, "".join(lines[first:last]), code.co_flags, first)
+            if found is not None and found.has(code, first):
+                return True
+        return False
+
+    def get(self, file: str, text: str, flags: int = 0, above: int = 0) -> CompiledText | None:
+        """What a text compiles to that has so many lines above it in its file; None if it does not."""
+        key = file, flags & _FUTURE, above
+        known = self._known.get(key)
         if known is not None and known[0] == text:
             return known[1]
         if len(self._known) >= _MOST_TEXTS:
             self._known.clear()
-        found = _compiled(file, text, flags)
-        self._known[file, flags] = text, found
+        found = _compiled(file, text, flags & _FUTURE)
+        self._known[key] = text, found
         return found
+
+
+def _statement(lines: list[str], position: int) -> tuple[int, int]:
+    """First line, and the one after the last, of what seems to be the outermost statement around a line."""
+    first = min(position, len(lines) - 1)
+    while first > 0 and not _BEGINS.match(lines[first]):
+        first -= 1
+    last = first + 1
+    while last < len(lines) and (lines[last - 1].startswith("@") or not _BEGINS.match(lines[last])):
+        last += 1
+    return max(first, 0), last
 
 
 def _compiled(file: str, text: str, flags: int) -> CompiledText | None:

@@ -13,6 +13,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import inspect
+import io
 import linecache
 import os
 import sys
@@ -156,7 +157,7 @@ def function_source(function: types.FunctionType, texts: CompiledTexts | None = 
     linecache.checkcache(code.co_filename)
     try:
         file_lines, start = inspect.findsource(code)
-        if texts is not None and not _is_text_of(code, "".join(file_lines), texts):
+        if texts is not None and not _is_text_of(code, file_lines, texts):
             return None
         lines = inspect.getblock(file_lines[start:])
     except (OSError, TypeError, IndentationError, SyntaxError, IndexError):
@@ -176,11 +177,8 @@ def function_source(function: types.FunctionType, texts: CompiledTexts | None = 
     return text + instructions(code)
 
 
-def _is_text_of(code: types.CodeType, text: str, texts: CompiledTexts) -> bool:
-    if is_rewritten(code):
-        return not is_newer(code.co_filename)
-    compiled = texts.get(code.co_filename, text, code.co_flags)
-    return compiled is not None and compiled.has(code)
+def _is_text_of(code: types.CodeType, lines: list[str], texts: CompiledTexts) -> bool:
+    return not is_newer(code.co_filename) if is_rewritten(code) else texts.have(code, lines)
 
 
 def loaded_differs(module: types.ModuleType, texts: CompiledTexts) -> bool:
@@ -189,8 +187,8 @@ def loaded_differs(module: types.ModuleType, texts: CompiledTexts) -> bool:
     codes = [code for value in list(vars(module).values()) for code in _codes_of(value, file)]
     if not codes or not file.endswith(".py"):
         return False
-    text = file_text(file)
-    return not all(_is_text_of(code, text, texts) for code in codes)
+    lines = io.StringIO(file_text(file)).readlines()
+    return not all(_is_text_of(code, lines, texts) for code in codes)
 
 
 def _codes_of(value: Any, file: str) -> Iterator[types.CodeType]:
