@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
-from torchcache2.sources import parse
+from torchcache2.compiled import parse
 
 __all__ = ["assigned_for_others"]
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import sys
+import os
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
+from dataclasses import MISSING
 from operator import attrgetter
 from typing import Any
 
+from torch import nn
+
 from torchcache2 import sources
 from torchcache2.assigned import assigned_for_others
-from torchcache2.digest import Encoder, qualified_name, sized, text_bytes
+from torchcache2.compiled import CompiledTexts
+from torchcache2.digest import qualified_name, sized, text_bytes
+from torchcache2.installed import InstalledCode
+from torchcache2.namewalk import NameWalk, is_plain, values_of
 
 __all__ = [
     "ADDED_ATTRIBUTE",
@@ -64,10 +70,9 @@ _CLASS_NOISE = frozenset(
 )
 _FUNCTION_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _WRAPPER_FIELDS = attrgetter("__dict__", "__code__")
-_MISSING = object()
 
 
-class CodeWalk(Encoder):
+class CodeWalk(NameWalk):
     """The part of a walk that reads code.
 
     Project code is read function by function: source, defaults, closure, and the globals that it names.
@@ -75,36 +80,18 @@ class CodeWalk(Encoder):
 
     Attributes
     ----------
-    parts : dict of str to bytes
-        Canonical bytes of each part.
-    scopes : list of (mapping, name, value)
-        Globals and attributes that were read, and what they were.
     cells : list of (cell, value)
         Closure cells that were read, and what was in them.
-    reads : list of (callable, object)
-        ``callable(object)`` is a tuple of what else was read off an object.
-    dicts : list of mapping
-        Attributes of objects and classes, which may get more.
     assigned : set of str
         Attributes and variables left out because code assigns them for others to read.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: dict[str, bytes] = {}
-        self.scopes: list[tuple[Mapping[str, Any], str, Any]] = []
+    def __init__(self, texts: CompiledTexts | None = None) -> None:
+        super().__init__(texts)
         self.cells: list[tuple[types.CellType, Any]] = []
-        self.reads: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
-        self.dicts: list[Mapping[str, Any]] = []
         self.assigned: set[str] = set()
-        self._versions: dict[str, str] = {}
-        self._labels: dict[int, bytes] = {}  # of classes, functions and modules that were met
-        self._taken: dict[str, int] = {}
-        self._held: list[Any] = []  # keeps ids valid
-
-    def unreadable(self, value: Any, path: str) -> bytes:
-        """Bytes that stand for what cannot be read."""
-        raise NotImplementedError
+        self._code_of_others = InstalledCode(self.origins)
+        self._put: set[str] = set()
 
     def klass(self, kind: type, path: str) -> bytes:
         """Write down a class and its bases; the label of its part."""
@@ -112,22 +99,68 @@ class CodeWalk(Encoder):
         if known is not None:
             return known
         reference = self.label(kind, f"class {_short_name(kind)}")
-        where = sources.origin(kind)
+        where = self.origins.of(kind)
         if where in ("torch", "builtin"):
-            parts = [text_bytes(qualified_name(kind)), *self._class_contents(kind, everything=False)]
-            if "forward" in vars(kind):
-                self.scopes.append((vars(kind), "forward", vars(kind)["forward"]))
+            parts = [text_bytes(qualified_name(kind))]
         else:
             metaclass = [type(kind)] if type(kind) is not type else []
             parts = [self.items([(base, path) for base in (*kind.__bases__, *metaclass)])]
             if where == "installed":
-                parts.append(self._installed(kind, qualified_name(kind)))
+                parts.append(self.installed(kind, qualified_name(kind)))
             else:
-                parts.append(text_bytes(kind.__name__))
-                parts.append(text_bytes(str(list(getattr(kind, "__dataclass_fields__", ())))))
-            parts += self._class_contents(kind, everything=where == "project")
+                parts += [text_bytes(kind.__name__), self._fields(kind)]
+        # The file of an installed class does not tell what a function that makes classes was given.
+        is_made = where == "installed" and "<locals>" in kind.__qualname__
+        parts += self._class_contents(kind, everything=where == "project" or is_made)
+        if where != "project" and issubclass(kind, nn.Module) and kind is not nn.Module:
+            parts.append(self._reached_by(kind))
         self.parts[reference.decode()] = b"".join(map(sized, parts))
         return reference
+
+    def _fields(self, kind: type) -> bytes:
+        """Bytes of the fields of a dataclass, and of what their defaults are made by."""
+        fields = vars(kind).get("__dataclass_fields__", {})
+        defaults = [
+            [name, *(None if one is MISSING else one for one in (field.default, field.default_factory))]
+            for name, field in fields.items()
+        ]
+        return self.encode(defaults, f"{kind.__name__} fields")
+
+    def _reached_by(self, kind: type) -> bytes:
+        """Bytes of what somebody has put where the forward of a class of others finds it."""
+        names = self._code_of_others.reach(kind)
+        if "forward" in vars(kind):
+            self.scopes.append((vars(kind), "forward", vars(kind)["forward"]))
+        if self.origins.of(kind) != "installed":
+            return b""
+        self.dicts.append(vars(kind))
+        pairs = []
+        for base in kind.__mro__:
+            if self.origins.of(base) == "installed":
+                own = {name: vars(base)[name] for name in names & vars(base).keys() - _CLASS_NOISE}
+                plain = {
+                    name: value for name, value in own.items() if is_plain(value) and not _is_path(value)
+                }
+                self.watch_names(vars(base), plain)
+                pairs += [(item, f"{base.__name__}.{item[0]}") for item in sorted(plain.items())]
+        return self.items(pairs)
+
+    def finish(self) -> None:
+        """Write down what the user has put into the code of others."""
+        while True:
+            super().finish()
+            found = self._code_of_others.found
+            new = sorted(found.keys() - self._put)
+            for path in new:
+                self._put.add(path)
+                self.parts[f"global {path}"] = self.encode(found[path], path)
+            if not new:
+                break
+        for scope, names in self._code_of_others.scopes:
+            self.watch_names(scope, names)
+        for registry in self._code_of_others.registries:
+            self.dicts.append(registry)
+            self.reads.append((values_of, registry))
 
     def _class_contents(self, kind: type, *, everything: bool) -> list[bytes]:
         parts = []
@@ -147,14 +180,25 @@ class CodeWalk(Encoder):
             has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
             if code is not None and code.co_filename == "<string>" and has_fields:
                 continue  # made from the fields, which are covered
-            # A package's class is covered by its file, but not what others have put on it.
-            foreign = isinstance(value, types.FunctionType) and sources.origin(value) == "project"
-            if everything or foreign:
+            if everything or self._is_put_there(kind, name, value):
+                if name == "__init__" and issubclass(kind, nn.Module):
+                    self._constructors.add(id(value))
                 parts += [name.encode(), self.encode(value, f"{kind.__name__}.{name}")]
                 self.scopes.append((vars(kind), name, vars(kind)[name]))
         if everything:
             self.dicts.append(vars(kind))
         return parts
+
+    def _is_put_there(self, kind: type, name: str, value: Any) -> bool:
+        """Whether an attribute of a class of others is code that is not in its file."""
+        raw = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if not isinstance(raw, types.FunctionType):
+            return False
+        if self.origins.of(raw) == "project":
+            return True
+        if name != "forward" or self.origins.of(kind) != "installed" or hasattr(raw, "__wrapped__"):
+            return False
+        return (raw.__module__, raw.__qualname__) != (kind.__module__, f"{kind.__qualname__}.{name}")
 
     def function(self, function: types.FunctionType, path: str) -> bytes:
         """Write down a function and what it names; the label of its part."""
@@ -172,16 +216,17 @@ class CodeWalk(Encoder):
             return known
         reference = self.label(function, f"function {_short_name(function)}")
         name = function.__name__
-        where = sources.origin(function)
+        where = self.origins.of(function)
         wrapped = getattr(function, "__wrapped__", None)
         if where in ("torch", "builtin"):
             module = sources.defining_module(function)
             parts = [text_bytes(f"{module} {function.__qualname__} {function.__code__.co_name}")]
             parts += [self.encode(wrapped, path), self._closure(function, path)]
         elif where == "installed":
-            parts = [self._installed(function, name), self._closure(function, path)]
+            parts = [self.installed(function, name), self._closure(function, path), self._defaults(function)]
+            self.reads.append((_FUNCTION_FIELDS, function))
         else:
-            source = sources.function_source(function)
+            source = sources.function_source(function, self._texts)
             if source is None:
                 token = self.unreadable(function, f"{path or name} (no source)")
                 source = sources.instructions(function.__code__) + token.hex()
@@ -194,12 +239,19 @@ class CodeWalk(Encoder):
                 self._closure(function, path, left_out),
                 self.encode(_own_attributes(function), name),
             ]
-            self._globals(function, left_out, f"of {reference.decode()}")
+            self.named_globals(function, left_out, f"of {reference.decode()}")
             self.reads.append((_FUNCTION_FIELDS, function))
             self.dicts.append(vars(function))
             self.scopes += [(vars(function), *item) for item in _own_attributes(function).items()]
         self.parts[reference.decode()] = b"".join(map(sized, parts))
         return reference
+
+    def _defaults(self, function: types.FunctionType) -> bytes:
+        """Bytes of the defaults of an installed function: all if it was made by another, else plain ones."""
+        values = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())]
+        if "<locals>" not in function.__qualname__:
+            values = [value if is_plain(value) else None for value in values]
+        return self.encode(values, f"{function.__name__}.__defaults__")
 
     def _closure(self, function: types.FunctionType, path: str, left_out: Collection[str] = ()) -> bytes:
         pairs = []
@@ -214,56 +266,6 @@ class CodeWalk(Encoder):
             self.cells.append((cell, value))
             pairs += [(name, path), (value, f"{function.__name__}.{name}")]
         return self.items(pairs)
-
-    def _globals(self, function: types.FunctionType, left_out: Collection[str], owner_name: str) -> None:
-        """Write down what a function names: one part for each global."""
-        for name, *attributes in sources.global_chains(function.__code__):
-            if name == "import":
-                file = sources.module_file(attributes[0], function.__globals__.get("__package__"))
-                self.parts[f"import {attributes[0]} {owner_name}"] = file.encode()
-                continue
-            if name in left_out:
-                continue
-            scope: Mapping[str, Any] = function.__globals__
-            value = scope.get(name, _MISSING)
-            path = name
-            self.scopes.append((scope, name, None if value is _MISSING else value))
-            if value is _MISSING:
-                continue  # a builtin, or a name that does not exist yet: reading it would fail
-            owner = value
-            while attributes and isinstance(value, types.ModuleType):
-                owner, scope, attribute = value, vars(value), attributes.pop(0)
-                path += f".{attribute}"
-                value = scope.get(attribute, None)
-                self.scopes.append((scope, attribute, value))
-            # What others have in their modules counts by name, unless somebody has replaced it.
-            foreign = isinstance(value, types.FunctionType) and sources.origin(value) == "project"
-            if isinstance(owner, types.ModuleType) and sources.origin(owner) != "project" and not foreign:
-                data = b"M" + text_bytes(owner.__name__)
-            else:
-                data = self.encode(value, path)
-            self.parts[f"global {path} {owner_name}"] = data
-
-    def python_module(self, module: types.ModuleType) -> bytes:
-        """Bytes of a Python module that code uses as a whole."""
-        if sources.origin(module) != "project":
-            return b"M" + text_bytes(module.__name__)
-        return b"M" + text_bytes(sources.file_digest(getattr(module, "__file__", None) or ""))
-
-    def _installed(self, obj: Any, name: str) -> bytes:
-        module = sources.defining_module(obj)
-        if module not in self._versions:
-            file = getattr(sys.modules.get(module), "__file__", None) or ""
-            version = sources.package_version(module.partition(".")[0])
-            self._versions[module] = f"{version} {sources.file_digest(file)}"
-        return text_bytes(f"{module} {name} {self._versions[module]}")
-
-    def label(self, obj: Any, label: str) -> bytes:
-        """A name for something that is met for the first time; deterministic, unique in this walk."""
-        self._held.append(obj)
-        count = self._taken[label] = self._taken.get(label, 0) + 1
-        self._labels[id(obj)] = (label if count == 1 else f"{label} ({count})").encode()
-        return self._labels[id(obj)]
 
 
 def is_ours(value: Any) -> bool:
@@ -285,6 +287,10 @@ def cache_options(obj: Any) -> list[Any]:
     names = ("cache_dtype", "subsample_count", "persistent_module_hash")
     values = [vars(obj).get(f"torchcache_{name}", getattr(settings, name, None)) for name in names]
     return values if any(value is not None for value in values) else []
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and os.path.isabs(value)  # which differs between machines
 
 
 def _short_name(obj: Any) -> str:

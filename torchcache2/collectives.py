@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchcache2.compiled import code_objects
 from torchcache2.fingerprint import Fingerprint
-from torchcache2.sources import code_objects
 
 __all__ = ["has_collectives"]
 

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torchcache2 import sources
 from torchcache2.assigned import assigned_for_others
 from torchcache2.codewalk import cache_options, original
+from torchcache2.compiled import CompiledTexts, code_objects, names_in
 from torchcache2.describe import describe
 from torchcache2.digest import (
     Encoder,
@@ -35,7 +36,7 @@ from torchcache2.objectwalk import ObjectWalk
 
 __all__ = ["FORMAT", "INIT_ATTRIBUTE", "Fingerprint", "Walk", "argument_digests"]
 
-FORMAT = 1
+FORMAT = 2
 INIT_ATTRIBUTE = "_torchcache_init"  # of an instance: what stands for its constructor arguments
 
 _INTERNAL = frozenset(vars(nn.Module())) | {
@@ -102,6 +103,8 @@ class Walk(ObjectWalk):
     tokens : dict
         Random bytes that stand for objects that cannot be read, by id; a caller that walks again
         passes it again, so that the same object keeps its token.
+    texts : CompiledTexts, optional
+        What source files compile to, which such a caller passes again as well.
 
     Attributes
     ----------
@@ -111,8 +114,13 @@ class Walk(ObjectWalk):
         Every module that was met, the attributes of it that were read, and those left out.
     """
 
-    def __init__(self, root: Any, tokens: MutableMapping[int, tuple[object, bytes]]) -> None:
-        super().__init__(tokens)
+    def __init__(
+        self,
+        root: Any,
+        tokens: MutableMapping[int, tuple[object, bytes]],
+        texts: CompiledTexts | None = None,
+    ) -> None:
+        super().__init__(tokens, texts)
         self.tensors: dict[str, Tensor] = {}
         self._tensor_names: dict[int, str] = {}
         self.modules: list[tuple[nn.Module, tuple[str, ...], set[str]]] = []
@@ -123,6 +131,7 @@ class Walk(ObjectWalk):
         for hooks in GLOBAL_HOOKS:
             for number, hook in enumerate(hooks.values()):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
+        self.finish()
 
     def other(self, value: Any, path: str) -> bytes:
         """Walk modules, code and objects."""
@@ -267,8 +276,7 @@ def _reached_by_forward(kind: type) -> list[types.FunctionType] | None:
             if isinstance(method, types.FunctionType) and not hasattr(method, "__wrapped__"):
                 reached.append(method)
                 found = {*_texts(method)}
-                for code in sources.code_objects(method.__code__):
-                    found.update(code.co_names)
+                found |= names_in(method.__code__)
                 queue += found - seen
             elif {"__call__", "__get__"} & set(dir(type(method))):
                 return None
@@ -276,7 +284,7 @@ def _reached_by_forward(kind: type) -> list[types.FunctionType] | None:
 
 
 def _texts(function: types.FunctionType) -> set[str]:
-    codes = sources.code_objects(function.__code__)
+    codes = code_objects(function.__code__)
     return {constant for code in codes for constant in code.co_consts if isinstance(constant, str)}
 
 
@@ -302,8 +310,9 @@ def argument_digests(
     """What stands for each constructor argument, short values as they are; and what cannot be read."""
     digests: dict[str, bytes] = {}
     unreadable: list[str] = []
+    texts = CompiledTexts()
     for name, value in arguments.items():
-        walk = _Arguments(value, {})
+        walk = _Arguments(value, {}, texts)
         root = walk.parts["root"]
         is_whole = walk.parts.keys() == {"format", "root"} and describe(root) is not None
         digests[name] = root if is_whole else b"#" + Fingerprint.of_parts(walk.parts).namespace

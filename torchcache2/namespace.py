@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from torchcache2.compiled import CompiledTexts
 from torchcache2.describe import describe
 from torchcache2.digest import digest
 from torchcache2.fingerprint import Fingerprint, Walk
@@ -106,6 +107,7 @@ class NamespaceKeeper:
         self._settings = settings
         self._lock = ProcessLock(threading.RLock)
         self._tokens: dict[int, tuple[object, bytes]] = {}
+        self._texts = CompiledTexts()
         self._told: set[str] = set()
         self.reset()
 
@@ -194,7 +196,7 @@ class NamespaceKeeper:
             return False
         self._watch = None  # should the walk be interrupted
         self.walks += 1
-        walk = Walk(root, self._tokens)
+        walk = Walk(root, self._tokens, self._texts)
         self._parts = {name: digest([data]) for name, data in walk.parts.items()}
         plain = [name for name in walk.parts if name.startswith(_PLAIN_PARTS)]
         self._values = {name: text for name in plain if (text := describe(walk.parts[name])) is not None}

@@ -20,8 +20,10 @@ import torch
 
 from torchcache2 import sources
 from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, CodeWalk
+from torchcache2.compiled import CompiledTexts
 from torchcache2.containers import MUTABLE, content
 from torchcache2.digest import CONTAINERS, attributes, qualified_name, text_bytes
+from torchcache2.operators import is_operator
 
 __all__ = ["ObjectWalk"]
 
@@ -54,6 +56,8 @@ class ObjectWalk(CodeWalk):
     tokens : dict
         Random bytes that stand for objects that cannot be read, by id; a caller that walks again
         passes it again, so that the same object keeps its token.
+    texts : CompiledTexts, optional
+        What source files compile to, which such a caller passes again as well.
 
     Attributes
     ----------
@@ -65,8 +69,10 @@ class ObjectWalk(CodeWalk):
         Lists, dicts and the like that were read, by id, and what they held.
     """
 
-    def __init__(self, tokens: MutableMapping[int, tuple[object, bytes]]) -> None:
-        super().__init__()
+    def __init__(
+        self, tokens: MutableMapping[int, tuple[object, bytes]], texts: CompiledTexts | None = None
+    ) -> None:
+        super().__init__(texts)
         self.generators: list[Any] = []
         self.unread: list[str] = []
         self.containers: dict[int, tuple[Any, tuple[Any, ...]]] = {}
@@ -122,7 +128,7 @@ class ObjectWalk(CodeWalk):
         if isinstance(value, types.MethodType):
             return b"m" + self.items([(value.__func__, path), (value.__self__, path)])
         if isinstance(value, types.ModuleType):
-            return self.python_module(value)
+            return self.python_module(value, path)
         if isinstance(value, _BUILTIN_CODE):
             owner = getattr(value, "__self__", None)
             bound = owner is not None and not isinstance(owner, (types.ModuleType, type))
@@ -140,8 +146,8 @@ class ObjectWalk(CodeWalk):
             return b"w" + self.encode(value(), path)
         if isinstance(value, logging.Logger):
             return b"h" + text_bytes(value.name)
-        if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-            return b"u" + text_bytes(str(value))
+        if is_operator(value):
+            return self.operator(value, path)
         if isinstance(value, random.SystemRandom):
             return b"z" + text_bytes(qualified_name(type(value)))
         if isinstance(value, _GENERATORS):

@@ -1,4 +1,4 @@
-"""Where code comes from, what its source says, and which names it uses.
+"""Where code comes from, and what its source says.
 
 Code has one of four origins. *Project* code is the user's own: it is read function by function, and so
 is everything that it names. Code of *installed* packages is covered by its file and the package's version,
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ast
 import dis
-import importlib.machinery
+import functools
 import importlib.metadata
+import importlib.util
 import inspect
+import io
 import linecache
 import os
 import sys
@@ -24,26 +26,28 @@ from typing import Any, Literal
 
 from xxhash import xxh3_128_hexdigest
 
-from torchcache2.locks import ProcessLock
+from torchcache2.compiled import CompiledTexts, is_rewritten, parse
 
 __all__ = [
-    "code_objects",
+    "Origin",
+    "Origins",
+    "content_digest",
     "defining_module",
     "file_digest",
+    "file_text",
     "function_source",
-    "global_chains",
     "instructions",
-    "module_file",
+    "is_known_root",
+    "is_newer",
+    "is_site",
+    "loaded_differs",
     "origin",
     "package_version",
-    "parse",
 ]
 
 Origin = Literal["project", "installed", "torch", "builtin"]
 
-_PARSING = ProcessLock()
-_PARSED_AGAIN = 10
-_LOADED = time.time()  # files that are older than this are what was loaded
+_LOADED = time.time()  # installed files that are older than this are what was loaded
 _OURS = __name__.partition(".")[0]
 _SITE = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib"))
 _STDLIB = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
@@ -72,10 +76,39 @@ def origin(obj: Any) -> Origin:
     path = getattr(sys.modules.get(module), "__file__", None)
     if root in sys.stdlib_module_names and (path is None or os.path.realpath(path).startswith(_STDLIB)):
         return "builtin"
-    return "installed" if path is not None and _is_site(path) else "project"
+    return "installed" if path is not None and is_site(path) else "project"
 
 
-def _is_site(path: str) -> bool:
+class Origins:
+    """Where code comes from, looked up once for each module."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Origin] = {}
+
+    def of(self, obj: Any) -> Origin:
+        """As `origin`."""
+        module = defining_module(obj)
+        if module not in self._known:
+            self._known[module] = origin(obj)
+        return self._known[module]
+
+    def is_project(self, value: Any) -> bool:
+        """Whether a value is code of the user's own, or an object with such code."""
+        if isinstance(value, functools.partial):
+            return self.is_project(value.func)
+        value = getattr(value, "__func__", value)
+        is_code = isinstance(value, (types.FunctionType, type))
+        return self.of(value if is_code else type(value)) == "project"
+
+
+def is_known_root(module: str) -> bool:
+    """Whether a module belongs to the standard library, torch, or this library by its name."""
+    root = module.partition(".")[0]
+    return root in sys.stdlib_module_names or root in ("torch", _OURS)
+
+
+def is_site(path: str) -> bool:
+    """Whether a file is part of an installed package."""
     path = os.path.realpath(path)
     return path.startswith(_SITE) or any(name in path for name in _SITE_NAMES)
 
@@ -95,45 +128,39 @@ def file_digest(path: str) -> str:
     """Digest of a source file's content, hexadecimal; empty if it cannot be read."""
     try:
         with open(path, "rb") as file:
-            return xxh3_128_hexdigest(file.read())
+            return content_digest(file.read())
     except OSError:
         return ""
 
 
-def module_file(name: str, package: str | None) -> str:
-    """Digest of the file of a project module that code imports; its name if it is no project module.
-
-    Finds modules that have not been imported yet, and imports none.
-    """
-    for candidate in [name] if not package else [f"{package}.{name}".rstrip("."), name]:
-        module = sys.modules.get(candidate)
-        if module is not None:
-            if origin(module) != "project":
-                return name
-            return file_digest(getattr(module, "__file__", None) or "")
-        outer = candidate.rpartition(".")[0]
-        if outer and outer not in sys.modules:
-            continue
-        places = getattr(sys.modules[outer], "__path__", []) if outer else None
-        spec = importlib.machinery.PathFinder.find_spec(candidate, places)
-        if spec is not None and spec.origin is not None:
-            is_project = not _is_site(spec.origin) and candidate not in sys.stdlib_module_names
-            return file_digest(spec.origin) if is_project else name
-    return name
+def file_text(file: str) -> str:
+    """Text of a Python file as it is now, whatever was read of it before; empty if there is none."""
+    try:
+        with open(file, "rb") as opened:
+            return importlib.util.decode_source(opened.read()) if file.endswith(".py") else ""
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return ""
 
 
-def function_source(function: types.FunctionType) -> str | None:
+def content_digest(content: bytes) -> str:
+    """Digest of what is in a file, hexadecimal."""
+    return xxh3_128_hexdigest(content)
+
+
+def function_source(function: types.FunctionType, texts: CompiledTexts | None = None) -> str | None:
     """Source of a function without decorator lines and indentation; None if it cannot be had.
 
-    Of a lambda, the lambda alone, as far as its line tells it from others.
+    Of a lambda, the lambda alone, as far as its line tells it from others. With `texts`, the source has to
+    compile to the function's code: a file may have been edited after it was imported.
     """
     code = function.__code__
     linecache.checkcache(code.co_filename)
-    if _is_edited(code):
-        return None
     try:
-        lines, _ = inspect.getsourcelines(code)
-    except (OSError, TypeError, IndentationError, SyntaxError):
+        file_lines, start = inspect.findsource(code)
+        if texts is not None and not _is_text_of(code, file_lines, texts):
+            return None
+        lines = inspect.getblock(file_lines[start:])
+    except (OSError, TypeError, IndentationError, SyntaxError, IndexError):
         return None
     text = textwrap.dedent("".join(lines))
     try:
@@ -150,40 +177,36 @@ def function_source(function: types.FunctionType) -> str | None:
     return text + instructions(code)
 
 
-def parse(text: str) -> ast.Module:
-    """The syntax tree of source code; safe under threads.
-
-    Before Python 3.12, parsing counts its depth for all threads together, and notices by a `SystemError`.
-    """
-    with _PARSING():
-        for _ in range(_PARSED_AGAIN):
-            try:
-                return ast.parse(text)
-            except SystemError:  # another library has parsed at the same time
-                pass
-        return ast.parse(text)
+def _is_text_of(code: types.CodeType, lines: list[str], texts: CompiledTexts) -> bool:
+    return not is_newer(code.co_filename) if is_rewritten(code) else texts.have(code, lines)
 
 
-def _is_edited(code: types.CodeType) -> bool:
-    """Whether a file has been changed since its code was loaded, as in a long notebook session."""
-    try:
-        if os.path.getmtime(code.co_filename) < _LOADED:
-            return False
-        with open(code.co_filename, "rb") as file:
-            loaded = compile(file.read(), code.co_filename, "exec", dont_inherit=True)
-    except (OSError, SyntaxError, ValueError):
+def loaded_differs(module: types.ModuleType, texts: CompiledTexts) -> bool:
+    """Whether the functions of a module that has been imported are not what its file says now."""
+    file = getattr(module, "__file__", None) or ""
+    codes = [code for value in list(vars(module).values()) for code in _codes_of(value, file)]
+    if not codes or not file.endswith(".py"):
         return False
+    lines = io.StringIO(file_text(file)).readlines()
+    return not all(_is_text_of(code, lines, texts) for code in codes)
 
-    def same(other: types.CodeType) -> bool:
-        return (
-            other.co_name == code.co_name
-            and other.co_code == code.co_code
-            and other.co_names == code.co_names
-            and [c for c in other.co_consts if not isinstance(c, types.CodeType)]
-            == [c for c in code.co_consts if not isinstance(c, types.CodeType)]
-        )
 
-    return not any(map(same, code_objects(loaded)))
+def _codes_of(value: Any, file: str) -> Iterator[types.CodeType]:
+    """Code of a function, or of the methods of a class, that stands in a file."""
+    for inner in list(vars(value).values()) if isinstance(value, type) else [value]:
+        inner = inner.fget if isinstance(inner, property) else getattr(inner, "__func__", inner)
+        inner = inspect.unwrap(inner) if isinstance(inner, types.FunctionType) else inner
+        if isinstance(inner, types.FunctionType) and inner.__code__.co_filename == file:
+            yield inner.__code__
+
+
+def is_newer(path: str) -> bool:
+    """Whether a file may have been changed since this process has begun to import."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return False
+    return max(status.st_mtime, status.st_ctime) >= _LOADED
 
 
 def instructions(code: types.CodeType) -> str:
@@ -193,40 +216,3 @@ def instructions(code: types.CodeType) -> str:
         nested = isinstance(step.argval, types.CodeType)
         steps.append(f"{step.opname} {instructions(step.argval) if nested else step.argrepr}")
     return "\n".join(steps)
-
-
-def code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A code object and those nested in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from code_objects(constant)
-
-
-def global_chains(code: types.CodeType) -> list[tuple[str, ...]]:
-    """The global names that code reads, each with the attributes read off it, as ``(name, attr, …)``.
-
-    A module that is imported inside of the code is ``("import", name)``.
-    """
-    chains = set()
-    for inner in code_objects(code):
-        chain: list[str] = []
-        imported = ""
-        for step in dis.get_instructions(inner):
-            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                if chain:
-                    chains.add(tuple(chain))
-                chain = [str(step.argval)]
-            elif step.opname == "IMPORT_NAME":
-                imported = str(step.argval)
-                chains.add(("import", imported))
-            elif step.opname == "IMPORT_FROM":
-                chains.add(("import", f"{imported}.{step.argval}".lstrip(".")))
-            elif chain and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                chain.append(str(step.argval))
-            elif chain and step.opname not in ("CACHE", "EXTENDED_ARG", "PUSH_NULL"):
-                chains.add(tuple(chain))
-                chain = []
-        if chain:
-            chains.add(tuple(chain))
-    return sorted(chains)

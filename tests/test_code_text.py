@@ -1,0 +1,298 @@
+"""Text that is not the code that runs: a file edited after it was imported, a notebook's cell replaced."""
+
+# ruff: noqa: E501 (texts of small files, one a line)
+
+import __future__
+
+import ast
+import importlib
+import importlib.util
+import linecache
+import logging
+import os
+import sys
+
+import pytest
+import torch
+
+from torchcache2 import torchcache
+from torchcache2.compiled import CompiledTexts
+from torchcache2.sources import function_source
+
+X = torch.rand(2, 3, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(autouse=True)
+def _without_grad():
+    with torch.no_grad():
+        yield
+
+
+def warnings_in(log):
+    return [record.getMessage() for record in log if record.levelno >= logging.WARNING]
+
+
+def namespace(thing):
+    return torchcache(thing).cache_instance.module_hash
+
+
+def written(path, text):
+    """A file that looks as if it had been there for years."""
+    later = path.stat().st_mtime + 1 if path.exists() else 1e9
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    os.utime(path, (later, later))
+
+
+@pytest.fixture
+def load(monkeypatch):
+    def load(path, name="model"):
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+KINDS = {
+    "function": "def model(x):\n    return x * 2\n",
+    "lambda": "model = lambda x: x * 2\n",
+    "lambda in a call": "def same(f, n): return f\nmodel = same(\n    lambda x: x * 2, 5)\n",
+    "closure": "def make(n):\n    def model(x):\n        return x * 2 * n\n    return model\nmodel = make(1)\n",
+    "decorated": "def same(f):\n    return f\n@same\n@same\ndef model(x):\n    return x * 2\n",
+    "constant within": "def model(x):\n    return [x * i for i in (1, 2)][1]\n",
+    "nested": "def model(x):\n    def f(y):\n        return y * 2\n    return f(x)\n",
+    "condition": "if True:\n    def model(x):\n        return x * 2\nelse:\n    def model(x):\n        return x\n",
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_new_text_of_an_edited_file_never_gets_the_old_codes_namespace(name, load, tmp_path, log):
+    path, text = tmp_path / "model.py", KINDS[name]
+    written(path, text)
+    old = load(path).model
+    unedited = namespace(old)
+    assert warnings_in(log) == []
+    edited = text.replace("2", "3")
+    written(path, edited)
+    stale = torchcache(old)
+    assert torch.equal(stale(X), X * 2)
+    assert torch.equal(stale(X), X * 2) and stale.cache_instance.stats().hits == 2
+    (warned,) = warnings_in(log)
+    assert "no source" in warned and "this process only" in warned
+    new = load(path).model
+    assert torch.equal(new(X), X * 3)
+    assert len({unedited, stale.cache_instance.module_hash, namespace(new)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("return x * 1", "return x * 1.0"),
+        ("return x * 1", "return x * True"),
+        ("return x * 0.0", "return x * -0.0"),
+        ("return x.sin()", "return x.cos()"),
+        ("return x in (1, 2)", "return x in (1, 2.0)"),
+        ("return 'a' in {'a', 'b'}", "return 'a' in {'a', 'c'}"),
+        ("return f(y=1)", "return f(z=1)"),
+        ("y = x; return y", "x = x; return x"),
+    ],
+)
+def test_small_edits_are_seen(old, new, load, tmp_path):
+    path = tmp_path / "model.py"
+    written(path, f"def model(x):\n    {old}\n")
+    function = load(path).model
+    assert function_source(function, CompiledTexts()) is not None
+    written(path, f"def model(x):\n    {new}\n")
+    assert function_source(function, CompiledTexts()) is None
+
+
+def test_a_function_that_has_moved_in_its_file_is_not_taken_for_what_stands_there_now(load, tmp_path):
+    path, text = tmp_path / "model.py", "def model(x):\n    return x * 2\n"
+    written(path, text)
+    function = load(path).model
+    written(path, "def other(x):\n    return x * 9\n\n" + text)
+    assert function_source(function, CompiledTexts()) is None
+
+
+def test_a_comment_that_is_edited_leaves_the_function_readable(load, tmp_path):
+    path = tmp_path / "model.py"
+    written(path, "def model(x):\n    return x * 2  # one\n")
+    function = load(path).model
+    written(path, "def model(x):\n    return x * 2  # another\n")
+    assert function_source(function, CompiledTexts()) == "def model(x):\n    return x * 2  # another\n"
+
+
+READABLE = {
+    "docstring and text over lines": 'class A:\n    def model(x):\n        """One.\n\n   Two."""\n'
+    '        y = """\n  text\n"""\n        return x\nmodel = A.model\n',
+    "private names": "class A:\n    def model(x):\n        __y = x\n        return __y\nmodel = A.model\n",
+    "super": "class B:\n    def f(self, x): return x\nclass A(B):\n    def f(self, x):\n"
+    "        return super().f(x)\ndef model(x):\n    return A().f(x)\n",
+    "future": "from __future__ import annotations\ndef model(x: nothing) -> nothing:\n    y: no = x\n    return y\n",
+    "asserts": "def model(x):\n    assert len(x), 'none'\n    return x\n",
+    "debug": "def model(x):\n    if __debug__:\n        return x\n    return x * 2\n",
+    "sets": "def model(x):\n    return x if 'a' in {'a', 'b', 'c', 'd', 'e'} else 0\n",
+    "wrong escape": "def model(x):\n    '\\d'\n    return x\n",
+    "comparison with a number": "def model(x):\n    return x if 5 is 5 else x\n",
+    "await": "async def g(): pass\ndef model(x):\n    return x\n",
+    "generator": "def model(x):\n    return sum((x for _ in range(2)), start=0)\n",
+    "dataclass": "import dataclasses\n@dataclasses.dataclass\nclass A:\n    n: int = 2\ndef model(x):\n    return x * A().n\n",
+    "enum": "import enum\nclass A(enum.Enum):\n    N = 2\ndef model(x):\n    return x * A.N.value\n",
+    "named tuple": "from typing import NamedTuple\nclass A(NamedTuple):\n    n: int = 2\ndef model(x):\n    return x * A().n\n",
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", READABLE)
+def test_what_is_as_it_was_imported_is_readable(name, load, tmp_path, log):
+    written(tmp_path / "model.py", READABLE[name])
+    namespace(load(tmp_path / "model.py").model)
+    assert warnings_in(log) == []
+
+
+def test_a_warning_of_the_compiler_is_not_given_again(load, tmp_path, log):
+    written(tmp_path / "model.py", READABLE["comparison with a number"])
+    with pytest.warns(SyntaxWarning):
+        function = load(tmp_path / "model.py").model
+    namespace(function)  # a warning would be an error
+    assert warnings_in(log) == []
+
+
+def with_an_assertion(x):
+    assert len(x), "none"
+    return x
+
+
+def test_a_function_with_assertions_that_pytest_has_rewritten_is_readable(log):
+    assert any(name.startswith("@py") for name in with_an_assertion.__code__.co_varnames)
+    namespace(with_an_assertion)
+    assert warnings_in(log) == []
+
+
+# Cells of a notebook.
+
+
+def cell(text, name="<cell 1>", flags=0):
+    scope = {"__name__": "__main__"}
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    running = eval(compile(text, name, "exec", flags=flags, dont_inherit=True), scope)
+    if running is not None:
+        with pytest.raises(StopIteration):
+            running.send(None)
+    return scope["model"]
+
+
+@pytest.fixture
+def _cells():
+    yield
+    for name in [name for name in linecache.cache if name.startswith("<cell")]:
+        del linecache.cache[name]
+
+
+@pytest.mark.usefixtures("_cells")
+def test_a_cell_whose_text_is_replaced(log):
+    first = cell("def model(x):\n    return x * 2\n")
+    before = namespace(first)
+    assert warnings_in(log) == []
+    second = cell("def model(x):\n    return x * 3\n")
+    after = namespace(second)
+    assert warnings_in(log) == []
+    stale = namespace(first)
+    assert len({before, after, stale}) == 3
+    assert len(warnings_in(log)) == 1
+
+
+@pytest.mark.usefixtures("_cells")
+def test_cells_with_the_features_of_earlier_cells_and_with_await_are_readable(log):
+    flags = __future__.annotations.compiler_flag | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    text = "def model(x: nothing):\n    def f(y: nothing): return y\n    return f(x)\nasync def g(): pass\n"
+    namespace(cell(text, "<cell 2>", flags))
+    namespace(cell(text + "if 0:\n    await g()\n", "<cell 3>", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | flags))
+    assert warnings_in(log) == []
+
+
+# Modules that count by their file.
+
+
+@pytest.mark.parametrize("which", ["helper", "deeper"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import helper\ndef model(x):\n    h = helper\n    return h.g(x)\n",
+        "def model(x):\n    import helper\n    return helper.g(x)\n",
+    ],
+    ids=["as a whole", "import within"],
+)
+def test_a_module_whose_file_was_edited_after_it_was_imported(which, text, load, tmp_path, log):
+    texts = {
+        "deeper": "def f(x):\n    return x * 2\n",
+        "helper": "import deeper\ndef g(x):\n    return deeper.f(x) * 2\n",
+    }
+    found = []
+    for edit in (False, True):
+        for name, content in texts.items():
+            written(tmp_path / f"{name}.py", content)
+            load(tmp_path / f"{name}.py", name)
+        written(tmp_path / "model.py", text)
+        if edit:
+            written(tmp_path / f"{which}.py", texts[which].replace("2", "3"))
+        found.append(namespace(load(tmp_path / "model.py").model))
+    for name in texts:
+        load(tmp_path / f"{name}.py", name)
+    found.append(namespace(load(tmp_path / "model.py").model))
+    assert len(set(found)) == 3
+    assert len(warnings_in(log)) == 1 and f"{which} (its file has been changed)" in warnings_in(log)[0]
+
+
+def test_a_number_that_was_edited_after_its_module_was_imported(load, tmp_path):
+    """The text says 3 now, and the code still computes with 2."""
+    path, text = tmp_path / "helper.py", "SCALE = 2\n"
+    written(tmp_path / "model.py", "def model(x):\n    import helper\n    return x * helper.SCALE\n")
+    written(path, text)
+    load(path, "helper")
+    written(path, "SCALE = 3\n")
+    stale = namespace(load(tmp_path / "model.py").model)
+    load(path, "helper")
+    assert namespace(load(tmp_path / "model.py").model) != stale
+
+
+def test_an_edit_that_leaves_size_and_time_of_the_file_alone(load, tmp_path):
+    path, found = tmp_path / "helper.py", []
+    written(tmp_path / "model.py", "def model(x):\n    import helper\n    return helper.g(x)\n")
+    written(path, "def g(x):\n    return x * 2\n")
+    load(path, "helper")
+    found.append(namespace(load(tmp_path / "model.py").model))
+    before = path.stat()
+    path.write_text("def g(x):\n    return x * 3\n")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    found.append(namespace(load(tmp_path / "model.py").model))
+    load(path, "helper")
+    found.append(namespace(load(tmp_path / "model.py").model))
+    assert len(set(found)) == 3
+
+
+def test_a_module_whose_file_is_gone_is_unreadable(load, tmp_path, log):
+    written(tmp_path / "model.py", "import helper\ndef model(x):\n    h = helper\n    return h.g(x)\n")
+    written(tmp_path / "helper.py", "def g(x):\n    return x * 2\n")
+    load(tmp_path / "helper.py", "helper")
+    (tmp_path / "helper.py").unlink()
+    namespace(load(tmp_path / "model.py").model)
+    assert "this process only" in warnings_in(log)[0]
+
+
+def test_an_installed_file_that_was_edited_after_it_was_imported(load, tmp_path, log):
+    path = tmp_path / "site-packages" / "written_one.py"
+    text = "from torch import nn\nclass Net(nn.Module):\n    def forward(self, x):\n        return x * 2\n"
+    written(path, text)
+    old = load(path, "written_one").Net
+    before = namespace(old())
+    assert warnings_in(log) == []
+    written(path, text.replace("2", "3"))
+    stale = namespace(old())
+    assert len(warnings_in(log)) == 1
+    new = load(path, "written_one").Net
+    assert len({before, stale, namespace(new())}) == 3
