@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import re
+import sys
 import threading
 import types
 import weakref
@@ -17,20 +18,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchcache2 import sources
-from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, CodeWalk
-from torchcache2.digest import CONTAINERS, attributes, qualified_name, text_bytes
+from torchcache2.annotations import parts_of_type
+from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, CodeWalk, original
+from torchcache2.digest import CONTAINERS, attributes, qualified_name, sized, text_bytes
+from torchcache2.leftout import LeftOut, left_out
+from torchcache2.programs import graph_code, script_code
 
 __all__ = ["ObjectWalk"]
 
 _MOST_OBJECTS = 100_000
-_NO_STATE = (
-    type(threading.Lock()),
-    type(threading.RLock()),
-    threading.local,
-    weakref.WeakKeyDictionary,  # caches, such as that of functools.singledispatch
-)
+_NO_STATE = (type(threading.Lock()), type(threading.RLock()))
+# Each thread, or what else is alive, decides about their content.
+_FLEETING = (threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+_LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _BUILTIN_CODE = (
     types.BuiltinFunctionType,
@@ -60,12 +63,18 @@ class ObjectWalk(CodeWalk):
         Random generators that were met; their state is not part of the namespace.
     unread : list of str
         Where something was met that cannot be read.
+    skipped : list of LeftOut, str and object
+        What `torchcache2.leftout` names, and where it was met.
     """
 
     def __init__(self, tokens: MutableMapping[int, tuple[object, bytes]]) -> None:
         super().__init__()
         self.generators: list[Any] = []
         self.unread: list[str] = []
+        self.skipped: list[tuple[LeftOut, str, Any]] = []
+        self._is_foreign = False  # whether an object or function of somebody else's code is being read
+        self._code: dict[int, types.CodeType] = {}
+        self._files: set[str] = set()
         self._tokens = tokens
         self._objects = 0
         self._too_much = os.urandom(16)
@@ -88,17 +97,102 @@ class ObjectWalk(CodeWalk):
         """Walk a class."""
         return self.klass(kind, path)
 
+    def klass(self, kind: type, path: str) -> bytes:
+        """Know whose it is."""
+        before, self._is_foreign = self._is_foreign, self._is_foreign and sources.origin(kind) != "project"
+        try:
+            return super().klass(kind, path)
+        finally:
+            self._is_foreign = before
+
+    def function(self, function: types.FunctionType, path: str) -> bytes:
+        """Know whose it is, and which names it has."""
+        code = original(function).__code__
+        before, self._is_foreign = self._is_foreign, sources.origin(original(function)) != "project"
+        if not self._is_foreign:
+            self._code[id(code)] = code
+        try:
+            return super().function(function, path)
+        finally:
+            self._is_foreign = before
+
+    def python_module(self, module: types.ModuleType) -> bytes:
+        """Remember the file."""
+        if sources.origin(module) == "project":
+            self._files.add(getattr(module, "__file__", None) or "")
+        return super().python_module(module)
+
+    def contents(self, value: Any, path: str) -> bytes:
+        """Read a set in an order that does not depend on the process: it decides about names."""
+        if isinstance(value, (set, frozenset)):
+            ordered = sorted(value, key=self.rank)
+            return b"".join(map(sized, sorted(self.encode(element, f"{path}{{…}}") for element in ordered)))
+        if isinstance(value, dict) and left_out(type(value)):
+            value = self.without_skipped(type(value), dict(value), path)
+        return super().contents(value, path)
+
+    def rank(self, element: Any) -> bytes:
+        """Bytes to sort the elements of a set by."""
+        raise NotImplementedError
+
+    def without_skipped(self, kind: type, state: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """What of the attributes of an object is read."""
+        kept = dict(state)
+        for name, entry in left_out(kind).items():
+            attribute, _, key = name.partition(".")
+            if attribute not in kept:
+                continue
+            value = kept[attribute]
+            if not key:
+                del kept[attribute]
+            elif isinstance(value, dict) and key in value:
+                value = value[key]
+                kept[attribute] = {other: item for other, item in kept[attribute].items() if other != key}
+            else:
+                continue
+            self.skipped.append((entry, f"{path}.{name}", value))
+        return kept
+
+    def count_what_is_named(self) -> None:
+        """Write down what was left out although code that is met names it."""
+        counted: set[int] = set()
+        while True:
+            named = {entry for entry in {one[0] for one in self.skipped} if self._is_named(entry)}
+            due = [n for n, one in enumerate(self.skipped) if one[0] in named and n not in counted]
+            if not due:
+                return
+            for number in due:  # which may name, and leave out, something else
+                _, path, value = self.skipped[number]
+                self.parts[f"named {path} {number}"] = self.encode(value, path)
+            counted.update(due)
+
+    def _is_named(self, entry: LeftOut) -> bool:
+        """Whether code names what is left out: a project's, or that of another package."""
+        files = [*self._files]
+        for module in self._versions:
+            if module.partition(".")[0] not in entry.readers:
+                files.append(getattr(sys.modules.get(module), "__file__", None) or "")
+        for part, data in self.parts.items():
+            if part.startswith("import ") and data != part.split()[1].encode():
+                return True  # a project's file, which may import others
+        return any(map(entry.is_in_code, self._code.values())) or any(map(entry.is_in_file, files))
+
     def compound(self, value: Any, kind: type, path: str) -> bytes:
         """Walk a subclass of a container or a dataclass, with the attributes that it has besides."""
         if not hasattr(kind, "__dataclass_fields__") and not isinstance(value, CONTAINERS):
             return self.other(value, path)
         return super().compound(value, kind, path)
 
+    def fields(self, value: Any, path: str) -> dict[str, Any]:
+        """Without what is left out."""
+        return self.without_skipped(type(value), super().fields(value, path), path)
+
     def besides(self, value: Any, path: str) -> bytes:
         """Slots too, and have them watched."""
         fields = getattr(type(value), "__dataclass_fields__", ())
         state = {name: item for name, item in attributes(value).items() if name not in fields}
         self.watch(value, attributes(value))
+        state = self.without_skipped(type(value), state, path)
         if isinstance(value, defaultdict):
             state["default_factory"] = value.default_factory
         return self.state(state, path)
@@ -108,6 +202,8 @@ class ObjectWalk(CodeWalk):
         if hasattr(type(value), ADDED_ATTRIBUTE):
             # A cache or a cached forward, which others may keep where they wrap it.
             return b"z" + self.encode(getattr(value, ORIGINAL_ATTRIBUTE, None), path)
+        if (parts := parts_of_type(value)) is not None:
+            return b"t" + self.encode(parts, path)
         if isinstance(value, type):
             return self.klass(value, path)
         if isinstance(value, types.FunctionType):
@@ -133,7 +229,16 @@ class ObjectWalk(CodeWalk):
         if isinstance(value, weakref.ReferenceType):
             return b"w" + self.encode(value(), path)
         if isinstance(value, logging.Logger):
-            return b"h" + text_bytes(value.name)
+            return self._logger(value, path)
+        if isinstance(value, torch.jit.ScriptFunction):
+            code = script_code([value])
+            return self.unreadable(value, path) if code is None else b"J" + self.encode(code, path)
+        if isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
+            return b"B" + self.encode(_as_tensor(value), path)
+        if isinstance(value, torch.fx.Graph):
+            return b"G" + self.encode(graph_code(value), path)
+        if isinstance(value, torch.fx.Node):
+            return b"G" + self.encode([value.name, value.graph], path)
         if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             return b"u" + text_bytes(str(value))
         if isinstance(value, random.SystemRandom):
@@ -141,17 +246,54 @@ class ObjectWalk(CodeWalk):
         if isinstance(value, _GENERATORS):
             self.generators.append(value)
             return b"z" + text_bytes(qualified_name(type(value)))
+        if isinstance(value, _FLEETING):
+            return self._fleeting(value, path)
         if isinstance(value, _NO_STATE) or type(value) is object:
             return b"z" + text_bytes(qualified_name(type(value)))
         return self._object(value, path)
 
+    def _logger(self, value: logging.Logger, path: str) -> bytes:
+        """A logger by its name; one with more to it than the standard library's is unreadable."""
+        self.dicts.append(vars(value))
+        state = {name: item for name, item in vars(value).items() if name not in _LOGGER_FIELDS}
+        head = b"h" + text_bytes(value.name)
+        origin = sources.origin(type(value))
+        if origin == "installed" or (origin == "builtin" and not state):
+            return head
+        self.watch(value, state)
+        return head + self.unreadable(value, path) + self.klass(type(value), path) + self.state(state, path)
+
+    def _fleeting(self, value: Any, path: str) -> bytes:
+        """What has another content in each thread, or refers to others weakly."""
+        head = b"z" + text_bytes(qualified_name(type(value)))
+        if self._is_foreign:  # such as the cache of functools.singledispatch
+            return head
+        if not isinstance(value, threading.local):
+            self.reads.append((_is_empty, value))
+            return self.unreadable(value, path) if len(value) else head
+        self.reads.append((_of_this_thread, value))
+        if not vars(value) and type(value) is threading.local:
+            return head
+        token = self.unreadable(value, path)
+        return token + self.klass(type(value), path) + self.state(dict(vars(value)), path)
+
     def _object(self, value: Any, path: str) -> bytes:
+        before = self._is_foreign
+        origin = sources.origin(type(value))
+        self._is_foreign = origin in ("installed", "torch") or (before and origin == "builtin")
+        try:
+            return self._object_of_class(value, path)
+        finally:
+            self._is_foreign = before
+
+    def _object_of_class(self, value: Any, path: str) -> bytes:
         kind = type(value)
         state = attributes(value)
         if hasattr(kind, "__enter__") and sources.origin(kind) == "torch":
             # What a context manager has to go back to changes while it is used.
             state = {name: item for name, item in state.items() if not name.startswith("prev")}
         self.watch(value, state)
+        state = self.without_skipped(kind, state, path)
         head = self.klass(kind, path) + self.state(state, path)
         if all(_made_by_class_statement(base) for base in kind.__mro__[:-1]):
             return b"o" + head
@@ -195,6 +337,21 @@ class ObjectWalk(CodeWalk):
         self.unread.append(path or type(value).__qualname__)
         _, token = self._tokens.setdefault(id(value), (value, os.urandom(16)))
         return b"?" + token
+
+
+def _as_tensor(storage: torch.UntypedStorage | torch.TypedStorage) -> Tensor:
+    if isinstance(storage, torch.TypedStorage):
+        return torch.empty(0, dtype=storage.dtype, device=storage.device).set_(storage._untyped_storage)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _is_empty(value: Any) -> tuple[bool]:
+    return (len(value) == 0,)
+
+
+def _of_this_thread(value: threading.local) -> tuple[Any, ...]:
+    content = vars(value)
+    return (len(content), *content, *content.values())
 
 
 def _made_by_class_statement(kind: type) -> bool:
