@@ -240,7 +240,7 @@ class Walk(ObjectWalk):
         self.unread += unread
         for name, data in init.items():
             self.parts[f"constructor argument {where}{name}"] = data
-        self.parts[f"training {path}".rstrip()] = self.encode(module.training, path)
+        self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
         self.parts[reference.decode()] = b"".join(
             [self.klass(kind, path), self.encode([name for name, _ in module._modules.items()], path)]
         )
