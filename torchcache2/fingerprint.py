@@ -195,11 +195,11 @@ class Walk(ObjectWalk):
         known = self._labels.get(id(module))
         if known is not None:
             return known
-        before, self._is_foreign = self._is_foreign, sources.origin(type(module)) == "installed"
+        before, self.is_foreign = self.is_foreign, sources.origin(type(module)) == "installed"
         try:
             return self._new_module(module, path)
         finally:
-            self._is_foreign = before
+            self.is_foreign = before
 
     def _new_module(self, module: nn.Module, path: str) -> bytes:
         reference = self.label(module, f"module {path}")

@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import re
-import sys
 import threading
 import types
 import weakref
@@ -22,9 +21,10 @@ from torch import Tensor
 
 from torchcache2 import sources
 from torchcache2.annotations import parts_of_type
-from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, CodeWalk, original
+from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 from torchcache2.digest import CONTAINERS, attributes, qualified_name, sized, text_bytes
-from torchcache2.leftout import LeftOut, left_out
+from torchcache2.leftout import left_out
+from torchcache2.ownerwalk import OwnerWalk
 from torchcache2.programs import graph_code, script_code
 
 __all__ = ["ObjectWalk"]
@@ -48,7 +48,7 @@ _BUILTIN_CODE = (
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 
 
-class ObjectWalk(CodeWalk):
+class ObjectWalk(OwnerWalk):
     """The part of a walk that reads objects.
 
     Parameters
@@ -63,18 +63,12 @@ class ObjectWalk(CodeWalk):
         Random generators that were met; their state is not part of the namespace.
     unread : list of str
         Where something was met that cannot be read.
-    skipped : list of LeftOut, str and object
-        What `torchcache2.leftout` names, and where it was met.
     """
 
     def __init__(self, tokens: MutableMapping[int, tuple[object, bytes]]) -> None:
         super().__init__()
         self.generators: list[Any] = []
         self.unread: list[str] = []
-        self.skipped: list[tuple[LeftOut, str, Any]] = []
-        self._is_foreign = False  # whether an object or function of somebody else's code is being read
-        self._code: dict[int, types.CodeType] = {}
-        self._files: set[str] = set()
         self._tokens = tokens
         self._objects = 0
         self._too_much = os.urandom(16)
@@ -97,31 +91,6 @@ class ObjectWalk(CodeWalk):
         """Walk a class."""
         return self.klass(kind, path)
 
-    def klass(self, kind: type, path: str) -> bytes:
-        """Know whose it is."""
-        before, self._is_foreign = self._is_foreign, self._is_foreign and sources.origin(kind) != "project"
-        try:
-            return super().klass(kind, path)
-        finally:
-            self._is_foreign = before
-
-    def function(self, function: types.FunctionType, path: str) -> bytes:
-        """Know whose it is, and which names it has."""
-        code = original(function).__code__
-        before, self._is_foreign = self._is_foreign, sources.origin(original(function)) != "project"
-        if not self._is_foreign:
-            self._code[id(code)] = code
-        try:
-            return super().function(function, path)
-        finally:
-            self._is_foreign = before
-
-    def python_module(self, module: types.ModuleType) -> bytes:
-        """Remember the file."""
-        if sources.origin(module) == "project":
-            self._files.add(getattr(module, "__file__", None) or "")
-        return super().python_module(module)
-
     def contents(self, value: Any, path: str) -> bytes:
         """Read a set in an order that does not depend on the process: it decides about names."""
         if isinstance(value, (set, frozenset)):
@@ -134,48 +103,6 @@ class ObjectWalk(CodeWalk):
     def rank(self, element: Any) -> bytes:
         """Bytes to sort the elements of a set by."""
         raise NotImplementedError
-
-    def without_skipped(self, kind: type, state: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """What of the attributes of an object is read."""
-        kept = dict(state)
-        for name, entry in left_out(kind).items():
-            attribute, _, key = name.partition(".")
-            if attribute not in kept:
-                continue
-            value = kept[attribute]
-            if not key:
-                del kept[attribute]
-            elif isinstance(value, dict) and key in value:
-                value = value[key]
-                kept[attribute] = {other: item for other, item in kept[attribute].items() if other != key}
-            else:
-                continue
-            self.skipped.append((entry, f"{path}.{name}", value))
-        return kept
-
-    def count_what_is_named(self) -> None:
-        """Write down what was left out although code that is met names it."""
-        counted: set[int] = set()
-        while True:
-            named = {entry for entry in {one[0] for one in self.skipped} if self._is_named(entry)}
-            due = [n for n, one in enumerate(self.skipped) if one[0] in named and n not in counted]
-            if not due:
-                return
-            for number in due:  # which may name, and leave out, something else
-                _, path, value = self.skipped[number]
-                self.parts[f"named {path} {number}"] = self.encode(value, path)
-            counted.update(due)
-
-    def _is_named(self, entry: LeftOut) -> bool:
-        """Whether code names what is left out: a project's, or that of another package."""
-        files = [*self._files]
-        for module in self._versions:
-            if module.partition(".")[0] not in entry.readers:
-                files.append(getattr(sys.modules.get(module), "__file__", None) or "")
-        for part, data in self.parts.items():
-            if part.startswith("import ") and data != part.split()[1].encode():
-                return True  # a project's file, which may import others
-        return any(map(entry.is_in_code, self._code.values())) or any(map(entry.is_in_file, files))
 
     def compound(self, value: Any, kind: type, path: str) -> bytes:
         """Walk a subclass of a container or a dataclass, with the attributes that it has besides."""
@@ -266,7 +193,7 @@ class ObjectWalk(CodeWalk):
     def _fleeting(self, value: Any, path: str) -> bytes:
         """What has another content in each thread, or refers to others weakly."""
         head = b"z" + text_bytes(qualified_name(type(value)))
-        if self._is_foreign:  # such as the cache of functools.singledispatch
+        if self.is_foreign:  # such as the cache of functools.singledispatch
             return head
         if not isinstance(value, threading.local):
             self.reads.append((_is_empty, value))
@@ -278,13 +205,13 @@ class ObjectWalk(CodeWalk):
         return token + self.klass(type(value), path) + self.state(dict(vars(value)), path)
 
     def _object(self, value: Any, path: str) -> bytes:
-        before = self._is_foreign
+        before = self.is_foreign
         origin = sources.origin(type(value))
-        self._is_foreign = origin in ("installed", "torch") or (before and origin == "builtin")
+        self.is_foreign = origin in ("installed", "torch") or (before and origin == "builtin")
         try:
             return self._object_of_class(value, path)
         finally:
-            self._is_foreign = before
+            self.is_foreign = before
 
     def _object_of_class(self, value: Any, path: str) -> bytes:
         kind = type(value)
