@@ -186,7 +186,7 @@ class Encoder:
             return b"p" + text_bytes(kind.__name__) + text_bytes(details)
         if isinstance(value, _PRINTED):
             return b"p" + text_bytes(kind.__name__) + text_bytes(str(value))
-        if isinstance(value, type) and value.__module__ == "builtins":
+        if isinstance(value, type) and kind is not types.GenericAlias and value.__module__ == "builtins":
             return b"k" + text_bytes(value.__qualname__)
         tag = _CONTAINERS.get(kind)
         if tag is None:
@@ -197,9 +197,9 @@ class Encoder:
     def compound(self, value: Any, kind: type, path: str) -> bytes:
         """Bytes of a subclass of a container, a dataclass, or another object."""
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            names = [field.name for field in dataclasses.fields(value)]
-            pairs = [(getattr(value, name, None), f"{path}.{name}") for name in names]
-            head = self.kind(kind, path) + text_bytes(" ".join(names))
+            fields = self.fields(value, path)
+            pairs = [(item, f"{path}.{name}") for name, item in fields.items()]
+            head = self.kind(kind, path) + text_bytes(" ".join(fields))
             return b"D" + head + self.items(pairs) + self.besides(value, path)
         for base, plain in _SIMPLE.items():
             if isinstance(value, base):
@@ -212,6 +212,10 @@ class Encoder:
                 head = self.kind(kind, path) + text_bytes(" ".join(getattr(kind, "_fields", ())))
                 return b"C" + head + tag + self.contents(value, path) + self.besides(value, path)
         return self.other(value, path)
+
+    def fields(self, value: Any, path: str) -> dict[str, Any]:
+        """The fields of a dataclass by name."""
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
 
     def besides(self, value: Any, path: str) -> bytes:
         """The bytes of attributes that a container or dataclass has besides its content."""

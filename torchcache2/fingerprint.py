@@ -30,9 +30,11 @@ from torchcache2.digest import (
     attributes,
     digest,
     qualified_name,
+    tensor_digest,
     text_bytes,
 )
 from torchcache2.objectwalk import ObjectWalk
+from torchcache2.programs import SCRIPT_FIELDS, ScriptState, script_code
 
 __all__ = ["FORMAT", "INIT_ATTRIBUTE", "Fingerprint", "Walk", "argument_digests"]
 
@@ -53,7 +55,9 @@ _COMPILED = (
     "dynamo_ctx",
     "get_compiler_config",
 )
+_NOISE = ("torchcache_", *_COMPILED)
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
+_SMALL = 1 << 16
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _HOOK_FLAGS = ("with_kwargs", "always_called")
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
@@ -105,6 +109,8 @@ class Walk(ObjectWalk):
         passes it again, so that the same object keeps its token.
     texts : CompiledTexts, optional
         What source files compile to, which such a caller passes again as well.
+    labels : dict, optional
+        What another walk has met, by id: this one reads something that the other has met.
 
     Attributes
     ----------
@@ -119,8 +125,11 @@ class Walk(ObjectWalk):
         root: Any,
         tokens: MutableMapping[int, tuple[object, bytes]],
         texts: CompiledTexts | None = None,
+        labels: Mapping[int, bytes] | None = None,
     ) -> None:
         super().__init__(tokens, texts)
+        self._is_inner = labels is not None
+        self._labels.update(labels or {})
         self.tensors: dict[str, Tensor] = {}
         self._tensor_names: dict[int, str] = {}
         self.modules: list[tuple[nn.Module, tuple[str, ...], set[str]]] = []
@@ -132,6 +141,8 @@ class Walk(ObjectWalk):
             for number, hook in enumerate(hooks.values()):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
         self.finish()
+        if self.count_what_is_named():
+            self.finish()
 
     def other(self, value: Any, path: str) -> bytes:
         """Walk modules, code and objects."""
@@ -179,10 +190,31 @@ class Walk(ObjectWalk):
         """Walk a class."""
         return self.klass(kind, path)
 
+    def rank(self, element: Any) -> bytes:
+        """By label, by content, or by what a walk of its own writes."""
+        if id(element) in self._labels:
+            return self._labels[id(element)]
+        try:
+            return Encoder().encode(element, "")
+        except UnencodableError:
+            pass
+        if self._is_inner:
+            return b""  # the element may hold the set
+        walk = Walk(element, self._tokens, self._texts, self._labels)
+        small = [tensor for tensor in walk.tensors.values() if tensor.nbytes <= _SMALL]
+        return digest([Fingerprint.of_parts(walk.parts).namespace, *map(tensor_digest, small)])
+
     def _module(self, module: nn.Module, path: str) -> bytes:
         known = self._labels.get(id(module))
         if known is not None:
             return known
+        before, self.is_foreign = self.is_foreign, sources.origin(type(module)) == "installed"
+        try:
+            return self._new_module(module, path)
+        finally:
+            self.is_foreign = before
+
+    def _new_module(self, module: nn.Module, path: str) -> bytes:
         reference = self.label(module, f"module {path}")
         path = reference.decode().removeprefix("module ")  # which no other module has
         kind = type(module)
@@ -200,15 +232,17 @@ class Walk(ObjectWalk):
             if child is not None:
                 self.parts[f"child {where}{name}"] = self._module(child, f"{where}{name}")
         # After the submodules, which have names of their own wherever an attribute refers to them.
-        names = []
-        for name, value in sorted(vars(module).items()):
-            if name in _INTERNAL or name in skipped or name.startswith(("torchcache_", *_COMPILED)):
-                continue
+        fields = self._made_by_tools(module, path)
+        fields = {
+            name: value
+            for name, value in sorted(fields.items())
+            if name not in _INTERNAL and name not in skipped and not name.startswith(_NOISE)
+        }
+        # The root's own forward refers to the cache, which would then refer to itself.
+        names = [name for name in fields if path or name != "forward"]
+        for name, value in self.without_skipped(kind, fields, path).items():
             value = original(value) if name == "forward" else value
             self.parts[f"attribute {where}{name}"] = self.encode(value, f"{where}{name}")
-            # The root's own refers to the cache, which would then refer to itself.
-            if path or name != "forward":
-                names.append(name)
         self.modules.append((module, tuple(names), skipped))
         if path and (options := cache_options(module)):
             self.parts[f"cached {path}"] = self.encode(options, path)
@@ -216,7 +250,7 @@ class Walk(ObjectWalk):
         self.unread += unread
         for name, data in init.items():
             self.parts[f"constructor argument {where}{name}"] = data
-        self.parts[f"training {path}".rstrip()] = self.encode(module.training, path)
+        self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
         self.parts[reference.decode()] = b"".join(
             [self.klass(kind, path), Encoder().encode([name for name, _ in module._modules.items()], path)]
         )
@@ -233,6 +267,29 @@ class Walk(ObjectWalk):
                 name = f"{where}{hooks}[{number}]"
                 flags = [key in vars(module).get(f"{hooks}_{flag}", ()) for flag in _HOOK_FLAGS]
                 self.parts[f"hook {name}"] = self.encode([hook, *flags], name)
+
+    def _made_by_tools(self, module: nn.Module, path: str) -> dict[str, Any]:
+        """The attributes of a module, less those that stand for its code, which is written down here."""
+        fields = vars(module)
+        if isinstance(module, torch.fx.GraphModule):
+            _ = module.code  # some make the code of their class at the first call: now is the time
+            # The class may have the code of an earlier graph; an interpreter runs the graph as it is now.
+            self.parts[f"graph {path}".rstrip()] = self.encode(module.graph, path)
+        if not isinstance(module, torch.jit.ScriptModule) or "_c" not in fields:
+            return fields
+        state = ScriptState(module)
+        methods = state.methods()
+        code = script_code(methods) if state.is_plain else None
+        part = f"script {path}".rstrip()
+        if code is None:
+            self.parts[part] = self.unreadable(module, path)
+        else:
+            tensors = {*module._parameters.keys(), *module._buffers.keys()}
+            plain = {name: value for name, value in state.values.items() if name not in tensors}
+            self.parts[part] = self.encode([code, state.constants, plain], path)
+            self.reads.append((state, module))
+        own = SCRIPT_FIELDS.union(method.name for method in methods)
+        return {name: value for name, value in fields.items() if name not in own}
 
     def _has_hooks(self, module: nn.Module) -> bool:
         """Whether the first module that was met, which contains the others, has hooks anywhere."""

@@ -54,6 +54,7 @@ class NameWalk(Encoder):
         self.origins = sources.Origins()
         self._versions: dict[str, str] = {}
         self._files: dict[tuple[str, int], bytes] = {}
+        self.project_files: set[str] = set()  # of modules that count as a whole, and of what those import
         self._names: set[str] = set()  # that project code takes
         self._whole: dict[int, types.ModuleType] = {}  # project modules that code takes as a whole
         self._constructors: set[int] = set()  # of modules, which are walked as they came out
@@ -146,6 +147,7 @@ class NameWalk(Encoder):
         key = name, id(module)
         if key not in self._files:
             files = files_of(name, module)
+            self.project_files |= {place_of(found) or "" for found in files}
             loaded = {found: sys.modules.get(found) for found in files} | ({name: module} if files else {})
             data = b"".join([text_bytes(part) for item in sorted(files.items()) for part in item])
             for found, other in sorted(loaded.items()):

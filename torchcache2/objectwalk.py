@@ -17,23 +17,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchcache2 import sources
-from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, CodeWalk
+from torchcache2.annotations import parts_of_type
+from torchcache2.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 from torchcache2.compiled import CompiledTexts
 from torchcache2.containers import MUTABLE, content
-from torchcache2.digest import CONTAINERS, attributes, qualified_name, text_bytes
+from torchcache2.digest import CONTAINERS, attributes, qualified_name, sized, text_bytes
+from torchcache2.leftout import left_out
 from torchcache2.operators import is_operator
+from torchcache2.ownerwalk import OwnerWalk
+from torchcache2.programs import graph_code, script_code
 
 __all__ = ["ObjectWalk"]
 
 _MOST_OBJECTS = 100_000
-_NO_STATE = (
-    type(threading.Lock()),
-    type(threading.RLock()),
-    threading.local,
-    weakref.WeakKeyDictionary,  # caches, such as that of functools.singledispatch
-)
+_NO_STATE = (type(threading.Lock()), type(threading.RLock()))
+# Each thread, or what else is alive, decides about their content.
+_FLEETING = (threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+_LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _BUILTIN_CODE = (
     types.BuiltinFunctionType,
@@ -48,7 +51,7 @@ _BUILTIN_CODE = (
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 
 
-class ObjectWalk(CodeWalk):
+class ObjectWalk(OwnerWalk):
     """The part of a walk that reads objects.
 
     Parameters
@@ -100,17 +103,35 @@ class ObjectWalk(CodeWalk):
         """Walk a class."""
         return self.klass(kind, path)
 
+    def contents(self, value: Any, path: str) -> bytes:
+        """Read a set in an order that does not depend on the process: it decides about names."""
+        if isinstance(value, (set, frozenset)):
+            ordered = sorted(value, key=self.rank)
+            return b"".join(map(sized, sorted(self.encode(element, f"{path}{{…}}") for element in ordered)))
+        if isinstance(value, dict) and left_out(type(value)):
+            value = self.without_skipped(type(value), dict(value), path)
+        return super().contents(value, path)
+
+    def rank(self, element: Any) -> bytes:
+        """Bytes to sort the elements of a set by."""
+        raise NotImplementedError
+
     def compound(self, value: Any, kind: type, path: str) -> bytes:
         """Walk a subclass of a container or a dataclass, with the attributes that it has besides."""
         if not hasattr(kind, "__dataclass_fields__") and not isinstance(value, CONTAINERS):
             return self.other(value, path)
         return super().compound(value, kind, path)
 
+    def fields(self, value: Any, path: str) -> dict[str, Any]:
+        """Without what is left out."""
+        return self.without_skipped(type(value), super().fields(value, path), path)
+
     def besides(self, value: Any, path: str) -> bytes:
         """Slots too, and have them watched."""
         fields = getattr(type(value), "__dataclass_fields__", ())
         state = {name: item for name, item in attributes(value).items() if name not in fields}
         self.watch(value, attributes(value))
+        state = self.without_skipped(type(value), state, path)
         if isinstance(value, defaultdict):
             state["default_factory"] = value.default_factory
         return self.state(state, path)
@@ -120,6 +141,8 @@ class ObjectWalk(CodeWalk):
         if hasattr(type(value), ADDED_ATTRIBUTE):
             # A cache or a cached forward, which others may keep where they wrap it.
             return b"z" + self.encode(getattr(value, ORIGINAL_ATTRIBUTE, None), path)
+        if (parts := parts_of_type(value)) is not None:
+            return b"t" + self.encode(parts, path)
         if isinstance(value, type):
             return self.klass(value, path)
         if isinstance(value, types.FunctionType):
@@ -145,25 +168,71 @@ class ObjectWalk(CodeWalk):
         if isinstance(value, weakref.ReferenceType):
             return b"w" + self.encode(value(), path)
         if isinstance(value, logging.Logger):
-            return b"h" + text_bytes(value.name)
+            return self._logger(value, path)
         if is_operator(value):
             return self.operator(value, path)
+        if isinstance(value, torch.jit.ScriptFunction):
+            code = script_code([value])
+            return self.unreadable(value, path) if code is None else b"J" + self.encode(code, path)
+        if isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
+            return b"B" + self.encode(_as_tensor(value), path)
+        if isinstance(value, torch.fx.Graph):
+            return b"G" + self.encode(graph_code(value), path)
+        if isinstance(value, torch.fx.Node):
+            return b"G" + self.encode([value.name, value.graph], path)
         if isinstance(value, random.SystemRandom):
             return b"z" + text_bytes(qualified_name(type(value)))
         if isinstance(value, _GENERATORS):
             self.generators.append(value)
             return b"z" + text_bytes(qualified_name(type(value)))
+        if isinstance(value, _FLEETING):
+            return self._fleeting(value, path)
         if isinstance(value, _NO_STATE) or type(value) is object:
             return b"z" + text_bytes(qualified_name(type(value)))
         return self._object(value, path)
 
+    def _logger(self, value: logging.Logger, path: str) -> bytes:
+        """A logger by its name; one with more to it than the standard library's is unreadable."""
+        self.dicts.append(vars(value))
+        state = {name: item for name, item in vars(value).items() if name not in _LOGGER_FIELDS}
+        head = b"h" + text_bytes(value.name)
+        origin = sources.origin(type(value))
+        if origin == "installed" or (origin == "builtin" and not state):
+            return head
+        self.watch(value, state)
+        return head + self.unreadable(value, path) + self.klass(type(value), path) + self.state(state, path)
+
+    def _fleeting(self, value: Any, path: str) -> bytes:
+        """What has another content in each thread, or refers to others weakly."""
+        head = b"z" + text_bytes(qualified_name(type(value)))
+        if self.is_foreign:  # such as the cache of functools.singledispatch
+            return head
+        if not isinstance(value, threading.local):
+            self.reads.append((_is_empty, value))
+            return self.unreadable(value, path) if len(value) else head
+        self.reads.append((_of_this_thread, value))
+        if not vars(value) and type(value) is threading.local:
+            return head
+        token = self.unreadable(value, path)
+        return token + self.klass(type(value), path) + self.state(dict(vars(value)), path)
+
     def _object(self, value: Any, path: str) -> bytes:
+        before = self.is_foreign
+        origin = sources.origin(type(value))
+        self.is_foreign = origin in ("installed", "torch") or (before and origin == "builtin")
+        try:
+            return self._object_of_class(value, path)
+        finally:
+            self.is_foreign = before
+
+    def _object_of_class(self, value: Any, path: str) -> bytes:
         kind = type(value)
         state = attributes(value)
         if hasattr(kind, "__enter__") and sources.origin(kind) == "torch":
             # What a context manager has to go back to changes while it is used.
             state = {name: item for name, item in state.items() if not name.startswith("prev")}
         self.watch(value, state)
+        state = self.without_skipped(kind, state, path)
         head = self.klass(kind, path) + self.state(state, path)
         if all(_made_by_class_statement(base) for base in kind.__mro__[:-1]):
             return b"o" + head
@@ -207,6 +276,21 @@ class ObjectWalk(CodeWalk):
         self.unread.append(path or type(value).__qualname__)
         _, token = self._tokens.setdefault(id(value), (value, os.urandom(16)))
         return b"?" + token
+
+
+def _as_tensor(storage: torch.UntypedStorage | torch.TypedStorage) -> Tensor:
+    if isinstance(storage, torch.TypedStorage):
+        return torch.empty(0, dtype=storage.dtype, device=storage.device).set_(storage._untyped_storage)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _is_empty(value: Any) -> tuple[bool]:
+    return (len(value) == 0,)
+
+
+def _of_this_thread(value: threading.local) -> tuple[Any, ...]:
+    content = vars(value)
+    return (len(content), *content, *content.values())
 
 
 def _made_by_class_statement(kind: type) -> bool:

@@ -54,7 +54,7 @@ def depends_on_batch(module: nn.Module) -> Reason | None:
     if isinstance(module, _BatchNorm):
         if module.training or module.running_mean is None:
             return "training", f"{name} normalises by the statistics of the batch"
-    elif module.training:
+    elif getattr(module, "training", False):  # frozen scripted modules have no flag
         rate = 0.0
         if isinstance(module, _DropoutNd):
             rate = module.p
