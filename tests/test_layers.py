@@ -42,6 +42,8 @@ LAYERS = [
     "tiers.arena",
     "scratch",
     "tiers.disk",
+    "tiers.sealing",
+    "tiers.known",
     "tiers.health",
     "tiers.writer",
     "tiers.fetch",
