@@ -48,6 +48,7 @@ LAYERS = [
     "tiers.writer",
     "tiers.fetch",
     "tiers.located",
+    "tiers.places",
     "tiers.pending",
     "tiers.base",
     "index",

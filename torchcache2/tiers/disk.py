@@ -108,6 +108,7 @@ class DiskTier:
         self._fs = fs if fs is not None else FileSystem()
         self.directory = CacheDirectory(os.fspath(path), self._fs)
         self._queue = queue
+        self._target = max(1, min(_SEGMENT_BYTES, budget // 8, queue // 4))
         self._delay = delay
         self._temporary = temporary
         self._health = Health(self.directory)
@@ -121,6 +122,7 @@ class DiskTier:
             budget,
             policy,
             describe,
+            target=self._target,
             temporary=temporary,
         )
         self._touched: dict[str, float] = {}
@@ -171,12 +173,15 @@ class DiskTier:
                     if self._health.reads:  # they cannot be deleted: never open them again
                         self._known.new(namespace).names = {entry.name for entry in contents.segments}
                 return
-            for entry in (*contents.segments, *contents.corrupt):
-                path = os.path.join(self.directory.folder(namespace), entry.name)
-                with contextlib.suppress(FileNotFoundError):
-                    self._fs.remove(path)
-                self._known.descriptors.forget(path)
-                self._known.remove_file(namespace, entry.name)  # another thread may have opened it meanwhile
+            names = [entry.name for entry in (*contents.segments, *contents.corrupt)]
+            try:
+                for name in names:
+                    path = os.path.join(self.directory.folder(namespace), name)
+                    with contextlib.suppress(FileNotFoundError):
+                        self._fs.remove(path)
+                    self._known.descriptors.forget(path)
+            finally:
+                self._known.remove_files(namespace, names)  # another thread may have opened them meanwhile
         except OSError as error:
             self._health.fault(error, self.directory.folder(namespace))
 
@@ -255,22 +260,22 @@ class DiskTier:
             self._lock(),
             self._sealing.write,
             self._sealing.forget,
-            target=max(1, min(_SEGMENT_BYTES, self.budget // 8, self._queue // 4)),
+            target=self._target,
             limit=self._queue,
             delay=self._delay,
             at_exit=self.close,
         )
 
     def _find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
-        if keys.namespace not in self._known.located:
-            self._known.hold_what_is_used()  # or a process that only reads would hold all that it ever used
+        is_new = keys.namespace not in self._known.located
         with self._lock():
             self._known.begin()
             if self._known.closed or not self._health.reads:
                 return []
+            if is_new:
+                self._known.let_go()  # or a process that only reads would hold all that it ever used
             try:
                 located = self._known.namespace(keys.namespace)
-                located.keep_hold()
                 entries = located.find(keys.words)
                 if (entries < 0).any() and located.look():
                     entries = located.find(keys.words)  # all of them: entries move
@@ -283,12 +288,18 @@ class DiskTier:
             numbers, rows = located.where(entries[positions])
             sources = {number: located.sources[number] for number in np.unique(numbers).tolist()}
 
+        gone, damaged = [], []
+
         def lost(number: int, source: Source, error: Exception) -> None:
             if not isinstance(error, FileNotFoundError):  # else another process has made room
                 self._health.fault(error, getattr(source, "path", self.path))
-            self._known.remove(keys.namespace, number, is_damaged=isinstance(error, DamagedError))
+            gone.append(number)
+            if isinstance(error, DamagedError):
+                damaged.append(number)
 
         found = fetch(sources, numbers, rows, positions, lost)
+        if gone:
+            self._known.remove(keys.namespace, gone, damaged)
         for source in sources.values():
             self._touch(source)
         return found
@@ -329,7 +340,6 @@ class DiskTier:
                 return 0
             try:
                 located = self._known.namespace(keys.namespace)
-                located.keep_hold()
                 if not self._health.writes:  # what is there is of a newer format
                     return 0
                 absent = np.flatnonzero(located.find(keys.words) < 0)
@@ -351,7 +361,5 @@ class DiskTier:
                 some = keys.take(np.arange(start, min(len(keys), start + step)))
                 piece = held.part(start, start + len(some))
             pending = writer.open(keys.namespace, family, self._known.number)
-            located.sources[pending.number] = pending
-            first = pending.add(some, piece)
-            located.add(some.data, pending.number, first)
+            located.add(some.data, pending, pending.add(some, piece))
             writer.added(pending, family)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from torchcache2.descriptors import Descriptors
 from torchcache2.directory import CacheDirectory
 from torchcache2.locks import ProcessLock
+from torchcache2.storage import Descriptor
 from torchcache2.tiers.health import Health
 from torchcache2.tiers.located import Located
 from torchcache2.tiers.writer import Writer
@@ -62,6 +63,7 @@ class Known:
         self._in_use = in_use
         self._make_writer = make_writer
         self._numbers = itertools.count()
+        self._wanted: set[bytes] = set()  # namespaces that are held, or should be
 
     def begin(self) -> None:
         """Make what belongs to this process; with the lock held."""
@@ -82,11 +84,13 @@ class Known:
         return next(self._numbers)
 
     def namespace(self, namespace: bytes) -> Located:
-        """What is known of a namespace, which is looked for the first time; with the lock held."""
+        """What is known of a namespace, whose user we are from now on; with the lock held."""
         located = self.located.get(namespace)
         if located is None:
             located = self.new(namespace)
             located.look()
+        self._wanted.add(namespace)
+        located.keep_hold()
         return located
 
     def new(self, namespace: bytes) -> Located:
@@ -101,24 +105,24 @@ class Known:
         )
         return located
 
-    def remove(self, namespace: bytes, number: int, *, is_damaged: bool = False) -> int:
-        """Rows of a source are not found any more; how many there were."""
+    def remove(self, namespace: bytes, numbers: Collection[int], damaged: Collection[int] = ()) -> int:
+        """Rows of sources are not found any more, unless others have them too; how many those sources had."""
+        return self._change(namespace, lambda located: located.remove(numbers, damaged))
+
+    def remove_files(self, namespace: bytes, names: Collection[str]) -> int:
+        """Likewise of files."""
+        return self._change(namespace, lambda located: located.remove_files(names))
+
+    def _change(self, namespace: bytes, change: Callable[[Located], int]) -> int:
         with self.lock():
             located = self.located.get(namespace)
             if located is None:
                 return 0
             try:
-                return located.remove(number, is_damaged=is_damaged)
+                return change(located)
             except BaseException:
                 self.start_anew(namespace)
                 raise
-
-    def remove_file(self, namespace: bytes, name: str) -> int:
-        """Rows of a file are not found any more; how many there were."""
-        with self.lock():
-            located = self.located.get(namespace)
-            number = located.number_of(name) if located is not None else None
-            return self.remove(namespace, number) if number is not None else 0
 
     def start_anew(self, namespace: bytes) -> None:
         """Forget what is in memory of a namespace, and find again what is sealed; with the lock held.
@@ -131,13 +135,33 @@ class Known:
             # Their files may appear for a moment, until whoever writes them sees that they are dropped.
             self.new(namespace).names = names
 
+    def let_go(self) -> None:
+        """Do not count as a user of namespaces that nothing alive uses any more; with the lock held."""
+        if self._in_use is None:
+            return
+        for namespace in self._wanted.difference(self._in_use()):
+            self._wanted.discard(namespace)
+            if located := self.located.get(namespace):
+                located.let_go()
+
     def hold_what_is_used(self) -> None:
         """Hold the namespaces that something alive uses, and no others."""
-        in_use = None if self._in_use is None else self._in_use()
         with self.lock():
             self.begin()
-            for namespace, located in self.located.items():
-                if in_use is None or namespace in in_use:
+            self.let_go()
+            for namespace in self.located if self._in_use is None else self._in_use():
+                if located := self.located.get(namespace):
+                    self._wanted.add(namespace)
                     located.hold()  # others may have made its folder since
-                else:
-                    located.let_go()
+
+    def held(self, namespace: bytes, enter: Callable[[], Descriptor | None]) -> Descriptor | None:
+        """What says to others that a namespace is in use; `enter` has its folder made if nothing does yet."""
+        with self.lock():
+            located = self.located.get(namespace)
+            held = located.held() if located is not None else None
+        if held is None:
+            held = enter()
+            with self.lock():
+                if namespace in self._wanted and (located := self.located.get(namespace)):
+                    located.hold()
+        return held

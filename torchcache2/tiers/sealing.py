@@ -9,11 +9,12 @@ from typing import Any
 
 from torchcache2.codec import Codec
 from torchcache2.directory import CacheDirectory
-from torchcache2.eviction import make_room
+from torchcache2.eviction import Allowance, room_after
 from torchcache2.locks import ProcessLock
 from torchcache2.segmentread import Segment
 from torchcache2.segmentwrite import SEGMENT, Encoded, encode, ulid, write
 from torchcache2.settings import Policy
+from torchcache2.storage import Descriptor
 from torchcache2.tiers.health import Health
 from torchcache2.tiers.known import Known
 from torchcache2.tiers.pending import Pending
@@ -36,6 +37,8 @@ class Sealing:
     policy : {"mru", "lru"}
     describe : callable, optional
         What a namespace stands for, for its ``fingerprint.json``.
+    target : int
+        Bytes of a segment.
     temporary : bool
         Whether nobody will open the directory again.
 
@@ -55,6 +58,7 @@ class Sealing:
         policy: Policy,
         describe: Callable[[bytes], Mapping[str, Any]] | None,
         *,
+        target: int,
         temporary: bool,
     ) -> None:
         self.evictions = 0
@@ -67,6 +71,7 @@ class Sealing:
         self._policy = policy
         self._describe = describe
         self._temporary = temporary
+        self._allowance = Allowance(target)
         self._one_at_a_time = ProcessLock()
 
     def write(self, pending: Pending) -> None:
@@ -97,8 +102,8 @@ class Sealing:
                 if pending.dropped or is_forgotten:
                     with contextlib.suppress(FileNotFoundError):
                         self._fs.remove(path)
-                elif pending.number in located.sources:
-                    located.sources[pending.number] = segment
+                else:
+                    located.sealed(pending.number, segment)
         except Exception as error:
             self.forget(pending)
             self._health.write_fault(error, folder)
@@ -107,14 +112,22 @@ class Sealing:
         self, pending: Pending, folder: str, name: str, encoded: Encoded, described: Mapping[str, Any]
     ) -> bool:
         """Write a segment; False if there is no room for it."""
+        extra = 0
+
+        def enter() -> Descriptor | None:
+            nonlocal extra
+            made = self._directory.enter(pending.namespace, described)
+            extra = self._fs.size(made) if made is not None else 0  # perhaps it is new
+            return made
+
         for is_last in (False, True):
             if self._temporary and not self._fs.exists(self._directory.path):
                 return False  # its run has ended: nobody would delete it again
             # Held until it is written: what uses the namespace may be gone, and the tier itself let go of it.
-            held = self._directory.enter(pending.namespace, described)
+            held = self._known.held(pending.namespace, enter)
             try:
                 with self._one_at_a_time():  # both would see the same room
-                    if not self._has_room(encoded.nbytes):
+                    if not self._has_room(encoded.nbytes, extra):
                         return False
                     write(self._fs, folder, name, encoded)
                 return True
@@ -127,17 +140,23 @@ class Sealing:
 
     def forget(self, pending: Pending) -> None:
         """Rows that nobody will write are not found any more."""
-        self._known.remove(pending.namespace, pending.number)
+        self._known.remove(pending.namespace, [pending.number])
 
-    def _has_room(self, size: int) -> bool:
+    def _has_room(self, size: int, extra: int) -> bool:
+        """Whether a segment fits into the budget; `extra` are bytes that have just been written."""
         if size > self._budget:
             return False
-        self._known.hold_what_is_used()
-        if make_room(self._directory, size, self._budget, lru=self._policy == "lru", removed=self._removed):
+        if self._allowance.take(size + extra):
             return True
-        self._health.full(self._budget)
-        return False
+        self._known.hold_what_is_used()
+        room = room_after(
+            self._directory, size, self._budget, lru=self._policy == "lru", removed=self._removed
+        )
+        if room < 0:
+            self._health.full(self._budget)
+            return False
+        self._allowance.looked(room, size)
+        return True
 
-    def _removed(self, namespace: str, name: str) -> None:
-        with self._known.lock():
-            self.evictions += self._known.remove_file(bytes.fromhex(namespace), name)
+    def _removed(self, namespace: str, names: list[str]) -> None:
+        self.evictions += self._known.remove_files(bytes.fromhex(namespace), names)
