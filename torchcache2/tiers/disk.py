@@ -78,7 +78,7 @@ class DiskTier:
         What a namespace stands for, for its ``fingerprint.json``.
     fs : FileSystem, optional
     delay : float
-        Seconds after which rows are sealed, however few.
+        Seconds after which rows are sealed, however few; see `torchcache2.tiers.writer`.
     temporary : bool
         Whether nobody will open the directory again: `close` does not write what waits.
 
@@ -361,5 +361,6 @@ class DiskTier:
                 some = keys.take(np.arange(start, min(len(keys), start + step)))
                 piece = held.part(start, start + len(some))
             pending = writer.open(keys.namespace, family, self._known.number)
+            before = pending.nbytes
             located.add(some.data, pending, pending.add(some, piece))
-            writer.added(pending, family)
+            writer.added(pending, family, pending.nbytes - before)
