@@ -27,7 +27,7 @@ from tests._storage import (
     set_age,
     size_of,
 )
-from torchcache2.eviction import Allowance
+from torchcache2.eviction import Allowance, make_room
 from torchcache2.index import KeyIndex
 from torchcache2.tiers import places as places_module
 from torchcache2.tiers.disk import DiskTier
@@ -303,6 +303,34 @@ def test_namespaces_cost_the_same_each(make, path, in_use):
     assert len(segments(path)) == 156
     for space in spaces[::20]:
         assert sealed_names(path, range(4), namespace=space) == [0, 1, 2, 3]
+
+
+def test_who_is_in_use_is_not_asked_under_the_lock(make, path):
+    """A thread that knows it may wait for the tier's lock."""
+    owned = []
+
+    def in_use():
+        owned.append(tier._lock()._is_owned())
+        return {NAMESPACES[0]}
+
+    tier = make(60_000, codec="none", in_use=in_use)
+    for number in range(20):
+        found(tier, [NOWHERE], namespace=NAMESPACES[number % 3])
+        put(tier, [(number, row) for row in range(10)], 100, NAMESPACES[number % 3])
+        tier.flush()
+    assert owned and not any(owned)
+
+
+def test_a_namespace_that_nothing_uses_any_more_may_go_although_nobody_looks(make, path):
+    """As of a cache that was closed, in a process that goes on writing little."""
+    living = {NAMESPACES[0], NAMESPACES[1]}
+    tier = make(codec="none", in_use=lambda: living)
+    for namespace in NAMESPACES[:2]:
+        seal(tier, range(10), 1000, namespace)
+    living.discard(NAMESPACES[0])
+    seal(tier, ["little"], 4, NAMESPACES[1])
+    assert make_room(tier.directory, 0, size_of(path) - 1, lru=False)
+    assert not segments(path, NAMESPACES[0]) and len(segments(path, NAMESPACES[1])) == 2
 
 
 def test_a_new_namespace_waits_for_the_disk_no_more_than_it_must(make, path):

@@ -267,13 +267,12 @@ class DiskTier:
         )
 
     def _find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
-        is_new = keys.namespace not in self._known.located
+        if keys.namespace not in self._known.located:
+            self._known.let_go()  # or a process that only reads would hold all that it ever used
         with self._lock():
             self._known.begin()
             if self._known.closed or not self._health.reads:
                 return []
-            if is_new:
-                self._known.let_go()  # or a process that only reads would hold all that it ever used
             try:
                 located = self._known.namespace(keys.namespace)
                 entries = located.find(keys.words)

@@ -135,27 +135,35 @@ class Known:
             # Their files may appear for a moment, until whoever writes them sees that they are dropped.
             self.new(namespace).names = names
 
-    def let_go(self) -> None:
-        """Do not count as a user of namespaces that nothing alive uses any more; with the lock held."""
-        if self._in_use is None:
-            return
-        for namespace in self._wanted.difference(self._in_use()):
-            self._wanted.discard(namespace)
-            if located := self.located.get(namespace):
-                located.let_go()
+    def let_go(self) -> Collection[bytes] | None:
+        """Do not count as a user of namespaces that nothing alive uses any more; those that are, if known.
 
-    def hold_what_is_used(self) -> None:
-        """Hold the namespaces that something alive uses, and no others."""
+        Without the lock: whoever is asked may wait for one, which a thread has that waits for ours.
+        """
+        if self._in_use is None:
+            return None
+        in_use = self._in_use()
         with self.lock():
             self.begin()
-            self.let_go()
-            for namespace in self.located if self._in_use is None else self._in_use():
+            for namespace in self._wanted.difference(in_use):
+                self._wanted.discard(namespace)
+                if located := self.located.get(namespace):
+                    located.let_go()
+        return in_use
+
+    def hold_what_is_used(self) -> None:
+        """Hold the namespaces that something alive uses, and no others; without the lock."""
+        in_use = self.let_go()
+        with self.lock():
+            self.begin()
+            for namespace in self.located if in_use is None else in_use:
                 if located := self.located.get(namespace):
                     self._wanted.add(namespace)
                     located.hold()  # others may have made its folder since
 
     def held(self, namespace: bytes, enter: Callable[[], Descriptor | None]) -> Descriptor | None:
         """What says to others that a namespace is in use; `enter` has its folder made if nothing does yet."""
+        self.let_go()
         with self.lock():
             located = self.located.get(namespace)
             held = located.held() if located is not None else None

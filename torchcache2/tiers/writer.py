@@ -96,8 +96,7 @@ class Writer:
     @property
     def nbytes(self) -> int:
         """Bytes of rows that wait or are being written; with the lock held."""
-        self._most_bytes = sum(pending.nbytes for pending in self.all())
-        return self._most_bytes
+        return sum(pending.nbytes for pending in self.all())
 
     def all(self) -> list[Pending]:
         """Every segment that is not written yet; with the lock held."""
@@ -136,11 +135,11 @@ class Writer:
         with self._lock:
             if self._most_bytes <= self.limit:
                 return
-            while self.nbytes > self.limit and not self._ending and self._is_alive():
+            while self._is_full() and not self._ending and self._is_alive():
                 if not self._ready and not self._writing:
                     self._close_all()
                 self._changed.wait(1.0)
-            if self.nbytes <= self.limit or self._ending:
+            if self._ending or not self._is_full():
                 return
         self.flush()  # nobody else would
 
@@ -173,6 +172,11 @@ class Writer:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and self._is_alive():
             thread.join()
+
+    def _is_full(self) -> bool:
+        """Whether more waits than may; with the lock held."""
+        self._most_bytes = self.nbytes
+        return self._most_bytes > self.limit
 
     def _is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
