@@ -137,6 +137,7 @@ class CacheDirectory:
         self._make_folder(self.path)
         if self.format() is None:
             self._write_new(os.path.join(self.path, TAG), _TAG_TEXT.encode())
+            self.fs.sync_folder(self.path)
 
     def folder(self, namespace: bytes) -> str:
         """Of a namespace."""
@@ -180,12 +181,16 @@ class CacheDirectory:
             return 0
 
     def prepare(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> None:
-        """Make a namespace's folder, and the file that says what it stands for."""
+        """Make a namespace's folder, and the file that says what it stands for.
+
+        The name of that file is on the disk when the folder is synced, as it is after each segment.
+        """
         folder = self.folder(namespace)
-        self._make_folder(folder)
+        is_new = self._make_folder(folder)
         path = os.path.join(folder, FINGERPRINT)
         if not any(entry.name == FINGERPRINT for entry in self.fs.entries(folder)):
-            self.fs.sync_folder(self.path)  # whoever made the folder may have died before
+            if not is_new:
+                self.fs.sync_folder(self.path)  # whoever made the folder may have died before
             document = {"format_version": FORMAT_VERSION, "namespace": namespace.hex(), **fingerprint}
             self._write_new(path, json.dumps(document, indent=1, sort_keys=True).encode())
 
@@ -297,8 +302,11 @@ class CacheDirectory:
             return None
         return int(match[1]) if match else None
 
-    def _make_folder(self, path: str) -> None:
-        """Make a folder, and those above it, so that a power cut does not take their names."""
+    def _make_folder(self, path: str) -> bool:
+        """Make a folder, and those above it, so that a power cut does not take their names.
+
+        Returns whether it is new.
+        """
         missing = []
         while path and not self.fs.exists(path):
             missing.append(path)
@@ -306,6 +314,7 @@ class CacheDirectory:
         for path in reversed(missing):
             self.fs.make_folder(path)
             self.fs.sync_folder(os.path.dirname(path))
+        return bool(missing)
 
     def is_ours(self, entry: Entry) -> bool:
         """Whether something in the directory is the cache's own."""
@@ -333,4 +342,3 @@ class CacheDirectory:
         finally:
             with contextlib.suppress(OSError):
                 self.fs.remove(temporary)
-        self.fs.sync_folder(os.path.dirname(path))
