@@ -146,7 +146,7 @@ class DiskTier:
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys, to be written soon; waits only while too many wait already."""
-        if not self._takes(rows.schema) or len(keys) == 0:
+        if not self._takes(keys.namespace, rows.schema) or len(keys) == 0:
             return 0
         try:
             kept = self._keep(keys, rows)
@@ -165,6 +165,7 @@ class DiskTier:
         with self._lock():
             self._begin()
             self._start_anew(namespace)
+        left: set[str] = set()
         try:
             contents = self.directory.contents(namespace.hex())
             if not self._health.writes:
@@ -174,10 +175,19 @@ class DiskTier:
                 return
             for entry in (*contents.segments, *contents.corrupt):
                 path = os.path.join(self.directory.folder(namespace), entry.name)
-                with contextlib.suppress(FileNotFoundError):
+                try:
                     self._fs.remove(path)
+                except FileNotFoundError:
+                    pass
+                except OSError as error:
+                    self._health.fault(error, path)
+                    left.add(entry.name)
                 self._descriptors.forget(path)
                 self._remove_file(namespace, entry.name)  # another thread may have opened it meanwhile
+            if left:
+                with self._lock():  # such as another user's: never open them again
+                    located = self._located.get(namespace) or self._new_namespace(namespace)
+                    located.names |= left
         except OSError as error:
             self._health.fault(error, self.directory.folder(namespace))
 
@@ -333,9 +343,9 @@ class DiskTier:
                 with contextlib.suppress(OSError):
                     self._fs.touch(source.path)
 
-    def _takes(self, schema: Schema) -> bool:
-        """Whether rows of a schema can be written at all."""
-        if not self._health.may_write or self._closed:
+    def _takes(self, namespace: bytes, schema: Schema) -> bool:
+        """Whether rows of a namespace and schema can be written at all."""
+        if not self._health.may_write(namespace) or self._closed:
             return False
         if schema.row_bytes > self.budget:
             return False
@@ -408,7 +418,7 @@ class DiskTier:
             segment = Segment.written(self._fs, self._descriptors, path, encoded)
             segment.keys = None
             with self._lock():
-                self._health.wrote()
+                self._health.wrote(pending.namespace)
                 is_forgotten = not self._closed and self._located.get(pending.namespace) is not located
                 if pending.dropped or is_forgotten:
                     with contextlib.suppress(FileNotFoundError):
@@ -417,7 +427,7 @@ class DiskTier:
                     located.sources[pending.number] = segment
         except Exception as error:
             self._forget(pending)
-            self._health.write_fault(error, folder)
+            self._health.write_fault(error, folder, pending.namespace)
 
     def _sealed(
         self, pending: Pending, folder: str, name: str, encoded: Encoded, described: Mapping[str, Any]
@@ -461,7 +471,9 @@ class DiskTier:
 
         As after an interrupt, when tables may be half changed.
         """
-        self._located.pop(namespace, None)  # first: nothing may find rows that are dropped
+        located = self._located.pop(namespace, None)  # first: nothing may find rows that are dropped
+        if located is not None:
+            located.let_go()
         dropped = self._writer.drop(namespace) if self._writer is not None else []
         if names := {pending.name for pending in dropped if pending.name}:
             # Their files may appear for a moment, until whoever writes them sees that they are dropped.
@@ -471,8 +483,14 @@ class DiskTier:
         if size > self.budget:
             return False
         self._hold_what_is_used()
-        if make_room(self.directory, size, self.budget, lru=self.policy == "lru", removed=self._removed):
-            return True
+        try:
+            if make_room(self.directory, size, self.budget, lru=self.policy == "lru", removed=self._removed):
+                return True
+        except PermissionError:
+            self._health.faults += 1  # what would have to go is another user's
+        except OSError as error:
+            self._health.write_fault(error, self.path)  # not that of the namespace that is to be written
+            return False
         self._health.full(self.budget)
         return False
 
@@ -483,7 +501,7 @@ class DiskTier:
             self._begin()
             for namespace, located in self._located.items():
                 if in_use is None or namespace in in_use:
-                    located.hold()  # others may have made its folder since
+                    located.hold(is_used=False)  # others may have made its folder since
                 else:
                     located.let_go()
 
