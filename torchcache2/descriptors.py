@@ -74,10 +74,12 @@ class _Open:
     def put(self, owner: object, path: str, file: Descriptor) -> None:
         with self._lock():
             self._files[owner, path] = file
-            most = most_open()
-            with contextlib.suppress(KeyError):
-                while len(self._files) > most:
-                    self._files.popitem(last=False)
+
+    def shrink(self, most: int) -> None:
+        """Close the least recently used, down to so many."""
+        with self._lock(), contextlib.suppress(KeyError):
+            while len(self._files) > most:
+                self._files.popitem(last=False)
 
     def pop(self, owner: object, path: str) -> None:
         with self._lock():
@@ -119,6 +121,12 @@ class Descriptors:
         """Close what can be opened again, when no more files can be opened; whether there was any."""
         return cls._segments.clear() or cls._holds.clear()
 
+    @classmethod
+    def _shrink(cls) -> None:
+        most = most_open()
+        cls._segments.shrink(most)
+        cls._holds.shrink(most)
+
     def get(self, path: str) -> Descriptor:
         """The file, open for reading; it stays open as long as somebody has it."""
         file = self._segments.get(self._owner, path)
@@ -129,6 +137,7 @@ class Descriptors:
         with self._lock():
             if self._forgotten == before:  # else it may have been deleted since
                 self._segments.put(self._owner, path, file)
+        self._shrink()
         return file
 
     def forget(self, path: str) -> None:
@@ -150,6 +159,7 @@ class Descriptors:
     def hold(self, path: str, file: Descriptor) -> None:
         """Keep a file open until `let_go`, or until too many others are."""
         self._holds.put(self._owner, path, file)
+        self._shrink()
 
     def held(self, path: str, *, is_used: bool = True) -> Descriptor | None:
         """A file that is still held; whether it counts as used now."""

@@ -267,7 +267,7 @@ class FileSystem:
 
 
 def _opened(make: Callable[[], T]) -> T:
-    """What `make` opens; if the process has too many files open, those that the cache can spare are closed."""
+    """What `make` opens; files that the cache can spare are closed if the process may open no more."""
     try:
         return make()
     except OSError as error:

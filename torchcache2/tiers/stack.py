@@ -134,9 +134,7 @@ class TierStack:
                         describe=lambda namespace, known=self._described: known.get(namespace, {}),  # type: ignore[misc]
                         temporary=scratch is not None,
                     )
-                except (
-                    OptionError
-                ) as error:  # it was good when something was decorated: no mistake of the caller
+                except OptionError as error:  # the folder was good when something was decorated
                     logger.warning("%s; rows stay in memory", str(error))
                     self._has_no_folder = True
                     return None
