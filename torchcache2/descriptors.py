@@ -152,9 +152,9 @@ class Descriptors:
             self._forgotten += 1
             _clear(self._owner)
 
-    def may_hold(self) -> bool:
-        """Whether one more file can be held without letting go of another one."""
-        return len(self._holds) < most_open()
+    def may_hold(self, path: str) -> bool:
+        """Whether a file can be held, perhaps instead of an older one, without letting go of others."""
+        return self.held(path, is_used=False) is not None or len(self._holds) < most_open()
 
     def hold(self, path: str, file: Descriptor) -> None:
         """Keep a file open until `let_go`, or until too many others are."""

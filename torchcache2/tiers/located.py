@@ -96,7 +96,7 @@ class Located:
         """
         self._is_wanted = True
         self._tried = time.monotonic()
-        if not self._is_held() and (is_used or self._descriptors.may_hold()):
+        if not self._is_held() and (is_used or self._descriptors.may_hold(self._fingerprint)):
             with contextlib.suppress(OSError):
                 file = self._directory.hold(self.namespace, patient=False)
                 if file is not None:
