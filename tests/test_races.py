@@ -337,7 +337,7 @@ def test_the_name_of_a_folder_is_synced_although_its_maker_was_killed(make, path
 
 @pytest.mark.parametrize(
     ("call", "text"),
-    [("entries", A.hex()), ("open", f"{A.hex()}/{FINGERPRINT}")],
+    [("exists", f"{A.hex()}/{FINGERPRINT}"), ("open", f"{A.hex()}/{FINGERPRINT}")],
     ids=["before there is a fingerprint", "before it is held"],
 )
 def test_room_is_made_in_the_middle_of_an_import(path, directory, tmp_path, call, text):

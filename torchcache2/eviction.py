@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from filelock import FileLock
 
-from torchcache2.directory import LOCK, CacheDirectory, Contents
+from torchcache2.directory import CacheDirectory, Contents
 from torchcache2.storage import Entry
 
 __all__ = ["Allowance", "Removed", "deleting", "make_room", "room_after", "used_bytes"]
@@ -36,7 +36,7 @@ def deleting(directory: CacheDirectory) -> FileLock:
 
     One a process: the garbage collector may close another tier, which makes room, in the thread that has it.
     """
-    return FileLock(os.path.join(directory.path, LOCK), timeout=_PATIENCE, is_singleton=True)
+    return FileLock(directory.lock_path(), timeout=_PATIENCE, is_singleton=True)
 
 
 def make_room(

@@ -147,7 +147,7 @@ class DiskTier:
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys, to be written soon; waits only while too many wait already."""
-        if not self._takes(rows.schema) or len(keys) == 0:
+        if not self._takes(keys.namespace, rows.schema) or len(keys) == 0:
             return 0
         try:
             kept = self._keep(keys, rows)
@@ -166,6 +166,7 @@ class DiskTier:
         with self._lock():
             self._known.begin()
             self._known.start_anew(namespace)
+        left: set[str] = set()
         try:
             contents = self.directory.contents(namespace.hex())
             if not self._health.writes:
@@ -177,28 +178,37 @@ class DiskTier:
             try:
                 for name in names:
                     path = os.path.join(self.directory.folder(namespace), name)
-                    with contextlib.suppress(FileNotFoundError):
+                    try:
                         self._fs.remove(path)
+                    except FileNotFoundError:
+                        pass
+                    except OSError as error:
+                        self._health.fault(error, path)
+                        left.add(name)
                     self._known.descriptors.forget(path)
             finally:
                 self._known.remove_files(namespace, names)  # another thread may have opened them meanwhile
+            if left:
+                with self._lock():  # such as another user's: never open them again
+                    located = self._known.located.get(namespace) or self._known.new(namespace)
+                    located.names |= left
         except OSError as error:
             self._health.fault(error, self.directory.folder(namespace))
 
     def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:
         """Have ``fingerprint.json`` say what is known now; where there is none, only with `create`."""
-        if not self._health.may_write or self._closed:
+        if not self._health.may_write(namespace) or self._known.closed:
             return
         try:
             if not self.directory.describe(namespace, description, create=create):
                 return
         except Exception as error:
-            self._health.write_fault(error, self.directory.folder(namespace))
+            self._health.write_fault(error, self.directory.folder(namespace), namespace)
             return
         with self._lock():
-            located = self._located.get(namespace)
+            located = self._known.located.get(namespace)
             if located is not None:
-                located.keep_hold()  # on the new file
+                located.hold()  # the new file
 
     def flush(self) -> None:
         """Return when everything that was put is sealed, or forgotten because of a fault."""
@@ -327,9 +337,9 @@ class DiskTier:
                 with contextlib.suppress(OSError):
                     self._fs.touch(source.path)
 
-    def _takes(self, schema: Schema) -> bool:
-        """Whether rows of a schema can be written at all."""
-        if not self._health.may_write or self._known.closed:
+    def _takes(self, namespace: bytes, schema: Schema) -> bool:
+        """Whether rows of a namespace and schema can be written at all."""
+        if not self._health.may_write(namespace) or self._known.closed:
             return False
         if schema.row_bytes > self.budget:
             return False

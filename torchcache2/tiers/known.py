@@ -129,7 +129,9 @@ class Known:
 
         As after an interrupt, when tables may be half changed.
         """
-        self.located.pop(namespace, None)  # first: nothing may find rows that are dropped
+        located = self.located.pop(namespace, None)  # first: nothing may find rows that are dropped
+        if located is not None:
+            located.let_go()
         dropped = self.writer.drop(namespace) if self.writer is not None else []
         if names := {pending.name for pending in dropped if pending.name}:
             # Their files may appear for a moment, until whoever writes them sees that they are dropped.
@@ -159,7 +161,7 @@ class Known:
             for namespace in self.located if in_use is None else in_use:
                 if located := self.located.get(namespace):
                     self._wanted.add(namespace)
-                    located.hold()  # others may have made its folder since
+                    located.hold(is_used=False)  # others may have made its folder since
 
     def held(self, namespace: bytes, enter: Callable[[], Descriptor | None]) -> Descriptor | None:
         """What says to others that a namespace is in use; `enter` has its folder made if nothing does yet."""

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from torchcache2.descriptors import Descriptor
 from torchcache2.directory import FINGERPRINT, CacheDirectory
 from torchcache2.errors import OptionError
 from torchcache2.index import Entries, Words
 from torchcache2.schemajson import UnknownClassError
 from torchcache2.segment import DamagedError, NewerFormatError, TooLargeError
 from torchcache2.segmentread import Descriptors, Segment
-from torchcache2.storage import Descriptor
 from torchcache2.tiers.pending import Pending
 from torchcache2.tiers.places import Places
 
@@ -72,7 +72,7 @@ class Located:
         self._number = number
         self._limit = limit
         self._on_fault = on_fault
-        self._hold: Descriptor | None = None
+        self._fingerprint = os.path.join(directory.folder(namespace), FINGERPRINT)
         self._is_wanted = True
         self._tried = -_HOLD_EVERY
         self._looked = -_LOOK_EVERY
@@ -89,32 +89,39 @@ class Located:
         segments = sum(source.index_bytes for source in self.sources.values() if isinstance(source, Segment))
         return self._places.nbytes + segments
 
-    def hold(self) -> None:
-        """Count as a user of the namespace from now on; does not wait, as whoever deletes may wait for us."""
+    def hold(self, *, is_used: bool = True) -> None:
+        """Count as a user of the namespace from now on; does not wait, as whoever deletes may wait for us.
+
+        If it is used now, the hold of another one goes if there are too many.
+        """
         self._is_wanted = True
         self._tried = time.monotonic()
-        if self.held() is None:
+        if self.held() is None and (is_used or self._descriptors.may_hold(self._fingerprint)):
             with contextlib.suppress(OSError):
-                self._hold = self._directory.hold(self.namespace, patient=False)
+                file = self._directory.hold(self.namespace, patient=False)
+                if file is not None:
+                    self._descriptors.hold(self._fingerprint, file)
 
     def held(self) -> Descriptor | None:
         """What says to others that this process uses the namespace, as long as it exists; None if nothing."""
-        path = os.path.join(self._directory.folder(self.namespace), FINGERPRINT)
+        file = self._descriptors.held(self._fingerprint, is_used=False)
         try:
-            if self._hold is not None and self._directory.fs.same(self._hold, path):
-                return self._hold
+            if file is not None and self._directory.fs.same(file, self._fingerprint):
+                return file
         except OSError:
             pass
         return None
 
     def keep_hold(self) -> None:
         """Count as a user again, if `let_go` was too early, or somebody was just deleting."""
-        if not self._is_wanted or (self._hold is None and time.monotonic() - self._tried > _HOLD_EVERY):
+        is_held = self._descriptors.held(self._fingerprint) is not None
+        if not self._is_wanted or (not is_held and time.monotonic() - self._tried > _HOLD_EVERY):
             self.hold()
 
     def let_go(self) -> None:
         """No longer count as a user."""
-        self._hold, self._is_wanted = None, False
+        self._descriptors.let_go(self._fingerprint)
+        self._is_wanted = False
 
     def look(self) -> bool:
         """Open segments that are new, and forget those that are gone, at most every few seconds.

@@ -95,7 +95,7 @@ class Sealing:
             segment = Segment.written(self._fs, self._known.descriptors, path, encoded)
             segment.keys = None
             with self._known.lock():
-                self._health.wrote()
+                self._health.wrote(pending.namespace)
                 is_forgotten = (
                     not self._known.closed and self._known.located.get(pending.namespace) is not located
                 )
@@ -106,7 +106,7 @@ class Sealing:
                     located.sealed(pending.number, segment)
         except Exception as error:
             self.forget(pending)
-            self._health.write_fault(error, folder)
+            self._health.write_fault(error, folder, pending.namespace)
 
     def _sealed(
         self, pending: Pending, folder: str, name: str, encoded: Encoded, described: Mapping[str, Any]
@@ -149,9 +149,16 @@ class Sealing:
         if self._allowance.take(size + extra):
             return True
         self._known.hold_what_is_used()
-        room = room_after(
-            self._directory, size, self._budget, lru=self._policy == "lru", removed=self._removed
-        )
+        room = -1
+        try:
+            room = room_after(
+                self._directory, size, self._budget, lru=self._policy == "lru", removed=self._removed
+            )
+        except PermissionError:
+            self._health.faults += 1  # what would have to go is another user's
+        except OSError as error:
+            self._health.write_fault(error, self._directory.path)  # not that of the namespace to be written
+            return False
         if room < 0:
             self._health.full(self._budget)
             return False
