@@ -229,7 +229,7 @@ def test_what_is_no_cache_directory_is_an_error_in_one_line(tmp_path, command, k
         (["rm", FIRST + "0"], "there is no namespace"),
         (["rm", "../there/" + FIRST], "does not exist"),
         (["import", "gone.tar", "new"], "gone.tar: No such file"),
-        (["import", ".", "new"], "Is a directory"),
+        (["import", ".", "new"], ".: is not a regular file"),
         (["export", ".", "no/such/folder.tar"], "No such file"),
     ],
 )
@@ -816,7 +816,10 @@ NO_FILES = {
     "a parent at the end": (f"{FIRST}/..", {}),
     "an absolute path": ("/tmp/evil", {}),
     "an absolute segment": ("/" + SEGMENT, {}),
-    "a relative segment": ("./" + SEGMENT, {}),
+    "a relative absolute path": (".//" + SEGMENT, {}),
+    "a parent behind a dot": ("./../" + SEGMENT, {}),
+    "an absolute tag": ("/" + TAG, {}),
+    "a tag in a namespace": (f"{FIRST}/{TAG}", {}),
     "a double slash": (SEGMENT.replace("/", "//"), {}),
     "a deeper path": ("a/" + SEGMENT, {}),
     "a backslash": (SEGMENT.replace("/", "\\"), {}),
@@ -827,11 +830,12 @@ NO_FILES = {
     "an upper-case namespace": (SEGMENT.replace(FIRST, FIRST.upper()), {}),
     "a short namespace": (SEGMENT[1:], {}),
     "a lower-case name": (SEGMENT.lower(), {}),
-    "a temporary file": (SEGMENT + ".tmp", {}),
-    "a corrupt file": (SEGMENT + ".corrupt", {}),
-    "a lock": (LOCK, {}),
+    "a lock in a namespace": (f"{FIRST}/{LOCK}", {}),
     "an unprintable name": (f"{FIRST}/\x1b[2J\udcff", {}),
-    "a folder": (FIRST, {"type": tarfile.DIRTYPE}),
+    "a folder": ("folder", {"type": tarfile.DIRTYPE}),
+    "a folder with bytes": (FIRST, {"type": tarfile.DIRTYPE, "size": 512}),
+    "a folder of a segment's name": (SEGMENT, {"type": tarfile.DIRTYPE}),
+    "a tag of another program": (TAG, {}),
     "a symbolic link": (SEGMENT, {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}),
     "a hard link": (SEGMENT, {"type": tarfile.LNKTYPE, "linkname": TAG}),
     "a character device": (SEGMENT, {"type": tarfile.CHRTYPE, "devmajor": 1}),
@@ -999,19 +1003,10 @@ def test_what_is_there_stays_as_it_is(path, exported, tmp_path):
 
 
 def test_an_archive_does_not_say_what_the_directory_is(path, tmp_path):
-    for text in (
-        b"",
-        b"#!/bin/sh\nevil",
-        b"# This folder is a cache of torchcache2, format 7",
-        bytes(1 << 20),
-    ):
-        target = tmp_path / str(len(text))
-        run(
-            "import",
-            tar(tmp_path / "x.tar", entry(TAG, text), fingerprint_entry(), segment_entry(path)),
-            target,
-        )
-        assert (target / TAG).read_bytes() == (path / TAG).read_bytes()
+    text = b"#!/bin/sh\nevil\n# This folder is a cache of torchcache2, format 1\n" + bytes(1 << 20)
+    file = tar(tmp_path / "x.tar", entry(TAG, text), fingerprint_entry(), segment_entry(path))
+    run("import", file, tmp_path / "new")
+    assert (tmp_path / "new" / TAG).read_bytes() == (path / TAG).read_bytes()
 
 
 def test_a_namespace_without_a_fingerprint_gets_one(path, tmp_path):

@@ -43,7 +43,7 @@ from tests._storage import (
     wait_until,
     warnings_of,
 )
-from torchcache2 import OptionError
+from torchcache2 import OptionError, descriptors
 from torchcache2.directory import FINGERPRINT, LOCK, TAG, CacheDirectory
 from torchcache2.eviction import make_room
 from torchcache2.keys import Keys
@@ -410,9 +410,10 @@ def test_rows_of_a_segment_that_is_gone_are_found_in_another(make, path, at_once
     assert found(reader, range(10)) == list(range(10))
 
 
-def test_few_files_are_open_however_many_segments_there_are(make, path):
+def test_few_files_are_open_however_many_segments_there_are(make, path, monkeypatch):
     fill(path, 200, width=4, rows=1)
     tier = make()
+    monkeypatch.setattr(descriptors, "most_open", lambda: 128)  # a quarter of the usual limit, with the holds
     before = len(os.listdir("/proc/self/fd"))
     names = [(number, 0) for number in range(200)]
     for _ in range(2):

@@ -337,7 +337,7 @@ def test_the_name_of_a_folder_is_synced_although_its_maker_was_killed(make, path
 
 @pytest.mark.parametrize(
     ("call", "text"),
-    [("entries", A.hex()), ("open", f"{A.hex()}/{FINGERPRINT}")],
+    [("exists", f"{A.hex()}/{FINGERPRINT}"), ("open", f"{A.hex()}/{FINGERPRINT}")],
     ids=["before there is a fingerprint", "before it is held"],
 )
 def test_room_is_made_in_the_middle_of_an_import(path, directory, tmp_path, call, text):
@@ -481,16 +481,25 @@ def test_rows_that_another_thread_flushes_while_the_tier_is_closed_stay(make, pa
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     fs, closing, close_on, writing, write_on = Meddled(), *(threading.Event() for _ in range(4))
+    written = []
+
+    def describe(namespace):
+        """What whoever writes asks first."""
+        written.append(namespace)
+        if len(written) == 2:
+            writing.set()
+            write_on.wait(30)
+        return {}
+
     directory.create()
     directory.prepare(A, {})
-    tier = make(fs=fs)
+    tier = make(fs=fs, describe=describe)
     put(tier, range(5))
     fs.when("sync", A.hex(), before=lambda: (closing.set(), close_on.wait(30)))
     closer = threading.Thread(target=tier.close)
     closer.start()
     assert closing.wait(30)
     assert put(tier, range(10, 15)) == 5
-    fs.when("entries", A.hex(), before=lambda: (writing.set(), write_on.wait(30)))
     flusher = threading.Thread(target=tier.flush)
     flusher.start()
     assert writing.wait(30)

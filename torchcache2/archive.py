@@ -1,9 +1,10 @@
 """A cache directory as one tar file, and back.
 
 An archive has ``CACHEDIR.TAG``, and for each namespace ``fingerprint.json`` and the segments, as plain files
-in a plain tar: unpacked by ``tar``, it is a cache directory. Importing trusts nothing in it. The headers are
-read first: one that is not of such a file, or states more bytes than follow, has the whole archive refused
-before anything is written. A segment appears when all of it has been copied and checked.
+in a plain tar: unpacked by ``tar``, it is a cache directory, and what ``tar`` makes of one is an archive.
+Importing trusts nothing in it. The headers are read first: one that is not of such a file, or states another
+format or more bytes than follow, has the whole archive refused before anything is written. A segment appears
+when all of it has been copied and checked.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import tarfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from torchcache2.directory import FINGERPRINT, NAMESPACE_NAME, SEGMENT_NAME, TAG, CacheDirectory
+from torchcache2.directory import FINGERPRINT, LOCK, NAMESPACE_NAME, SEGMENT_NAME, TAG, CacheDirectory
 from torchcache2.errors import OptionError, TorchcacheError
+from torchcache2.filenames import is_left_over, stated_format
 from torchcache2.segment import FORMAT_VERSION
 from torchcache2.segmentwrite import ulid, write_whole
 from torchcache2.storage import Descriptor, Entry, FileSystem, ShortFileError
-from torchcache2.verdict import Verdict, row_limit, verdict
+from torchcache2.verdict import Verdict, printable, row_limit, verdict
 
 __all__ = ["ArchiveError", "Imported", "export", "import_archive"]
 
@@ -135,7 +137,9 @@ def import_archive(path: str, directory: CacheDirectory, progress: Progress = la
     file = fs.open(path)
     fingerprints = {}
     for member in _members(fs, file):  # all of them, before anything is written
-        if member.name == FINGERPRINT:
+        if member.name == TAG:
+            _check_tag(fs, file, member)
+        elif member.name == FINGERPRINT:
             fingerprints[member.namespace] = member
             _fingerprint(fs, file, member)
     directory.create()
@@ -158,8 +162,13 @@ def _import_segment(
 ) -> None:
     fs = directory.fs
     folder = os.path.join(directory.path, member.namespace)
-    if fs.exists(os.path.join(folder, member.name)):
-        done.kept += 1
+    path = os.path.join(folder, member.name)
+    if fs.exists(path):
+        if fs.is_file(path):
+            done.kept += 1
+        else:
+            found = Verdict("unchecked", reason="something that is no file has its name")
+            done.refused.append((f"{member.namespace}/{member.name}", found))
         return
     found = Verdict("good")
 
@@ -181,7 +190,7 @@ def _import_segment(
 
 
 def _members(fs: FileSystem, file: Descriptor) -> Iterator[_Member]:
-    """The files in an archive, each of them one of a cache directory.
+    """The files in an archive, each of them one of a cache directory; without its folders.
 
     Raises
     ------
@@ -203,23 +212,46 @@ def _members(fs: FileSystem, file: Descriptor) -> Iterator[_Member]:
             raise ArchiveError(f"is not a tar archive: there is no header at byte {at:,}") from None
         at += _BLOCK
         namespace, name = _names(info)
-        if not 0 <= info.size <= size - at:
+        if not 0 <= info.size <= size - at or (info.size and not name):
             raise ArchiveError(f"states {info.size:,} bytes for {info.name!r}, and has {size - at:,}")
-        yield _Member(namespace, name, at, info.size)
+        if name:
+            yield _Member(namespace, name, at, info.size)
         at += -(-info.size // _BLOCK) * _BLOCK
 
 
 def _names(info: tarfile.TarInfo) -> tuple[str, str]:
-    """Namespace and name of a file of a cache directory; no namespace for ``CACHEDIR.TAG``."""
+    """Namespace and name of a file of a cache directory; no namespace above those, no name for a folder."""
+    path = info.name
+    while path.startswith("./"):  # as ``tar -cf x.tar .`` writes them
+        path = path[2:]
+    if info.type == tarfile.DIRTYPE and (path in ("", ".") or NAMESPACE_NAME.fullmatch(path)):
+        return path, ""
     if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
         kind = _KINDS.get(info.type, "not a plain file")
         raise ArchiveError(f"has {info.name!r}, which is {kind}: it is no export of a cache directory")
-    if info.name == TAG:
-        return "", TAG
-    namespace, _, name = info.name.partition("/")
-    if not NAMESPACE_NAME.fullmatch(namespace) or not (name == FINGERPRINT or SEGMENT_NAME.fullmatch(name)):
+    if path in (TAG, LOCK) or is_left_over(path):
+        return "", path
+    namespace, _, name = path.partition("/")
+    is_ours = name == FINGERPRINT or SEGMENT_NAME.fullmatch(name) or is_left_over(name)
+    if not NAMESPACE_NAME.fullmatch(namespace) or not is_ours:
         raise ArchiveError(f"has {info.name!r}, which is no file of a cache directory")
     return namespace, name
+
+
+def _check_tag(fs: FileSystem, file: Descriptor, member: _Member) -> None:
+    """Whether a ``CACHEDIR.TAG`` in an archive is that of a format that is known here."""
+    data = bytearray(min(member.size, _MOST_TEXT))
+    fs.read_all(file, [memoryview(data)], member.start)
+    version = stated_format(bytes(data))
+    if version is None:
+        raise ArchiveError(f"has a {TAG} of something else: it is no export of a cache directory")
+    _check_version(version)
+
+
+def _check_version(version: object) -> None:
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+        stated = printable(repr(version))
+        raise ArchiveError(f"is of format {stated}, and this torchcache2 knows format {FORMAT_VERSION}")
 
 
 def _fingerprint(fs: FileSystem, file: Descriptor, member: _Member) -> dict[str, Any]:
@@ -235,9 +267,7 @@ def _fingerprint(fs: FileSystem, file: Descriptor, member: _Member) -> dict[str,
     path = f"{member.namespace}/{member.name}"
     if not isinstance(document, dict) or document.get("namespace") != member.namespace:
         raise ArchiveError(f"has {path!r}, which does not describe that namespace")
-    version = document.get("format_version")
-    if type(version) is not int or version > FORMAT_VERSION:
-        raise ArchiveError(f"is of format {version!r}, and this torchcache2 knows format {FORMAT_VERSION}")
+    _check_version(document.get("format_version"))
     return document
 
 

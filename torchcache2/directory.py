@@ -17,34 +17,45 @@ process ends, so none is ever left to be removed by hand.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import errno
 import json
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchcache2.errors import OptionError
+from torchcache2.filenames import (
+    CORRUPT,
+    FINGERPRINT,
+    LOCK,
+    NAMESPACE_NAME,
+    SEGMENT_NAME,
+    TAG,
+    TAG_TEXT,
+    Contents,
+    contents_of,
+    is_ours,
+    stated_format,
+)
 from torchcache2.segment import FORMAT_VERSION
-from torchcache2.segmentwrite import SEGMENT, TEMPORARY, ulid
-from torchcache2.storage import Descriptor, Entry, FileSystem, ShortFileError
+from torchcache2.segmentwrite import ulid
+from torchcache2.storage import Descriptor, FileSystem, ShortFileError, StrangeFileError
 
-__all__ = ["NAMESPACE_NAME", "SEGMENT_NAME", "CacheDirectory", "Contents", "NewerDirectoryError"]
+__all__ = [
+    "FINGERPRINT",
+    "LOCK",
+    "NAMESPACE_NAME",
+    "SEGMENT_NAME",
+    "TAG",
+    "CacheDirectory",
+    "Contents",
+    "NewerDirectoryError",
+]
 
-TAG = "CACHEDIR.TAG"
-LOCK = ".lock"
-FINGERPRINT = "fingerprint.json"
-CORRUPT = ".corrupt"
-_TAG_TEXT = f"""Signature: 8a477f597d28d172789f06886806bc55
-# This folder is a cache of torchcache2, format {FORMAT_VERSION}. Deleting it loses nothing but time.
-# For cache directory tags, see https://bford.info/cachedir/
-"""
-_IS_OURS = re.compile(rb"^# This folder is a cache of torchcache2, format (\d+)", re.MULTILINE)
-NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
-SEGMENT_NAME = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}" + re.escape(SEGMENT))
-_TEMPORARY_TEXT = re.compile(f"({re.escape(FINGERPRINT)}|{re.escape(TAG)})" + r"\.[0-9A-Z]{26}")
 _MOST_TEXT = 16 << 20
+_PROBE = memoryview(b"whether something can be written here")
+_NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 _ENTRIES = 10
 _TRIES, _CLAIMS, _BETWEEN_TRIES = 20, 2, 0.005  # seconds
 _OLD = 24 * 3600.0  # seconds after which a temporary file is a dead writer's where there are no locks
@@ -52,37 +63,6 @@ _OLD = 24 * 3600.0  # seconds after which a temporary file is a dead writer's wh
 
 class NewerDirectoryError(Exception):
     """A directory of a later version of the format."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Contents:
-    """The files of one namespace.
-
-    Attributes
-    ----------
-    namespace : str
-        32 hexadecimal digits.
-    segments, corrupt, temporary : list of Entry
-        Segments, those that were found damaged, and those that are being written.
-    others : list of Entry
-        ``fingerprint.json``.
-    """
-
-    namespace: str
-    segments: list[Entry]
-    corrupt: list[Entry]
-    temporary: list[Entry]
-    others: list[Entry]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of them."""
-        return sum(e.size for e in (*self.segments, *self.corrupt, *self.temporary, *self.others))
-
-    @property
-    def last_used(self) -> float:
-        """When a segment was last read or written, in seconds since the epoch; 0.0 if there is none."""
-        return max((entry.mtime for entry in self.segments), default=0.0)
 
 
 class CacheDirectory:
@@ -104,7 +84,7 @@ class CacheDirectory:
         Raises
         ------
         OptionError
-            If it is a file, or a folder with somebody else's files.
+            If it is a file, a folder with somebody else's files, or a path that no folder can have.
         NewerDirectoryError
             If a later version of the format is there.
         OSError
@@ -115,17 +95,23 @@ class CacheDirectory:
         except FileNotFoundError:
             return
         except NotADirectoryError:
-            raise OptionError(f"{self.path!r} is a file: a cache directory is a folder of its own") from None
+            where = "is a file" if self.fs.exists(self.path) else "leads through what is a file"
+            raise OptionError(f"{self.path!r} {where}: a cache directory is a folder of its own") from None
+        except OSError as error:
+            if error.errno not in _NO_PATH:
+                raise
+            raise OptionError(f"{self.path!r} cannot be a cache directory: {error.strerror}") from None
+        has_tag = self.fs.exists(os.path.join(self.path, TAG))  # before it is read: it may come meanwhile
         tag = self.format()
         if tag is None:
-            strange = [entry.name for entry in entries if not self.is_ours(entry)]
-            if strange or any(entry.name == TAG for entry in entries):
+            strange = [entry.name for entry in entries if not is_ours(entry)]
+            if strange or has_tag:
                 name = strange[0] if strange else TAG
                 raise OptionError(
                     f"{self.path!r} is not a cache directory and not empty (it has {name!r}): give a folder "
                     "that does not exist yet, or an empty one"
                 )
-        elif tag > FORMAT_VERSION:
+        elif not 1 <= tag <= FORMAT_VERSION:
             raise NewerDirectoryError(
                 f"{self.path!r} has format {tag}, and this version of torchcache2 knows format "
                 f"{FORMAT_VERSION}: nothing is read or written there. Upgrade torchcache2, or give another "
@@ -136,7 +122,8 @@ class CacheDirectory:
         """Make the folder, and what says that it is a cache."""
         self._make_folder(self.path)
         if self.format() is None:
-            self._write_new(os.path.join(self.path, TAG), _TAG_TEXT.encode())
+            self._write_new(os.path.join(self.path, TAG), TAG_TEXT.encode())
+            self.fs.sync_folder(self.path)
 
     def folder(self, namespace: bytes) -> str:
         """Of a namespace."""
@@ -144,33 +131,26 @@ class CacheDirectory:
 
     def contents(self, namespace: str) -> Contents:
         """The files of a namespace."""
-        found = Contents(namespace, [], [], [], [])
         try:
             entries = self.fs.entries(os.path.join(self.path, namespace))
         except (FileNotFoundError, NotADirectoryError):
-            return found
-        for entry in entries:
-            if entry.is_folder:
-                continue
-            stem, kind = entry.name, found.segments
-            for suffix, others in ((CORRUPT, found.corrupt), (TEMPORARY, found.temporary)):
-                if stem.endswith(suffix):
-                    stem, kind = stem.removesuffix(suffix), others
-            if SEGMENT_NAME.fullmatch(stem):
-                kind.append(entry)
-            elif entry.name == FINGERPRINT:
-                found.others.append(entry)
-            elif _TEMPORARY_TEXT.fullmatch(entry.name):
-                found.temporary.append(entry)
-        return found
+            entries = []
+        return contents_of(namespace, entries)
 
     def scan(self) -> list[Contents]:
-        """The files of every namespace."""
+        """The files of every namespace; none of one that somebody else keeps to himself."""
         try:
             entries = self.fs.entries(self.path)
         except FileNotFoundError:
             return []
-        return [self.contents(e.name) for e in entries if e.is_folder and NAMESPACE_NAME.fullmatch(e.name)]
+        found = []
+        for entry in entries:
+            if entry.is_folder and NAMESPACE_NAME.fullmatch(entry.name):
+                try:
+                    found.append(self.contents(entry.name))
+                except PermissionError:
+                    found.append(contents_of(entry.name, []))
+        return found
 
     def changed(self, namespace: bytes) -> int:
         """When files of a namespace came or went last, in nanoseconds; 0 if there are none."""
@@ -180,12 +160,16 @@ class CacheDirectory:
             return 0
 
     def prepare(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> None:
-        """Make a namespace's folder, and the file that says what it stands for."""
+        """Make a namespace's folder, and the file that says what it stands for.
+
+        The name of that file is on the disk when the folder is synced, as it is after each segment.
+        """
         folder = self.folder(namespace)
-        self._make_folder(folder)
+        is_new = self._make_folder(folder)
         path = os.path.join(folder, FINGERPRINT)
-        if not any(entry.name == FINGERPRINT for entry in self.fs.entries(folder)):
-            self.fs.sync_folder(self.path)  # whoever made the folder may have died before
+        if not self.fs.exists(path):
+            if not is_new:
+                self.fs.sync_folder(self.path)  # whoever made the folder may have died before
             document = {"format_version": FORMAT_VERSION, "namespace": namespace.hex(), **fingerprint}
             self._write_new(path, json.dumps(document, indent=1, sort_keys=True).encode())
 
@@ -221,15 +205,24 @@ class CacheDirectory:
 
         None if others delete it again and again. Needed by whoever writes: a new namespace is the first that
         goes when somebody makes room.
+
+        Raises
+        ------
+        StrangeFileError
+            If the namespace's folder, or what says what it stands for, is something else.
         """
         path = os.path.join(self.folder(namespace), FINGERPRINT)
         for _ in range(_ENTRIES):
             with contextlib.suppress(FileNotFoundError, FileExistsError):  # it is deleted meanwhile
                 self.prepare(namespace, fingerprint)
-            with contextlib.suppress(OSError):
+            try:
                 held = self.hold(namespace)
                 if held is not None and self.fs.same(held, path):
                     return held
+            except StrangeFileError:
+                raise
+            except OSError:
+                pass
         return None
 
     def hold(self, namespace: bytes, *, patient: bool = True) -> Descriptor | None:
@@ -258,7 +251,7 @@ class CacheDirectory:
         path = os.path.join(self.path, namespace, FINGERPRINT)
         try:
             file = self.fs.open(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, StrangeFileError):
             yield None
             return
         locked = self.fs.lock(file, exclusive=True)
@@ -272,33 +265,75 @@ class CacheDirectory:
             self.fs.unlock(file)  # closing does not, if a child was forked meanwhile
 
     def set_aside(self, path: str) -> None:
-        """Give a damaged segment a name under which nobody reads it."""
+        """Give a damaged segment a name under which nobody reads it; one that had it is gone."""
+        if self.fs.exists(path + CORRUPT) and not self.fs.is_file(path + CORRUPT):
+            raise StrangeFileError(path + CORRUPT)
         self.fs.rename(path, path + CORRUPT)
 
+    def lock_path(self) -> str:
+        """The file that is locked by whoever deletes.
+
+        Raises
+        ------
+        StrangeFileError
+            If that is something else, or a link.
+        """
+        path = os.path.join(self.path, LOCK)
+        if not self.fs.is_file(path):
+            with contextlib.suppress(FileExistsError):
+                self.fs.create(path)
+            if not self.fs.is_file(path):
+                raise StrangeFileError(path)
+        return path
+
+    def is_writable(self) -> bool:
+        """Whether files can be made beside the namespaces, as they are in them."""
+        try:
+            self._make_folder(self.path)
+            self.fs.entries(self.path)
+            file, first = self._new_file(os.path.join(self.path, TAG))
+            second = os.path.join(self.path, f"{TAG}.{ulid()}")
+            try:
+                self.fs.write_all(file, [_PROBE], 0)
+                self.fs.sync(file)
+                self.fs.rename(first, second)
+                self.fs.sync_folder(self.path)
+            finally:
+                for path in (first, second):
+                    with contextlib.suppress(FileNotFoundError):
+                        self.fs.remove(path)
+        except OSError:
+            return False
+        return True
+
     def remove_leftovers(self) -> None:
-        """Delete what dead writers left."""
-        tags = [e for e in self.fs.entries(self.path) if e.name.startswith(f"{TAG}.") and self.is_ours(e)]
+        """Delete what dead writers left; what somebody else has the rights to stays."""
+        tags = [e for e in self.fs.entries(self.path) if e.name.startswith(f"{TAG}.") and is_ours(e)]
         found = [(os.path.join(self.path, entry.name), entry.mtime) for entry in tags]
         for contents in self.scan():
             folder = os.path.join(self.path, contents.namespace)
             found += [(os.path.join(folder, entry.name), entry.mtime) for entry in contents.temporary]
         for path, mtime in found:
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 file = self.fs.open(path)
                 locked = self.fs.lock(file, exclusive=True)
                 if locked or (locked is None and time.time() - mtime > _OLD):
                     self.fs.remove(path)
+            except (FileNotFoundError, StrangeFileError, PermissionError):
+                continue
 
     def format(self) -> int | None:
         """The format that the directory says it has; None if it does not say that it is a cache."""
         try:
-            match = _IS_OURS.search(self.fs.read_file(os.path.join(self.path, TAG), _MOST_TEXT))
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ShortFileError):
+            return stated_format(self.fs.read_file(os.path.join(self.path, TAG), _MOST_TEXT))
+        except (FileNotFoundError, NotADirectoryError, StrangeFileError, ShortFileError):
             return None
-        return int(match[1]) if match else None
 
-    def _make_folder(self, path: str) -> None:
-        """Make a folder, and those above it, so that a power cut does not take their names."""
+    def _make_folder(self, path: str) -> bool:
+        """Make a folder, and those above it, so that a power cut does not take their names.
+
+        Returns whether it is new.
+        """
         missing = []
         while path and not self.fs.exists(path):
             missing.append(path)
@@ -306,20 +341,11 @@ class CacheDirectory:
         for path in reversed(missing):
             self.fs.make_folder(path)
             self.fs.sync_folder(os.path.dirname(path))
-
-    def is_ours(self, entry: Entry) -> bool:
-        """Whether something in the directory is the cache's own."""
-        if entry.is_folder:
-            return NAMESPACE_NAME.fullmatch(entry.name) is not None
-        return entry.name in (TAG, LOCK) or _TEMPORARY_TEXT.fullmatch(entry.name) is not None
+        return bool(missing)
 
     def _write_new(self, path: str, data: bytes, *, replaces: bool = False) -> None:
         """Write a small file that is whole or not there; whoever comes first, or who `replaces` another."""
-        while True:
-            temporary = f"{path}.{ulid()}"
-            file = self.fs.create(temporary)
-            if self.fs.lock(file, exclusive=True) is not False and self.fs.links(file):
-                break  # else somebody took it for a dead writer's
+        file, temporary = self._new_file(path)
         try:
             self.fs.write_all(file, [memoryview(data)], 0)
             self.fs.sync(file)
@@ -333,4 +359,12 @@ class CacheDirectory:
         finally:
             with contextlib.suppress(OSError):
                 self.fs.remove(temporary)
-        self.fs.sync_folder(os.path.dirname(path))
+
+    def _new_file(self, path: str) -> tuple[Descriptor, str]:
+        """A temporary file beside a path, and its own path."""
+        while True:
+            temporary = f"{path}.{ulid()}"
+            file = self.fs.create(temporary)
+            if self.fs.lock(file, exclusive=True) is not False and self.fs.links(file):
+                return file, temporary
+            # Somebody took it for a dead writer's.

@@ -16,13 +16,14 @@ from collections.abc import Callable
 
 from filelock import FileLock
 
-from torchcache2.directory import LOCK, CacheDirectory, Contents
+from torchcache2.directory import CacheDirectory, Contents
 from torchcache2.storage import Entry
 
-__all__ = ["Removed", "deleting", "make_room", "used_bytes"]
+__all__ = ["Allowance", "Removed", "deleting", "make_room", "room_after", "used_bytes"]
 
-Removed = Callable[[str, str], None]
+Removed = Callable[[str, list[str]], None]
 _PATIENCE = 10.0  # seconds
+_SHARE = 8  # of what was left when it was looked: so many writers fill the directory and no more
 
 
 def used_bytes(contents: list[Contents]) -> int:
@@ -35,7 +36,7 @@ def deleting(directory: CacheDirectory) -> FileLock:
 
     One a process: the garbage collector may close another tier, which makes room, in the thread that has it.
     """
-    return FileLock(os.path.join(directory.path, LOCK), timeout=_PATIENCE, is_singleton=True)
+    return FileLock(directory.lock_path(), timeout=_PATIENCE, is_singleton=True)
 
 
 def make_room(
@@ -51,7 +52,7 @@ def make_room(
     lru : bool
         Whether segments of namespaces that are in use may go.
     removed : callable
-        Is told the namespace (32 hexadecimal digits) and name of each segment that is gone.
+        Is told a namespace (32 hexadecimal digits), and the names of its segments that are gone.
 
     Raises
     ------
@@ -60,25 +61,66 @@ def make_room(
     OSError
         As the file system does.
     """
-    if used_bytes(directory.scan()) + needed <= budget:
-        return True
-    if needed > budget:
-        return False
+    return room_after(directory, needed, budget, lru=lru, removed=removed) >= 0
+
+
+def room_after(
+    directory: CacheDirectory, needed: int, budget: int, *, lru: bool, removed: Removed = lambda *_: None
+) -> int:
+    """Likewise; the bytes that are left after `needed` more, negative if those do not fit."""
+    left = budget - needed - used_bytes(directory.scan())
+    if left >= 0 or needed > budget:
+        return left
     with deleting(directory):
-        return _Room(directory, needed, budget, removed).make(lru)
+        room = _Room(directory, needed, budget)
+        try:
+            return room.make(lru)
+        finally:
+            for namespace, names in room.gone.items():
+                removed(namespace, names)
+
+
+class Allowance:
+    """Bytes that one process may write without a look at the directory; see `room_after`.
+
+    A look at thousands of files takes longer than writing a small one. Several writers that do not see each
+    other exceed the budget by what each may write, which is no more than one segment.
+
+    Parameters
+    ----------
+    most : int
+        Bytes of a segment.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._left = 0
+
+    def take(self, size: int) -> bool:
+        """Whether so many bytes may be written without a look; they count from now on."""
+        if size > self._left:
+            self._left = 0
+            return False
+        self._left -= size
+        return True
+
+    def looked(self, room: int, size: int) -> None:
+        """There is so much room after `size` bytes that are about to be written."""
+        self._left = min(self._most - size, room // _SHARE)
 
 
 class _Room:
     """One round of deletions. What cannot be deleted stays; the first error is raised in the end."""
 
-    def __init__(self, directory: CacheDirectory, needed: int, budget: int, removed: Removed) -> None:
+    def __init__(self, directory: CacheDirectory, needed: int, budget: int) -> None:
+        self.gone: dict[str, list[str]] = {}
         self._directory = directory
-        self._removed = removed
         self._contents = directory.scan()
         self._excess = used_bytes(self._contents) + needed - budget
         self._error: OSError | None = None
 
-    def make(self, lru: bool) -> bool:
+    def make(self, lru: bool) -> int:
+        """Delete until there is room; how much there is then."""
         for contents in self._contents:
             for entry in contents.corrupt:
                 self._remove(contents, entry)
@@ -91,7 +133,7 @@ class _Room:
                 self._remove(contents, entry)
         if self._excess > 0 and self._error is not None:
             raise self._error
-        return self._excess <= 0
+        return -self._excess
 
     def _remove_unused(self, contents: Contents) -> None:
         try:
@@ -126,4 +168,4 @@ class _Room:
         self._excess -= entry.size
         if entry in contents.segments:
             contents.segments.remove(entry)
-            self._removed(contents.namespace, entry.name)
+            self.gone.setdefault(contents.namespace, []).append(entry.name)

@@ -15,7 +15,7 @@ from torchcache2.errors import OptionError
 from torchcache2.schemajson import UnknownClassError
 from torchcache2.segment import DamagedError, NewerFormatError, TooLargeError
 from torchcache2.segmentread import Descriptors, Segment
-from torchcache2.storage import FileSystem
+from torchcache2.storage import FileSystem, StrangeFileError
 from torchcache2.verdict import printable
 
 __all__ = ["Namespace", "existing", "in_use", "name", "namespace", "totals"]
@@ -182,7 +182,7 @@ def in_use(directory: CacheDirectory, namespace: str) -> bool | None:
     path = os.path.join(directory.path, namespace, FINGERPRINT)
     try:
         locked = directory.fs.lock(directory.fs.open(path), exclusive=True)
-    except FileNotFoundError:
+    except (FileNotFoundError, StrangeFileError):
         return False
     except OSError:
         return None

@@ -67,7 +67,7 @@ def stated(text: bytes, file_bytes: int) -> tuple[int, bytes]:
     except _UNPARSABLE as error:
         raise DamagedError(_unparsed(error)) from None
     if type(start) is not int or not end <= start <= file_bytes or len(checksum) != 16:
-        raise DamagedError(f"rows from byte {start} on of {file_bytes}")
+        raise DamagedError(f"rows that do not begin within the {file_bytes} bytes of the file")
     return start, checksum
 
 

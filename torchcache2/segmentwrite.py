@@ -28,6 +28,7 @@ _LEAST_SAVED = 0.1  # of the bytes; a codec that saves less costs more time than
 _HOPELESS = 0.98  # a sample that keeps more than this share of its bytes
 _MOST_PART = (1 << 31) - 64  # bytes of a leaf in a row that a codec takes
 _SAMPLES = 32
+_FEW = 4  # blocks
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 Bytes1D = np.ndarray[Any, np.dtype[np.uint8]]
 Bytes2D = np.ndarray[Any, np.dtype[np.uint8]]
@@ -248,6 +249,8 @@ def _is_promising(
 ) -> bool:
     """Whether some blocks, evenly spread, leave hope that all of them shrink enough."""
     counts = [len(columns[0]) for columns in pieces]
+    if sum(counts) <= per_block * _FEW:
+        return True  # a sample would be all of them, such as one row of hundreds of MB
     step = max(1, sum(counts) // _SAMPLES)
     before = after = 0
     for columns in pieces[:: max(1, len(pieces) // _SAMPLES)]:

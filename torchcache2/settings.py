@@ -176,6 +176,7 @@ class CacheSettings:
             )
             text = os.fspath(path)
             _require("://" not in text, "persistent_cache_dir", text, "the path of a local folder, not a URL")
+            _require(_is_name(text), "persistent_cache_dir", text, "a path that the system can have")
             object.__setattr__(self, "persistent_cache_dir", os.path.abspath(os.path.expanduser(text)))
         name, quality = self.compression, self.compression_quality
         known = isinstance(name, str) and name in _MOST_QUALITY
@@ -319,6 +320,14 @@ def free_disk(folder: str) -> int | None:
         return shutil.disk_usage(folder).free
     except OSError:
         return None
+
+
+def _is_name(path: str) -> bool:
+    """Whether the system can be asked for a path at all."""
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
 
 
 def _require(holds: bool, option: str, value: object, expected: str) -> None:

@@ -9,22 +9,37 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from torchcache2.descriptors import Descriptor, Descriptors
 
 try:
     import fcntl
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Descriptor", "Entry", "FileSystem", "ShortFileError", "is_read_only"]
+__all__ = ["Descriptor", "Entry", "FileSystem", "ShortFileError", "StrangeFileError", "is_read_only"]
 
 _MOST_BUFFERS = 1024  # of one call; IOV_MAX of Linux
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
+# Nothing waits: a pipe without a writer, or a terminal, would never answer.
+_READING = (
+    os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+)
+T = TypeVar("T")
 
 
 class ShortFileError(Exception):
     """A file ends before what was to be read."""
+
+
+class StrangeFileError(OSError):
+    """Something that is no regular file, nor a link to one, has the name of a file."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(errno.EINVAL, "is not a regular file", path)
 
 
 class Entry(NamedTuple):
@@ -36,20 +51,6 @@ class Entry(NamedTuple):
     mtime: float
 
 
-class Descriptor:
-    """An open file, closed when nothing refers to it any more: threads that still read keep it open."""
-
-    __slots__ = ("_close", "number")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._close = os.close
-
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError):
-            self._close(self.number)
-
-
 def is_read_only(error: OSError) -> bool:
     """Whether an error says that nothing can be written here."""
     return error.errno in _READ_ONLY
@@ -59,13 +60,34 @@ class FileSystem:
     """The operating system's. All methods raise `OSError` as it does."""
 
     def open(self, path: str) -> Descriptor:
-        """Open a file for reading."""
-        return Descriptor(os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
+        """Open a regular file for reading; never waits.
+
+        Raises
+        ------
+        StrangeFileError
+            If it is a folder, a pipe, a device, a link that leads to no file, or another thing that is there.
+        """
+        try:
+            # First: opening a device may do something.
+            is_regular = stat.S_ISREG(os.stat(path).st_mode)
+        except FileNotFoundError:
+            if os.path.islink(path):
+                raise StrangeFileError(path) from None
+            raise
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise StrangeFileError(path) from None
+            raise
+        if is_regular:
+            file = _opened(lambda: Descriptor(os.open(path, _READING)))
+            if stat.S_ISREG(os.fstat(file.number).st_mode):
+                return file
+        raise StrangeFileError(path)
 
     def create(self, path: str) -> Descriptor:
-        """Open a new file for writing; it must not exist."""
+        """Open a new file for writing, with the rights that the umask leaves; it must not exist."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
-        return Descriptor(os.open(path, flags, 0o666))
+        return _opened(lambda: Descriptor(os.open(path, flags, 0o666)))
 
     def size(self, file: Descriptor) -> int:
         """Bytes of an open file."""
@@ -101,7 +123,7 @@ class FileSystem:
 
     def sync_folder(self, path: str) -> None:
         """Return when the names in a folder are on the disk."""
-        file = self.open(path)
+        file = _opened(lambda: Descriptor(os.open(path, _READING | getattr(os, "O_DIRECTORY", 0))))
         try:
             os.fsync(file.number)
         except OSError as error:
@@ -144,7 +166,7 @@ class FileSystem:
         except FileExistsError:
             raise
         except OSError:  # a file system that has no second names
-            if os.path.exists(new):
+            if os.path.lexists(new):
                 raise FileExistsError(new) from None
             os.rename(old, new)
 
@@ -161,8 +183,15 @@ class FileSystem:
         os.rmdir(path)
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file or folder."""
-        return os.path.exists(path)
+        """Whether there is anything of this name, be it a link that leads nowhere."""
+        return os.path.lexists(path)
+
+    def is_file(self, path: str) -> bool:
+        """Whether a name is that of a regular file itself, not of a link to one."""
+        try:
+            return stat.S_ISREG(os.lstat(path).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def touch(self, path: str) -> None:
         """Set a file's time of modification to now."""
@@ -175,7 +204,7 @@ class FileSystem:
     def entries(self, path: str) -> list[Entry]:
         """The names in a folder, without those that vanish meanwhile; symbolic links are no files."""
         found = []
-        with os.scandir(path) as names:
+        with _opened(lambda: os.scandir(path)) as names:
             for name in names:
                 try:
                     status = name.stat(follow_symlinks=False)
@@ -235,6 +264,16 @@ class FileSystem:
                 done += more
             offset += size
         return offset
+
+
+def _opened(make: Callable[[], T]) -> T:
+    """What `make` opens; files that the cache can spare are closed if the process may open no more."""
+    try:
+        return make()
+    except OSError as error:
+        if error.errno not in _TOO_MANY_OPEN or not Descriptors.spare():
+            raise
+    return make()
 
 
 def _after(buffers: Sequence[memoryview], skip: int) -> list[memoryview]:

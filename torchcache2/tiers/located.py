@@ -8,19 +8,20 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
 
+from torchcache2.descriptors import Descriptor
 from torchcache2.directory import FINGERPRINT, CacheDirectory
 from torchcache2.errors import OptionError
-from torchcache2.index import Entries, KeyIndex, Words
+from torchcache2.index import Entries, Words
 from torchcache2.schemajson import UnknownClassError
 from torchcache2.segment import DamagedError, NewerFormatError, TooLargeError
 from torchcache2.segmentread import Descriptors, Segment
-from torchcache2.storage import Descriptor
 from torchcache2.tiers.pending import Pending
+from torchcache2.tiers.places import Places
 
 __all__ = ["Located", "Source"]
 
@@ -30,7 +31,6 @@ Source = Segment | Pending
 _LOOK_EVERY = 2.0  # seconds between looks for other writers' segments
 _SETTLED = 2e9  # nanoseconds after which a folder's time of change says that nothing came since
 _HOLD_EVERY = 0.1  # seconds
-_GROWTH = 1.0625
 
 
 class Located:
@@ -72,54 +72,67 @@ class Located:
         self._number = number
         self._limit = limit
         self._on_fault = on_fault
-        self._hold: Descriptor | None = None
+        self._fingerprint = os.path.join(directory.folder(namespace), FINGERPRINT)
         self._is_wanted = True
         self._tried = -_HOLD_EVERY
         self._looked = -_LOOK_EVERY
         self._changed = -1
-        self._shadowed: dict[int, int] = {}  # keys of a source that another one has too
-        self._locations = np.empty(0, np.int64)
-        self._index = KeyIndex(np.empty((0, 2), np.uint64))
+        self._numbers: dict[str, int] = {}  # sources by the names of their files
+        self._places = Places()
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._places)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the index in memory."""
         segments = sum(source.index_bytes for source in self.sources.values() if isinstance(source, Segment))
-        return self._index.nbytes + self._index.keys.nbytes + self._locations.nbytes + segments
+        return self._places.nbytes + segments
 
-    def hold(self) -> None:
-        """Count as a user of the namespace from now on; does not wait, as whoever deletes may wait for us."""
+    def hold(self, *, is_used: bool = True) -> None:
+        """Count as a user of the namespace from now on; does not wait, as whoever deletes may wait for us.
+
+        If it is used now, the hold of another one goes if there are too many.
+        """
         self._is_wanted = True
         self._tried = time.monotonic()
-        if not self._is_held():
+        if self.held() is None and (is_used or self._descriptors.may_hold(self._fingerprint)):
             with contextlib.suppress(OSError):
-                self._hold = self._directory.hold(self.namespace, patient=False)
+                file = self._directory.hold(self.namespace, patient=False)
+                if file is not None:
+                    self._descriptors.hold(self._fingerprint, file)
 
-    def _is_held(self) -> bool:
-        """Whether other processes see that this one uses the namespace."""
-        path = os.path.join(self._directory.folder(self.namespace), FINGERPRINT)
+    def held(self) -> Descriptor | None:
+        """What says to others that this process uses the namespace, as long as it exists; None if nothing."""
+        file = self._descriptors.held(self._fingerprint, is_used=False)
         try:
-            return self._hold is not None and self._directory.fs.same(self._hold, path)
+            if file is not None and self._directory.fs.same(file, self._fingerprint):
+                return file
         except OSError:
-            return False
+            pass
+        return None
 
     def keep_hold(self) -> None:
         """Count as a user again, if `let_go` was too early, or somebody was just deleting."""
-        if not self._is_wanted or (self._hold is None and time.monotonic() - self._tried > _HOLD_EVERY):
+        is_held = self._descriptors.held(self._fingerprint) is not None
+        if not self._is_wanted or (not is_held and time.monotonic() - self._tried > _HOLD_EVERY):
             self.hold()
 
     def let_go(self) -> None:
         """No longer count as a user."""
-        self._hold, self._is_wanted = None, False
+        self._descriptors.let_go(self._fingerprint)
+        self._is_wanted = False
 
     def look(self) -> bool:
         """Open segments that are new, and forget those that are gone, at most every few seconds.
 
-        Returns whether there were any: entries are others then.
+        Returns whether there were any, or rows of those that are gone are found elsewhere: entries are others
+        then.
         """
+        changed = self._look()
+        return self._places.restore() or changed
+
+    def _look(self) -> bool:
         now = time.monotonic()
         if now - self._looked < _LOOK_EVERY:
             return False
@@ -135,20 +148,12 @@ class Located:
             self._changed = -1  # look again
             self._on_fault(error, self._directory.folder(self.namespace))
             return False
-        changes = self._forget_missing({entry.name for entry in entries})
-        changes += [self.open(e.name) for e in entries if e.name not in self.names]
+        missing = self._numbers.keys() - {entry.name for entry in entries}  # others have deleted them
+        self.remove_files(missing)
+        opened = [self.open(e.name) for e in entries if e.name not in self.names]
         if entries:
             self.hold()
-        return any(changes)
-
-    def _forget_missing(self, names: set[str]) -> list[bool]:
-        """Forget segments that another process has deleted; one True for each."""
-        gone = []
-        for number, source in list(self.sources.items()):
-            if isinstance(source, Segment) and os.path.basename(source.path) not in names:
-                self.remove(number)
-                gone.append(True)
-        return gone
+        return bool(missing) or any(opened)
 
     def open(self, name: str) -> bool:
         """Open one segment; whether it has rows for us."""
@@ -172,93 +177,55 @@ class Located:
             return False  # somebody renamed the folder
         number = self._number()
         self.sources[number] = segment
+        self._numbers[name] = number
         assert segment.keys is not None
-        self.add(segment.keys, number, 0)
+        self._places.add(segment.keys, number, 0)
         segment.keys = None
         return True
 
     def find(self, words: Words) -> Entries:
         """Entry of each key, or -1."""
-        return self._index.find(words)
+        return self._places.find(words)
 
     def where(self, entries: Entries) -> tuple[Entries, Entries]:
         """Source and row of entries."""
-        locations = self._locations[entries]
-        return locations >> 32, locations & 0xFFFFFFFF
+        return self._places.where(entries)
 
-    def add(self, keys: Array, number: int, first: int) -> None:
-        """Rows `first` and up of a source are under these keys; the first source of a key stays its own."""
-        words: Words = keys.view("<u8")
-        rows = np.arange(first, first + len(words))
-        absent = self._index.find(words) < 0
-        if not absent.all():
-            words, rows = words[absent], rows[absent]
-        low = np.sort(words[:, 0])
-        if (low[1:] == low[:-1]).any():  # in files of strangers only
-            distinct = np.unique(words, axis=0, return_index=True)[1]
-            words, rows = words[distinct], rows[distinct]
-        if len(words) < len(keys):
-            self._shadowed[number] = self._shadowed.get(number, 0) + len(keys) - len(words)
-        count = len(self._index)
-        if count + len(words) > len(self._locations):
-            size = max(count + len(words), int(len(self._locations) * _GROWTH))
-            self._locations = np.concatenate([self._locations[:count], np.empty(size - count, np.int64)])
-            table = np.empty((size, 2), np.uint64)
-            table[:count] = self._index.keys[:count]
-            self._index.keys = table
-        self._index.add(words)
-        self._locations[count : count + len(words)] = number << 32 | rows
+    def add(self, keys: Array, source: Pending, first: int) -> None:
+        """Rows `first` and up of a segment to be are under these keys."""
+        self.sources[source.number] = source
+        self._places.add(keys, source.number, first)
 
-    def remove(self, number: int, *, is_damaged: bool = False) -> int:
-        """Forget a source; how many rows are gone. A file that is not damaged may come back."""
-        source = self.sources.pop(number, None)
-        if source is None:
+    def sealed(self, number: int, segment: Segment) -> None:
+        """A segment to be is a file now."""
+        if number in self.sources:
+            self.sources[number] = segment
+            self._numbers[os.path.basename(segment.path)] = number
+
+    def remove(self, numbers: Collection[int], damaged: Collection[int] = ()) -> int:
+        """Forget sources; how many rows are gone. Files that are not damaged may come back.
+
+        Rows that other sources have too are found again after the next look.
+        """
+        gone = {number: self.sources.pop(number) for number in numbers if number in self.sources}
+        if not gone:
             return 0
-        count = len(self._index)
-        entries = np.flatnonzero(self._locations[:count] >> 32 == number)
-        moved, target = self._index.remove(entries)
-        self._locations[target] = self._locations[moved]
-        self._shadowed.pop(number, None)
-        if isinstance(source, Segment):
-            self._descriptors.forget(source.path)
-            if not is_damaged:
-                self.names.discard(os.path.basename(source.path))
-                self._changed = -1
-        for other in list(self._shadowed):
-            self._restore(other)
-        return count - len(self._index)
+        for number, source in gone.items():
+            if isinstance(source, Segment):
+                name = os.path.basename(source.path)
+                self._descriptors.forget(source.path)
+                self._numbers.pop(name, None)
+                if number not in damaged:
+                    self.names.discard(name)
+                    self._changed = -1
+        return self._places.remove(gone)
+
+    def remove_files(self, names: Iterable[str]) -> int:
+        """Forget the sources that are files of these names; how many rows are gone."""
+        return self.remove([self._numbers[name] for name in names if name in self._numbers])
 
     def forget_pending(self) -> None:
         """In a forked child: forget what the parent writes, to find it when it is sealed."""
-        for number in [n for n, source in self.sources.items() if isinstance(source, Pending)]:
-            self.remove(number)
-        paths = [source.path for source in self.sources.values() if isinstance(source, Segment)]
-        self.names = set(map(os.path.basename, paths))
+        self.remove([number for number, source in self.sources.items() if isinstance(source, Pending)])
+        self.names = set(self._numbers)
         self._changed = -1
-
-    def number_of(self, name: str) -> int | None:
-        """The source that is a file of this name."""
-        for number, source in self.sources.items():
-            if isinstance(source, Segment) and os.path.basename(source.path) == name:
-                return number
-        return None
-
-    def _restore(self, number: int) -> None:
-        """Add the keys of a source that another source had, and has no longer."""
-        source = self.sources[number]
-        self._shadowed.pop(number)
-        try:
-            if isinstance(source, Segment):
-                again = Segment.open(self._directory.fs, self._descriptors, source.path, limit=self._limit)
-                assert again.keys is not None
-                keys = again.keys
-            else:
-                keys = source.keys()
-        except (OSError, DamagedError, NewerFormatError, TooLargeError, OptionError, UnknownClassError):
-            return  # reading its other rows will tell
-        entries = self._index.find(keys.view("<u8"))
-        absent = np.flatnonzero(entries < 0)
-        for row in absent.tolist():  # seldom any, and then few
-            self.add(keys[row : row + 1], number, row)
-        if (self._locations[entries[entries >= 0]] >> 32 != number).any():
-            self._shadowed[number] = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,7 +127,7 @@ class Pending:
     nbytes, count : int
         Bytes and rows.
     since : float
-        When the first came, of `time.monotonic`.
+        When the first came, by the writer's clock.
     name : str
         Of the file, when it is about to be written.
     dropped : bool
@@ -139,13 +138,13 @@ class Pending:
         Whether they have been written, or could not be.
     """
 
-    def __init__(self, namespace: bytes, number: int) -> None:
+    def __init__(self, namespace: bytes, number: int, since: float) -> None:
         self.namespace = namespace
         self.number = number
         self.batches: list[tuple[Keys, Held]] = []
         self.nbytes = 0
         self.count = 0
-        self.since = time.monotonic()
+        self.since = since
         self.name = ""
         self.dropped = False
         self.thread = 0

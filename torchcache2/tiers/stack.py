@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from torchcache2.directory import CacheDirectory, NewerDirectoryError
+from torchcache2.errors import OptionError
 from torchcache2.keys import Keys
 from torchcache2.locks import ProcessLock
 from torchcache2.logs import logger
@@ -121,17 +122,22 @@ class TierStack:
                     self._has_no_folder = True
                     return None
                 path = scratch.path if scratch is not None else str(folder)
-                self._disk = DiskTier(
-                    path,
-                    self.settings.persistent_budget(path),
-                    self.settings.policy,
-                    self.settings.compression,
-                    self.settings.compression_quality,
-                    queue=queue_limit(self.settings.memory_budget()),
-                    in_use=self._users.namespaces,
-                    describe=lambda namespace, known=self._described: known.get(namespace, {}),  # type: ignore[misc]
-                    temporary=scratch is not None,
-                )
+                try:
+                    self._disk = DiskTier(
+                        path,
+                        self.settings.persistent_budget(path),
+                        self.settings.policy,
+                        self.settings.compression,
+                        self.settings.compression_quality,
+                        queue=queue_limit(self.settings.memory_budget()),
+                        in_use=self._users.namespaces,
+                        describe=lambda namespace, known=self._described: known.get(namespace, {}),  # type: ignore[misc]
+                        temporary=scratch is not None,
+                    )
+                except OptionError as error:  # the folder was good when something was decorated
+                    logger.warning("%s; rows stay in memory", str(error))
+                    self._has_no_folder = True
+                    return None
                 # At exit both see to themselves.
                 self._finalizer = weakref.finalize(self, _close, self._disk, scratch)
                 self._finalizer.atexit = False

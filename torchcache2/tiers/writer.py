@@ -3,6 +3,11 @@
 Rows join an open segment of their kind. It is written when it is large enough or some seconds old, when
 somebody flushes, and at exit. Whoever flushes writes too: at exit no thread can be started.
 
+A job that computes slowly for hours would leave thousands of segments if each were written after some
+seconds. So the rows of a namespace may wait for a small share of the time that its rows have waited so far:
+the number of segments grows with the logarithm of the time, and what a kill may lose stays a small share of
+what there is.
+
 Each process has a queue of its own: a forked child starts with an empty one, and leaves the rows
 that waited when it was made to its parent.
 """
@@ -10,6 +15,7 @@ that waited when it was made to its parent.
 from __future__ import annotations
 
 import atexit
+import math
 import multiprocessing.process
 import multiprocessing.util
 import os
@@ -25,6 +31,8 @@ from torchcache2.tiers.pending import Pending
 __all__ = ["Writer"]
 
 _EXIT_PRIORITY = 10
+_SHARE = 0.02  # of the time that rows of a namespace have waited: so long may the next ones
+_LONGEST_DELAY = 600.0  # seconds
 Kind = tuple[bytes, Schema]
 
 
@@ -44,9 +52,11 @@ class Writer:
     limit : int
         Bytes that may wait.
     delay : float
-        Seconds after which a segment is written, however small.
+        Seconds after which a segment is written, however small; later ones wait longer.
     at_exit : callable
         Called when the process ends.
+    clock : callable
+        The time, in seconds.
     """
 
     def __init__(
@@ -59,6 +69,7 @@ class Writer:
         limit: int,
         delay: float,
         at_exit: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.target = target
         self.limit = limit
@@ -70,6 +81,10 @@ class Writer:
         self._forget = forget
         self._delay = delay
         self._at_exit = at_exit
+        self._clock = clock
+        self._waited: dict[bytes, float] = {}  # seconds, of segments that were written for their age
+        self._wakes = math.inf  # when the thread will look for old segments
+        self._most_bytes = 0  # that wait, if none was written since they were counted
         self._open: dict[Kind, Pending] = {}
         self._ready: deque[Pending] = deque()
         self._writing: list[Pending] = []
@@ -92,12 +107,14 @@ class Writer:
         """The segment that takes rows of a kind; with the lock held."""
         pending = self._open.get((namespace, kind))
         if pending is None or pending.dropped:
-            pending = self._open[namespace, kind] = Pending(namespace, number())
-            self._changed.notify_all()
+            pending = self._open[namespace, kind] = Pending(namespace, number(), self._clock())
+            if pending.since + self._delay_of(namespace) < self._wakes:
+                self._changed.notify_all()
         return pending
 
-    def added(self, pending: Pending, kind: Schema) -> None:
-        """Rows have joined a segment; with the lock held."""
+    def added(self, pending: Pending, kind: Schema, size: int) -> None:
+        """Rows of `size` bytes have joined a segment; with the lock held."""
+        self._most_bytes += size
         if pending.nbytes >= self.target:
             self._ready.append(self._open.pop((pending.namespace, kind)))
             self._changed.notify_all()
@@ -116,11 +133,13 @@ class Writer:
     def wait_for_room(self) -> None:
         """Return when no more waits than may; without the lock."""
         with self._lock:
-            while self.nbytes > self.limit and not self._ending and self._is_alive():
+            if self._most_bytes <= self.limit:
+                return
+            while self._is_full() and not self._ending and self._is_alive():
                 if not self._ready and not self._writing:
                     self._close_all()
                 self._changed.wait(1.0)
-            if self.nbytes <= self.limit or self._ending:
+            if self._ending or not self._is_full():
                 return
         self.flush()  # nobody else would
 
@@ -154,6 +173,11 @@ class Writer:
         if thread is not None and thread is not threading.current_thread() and self._is_alive():
             thread.join()
 
+    def _is_full(self) -> bool:
+        """Whether more waits than may; with the lock held."""
+        self._most_bytes = self.nbytes
+        return self._most_bytes > self.limit
+
     def _is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
@@ -185,15 +209,28 @@ class Writer:
             while not self._ready:
                 if self._ending:
                     return False
-                due = min((p.since + self._delay for p in self._open.values()), default=None)
-                now = time.monotonic()
-                if due is not None and due <= now:
-                    for kind, pending in list(self._open.items()):
-                        if pending.since + self._delay <= now:
-                            self._ready.append(self._open.pop(kind))
-                else:
-                    self._changed.wait(None if due is None else due - now)
+                left = self.close_old()
+                if not self._ready:
+                    self._wakes = self._clock() + left
+                    self._changed.wait(None if left == math.inf else left)
+                    self._wakes = math.inf
             return True
+
+    def close_old(self) -> float:
+        """Have segments written that are old enough; seconds until the next one is; with the lock held."""
+        now, least = self._clock(), math.inf
+        for kind, pending in list(self._open.items()):
+            delay = self._delay_of(pending.namespace)
+            if pending.since + delay > now:
+                least = min(least, pending.since + delay - now)
+                continue
+            self._ready.append(self._open.pop(kind))
+            self._waited[pending.namespace] = self._waited.get(pending.namespace, 0.0) + delay
+        return least
+
+    def _delay_of(self, namespace: bytes) -> float:
+        """Seconds that rows of a namespace may wait."""
+        return max(self._delay, min(_LONGEST_DELAY, _SHARE * self._waited.get(namespace, 0.0)))
 
     def _write_next(self) -> bool:
         """Write one segment that is ready; False if there is none."""
