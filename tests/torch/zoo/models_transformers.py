@@ -59,7 +59,14 @@ def llama():
 
 def t5():
     config = transformers.T5Config(
-        vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, use_cache=False
+        vocab_size=WORDS,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+        use_cache=False,
     )
     return transformers.T5ForConditionalGeneration(config)
 
