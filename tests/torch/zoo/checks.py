@@ -1,7 +1,8 @@
 """What holds for every model that is cached, and what an entry of the zoo is.
 
-An entry builds a model with random weights, the same ones after the same seed, and a batch. Inputs are keyword
-arguments: tensors in them are batched unless `shared` names the argument, everything else is passed as it is.
+An entry builds a model with random weights, the same ones after the same seed, and a batch. Inputs are
+keyword arguments: tensors in them are batched unless `shared` names the argument, everything else is passed
+as it is.
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ class Counted:
             raise BypassedError(check, f"bypassed: {after.bypasses}")
         found = after.hits - before.hits, after.misses - before.misses
         if found != (hits, misses):
-            raise ZooError(check, "%d hits and %d misses" % found + f", not {hits} and {misses}")
+            text = f"{found[0]} hits and {found[1]} misses, not {hits} and {misses}"
+            raise ZooError(check, text)
         return output
 
 
@@ -177,15 +179,17 @@ def check_weight(plain: nn.Module, cached: Counted, batch: dict[str, Any], expec
     """One weight is changed, and changed back."""
     twins = dict(cached.model.named_parameters())
     parameters = [item for item in plain.named_parameters() if item[1].is_floating_point()]
+    found = None
     for name, weight in parameters[: -_MOST_TRIED - 1 : -1]:
         before = weight.clone()
-        with torch.no_grad():
-            weight.mul_(1.5).add_(0.25)
+        weight.mul_(1.5).add_(0.25)
         if differ(plain(**batch), expected):
+            found = name, weight, before
             break
         weight.copy_(before)  # nothing depends on it
-    else:
+    if found is None:
         raise ZooError("weight", "no change of a weight changes the output")
+    name, weight, before = found
     check = f"weight {name}"
     twins[name].copy_(weight)
     check_same(check, cached(check, batch, hits=0, misses=4), plain(**batch))

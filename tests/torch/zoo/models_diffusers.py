@@ -91,6 +91,8 @@ ENTRIES = {
     "autoencoder": Entry(autoencoder, images, {"norm": swap("decoder.conv_norm_out", nn.Identity)}),
     "unet": Entry(unet, noise, {"time": set_on("time_proj", "flip_sin_to_cos", False)}),
     "pixart": Entry(pixart, pixart_noise, {"eps": set_on("norm_out", "eps", 0.5)}),
-    "flux": Entry(flux, packed_noise, {"rotation": set_on("pos_embed", "theta", 3)}, shared=("img_ids", "txt_ids")),
+    "flux": Entry(
+        flux, packed_noise, {"rotation": set_on("pos_embed", "theta", 3)}, shared=("img_ids", "txt_ids")
+    ),
     "text encoder": Entry(clip_text, sentences, {"skip": set_on("text_model", "eos_token_id", 4)}),
 }

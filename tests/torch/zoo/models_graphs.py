@@ -41,7 +41,9 @@ def traced():
 
 
 def resnet():
-    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"
+    )
     model = transformers.ResNetModel(config).eval()
     whole = nn.Sequential(model.embedder.embedder, model.embedder.pooler, *model.encoder.stages)
     return Named(torch.fx.symbolic_trace(whole))

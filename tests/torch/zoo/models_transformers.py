@@ -48,7 +48,9 @@ def spectra(count):
 
 
 def gpt2():
-    config = transformers.GPT2Config(vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False)
+    config = transformers.GPT2Config(
+        vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -145,6 +147,10 @@ def mamba():
     return transformers.MambaModel(config)
 
 
+def words(count):
+    return {"input_ids": texts(count)["input_ids"]}
+
+
 def with_hidden_states(model):
     model.config.output_hidden_states = True
 
@@ -161,17 +167,23 @@ def set_on(path, name, value):
 
 
 ENTRIES = {
-    "gpt2": Entry(gpt2, texts, {"hidden states": with_hidden_states, "activation": swap("transformer.h.0.mlp.act")}),
+    "gpt2": Entry(
+        gpt2, texts, {"hidden states": with_hidden_states, "activation": swap("transformer.h.0.mlp.act")}
+    ),
     "llama": Entry(llama, texts, {"scaling": set_on("model.layers.0.self_attn", "scaling", 2.0)}),
     "t5": Entry(t5, pairs, {"eps": set_on("encoder.final_layer_norm", "variance_epsilon", 0.5)}),
     "bart": Entry(bart, pairs, {"activation": swap("decoder.layers.0.activation_fn")}),
-    "bert": Entry(bert, texts, {"hidden states": with_hidden_states, "pooler": swap("pooler.activation", nn.ReLU)}),
+    "bert": Entry(
+        bert, texts, {"hidden states": with_hidden_states, "pooler": swap("pooler.activation", nn.ReLU)}
+    ),
     "distilbert": Entry(distilbert, texts, {"eps": set_on("distilbert.embeddings.LayerNorm", "eps", 0.1)}),
-    "deberta": Entry(deberta, texts, {"activation": swap("encoder.layer.0.intermediate.intermediate_act_fn")}),
+    "deberta": Entry(
+        deberta, texts, {"activation": swap("encoder.layer.0.intermediate.intermediate_act_fn")}
+    ),
     "vit": Entry(vit, images, {"norm": swap("layernorm", nn.Identity)}),
     "clip vision": Entry(clip_vision, images, {"hidden states": with_hidden_states}),
     "clip text": Entry(clip_text, sentences, {"end of a text": set_on("text_model", "eos_token_id", 5)}),
     "swin": Entry(swin, images, {"norm": swap("layernorm", nn.Identity)}),
     "wav2vec2": Entry(wav2vec2, sounds, {"hidden states": with_hidden_states}),
-    "mamba": Entry(mamba, lambda count: {"input_ids": texts(count)["input_ids"]}, {"norm": swap("norm_f", nn.Identity)}),
+    "mamba": Entry(mamba, words, {"norm": swap("norm_f", nn.Identity)}),
 }
