@@ -213,3 +213,61 @@ def check_edit(name: str, edit: Edit, plain: nn.Module, cached: Counted, batch: 
     except BypassedError:  # transformers adds hooks in the first forward that is to capture something
         check_same(name, cached(name, batch, hits=0, misses=4), after)
     check_same(name, cached(name, batch, hits=4, misses=0), after)
+
+
+def check_guessed_edits(entry: Entry) -> None:
+    """Edits of a model that nobody has looked at: a number of a norm, and another module in a place."""
+    plain = seeded(entry.build)
+    cached = Counted(copy.deepcopy(plain), entry.shared)
+    batch = some_items(entry, all_items(entry), FIRST)
+    cached("before edits", batch, hits=0, misses=4)
+    for name, edit in (("eps", _with_other_eps), ("swapped", _with_swapped_module)):
+        expected = plain(**batch)
+        for place in [place for place, module in plain.named_modules() if edit(module) is not None][-3:]:
+            twin = copy.deepcopy(plain)
+            twin.set_submodule(place, edit(twin.get_submodule(place)))
+            try:
+                works = differ(twin(**batch), expected)
+            except TimeoutError:
+                raise
+            except Exception:  # what is put in its place does not fit
+                works = False
+            if works:
+                check_edit(f"{name} of {place}", _put(place, edit), plain, cached, batch)
+                break
+
+
+def _put(place: str, edit: Callable[[nn.Module], nn.Module | None]) -> Edit:
+    def change(model: nn.Module) -> None:
+        model.set_submodule(place, edit(model.get_submodule(place)))
+
+    return change
+
+
+def _with_other_eps(module: nn.Module) -> nn.Module | None:
+    for name in ("eps", "variance_epsilon"):
+        if isinstance(vars(module).get(name), float):
+            module = copy.copy(module)
+            setattr(module, name, 0.5)
+            return module
+    return None
+
+
+def _with_swapped_module(module: nn.Module) -> nn.Module | None:
+    is_activation = type(module).__module__ == nn.ReLU.__module__ and not any(
+        True for _ in module.parameters()
+    )
+    return nn.Tanh() if is_activation and not isinstance(module, nn.Tanh) else None
+
+
+def check_passed_through(entry: Entry) -> None:
+    """What is not cached still gives what it gives without the cache."""
+    plain = seeded(entry.build)
+    cached = torchcache(copy.deepcopy(plain), shared_args=entry.shared)
+    everything = all_items(entry)
+    for positions in (FIRST, FIRST, PERMUTED, HALF_KNOWN):
+        batch = some_items(entry, everything, positions)
+        torch.manual_seed(SEED)
+        expected = plain(**batch)
+        torch.manual_seed(SEED)
+        check_same(f"passed through {positions}", cached(**batch), expected, exact=False)

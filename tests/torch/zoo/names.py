@@ -5,9 +5,10 @@ It is run under several hash seeds, and as a copy in several folders.
 
 import json
 import logging
+import tempfile
 
-from tests.torch.zoo.checks import FIRST, all_items, seeded, some_items
-from tests.torch.zoo.models import ENTRIES
+from tests.torch.zoo.checks import FIRST, Entry, all_items, seeded, some_items
+from tests.torch.zoo.models import ENTRIES, models_diffusers, models_transformers
 from torchcache2 import torchcache
 
 
@@ -22,6 +23,25 @@ class Heard(logging.Handler):
         self.texts.append(record.getMessage())
 
 
+def loaded(entry):
+    """The same model as it is when it has been loaded from a folder, each time from another one."""
+
+    def build():
+        model = entry.build()
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            return type(model).from_pretrained(folder)
+
+    return Entry(build, entry.inputs, shared=entry.shared)
+
+
+LOADED = {
+    "loaded gpt2": loaded(models_transformers.ENTRIES["gpt2"]),
+    "loaded bert": loaded(models_transformers.ENTRIES["bert"]),
+    "loaded autoencoder": loaded(models_diffusers.ENTRIES["autoencoder"]),
+}
+
+
 def names(entry):
     model = torchcache(seeded(entry.build), shared_args=entry.shared)
     before = model.cache_instance.module_hash
@@ -33,7 +53,7 @@ def main():
     heard = Heard()
     logging.getLogger("torchcache2").handlers = [heard]
     found = {}
-    for name, entry in ENTRIES.items():
+    for name, entry in (ENTRIES | LOADED).items():
         heard.texts.clear()
         try:
             found[name] = {"names": names(entry)}

@@ -33,7 +33,7 @@ def found(tmp_path_factory):
     return [json.loads(out.read_text()) for _, out in processes]
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", [*ENTRIES, "loaded gpt2", "loaded bert", "loaded autoencoder"])
 def test_the_namespace_is_that_of_another_process(name, found):
     first, second = (each[name] for each in found)
     assert "error" not in first, first["error"]
