@@ -180,7 +180,7 @@ def check_weight(plain: nn.Module, cached: Counted, batch: dict[str, Any], expec
     twins = dict(cached.model.named_parameters())
     parameters = [item for item in plain.named_parameters() if item[1].is_floating_point()]
     found = None
-    for name, weight in parameters[: -_MOST_TRIED - 1 : -1]:
+    for name, weight in (parameters[-_MOST_TRIED:] + parameters[:-_MOST_TRIED][:_MOST_TRIED])[::-1]:
         before = weight.clone()
         weight.mul_(1.5).add_(0.25)
         if differ(plain(**batch), expected):
@@ -223,7 +223,8 @@ def check_guessed_edits(entry: Entry) -> None:
     cached("before edits", batch, hits=0, misses=4)
     for name, edit in (("eps", _with_other_eps), ("swapped", _with_swapped_module)):
         expected = plain(**batch)
-        for place in [place for place, module in plain.named_modules() if edit(module) is not None][-3:]:
+        places = [place for place, module in plain.named_modules() if place and edit(module) is not None]
+        for place in places[-3:]:
             twin = copy.deepcopy(plain)
             twin.set_submodule(place, edit(twin.get_submodule(place)))
             try:

@@ -1,5 +1,6 @@
 """Families of transformers: the base model of each configuration that can be made tiny."""
 
+import contextlib
 import functools
 import inspect
 from typing import Any
@@ -56,6 +57,8 @@ def _entry(kind: str) -> Entry:
         model_class = MODEL_MAPPING[type(config)]
     except TimeoutError:
         raise
+    except KeyError as error:
+        raise SkippedError("a part without a base model of its own") from error
     except Exception as error:
         raise SkippedError(f"no tiny configuration: {type(error).__name__}") from error
     if isinstance(model_class, (list, tuple)):
@@ -95,7 +98,15 @@ def _tiny(kind: type) -> Any:
         inner = getattr(whole, name, None)
         if isinstance(inner, transformers.PretrainedConfig) and part is not transformers.AutoConfig:
             options[name] = _tiny(type(inner)).to_dict()
-    return kind(**options)
+    try:
+        return kind(**options)
+    except Exception:  # some sizes do not go together: those that do, one by one
+        accepted: dict[str, Any] = {}
+        for name, value in options.items():
+            with contextlib.suppress(Exception):
+                kind(**accepted, **{name: value})
+                accepted[name] = value
+        return kind(**accepted)
 
 
 def _guesses(model: nn.Module) -> list[Any]:

@@ -1,6 +1,7 @@
 """What real models do that cannot be cached: it works as it does without the cache."""
 
 import copy
+import dataclasses
 
 import diffusers
 import pytest
@@ -154,3 +155,51 @@ class Encoder(torch.nn.Module):
 
     def forward(self, features):
         return self.model(**features).logits.mean(1)
+
+
+class Shy:
+    """An object that can be used, but not looked at."""
+
+    scale = 2.0
+
+    def __repr__(self):
+        raise RuntimeError("not now")
+
+
+class Strict:
+    """What the configurations of the newest transformers do with values that differ between layers."""
+
+    def __getattribute__(self, name):
+        if name == "heads":
+            raise RuntimeError("ask for the heads of a layer")
+        return super().__getattribute__(name)
+
+
+@dataclasses.dataclass
+class StrictConfig(Strict):
+    scale: float = 2.0
+    heads: int = 4
+
+
+class Slots:
+    __slots__ = ("other", "scale")
+
+    def __init__(self):
+        self.scale = 2.0
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def forward(self, x):
+        return x * self.value.scale
+
+
+@pytest.mark.parametrize("kind", [Shy, StrictConfig, Slots])
+def test_objects_that_raise_when_they_are_looked_at(kind):
+    cached = torchcache(Holder(kind()))
+    x = torch.rand(4, 3)
+    for _ in range(2):
+        assert torch.equal(cached(x), x * 2)
