@@ -158,7 +158,10 @@ def check_entry(entry: Entry) -> None:
     batch = some_items(entry, everything, FIRST)
     expected = plain(**batch)
 
-    output = cached("first call", batch, hits=0, misses=4)
+    try:
+        output = cached("first call", batch, hits=0, misses=4)
+    except BypassedError:  # some set themselves up in their first forward
+        output = cached("first call", batch, hits=0, misses=4)
     check_same("first call", output, expected)
     check_same("second call", cached("second call", batch, hits=4, misses=0), expected)
 
@@ -220,7 +223,7 @@ def check_guessed_edits(entry: Entry) -> None:
     plain = seeded(entry.build)
     cached = Counted(copy.deepcopy(plain), entry.shared)
     batch = some_items(entry, all_items(entry), FIRST)
-    cached("before edits", batch, hits=0, misses=4)
+    cached.model(**batch)
     for name, edit in (("eps", _with_other_eps), ("swapped", _with_swapped_module)):
         expected = plain(**batch)
         places = [place for place, module in plain.named_modules() if place and edit(module) is not None]
