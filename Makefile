@@ -28,13 +28,14 @@ bench: $(VENV)/bench
 docs: $(VENV)/docs
 	$(VENV)/bin/sphinx-build -W -b html docs .docs
 
-soak: $(VENV)/test
+soak: $(VENV)/test $(VENV)/zoo
 	SOAK=1 $(RUN) -m pytest -s
 
 # The builds of old torch that a registry has bring CUDA libraries: some gigabytes. The transformers of
-# today do not work with it. Left out is what tests processes, files and commands rather than torch.
+# today do not work with it, so neither does the zoo of models. Left out is also what tests processes, files and
+# commands rather than torch.
 lowest: $(VENV)-lowest/installed
-	$(VENV)-lowest/bin/python -m pytest $(patsubst %,--ignore=tests/test_%.py,$(NOT_TORCH))
+	$(VENV)-lowest/bin/python -m pytest $(patsubst %,--ignore=tests/test_%.py,$(NOT_TORCH)) --ignore=tests/torch/zoo
 
 $(VENV)-lowest/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-lowest
