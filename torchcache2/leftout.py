@@ -11,6 +11,7 @@ import re
 import types
 from typing import NamedTuple
 
+from torchcache2 import sources
 from torchcache2.compiled import code_objects
 
 __all__ = ["LeftOut", "left_out"]
