@@ -115,21 +115,19 @@ class Computation:
         content = self._content(args, kwargs, inputs)
         undo = None if whole else _Undo(cache.keeper, self._seen, self._root)
         state = RandomState(cache.keeper.generators)
+        failure = ""
         try:
             output = yield from self._run(args, kwargs, state if suspect else None)
         except Exception as error:
             if all_positions:
                 raise
-            failure: Exception | None = error
-        else:
-            failure = None
-        if failure is not None:
+            failure = f"the forward of {len(positions)} of its {call.batch_size} items raises {error!r}"
+        if failure:
             # If the caller's own call raises, too, that is what the caller sees.
             if undo is not None:
                 undo()
             output = yield from cache.run(self._plain, call.args, call.kwargs)
-            text = f"the forward of {len(positions)} of its {call.batch_size} items raises {failure!r}"
-            raise NotStoredError("batch", f"{text}; {ADVICE['batch']}", output)
+            raise NotStoredError("batch", f"{failure}; {ADVICE['batch']}", output)
         reason = None
         if (not suspect or cache.random.is_suspect(self.context)) and state.moved():
             reason = "random"
