@@ -78,7 +78,8 @@ def run(path, base=Net, **options):
     class Cached(base):
         forward = base.forward
 
-    return torchcache(persistent=True, persistent_cache_dir=path, **options)(Cached)
+    options = {"persistent": True, "persistent_cache_dir": path, "probe": False} | options
+    return torchcache(**options)(Cached)
 
 
 def counts(cached):

@@ -117,7 +117,8 @@ class Sealing:
         def enter() -> Descriptor | None:
             nonlocal extra
             made = self._directory.enter(pending.namespace, described)
-            extra = self._fs.size(made) if made is not None else 0  # perhaps it is new
+            with contextlib.suppress(OSError):
+                extra = self._fs.size(made) if made is not None else 0  # perhaps it is new
             return made
 
         for is_last in (False, True):
