@@ -19,6 +19,7 @@ from torchcache2.entries import (
     Digests,
     ValueEncoder,
     entry_digests,
+    is_plain_sequence,
     is_sequence,
     mapping_state,
     take_entries,
@@ -279,7 +280,7 @@ class _ArgumentEncoder(ValueEncoder):
 
     def item_argument(self, value: Any, path: str) -> bytes:
         """List the entries of a sequence; the bytes of what it is besides."""
-        if not is_sequence(value):
+        if not is_plain_sequence(value):
             raise InputError(
                 f"argument {path} is a {type(value).__qualname__}: item_args expects a list, tuple or array "
                 "with one entry per item"
