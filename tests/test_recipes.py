@@ -32,6 +32,7 @@ WARNINGS = {
         TORCH_LOAD,
     ],
     "accelerate": [],
+    "prompts": [],
     "trainer": [TORCH_LOAD],
 }
 
@@ -233,7 +234,65 @@ def claims_of_trainer(page):
     assert (stats.hits, stats.misses, stats.bypasses) == (0, 0, {"training": 4 * 512})
 
 
+def claims_of_prompts(page):
+    from transformers import CLIPTextModelWithProjection
+
+    encode, config = page.encode, page.text_model.config
+    batch = page.captions[:8]
+    plain = encode.__wrapped__(batch)
+    assert torch.equal(encode(batch), plain)
+    assert asked(encode, encode, tuple(batch)) == (0, 8, {})  # a tuple is not a list
+    assert asked(encode, encode, batch[::-1]) == (8, 0, {})
+    assert asked(encode, encode, "a red cat") == (0, 0, {"argument": 1})
+    encode.cache_instance.flush()
+    assert list(Path(page.folder).glob("*/*.safetensors"))
+
+    namespaces = [encode.cache_instance.module_hash]
+
+    def assert_another_namespace():
+        encode.cache_instance.refresh()
+        namespaces.append(encode.cache_instance.module_hash)
+        assert len(set(namespaces)) == len(namespaces)
+
+    assert asked(encode, encode, batch) == (8, 0, {})
+    with torch.no_grad():
+        page.text_model.final_layer_norm.bias += 1
+    assert asked(encode, encode, batch) == (0, 8, {})
+    assert torch.equal(encode(batch), encode.__wrapped__(batch))
+    assert not torch.equal(encode(batch), plain)
+    page.tokenizer.add_tokens(["teapot"])
+    assert_another_namespace()
+    page.tokenizer.padding_side = "left"
+    assert_another_namespace()
+
+    tokenizer, first = page.tokenizer, page.text_model
+    second = CLIPTextModelWithProjection(config).requires_grad_(False).eval()
+
+    def encode_both(prompts, sizes, padding="max_length"):
+        tokens = tokenizer(prompts, padding=padding, truncation=True, max_length=16, return_tensors="pt")
+        pooled = second(tokens.input_ids, output_hidden_states=True)
+        hidden = first(tokens.input_ids, output_hidden_states=True).hidden_states[-2]
+        hidden = torch.cat([hidden, pooled.hidden_states[-2]], dim=-1)
+        return {"hidden": hidden, "pooled": pooled.text_embeds, "sizes": torch.tensor(sizes)}
+
+    cached = torchcache(item_args=("prompts", "sizes"))(encode_both)
+    sizes = [(512, 64 * number) for number in range(8)]
+    for part in (slice(0, 6), slice(2, 8), slice(None, None, -1)):
+        output, expected = cached(batch[part], sizes[part]), encode_both(batch[part], sizes[part])
+        assert list(output) == list(expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(output[name], value)
+    assert cache(cached).misses == 8
+    assert asked(cached, cached, batch, sizes[::-1]) == (0, 8, {})
+    longest = ["a red cat at sea", "a cat", "a boat", "a lamp"]
+    assert asked(cached, cached, longest, sizes[:4], "longest") == (0, 0, {"batch": 4})
+
+    stored_row = 77 * 768 * 4
+    assert round(stored_row / 1000) == 237
+
+
 CLAIMS = {
+    "prompts": claims_of_prompts,
     "lightning": claims_of_lightning,
     "accelerate": claims_of_accelerate,
     "trainer": claims_of_trainer,

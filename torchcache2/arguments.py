@@ -19,13 +19,14 @@ from torchcache2.entries import (
     Digests,
     ValueEncoder,
     entry_digests,
+    is_plain_sequence,
     is_sequence,
     mapping_state,
     take_entries,
     take_mapping,
 )
 from torchcache2.errors import InputError, OptionError, UnhashableArgumentError, hint
-from torchcache2.gather import select
+from torchcache2.gather import is_channels_last, select
 from torchcache2.modes import modes
 
 __all__ = ["BoundCall", "Signature", "UncachedArgumentError"]
@@ -60,8 +61,10 @@ class BoundCall:
     context : bytes
         Canonical bytes of the other arguments, `aligned` ones included.
     batch_size : int
-    shared, item_args : tuple of str
-        Parameters whose tensors belong to the whole batch, and those with one entry per item.
+    taken, aligned_ids : set of int
+        The identities of the sequences of `entries` and of `aligned`.
+    shared : tuple of str
+        Parameters whose tensors belong to the whole batch.
     shared_tensors : list of Tensor
         Tensors that belong to the whole batch, or are in entries.
     """
@@ -74,8 +77,9 @@ class BoundCall:
     aligned: list[tuple[str, Digests]]
     context: bytes
     batch_size: int
+    taken: set[int]
+    aligned_ids: set[int]
     shared: tuple[str, ...]
-    item_args: tuple[str, ...]
     shared_tensors: list[Tensor]
 
     @property
@@ -101,21 +105,27 @@ class BoundCall:
         """
         index = {device: positions.to(device) for device in {t.device for _, t in self.leaves}}
         picked = {id(t): select(t, index[t.device]) for _, t in self.leaves}
-        item_args = {*self.item_args, *(path for path, _ in self.aligned if aligned)}
+        taken = self.taken | self.aligned_ids if aligned else self.taken
+
+        def has_entries(value: Any) -> bool:
+            return id(value) in taken
 
         def replaced(leaf: Any) -> Any:
+            if has_entries(leaf):
+                return take_entries(leaf, positions)
             if isinstance(leaf, UserDict):
-                return take_mapping(leaf, positions, lambda item: pytree.tree_map(replaced, item))
+                return take_mapping(leaf, positions, each)
             return picked.get(id(leaf), leaf)
+
+        def each(value: Any) -> Any:
+            return pytree.tree_map(replaced, value, is_leaf=has_entries)
 
         def pick(name: str, value: Any) -> Any:
             if name in self.shared:
                 return value
             if isinstance(value, Tensor):
                 return picked[id(value)]
-            if name in item_args and is_sequence(value):
-                return take_entries(value, positions)
-            return pytree.tree_map(replaced, value)
+            return each(value)
 
         args = tuple([pick(name, value) for name, value in zip(self.names, self.args, strict=True)])
         return args, {name: pick(name, value) for name, value in self.kwargs.items()}
@@ -202,8 +212,9 @@ class Signature:
             if value is _MISSING:
                 if parameter.default is _KINDS.empty:
                     continue  # *args or **kwargs without any
-                parts += [name.encode(), self._encode_default(parameter)]
-                if is_sequence(parameter.default) and name not in self._shared:
+                data = self._encode_default(parameter)
+                parts += [name.encode(), data]
+                if is_sequence(parameter.default) and name not in self._shared and data != _DEFAULT:
                     encoder.sequences.append((name, parameter.default))
             elif name == self._keywords:
                 for keyword, argument in value.items():
@@ -228,8 +239,9 @@ class Signature:
             [(path, entry_digests(value, path, ValueEncoder().encode)) for path, value in aligned],
             context,
             batch_size,
+            encoder.taken,
+            {id(value) for _, value in aligned},
             self._shared,
-            self._item_args,
             encoder.shared,
         )
 
@@ -260,6 +272,8 @@ class _ArgumentEncoder(ValueEncoder):
         Tensors that count by content.
     entries : list of (str, ndarray)
         Sequences with one entry per item, and the digests of their entries.
+    taken : set of int
+        The identities of those that `item_args` names.
     sequences : list of (str, sequence)
         Others, without tensors, that may have one entry per item.
     """
@@ -269,6 +283,7 @@ class _ArgumentEncoder(ValueEncoder):
         self.leaves: list[tuple[str, Tensor]] = []
         self.shared: list[Tensor] = []
         self.entries: list[tuple[str, Digests]] = []
+        self.taken: set[int] = set()
         self.sequences: list[tuple[str, Any]] = []
         self._is_shared = False
         self._unregistered = ""
@@ -279,7 +294,7 @@ class _ArgumentEncoder(ValueEncoder):
 
     def item_argument(self, value: Any, path: str) -> bytes:
         """List the entries of a sequence; the bytes of what it is besides."""
-        if not is_sequence(value):
+        if not is_plain_sequence(value):
             raise InputError(
                 f"argument {path} is a {type(value).__qualname__}: item_args expects a list, tuple or array "
                 "with one entry per item"
@@ -289,6 +304,7 @@ class _ArgumentEncoder(ValueEncoder):
 
     def _list_entries(self, value: Any, path: str) -> bytes:
         self.entries.append((path, entry_digests(value, path, self.encode)))
+        self.taken.add(id(value))
         return b"E" + self.kind(type(value), path)
 
     def _checked(self, encode: Callable[[], bytes]) -> bytes:
@@ -312,7 +328,9 @@ class _ArgumentEncoder(ValueEncoder):
             raise UncachedArgumentError(f"argument {path} is a meta tensor, without data")
         if self._is_shared:
             self.shared.append(value)
-            return super().tensor(value, path)
+            # Convolutions pass it on, as with batched tensors.
+            is_last = value.dim() in (4, 5) and is_channels_last(value)
+            return super().tensor(value, path) + (b"channels last" if is_last else b"")
         if self._unregistered:
             raise UnencodableError(
                 path, value, f"inside of {self._unregistered}, which is not a registered pytree node"

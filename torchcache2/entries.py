@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from xxhash import xxh3_128_digest
 
-from torchcache2.digest import Encoder, qualified_name, text_bytes
+from torchcache2.digest import Encoder, UnencodableError, qualified_name, text_bytes
 
 __all__ = [
     "Digests",
@@ -25,6 +25,7 @@ __all__ = [
     "argument_leaves",
     "entry_digests",
     "first_batch_size",
+    "is_plain_sequence",
     "is_sequence",
     "mapping_state",
     "take_entries",
@@ -33,7 +34,7 @@ __all__ = [
 
 Digests = np.ndarray[Any, np.dtype[np.uint8]]
 
-_NUMBERS = "biufcmM"  # kinds of arrays whose bytes are their values
+_ARRAYS = (np.ndarray, np.memmap)  # exactly: a masked array has a mask besides
 _ENTRIES = "_encodings"  # of a tokenizer's output: what it knows of each text
 
 
@@ -44,13 +45,19 @@ class ValueEncoder(Encoder):
         """Images of PIL, and what a tokenizer knows of a text."""
         images = sys.modules.get("PIL.Image")
         if images is not None and isinstance(value, images.Image):
-            # What converting an image reads besides its pixels is its palette and `info`.
-            palette = value.getpalette() if value.mode in ("P", "PA") else None
-            head = [value.mode, value.size, palette, value.format, dict(value.info)]
-            return b"B" + self.encode(head, path) + xxh3_128_digest(value.tobytes())
+            return b"B" + self._image(value, path)
         if qualified_name(type(value)) == "tokenizers.Encoding":
             return b"N" + self.encode(value.__getstate__(), path)
         return super().other(value, path)
+
+    def _image(self, image: Any, path: str) -> bytes:
+        if getattr(image, "is_animated", False):
+            raise UnencodableError(path, image, "with several frames, of which only one could count")
+        image.load()  # of a file; its `info` is complete only then
+        # What converting an image reads besides its pixels is its palette and `info`.
+        palette = image.palette and (image.palette.mode, image.getpalette(None))
+        head = [image.mode, image.size, palette, image.format, dict(image.info)]
+        return self.encode(head, path) + xxh3_128_digest(image.tobytes())
 
 
 def is_sequence(value: Any) -> bool:
@@ -60,15 +67,23 @@ def is_sequence(value: Any) -> bool:
     return isinstance(value, (list, tuple))
 
 
+def is_plain_sequence(value: Any) -> bool:
+    """Whether a value is a sequence that has nothing but its entries, so that some can be taken."""
+    return type(value) in (list, tuple, *_ARRAYS) and is_sequence(value)
+
+
 def entry_digests(value: Any, path: str, encode: Callable[[Any, str], bytes]) -> Digests:
     """A digest of each entry of a list, tuple or array of n entries, shape ``(n, 16)``."""
-    if isinstance(value, np.ndarray) and value.dtype.kind in _NUMBERS:
-        head = text_bytes(f"{value.dtype.str} {value.shape[1:]}")
-        rows = np.ascontiguousarray(value).reshape(len(value), -1)
-        digests = [xxh3_128_digest(head + row.tobytes()) for row in rows]
+    if isinstance(value, np.ndarray):
+        kind_of_item = value.dtype.descr if value.dtype.names else value.dtype.str
+        head = text_bytes(f"{kind_of_item} {value.shape[1:]}")
+        if value.dtype.hasobject:
+            rows = (encode(entry, f"{path}[{i}]") for i, entry in enumerate(value.tolist()))
+        else:
+            rows = (row.tobytes() for row in value)
+        digests = [xxh3_128_digest(head + row) for row in rows]
     else:
-        entries = value.tolist() if isinstance(value, np.ndarray) else value
-        digests = [xxh3_128_digest(encode(entry, f"{path}[{i}]")) for i, entry in enumerate(entries)]
+        digests = [xxh3_128_digest(encode(entry, f"{path}[{i}]")) for i, entry in enumerate(value)]
     return np.frombuffer(b"".join(digests), np.uint8).reshape(len(value), 16)
 
 
@@ -76,8 +91,13 @@ def take_entries(value: Any, positions: Tensor) -> Any:
     """The entries at some positions, in a sequence of the same kind."""
     if isinstance(value, np.ndarray):
         return value[positions.numpy()]
-    taken = [value[i] for i in positions.tolist()]
+    # Containers are copies: a forward that changes one is to change the caller's once, when it is run again.
+    taken = [pytree.tree_map(_own, value[i]) for i in positions.tolist()]
     return tuple(taken) if isinstance(value, tuple) else taken
+
+
+def _own(leaf: Any) -> Any:
+    return leaf.copy() if type(leaf) in (np.ndarray, set, bytearray) else leaf
 
 
 def mapping_state(value: UserDict[Any, Any]) -> tuple[dict[str, Any], list[Any] | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -26,28 +26,31 @@ def call_structure(call: BoundCall, *, values: bool) -> bytes:
     Entries of items never do.
     """
     arguments = [*zip(call.names, call.args, strict=True), *sorted(call.kwargs.items())]
-    contents = {path for path, _ in (*call.entries, *call.aligned)}
-    parts = [
-        f"{name} {_structure(value, values and name not in contents, _DEEPEST)}" for name, value in arguments
-    ]
+    contents = call.taken | call.aligned_ids
+    parts = [f"{name} {_structure(value, values, contents, _DEEPEST)}" for name, value in arguments]
     return digest([repr([parts, [path for path, _ in call.leaves]]).encode("utf-8", "surrogatepass")])
 
 
-def _structure(value: Any, values: bool, deeper: int) -> str:
+def _structure(value: Any, values: bool, contents: Set[int], deeper: int) -> str:
     kind = qualified_name(type(value))
+    values = values and id(value) not in contents
     if isinstance(value, Tensor):
         return f"{value.dtype} {value.dim()}"
     if isinstance(value, np.ndarray):
-        return f"{kind} {value.dtype.str} {value.ndim}"
+        # Texts are as long as the longest.
+        dtype = value.dtype.kind if value.dtype.kind in "SU" else value.dtype.str
+        return f"{kind} {dtype} {value.ndim}"
     if value is None or isinstance(value, bool):
         return repr(value)
     if isinstance(value, (int, str)) and values and len(str(value)) <= _LONG:
         return f"{kind} {value!r}"
     if deeper and isinstance(value, (list, tuple)):
-        elements = {_structure(element, values, deeper - 1) for element in value[:_MOST_ELEMENTS]}
+        elements = {_structure(element, values, contents, deeper - 1) for element in value[:_MOST_ELEMENTS]}
         return f"{kind} {sorted(elements)}"
     if deeper and isinstance(value, (dict, UserDict)):
         items: Mapping[Any, Any] = value
-        pairs = [(str(key), _structure(element, values, deeper - 1)) for key, element in items.items()]
+        pairs = [
+            (str(key), _structure(element, values, contents, deeper - 1)) for key, element in items.items()
+        ]
         return f"{kind} {sorted(pairs)}"
     return kind
