@@ -15,7 +15,7 @@ from torchcache2.describe import describe
 from torchcache2.digest import digest
 from torchcache2.fingerprint import Fingerprint, Walk
 from torchcache2.locks import ProcessLock
-from torchcache2.logs import logger
+from torchcache2.logs import listed, logger
 from torchcache2.modes import autocast_keeps_weights
 from torchcache2.purity import Attributes, Reason, depends_on_batch
 from torchcache2.settings import CacheSettings
@@ -216,7 +216,7 @@ class NamespaceKeeper:
         for name in sorted(walk.assigned):
             self._tell(logger.info, f"{name} is assigned by forward and not part of the key")
         if walk.unread and self._settings.persistent_module_hash is None:
-            names = ", ".join(sorted(set(walk.unread)))
+            names = listed(sorted(set(walk.unread)))
             self._tell(
                 logger.warning,
                 f"cannot read {names}: the cache is good for this process only, and changes there are "
@@ -233,7 +233,7 @@ class NamespaceKeeper:
         if self._tensors.unreadable:
             self._tell(
                 logger.warning,
-                f"cannot read the tensors {', '.join(self._tensors.unreadable)}: they count as new whenever "
+                f"cannot read the tensors {listed(self._tensors.unreadable)}: they count as new whenever "
                 "they may have changed, and the cache is good for this process only",
             )
         parts = dict(self._parts)
