@@ -35,6 +35,8 @@ LAYERS = [
     "cache",
     "bypass",
     "computation",
+    "probing",
+    "undo",
     "collectives",
     "probes",
     "structure",

@@ -245,10 +245,11 @@ class Part(nn.Module):
         print("computed")
         return x + 1
 
-Cached = torchcache(type("Cached", (Part,), {}))
-instance = torchcache()(Part())
+once = torchcache(probe=False)
+Cached = once(type("Cached", (Part,), {}))
+instance = once(Part())
 
-@torchcache
+@once
 def function(x):
     print("computed")
     return x + 1

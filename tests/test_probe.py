@@ -316,6 +316,88 @@ def test_sequences_that_have_to_be_sorted():
     assert encode.cache_instance.stats().hits == 8
 
 
+def padded_to_the_longest(x, lengths):
+    return x[:, : int(lengths.max())] * 2
+
+
+UNEVEN = [
+    [[5] * 8, [5, 5, 5, 5, 3, 5, 5, 2], [3, 2, 3, 2, 1, 3, 3, 3], [3] * 8],
+    [[5, 5, 5, 5, 3, 5, 5, 2], [5, 3, 5, 3, 5, 3, 5, 3], [5] * 8],
+    [[3] * 8, [5] * 8, [4] * 8],
+]
+
+
+@pytest.mark.parametrize("batches", UNEVEN)
+def test_a_length_that_the_batch_decides(batches):
+    cached = torchcache(padded_to_the_longest)
+    x = torch.randn(8, 5, 3)
+    for lengths in map(torch.tensor, batches):
+        for some in (range(8), range(2, 6), [4], [0, 1]):
+            index = torch.tensor(list(some))
+            args = x[index], lengths[index]
+            assert torch.equal(cached(*args), padded_to_the_longest(*args))
+    assert bypasses(cached)["batch"] > 0
+
+
+TEXTS = [
+    "a cat",
+    "a dog",
+    "an ox",
+    "a bird in the hand",
+    "two",
+    "a much longer sentence than that",
+    "!",
+    "? ?",
+]
+
+
+def encode(texts):
+    rows = [torch.tensor([len(word) for word in text.split()]) for text in texts]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def test_texts_that_are_padded_to_the_longest():
+    cached = torchcache(item_args=("texts",))(encode)
+    for some in (
+        TEXTS[:3],
+        TEXTS[:2],
+        [*TEXTS[:3], "a big cat"],
+        TEXTS,
+        TEXTS[4:],
+        TEXTS[:3],
+        ["an ox"],
+        TEXTS[2:5],
+    ):
+        assert torch.equal(cached(some), encode(some))
+    assert bypasses(cached)["batch"] > 0
+
+
+def test_texts_of_one_length_in_each_batch_are_cached():
+    cached = torchcache(item_args=("texts",))(encode)
+    batches = [
+        TEXTS[:3],
+        ["a b c", "d e f", "g h i"],
+        ["one", "two"],
+        [TEXTS[1], TEXTS[0]],
+        ["d e f", "x y z"],
+    ]
+    for some in batches:
+        assert torch.equal(cached(some), encode(some))
+    assert not bypasses(cached) and cached.cache_instance.stats().hits == 3
+
+
+def test_a_part_that_raises_later():
+    table = nn.EmbeddingBag(10, 3, mode="sum").requires_grad_(False)
+
+    @torchcache
+    def bags(ids, offsets):
+        return table(ids, offsets)
+
+    ids, offsets = torch.arange(6), torch.arange(6)
+    for rows, starts in ((ids, offsets), (ids[1:3], offsets[:2]), (ids, torch.tensor([0, 0, 1, 2, 2, 6]))):
+        assert torch.equal(bags(rows, starts), table(rows, starts))
+
+
 def test_dependence_is_not_looked_for_again_with_other_weights(sizes):
     class Centred(nn.Linear):
         def forward(self, x):
@@ -365,6 +447,15 @@ def test_what_was_found_out_is_remembered_on_disk(tmp_path, sizes):
     assert folder_of(tmp_path, sizes, doubled, [X, 3], [X], [Y]) == []
     (text,) = tmp_path.glob("*/fingerprint.json")
     assert sorted(json.loads(text.read_text())["probed"].values()) == [3, 3]
+
+
+def test_it_is_remembered_when_the_first_call_has_one_item(tmp_path, sizes):
+    def doubled(x):
+        SIZES.info(len(x))
+        return x * 2
+
+    folder_of(tmp_path, sizes, doubled, [X])
+    assert folder_of(tmp_path, sizes, doubled, [Y[:1]], [X]) == [1]
 
 
 def test_dependence_is_remembered_on_disk(tmp_path, sizes):

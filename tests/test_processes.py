@@ -172,7 +172,7 @@ ENDINGS = {
         """
         import threading
         threading.excepthook = lambda *_: None
-        threading.Thread(target=lambda: net(3)).start()
+        threading.Thread(target=lambda: 1 / 0).start()
         """,
     ),
     "a daemon thread that waits": (

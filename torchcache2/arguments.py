@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torchcache2.digest import Encoder, UnencodableError, sized, text_bytes
 from torchcache2.entries import (
     Digests,
+    Lengths,
     ValueEncoder,
     entry_digests,
     is_plain_sequence,
@@ -56,6 +57,8 @@ class BoundCall:
         Batched tensors with their paths.
     entries : list of (str, ndarray of uint8, shape (n, 16))
         Sequences with one entry per item, each with the digests of its entries.
+    lengths : ndarray of int64, shape (n,), or None
+        Bytes of the entries of each item; None if there are no such sequences.
     aligned : list of (str, ndarray of uint8, shape (n, 16))
         Sequences as long as the batch that nobody has said this of: an entry may belong to an item, or not.
     context : bytes
@@ -74,6 +77,7 @@ class BoundCall:
     names: tuple[str, ...]
     leaves: list[tuple[str, Tensor]]
     entries: list[tuple[str, Digests]]
+    lengths: Lengths | None
     aligned: list[tuple[str, Digests]]
     context: bytes
     batch_size: int
@@ -236,7 +240,8 @@ class Signature:
             names,
             encoder.leaves,
             encoder.entries,
-            [(path, entry_digests(value, path, ValueEncoder().encode)) for path, value in aligned],
+            sum(encoder.lengths[1:], encoder.lengths[0]) if encoder.lengths else None,
+            [(path, entry_digests(value, path, ValueEncoder().encode)[0]) for path, value in aligned],
             context,
             batch_size,
             encoder.taken,
@@ -283,6 +288,7 @@ class _ArgumentEncoder(ValueEncoder):
         self.leaves: list[tuple[str, Tensor]] = []
         self.shared: list[Tensor] = []
         self.entries: list[tuple[str, Digests]] = []
+        self.lengths: list[Lengths] = []
         self.taken: set[int] = set()
         self.sequences: list[tuple[str, Any]] = []
         self._is_shared = False
@@ -302,8 +308,13 @@ class _ArgumentEncoder(ValueEncoder):
         self._is_shared = True
         return self._checked(lambda: self._list_entries(value, path))
 
+    def _add_entries(self, value: Any, path: str) -> None:
+        digests, lengths = entry_digests(value, path, self.encode)
+        self.entries.append((path, digests))
+        self.lengths.append(lengths)
+
     def _list_entries(self, value: Any, path: str) -> bytes:
-        self.entries.append((path, entry_digests(value, path, self.encode)))
+        self._add_entries(value, path)
         self.taken.add(id(value))
         return b"E" + self.kind(type(value), path)
 
@@ -365,7 +376,7 @@ class _ArgumentEncoder(ValueEncoder):
         """A mapping that is no dict, such as a tokenizer's output."""
         state, entries = mapping_state(value)
         if entries is not None:
-            self.entries.append((f"{path}.entries", entry_digests(entries, path, self.encode)))
+            self._add_entries(entries, f"{path}.entries")
         with self._outside_pytree(value):
             besides = self.encode(state, path)
         return b"U" + self.kind(kind, path) + sized(besides) + Encoder.contents(self, value.data, path)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from operator import is_
 from typing import Any, Protocol
 
@@ -17,16 +18,20 @@ from torchcache2.batch import NotStoredError, WholeBatch
 from torchcache2.entries import argument_leaves
 from torchcache2.keys import Keys, item_keys
 from torchcache2.namespace import NamespaceKeeper, Seen
-from torchcache2.probe import Comparison, parts
+from torchcache2.probe import Comparison
 from torchcache2.probes import Kind
+from torchcache2.probing import Probing, copied
 from torchcache2.purity import ADVICE, versions
 from torchcache2.randomness import RandomContexts, RandomState
 from torchcache2.settings import CacheSettings
 from torchcache2.tracing import Steps
+from torchcache2.undo import Undo
 
-__all__ = ["Computation"]
+__all__ = ["Computation", "Shapes"]
 
 _MOST_KINDS = 10_000
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 class Computing(Protocol):
@@ -36,7 +41,11 @@ class Computing(Protocol):
     keeper: NamespaceKeeper
     signature: Signature
     random: RandomContexts
-    pure: set[bytes]
+    pure: dict[bytes, Shapes]
+
+    def decide_on_probe(self, computation: Computation, *, computes: bool) -> None:
+        """Have a computation probe its batch."""
+        ...
 
     def run(self, plain: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Steps[Any]:
         """Run the forward without the cache."""
@@ -53,9 +62,9 @@ class Computation:
         The call.
     context : bytes
         A digest of the namespace and the arguments that are not batched.
-    probe : (Kind, int), optional
-        If given, the whole batch is computed, and parts of it are computed by themselves and compared. The
-        kind of call that this tells about, and the strength of the probe.
+    probes : dict of Kind to int
+        If there are any, the whole batch is computed, and parts of it are computed by themselves and compared:
+        the kinds of call that this tells about, and the strength of the probe.
     """
 
     def __init__(
@@ -73,7 +82,8 @@ class Computation:
         self.bound = call
         self._seen = seen
         self.context = context
-        self.probe: tuple[Kind, int] | None = None
+        self.probes: dict[Kind, int] = {}
+        self._is_decided = False
         self.keys = self._keys(call)
         self._kind = self.keys.group
 
@@ -100,9 +110,12 @@ class Computation:
         known which arguments belong to the items.
         """
         call, cache = self.bound, self._cache
+        if not self._is_decided:
+            self._is_decided = True
+            cache.decide_on_probe(self, computes=True)
         suspect = cache.random.is_suspect(self.context)
         all_positions = len(positions) == call.batch_size
-        may_take = self.probe is None and not call.aligned and (suspect or self._kind in cache.pure)
+        may_take = not self.probes and not call.aligned and (suspect or self._kind in cache.pure)
         if not (all_positions or may_take):
             output = yield from self.steps(torch.arange(call.batch_size))
             return WholeBatch(output)
@@ -113,7 +126,7 @@ class Computation:
         inputs = [leaf for leaf in before if isinstance(leaf, Tensor)]
         counts = versions(inputs)
         content = self._content(args, kwargs, inputs)
-        undo = None if whole else _Undo(cache.keeper, self._seen, self._root)
+        undo = None if whole else Undo(cache.keeper, self._seen, self._root)
         state = RandomState(cache.keeper.generators)
         failure = ""
         try:
@@ -151,57 +164,33 @@ class Computation:
                 undo()
                 output = yield from cache.run(self._plain, call.args, call.kwargs)
             raise NotStoredError(reason, ADVICE[reason], output)
-        if self.probe is not None:
+        shapes = _shapes_of_items(output)
+        # All items of a batch have outputs of one shape: if other batches have others, that is up to the batch.
+        is_odd = cache.settings.probe and cache.pure.get(self._kind, shapes) != shapes and len(positions) > 0
+        if is_odd and not all_positions:
+            if undo is not None:
+                undo()
+            output = yield from self.steps(torch.arange(call.batch_size))
+            if _shapes_of_items(output) != shapes:
+                raise NotStoredError("batch", _odd_text(_shapes_of_items(output), shapes), output)
+            return WholeBatch(output)
+        if is_odd and call.lengths is None:
+            raise NotStoredError("batch", _odd_text(cache.pure[self._kind], shapes), output)
+        if self.probes or (is_odd and call.batch_size > 1):
+            probing = Probing(cache.keeper, self._seen, self._root, cache.settings.miss_batch == "pad")
+            compare = Comparison(output, call.batch_size, self.device, self.dtypes())
             # The forward may use the memory of its output again, for a part.
-            output = pytree.tree_map(_copied, output)
-            yield from self._probe(output)
-        if len(cache.pure) >= _MOST_KINDS:
-            cache.pure.clear()
-        cache.pure.add(self._kind)
-        return self._own(output, inputs) if all_positions else output
-
-    def _probe(self, output: Any) -> Steps[None]:
-        """Compute parts of the batch by themselves; raises if the rows of the whole batch are others."""
-        comparison = Comparison(output, len(self.keys), self.device, self.dtypes())
-        for part in parts(self.keys):
-            found = yield from self._probe_part(comparison, part, bool(self.bound.aligned))
-            if found is not None and self.bound.aligned:
-                # An argument as long as the batch has one entry per item, or else belongs to the whole batch.
-                found = yield from self._probe_part(comparison, part, False)
-            if isinstance(found, _RaisedText):
-                # What wants its items in some order, such as longest first, gets them in the caller's.
-                found = yield from self._probe_part(comparison, sorted(part), bool(self.bound.aligned))
-            if self.probe is None:
-                return
+            output = pytree.tree_map(copied, output)
+            forward = functools.partial(cache.run, self._plain)
+            found = yield from probing.dependence(call, self.keys, compare, forward)
             if found is not None:
                 raise NotStoredError("batch", f"{found}; {ADVICE['batch']}", output)
-
-    def _probe_part(
-        self, comparison: Comparison, part: Sequence[int], takes_aligned: bool
-    ) -> Steps[str | None]:
-        """How the output of some items differs if they are computed by themselves; None if it does not."""
-        keeper, count = self._cache.keeper, len(part)
-        if self._cache.settings.miss_batch == "pad":
-            size = min(1 << (count - 1).bit_length(), len(self.keys))
-            part = [*part, *[part[-1]] * (size - count)]
-        undo, state = _Undo(keeper, self._seen, self._root), RandomState(keeper.generators)
-        try:
-            positions = torch.tensor(part, dtype=torch.int64, device="cpu")
-            args, kwargs = self.bound.take(positions, aligned=takes_aligned)
-            alone = yield from self._cache.run(self._plain, args, kwargs)
-            return comparison.difference(alone, part)
-        except (MemoryError, torch.cuda.OutOfMemoryError):
-            self.probe = None  # which says nothing about the forward: the next call is probed
-            return None
-        except Exception as error:
-            return _RaisedText(f"the forward of {count} of its {len(self.keys)} items raises {error!r}")
-        finally:
-            # The same forward has left no trace just now, but for attributes that others read. What else it
-            # does for a part is undone, too; but what changes beside other threads may be theirs.
-            undo.attributes()
-            if threading.active_count() == 1:
-                undo()
-                state.restore()
+            if not probing.is_conclusive:
+                self.probes = {}
+        if len(cache.pure) >= _MOST_KINDS:
+            cache.pure.clear()
+        cache.pure[self._kind] = shapes
+        return self._own(output, inputs) if all_positions else output
 
     def _run(self, args: Any, kwargs: Mapping[str, Any], disturbed: RandomState | None) -> Steps[Any]:
         """Run the forward; with other random numbers than the caller's, if it is to draw none."""
@@ -247,38 +236,17 @@ class Computation:
         return own(output) if isinstance(output, Tensor) else pytree.tree_map(own, output)
 
 
-class _RaisedText(str):
-    """What is said of an exception."""
+def _shapes_of_items(output: Any) -> Shapes:
+    leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
+    return tuple([tuple(leaf.shape[1:]) for leaf in leaves if type(leaf) is Tensor and not leaf.is_nested])
 
-    __slots__ = ()
 
-
-class _Undo:
-    """Puts small buffers, attributes, and what containers hold, back to what they were."""
-
-    def __init__(self, keeper: NamespaceKeeper, seen: Seen, root: Any) -> None:
-        self._buffers = [(buffer, buffer.clone()) for buffer in seen.tensors.small_buffers()]
-        self._attributes = keeper.attributes(root)
-
-    def __call__(self) -> None:
-        for buffer, content in self._buffers:
-            if not torch.equal(buffer, content):
-                with torch.inference_mode():  # which buffers may have been made in
-                    buffer.copy_(content)
-        self._attributes.restore()
-
-    def attributes(self) -> None:
-        """Put back attributes of modules alone."""
-        self._attributes.restore_fields()
+def _odd_text(before: Shapes, now: Shapes) -> str:
+    return f"items of one shape have outputs of the shapes {before} and {now}; {ADVICE['batch']}"
 
 
 def _same(left: list[Any], right: list[Any]) -> bool:
     return len(left) == len(right) and all(map(is_, left, right))
-
-
-def _copied(leaf: Any) -> Any:
-    is_plain = type(leaf) is Tensor and leaf.layout == torch.strided
-    return leaf.clone() if is_plain and not (leaf.is_nested or leaf.is_quantized) else leaf
 
 
 def _storage(tensor: Tensor) -> int:

@@ -21,6 +21,7 @@ from torchcache2.digest import Encoder, UnencodableError, qualified_name, text_b
 
 __all__ = [
     "Digests",
+    "Lengths",
     "ValueEncoder",
     "argument_leaves",
     "entry_digests",
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 Digests = np.ndarray[Any, np.dtype[np.uint8]]
+Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
 _ARRAYS = (np.ndarray, np.memmap)  # exactly: a masked array has a mask besides
 _ENTRIES = "_encodings"  # of a tokenizer's output: what it knows of each text
@@ -72,19 +74,23 @@ def is_plain_sequence(value: Any) -> bool:
     return type(value) in (list, tuple, *_ARRAYS) and is_sequence(value)
 
 
-def entry_digests(value: Any, path: str, encode: Callable[[Any, str], bytes]) -> Digests:
-    """A digest of each entry of a list, tuple or array of n entries, shape ``(n, 16)``."""
+def entry_digests(value: Any, path: str, encode: Callable[[Any, str], bytes]) -> tuple[Digests, Lengths]:
+    """A digest of each entry of a list, tuple or array of n entries, shape ``(n, 16)``; and their lengths.
+
+    The length of an entry, in bytes of what it is written down as, tells short texts from long ones.
+    """
     if isinstance(value, np.ndarray):
         kind_of_item = value.dtype.descr if value.dtype.names else value.dtype.str
         head = text_bytes(f"{kind_of_item} {value.shape[1:]}")
         if value.dtype.hasobject:
-            rows = (encode(entry, f"{path}[{i}]") for i, entry in enumerate(value.tolist()))
+            rows = [encode(entry, f"{path}[{i}]") for i, entry in enumerate(value.tolist())]
         else:
-            rows = (row.tobytes() for row in value)
-        digests = [xxh3_128_digest(head + row) for row in rows]
+            rows = [row.tobytes() for row in value]
     else:
-        digests = [xxh3_128_digest(encode(entry, f"{path}[{i}]")) for i, entry in enumerate(value)]
-    return np.frombuffer(b"".join(digests), np.uint8).reshape(len(value), 16)
+        head, rows = b"", [encode(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
+    digests = [xxh3_128_digest(head + row) for row in rows]
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(len(value), 16), lengths
 
 
 def take_entries(value: Any, positions: Tensor) -> Any:

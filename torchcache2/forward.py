@@ -18,7 +18,7 @@ from torchcache2.batch import NotStoredError
 from torchcache2.bypass import BypassError
 from torchcache2.cache import Cache, now
 from torchcache2.collectives import has_collectives
-from torchcache2.computation import Computation
+from torchcache2.computation import Computation, Shapes
 from torchcache2.digest import digest, qualified_name
 from torchcache2.directory import CacheDirectory
 from torchcache2.entries import first_batch_size
@@ -32,6 +32,7 @@ from torchcache2.randomness import RandomContexts
 from torchcache2.settings import CacheSettings, disabled_by_environment, strict_by_environment
 from torchcache2.shortcuts import Glance, Shortcuts, glance
 from torchcache2.sources import origin
+from torchcache2.structure import item_lengths
 from torchcache2.tiers.stack import TierStack
 from torchcache2.tracing import Steps, entry, is_traced
 
@@ -75,7 +76,7 @@ class ModuleCache(Cache):
         self.keeper = NamespaceKeeper("a cache without a module", settings, history)
         self._calls: deque[CallSeen] = deque(maxlen=2)
         self.random = RandomContexts()
-        self.pure: set[bytes] = set()
+        self.pure: dict[bytes, Shapes] = {}
         self._probes = probes if probes is not None else Probes()
         self._shortcuts = Shortcuts()
         self._walks = 1
@@ -178,6 +179,7 @@ class ModuleCache(Cache):
             if computation is not None:
                 output = yield from self._cached(computation, start)
         except BypassError as stop:
+            computation = None
             self._step_aside(stop, kind, first_batch_size(args, kwargs))
         except NotStoredError as stop:
             assert computation is not None
@@ -220,7 +222,9 @@ class ModuleCache(Cache):
         if self.random.bypasses(context):
             final = self.random.is_final(context)
             raise BypassError.because("random", "its output was random before", is_final=final)
-        return self._probing(Computation(self, root, plain, call, seen, context), root)
+        computation = Computation(self, root, plain, call, seen, context)
+        self.decide_on_probe(computation, computes=False)
+        return computation
 
     def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall | None:
         try:
@@ -236,26 +240,32 @@ class ModuleCache(Cache):
         except Exception as error:  # such as an image that cannot be read
             raise BypassError("argument", f"the arguments cannot be read: {error!r}", error) from None
 
-    def _probing(self, computation: Computation, root: Any) -> Computation:
-        """Have a computation probe its batch if such calls were not yet; raises if items are dependent."""
-        keys = computation.keys
-        if not self.settings.probe or len(keys) < 2 or self._probes.is_settled(keys.group, len(keys)):
-            return computation
-        kind, possible = Kind.of(self.fingerprint, computation.bound), strength(keys)
-        result = self._probes.result(kind, self._probed_before)
-        if result == DEPENDENT:
-            raise BypassError.because("batch", "an item's output depends on the rest of its batch")
-        if result is None and has_collectives(root, self.fingerprint):
-            result = STRONGEST
-        if result is not None and result >= possible:
-            self._probes.settle(keys.group, result)
-            return computation
-        computation.probe = kind, possible
-        return computation
+    def decide_on_probe(self, computation: Computation, *, computes: bool) -> None:
+        """Have a computation probe its batch if such calls were not yet; raises if items are dependent.
+
+        Whether items are equally long is only looked at if something is computed.
+        """
+        keys, call = computation.keys, computation.bound
+        if not self.settings.probe or len(keys) < 2:
+            return
+        kinds = [(keys.group, False), (keys.group + b"uneven", True)]
+        for group, uneven in kinds[: 1 + computes]:
+            if self._probes.is_settled(group, len(keys)) or (uneven and item_lengths(call) is None):
+                continue
+            kind, possible = Kind.of(self.fingerprint, call, uneven=uneven), strength(keys)
+            result = self._probes.result(kind, self._probed_before)
+            if result == DEPENDENT:
+                raise BypassError.because("batch", "an item's output depends on the rest of its batch")
+            if result is None and has_collectives(self.root, self.fingerprint):
+                result = STRONGEST
+            if result is not None and result >= possible:
+                self._probes.settle(group, result)
+            else:
+                computation.probes[kind] = possible
 
     def _cached(self, computation: Computation, start: float) -> Steps[Any]:
-        probe = computation.probe
-        dtypes = computation.dtypes() if self.settings.verify or probe is not None else ()
+        probes = bool(computation.probes)
+        dtypes = computation.dtypes() if self.settings.verify or probes else ()
         try:
             output = yield from self.steps(
                 computation.keys,
@@ -263,15 +273,16 @@ class ModuleCache(Cache):
                 computation.device,
                 dtypes,
                 since=start,
-                probes=probe is not None,
+                probes=probes,
             )
         except NotStoredError as stop:
-            if probe is not None and stop.reason == "batch":
-                self._probed(probe[0], DEPENDENT)
+            if stop.reason == "batch":
+                for kind in computation.probes or [Kind.of(self.fingerprint, computation.bound)]:
+                    self._probed(kind, DEPENDENT)
                 self._tiers.drop(computation.keys.namespace)
             raise
-        if computation.probe is not None:
-            self._probed(*computation.probe)
+        for kind, result in computation.probes.items():
+            self._probed(kind, result)
         return output
 
     def _probed(self, kind: Kind, result: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchcache2.entries import Lengths
 from torchcache2.errors import OutputError
 from torchcache2.keys import Keys
 from torchcache2.rows import Rows, UnstorableError
@@ -37,23 +38,28 @@ def strength_of(items: int) -> int:
     return 1 if items == 1 else 2 if items < 4 else 3 if items < 12 else STRONGEST
 
 
-def parts(keys: Keys) -> list[tuple[int, ...]]:
-    """Positions of the parts to compute by themselves, of half of the batch at most."""
+def parts(keys: Keys, lengths: Lengths | None = None) -> list[tuple[int, ...]]:
+    """Positions of the parts to compute by themselves, of half of the batch at most.
+
+    Where items have `lengths`, one part has the shortest: alone, they are not padded as in the whole batch.
+    """
     found = keys.first_positions()
     distinct = np.arange(len(keys)) if found is None else found[0]
     order, strongest = distinct[::-1], strength_of(len(distinct))
+    if lengths is not None:
+        order = order[np.argsort(lengths[order], kind="stable")]
     if strongest == 1:
         chosen = [np.arange(len(keys) // 2)]
     elif strongest == 2:
         chosen = [order[:1]]
     elif strongest == 3:
         size = len(order) // 4
-        chosen = [order[::4][:size], order[2::4][:size]]
+        chosen = [order[:size], order[size::3][:size]]
     else:
         size = len(order) // 6
-        shared = (size + 1) // 2
-        first, second, others = order[::3][:size], order[1::3], order[2::3][:size]
-        chosen = [first, np.concatenate([first[:shared], second[: size - shared]]), others]
+        shared, rest = (size + 1) // 2, order[size:]
+        first, second = rest[::3][:size], rest[1::3]
+        chosen = [order[:size], first, np.concatenate([first[:shared], second[: size - shared]])]
     return [tuple(part.tolist()) for part in chosen]
 
 

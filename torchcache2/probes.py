@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from torchcache2.arguments import BoundCall
+from torchcache2.digest import digest
 from torchcache2.fingerprint import Fingerprint
 from torchcache2.locks import ProcessLock
 from torchcache2.probe import strength_of
@@ -27,10 +28,14 @@ class Kind(NamedTuple):
     loose: bytes
 
     @classmethod
-    def of(cls, fingerprint: Fingerprint, call: BoundCall) -> Kind:
-        """The kind of a call of the module that has this fingerprint."""
-        structures = [call_structure(call, values=values) for values in (True, False)]
-        return cls(fingerprint.namespace, fingerprint.code, *structures)
+    def of(cls, fingerprint: Fingerprint, call: BoundCall, *, uneven: bool = False) -> Kind:
+        """The kind of a call of the module that has this fingerprint.
+
+        Calls whose items are not equally long are a kind besides: only they show what pads to the longest.
+        """
+        marks = [b"uneven"] if uneven else []
+        exact, loose = (digest([call_structure(call, values=values), *marks]) for values in (True, False))
+        return cls(fingerprint.namespace, fingerprint.code, exact, loose)
 
 
 class Probes:
@@ -43,6 +48,7 @@ class Probes:
         self._lock = ProcessLock()
         self._settled: dict[bytes, int] = {}
         self._found: dict[bytes, dict[str, int]] = {}
+        self._recalled: set[bytes] = set()
         self._dependent: set[tuple[bytes, bytes]] = set()
         self._independent: dict[tuple[bytes, bytes], dict[bytes, int]] = {}
 
@@ -69,8 +75,9 @@ class Probes:
             alike = sorted(self._independent.get((kind.namespace, kind.loose), {}).values())
             if len(alike) >= _MOST_VALUES:
                 return alike[-_MOST_VALUES]
-            if kind.namespace not in self._found:
+            if kind.namespace not in self._recalled:
                 self._of(kind.namespace).update(recall(kind.namespace))
+                self._recalled.add(kind.namespace)
             return self._of(kind.namespace).get(kind.exact.hex())
 
     def add(self, kind: Kind, result: int) -> None:
@@ -90,6 +97,7 @@ class Probes:
     def _of(self, namespace: bytes) -> dict[str, int]:
         if namespace not in self._found:
             if len(self._found) >= _MOST_KINDS:
-                self._found, self._independent, self._dependent = {}, {}, set()
+                self._found, self._independent = {}, {}
+                self._recalled, self._dependent = set(), set()
             self._found[namespace] = {}
         return self._found[namespace]

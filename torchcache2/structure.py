@@ -11,8 +11,9 @@ from torch import Tensor
 
 from torchcache2.arguments import BoundCall
 from torchcache2.digest import digest, qualified_name
+from torchcache2.entries import Lengths
 
-__all__ = ["call_structure"]
+__all__ = ["call_structure", "item_lengths"]
 
 _MOST_ELEMENTS = 64  # of a sequence, that are looked at
 _LONG = 64  # characters from which a text is content, rather than a choice between ways to compute
@@ -28,7 +29,26 @@ def call_structure(call: BoundCall, *, values: bool) -> bytes:
     arguments = [*zip(call.names, call.args, strict=True), *sorted(call.kwargs.items())]
     contents = call.taken | call.aligned_ids
     parts = [f"{name} {_structure(value, values, contents, _DEEPEST)}" for name, value in arguments]
-    return digest([repr([parts, [path for path, _ in call.leaves]]).encode("utf-8", "surrogatepass")])
+    leaves = [path for path, _ in call.leaves]
+    return digest([repr([parts, leaves]).encode("utf-8", "surrogatepass")])
+
+
+def item_lengths(call: BoundCall) -> Lengths | None:
+    """How long each item of a call is, int64 of shape ``(n,)``; None if all seem to be equally long.
+
+    As its entries, masks of zeros and ones, and integers say. A forward may pad, or cut, to the longest.
+    """
+    found: list[Lengths] = [call.lengths] if call.lengths is not None else []
+    for _, tensor in call.leaves:
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dim() not in (1, 2):
+            continue
+        numbers = tensor.cpu().long()
+        if tensor.dim() == 1:
+            found.append(numbers.numpy())
+        elif bool(((numbers == 0) | (numbers == 1)).all()):
+            found.append(numbers.sum(1).numpy())
+    total = sum(found[1:], found[0]) if found else np.zeros(1, np.int64)
+    return total if bool((total != total[:1]).any()) else None
 
 
 def _structure(value: Any, values: bool, contents: Set[int], deeper: int) -> str:
