@@ -55,7 +55,7 @@ class ValueEncoder(Encoder):
             raise UnencodableError(path, image, "with several frames, of which only one could count")
         image.load()  # of a file; its `info` is complete only then
         # What converting an image reads besides its pixels is its palette and `info`.
-        palette = image.palette and (image.palette.mode, image.getpalette(None))
+        palette = image.palette and image.getpalette(image.palette.mode)
         head = [image.mode, image.size, palette, image.format, dict(image.info)]
         return self.encode(head, path) + xxh3_128_digest(image.tobytes())
 
