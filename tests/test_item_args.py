@@ -1,4 +1,4 @@
-"""Arguments with one entry per item: every kind of entry, each way to pass them, against the plain function."""
+"""Arguments with one entry per item: every kind of entry and each way to pass them, against the plain one."""
 
 import collections
 import copy
@@ -409,6 +409,21 @@ def test_an_entry_that_the_forward_changes_is_changed_once():
         assert torch.equal(function(given), plain(expected))
         assert given == expected
     assert stats(function).bypasses == {"input": 3}
+
+
+def padded(prompts):
+    width = max(map(len, prompts))
+    return torch.tensor([list(prompt.ljust(width).encode()) for prompt in prompts])
+
+
+@pytest.mark.parametrize("batches", [["aa", "bb", "cc", "dd"], ["a", "b", "cc", "dd"]])
+def test_padding_to_the_longest_is_found_out_once(batches, log):
+    function = torchcache(item_args=("prompts",))(lambda prompts: padded(prompts))
+    for prompts in (batches, ["eeee", "f", "gg", "hhhh"], ["aa", "eeee"], ["f"], ["gg", "f"], batches) * 2:
+        assert torch.equal(function(list(prompts)), padded(prompts))
+    assert list(stats(function).bypasses) == ["batch"]
+    (message,) = [record.getMessage() for record in log if record.levelname == "WARNING"]
+    assert "depend on that item alone" in message
 
 
 # What may be decorated.

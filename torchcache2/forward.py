@@ -26,6 +26,7 @@ from torchcache2.explain import CallSeen, call_differences, fingerprint_differen
 from torchcache2.fingerprint import Fingerprint
 from torchcache2.namespace import History, NamespaceKeeper
 from torchcache2.probe import DEPENDENT, STRONGEST, Kind, Probes, has_collectives, strength
+from torchcache2.purity import ADVICE
 from torchcache2.randomness import RandomContexts
 from torchcache2.settings import CacheSettings, disabled_by_environment, strict_by_environment
 from torchcache2.shortcuts import Glance, Shortcuts, glance
@@ -265,8 +266,9 @@ class ModuleCache(Cache):
                 probes=probe is not None,
             )
         except NotStoredError as stop:
-            if probe is not None and stop.reason == "batch":
-                self._probed(probe[0], DEPENDENT)
+            if stop.reason == "batch":
+                kind = Kind.of(self.fingerprint, computation.bound) if probe is None else probe[0]
+                self._probed(kind, DEPENDENT)
                 self._tiers.drop(computation.keys.namespace)
             raise
         if probe is not None:
@@ -303,6 +305,13 @@ class ModuleCache(Cache):
             return (yield plain, args, kwargs)
         finally:
             self._running.now = False
+
+    def _not_stacked(self, output: Any) -> Any:
+        if not self.settings.probe:
+            return output
+        # One forward gives all items of a batch one shape, so those of another one have changed it.
+        text = f"items have outputs of another shape in another batch; {ADVICE['batch']}"
+        raise NotStoredError("batch", text, output)
 
     def _distrust(self) -> None:
         self.refresh()

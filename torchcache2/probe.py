@@ -99,6 +99,7 @@ class Probes:
             self._of(kind.namespace)[kind.exact.hex()] = result
             if result == DEPENDENT:
                 self._dependent.add((kind.code, kind.exact))
+                self._settled = set()  # an earlier probe may have overlooked it
             elif result == STRONGEST:
                 self._independent.setdefault((kind.namespace, kind.loose), set()).add(kind.exact)
 
