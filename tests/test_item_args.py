@@ -352,6 +352,18 @@ def test_calls_that_raise_without_the_cache_raise_the_same_with_it():
     assert stats(function).misses == 0
 
 
+def test_containers_that_hold_themselves_or_too_many_others_are_passed_through():
+    inside, deep = [], []
+    inside.append(inside)
+    for _ in range(3000):
+        deep = [deep]
+    function = torchcache(item_args=("e",))(lambda e, x=None: torch.ones(len(e)))
+    for value in (inside, deep):
+        assert torch.equal(function([value, 1]), torch.ones(2))
+        assert torch.equal(function(["a", "b"], value), torch.ones(2))
+    assert list(stats(function).bypasses) == ["argument"]
+
+
 def test_what_a_probe_learns_of_texts_holds_for_other_texts(capsys):
     def plain(**batch):
         print(len(batch["y"]))  # a list of sizes would be its state

@@ -139,5 +139,8 @@ def first_batch_size(args: Any, kwargs: Mapping[str, Any]) -> int:
     for value in values:
         if isinstance(value, Tensor) and value.dim():
             return value.size(0)  # nested tensors have no shape
-    leaves = [leaf for leaf in argument_leaves(args, kwargs) if isinstance(leaf, Tensor)]
+    try:
+        leaves = [leaf for leaf in argument_leaves(args, kwargs) if isinstance(leaf, Tensor)]
+    except RecursionError:
+        return 1
     return next((leaf.size(0) for leaf in leaves if leaf.dim()), 1)
