@@ -28,7 +28,9 @@ PATH, *ARGUMENTS = sys.argv[1:]
 
 
 def make(**options):
-    @torchcache(**({"persistent": True, "persistent_cache_dir": PATH, "compression": "none"} | options))
+    usual = {"persistent": True, "persistent_cache_dir": PATH, "compression": "none", "probe": False}
+
+    @torchcache(**(usual | options))
     class Net(nn.Module):
         def __init__(self, scale=1.0):
             super().__init__()

@@ -354,6 +354,9 @@ class _ArgumentEncoder(ValueEncoder):
         self.leaves.append((path, value))
         return path.encode()
 
+    def inside_itself(self, value: Any, path: str) -> bytes:
+        raise UnencodableError(path, value, "that holds itself")
+
     def _encode_compound(self, value: Any, kind: type, path: str) -> bytes:
         found = len(self.leaves)
         data = super()._encode_compound(value, kind, path)

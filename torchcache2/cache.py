@@ -165,7 +165,7 @@ class Cache:
         keys, tiers = batch.keys, self._tiers
         parts = tiers.get(keys).parts
         if len(parts) > 1:  # rows of different schemas do not stack
-            return (yield from batch.compute_all())
+            return self._not_stacked((yield from batch.compute_all()))
         found, hits = parts[0] if parts else (_NOWHERE, None)
         checked = found if batch.probes else self._sample(found)
         if hits is not None and len(found) == len(keys) and len(checked) == 0:
@@ -201,7 +201,7 @@ class Cache:
         if len(wanted) == 0:
             return (yield from batch.output(hits))
         if hits.schema != rows.schema:
-            return (yield from batch.compute_all())
+            return self._not_stacked((yield from batch.compute_all()))
         both = Rows.scatter([(found, hits), (wanted, rows)], len(keys), device=batch.device)
         return (yield from batch.output(both))
 
@@ -232,6 +232,10 @@ class Cache:
             apart[worst],
         )
         return False
+
+    def _not_stacked(self, output: Any) -> Any:
+        """What to do with the output of a batch whose rows are of different schemas."""
+        return output
 
     def _distrust(self) -> None:
         """A row was wrong, and all are dropped: what the namespace stands for may have changed."""

@@ -137,7 +137,7 @@ class Encoder:
         if isinstance(value, Tensor):
             return b"T" + sized(self.tensor(value, path))
         if id(value) in self._open:
-            return b"^" + text_bytes(str(len(self._open) - self._open[id(value)]))
+            return self.inside_itself(value, path)
         self._open[id(value)] = len(self._open)
         try:
             return self._encode_compound(value, kind, path)
@@ -150,6 +150,10 @@ class Encoder:
             kind = "quantized" if value.is_quantized else "meta" if value.is_meta else str(value.layout)
             raise UnencodableError(path, value, kind)
         return tensor_digest(value)
+
+    def inside_itself(self, value: Any, path: str) -> bytes:
+        """Bytes of a container that is being encoded; by default how many levels up it is."""
+        return b"^" + text_bytes(str(len(self._open) - self._open[id(value)]))
 
     def kind(self, kind: type, path: str) -> bytes:
         """Bytes that stand for a class; by default its name."""

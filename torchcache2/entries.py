@@ -57,7 +57,7 @@ class ValueEncoder(Encoder):
             raise UnencodableError(path, image, "with several frames, of which only one could count")
         image.load()  # of a file; its `info` is complete only then
         # What converting an image reads besides its pixels is its palette and `info`.
-        palette = image.palette and (image.palette.mode, image.getpalette(None))
+        palette = image.palette and image.getpalette(image.palette.mode)
         head = [image.mode, image.size, palette, image.format, dict(image.info)]
         return self.encode(head, path) + xxh3_128_digest(image.tobytes())
 
@@ -145,5 +145,8 @@ def first_batch_size(args: Any, kwargs: Mapping[str, Any]) -> int:
     for value in values:
         if isinstance(value, Tensor) and value.dim():
             return value.size(0)  # nested tensors have no shape
-    leaves = [leaf for leaf in argument_leaves(args, kwargs) if isinstance(leaf, Tensor)]
+    try:
+        leaves = [leaf for leaf in argument_leaves(args, kwargs) if isinstance(leaf, Tensor)]
+    except RecursionError:
+        return 1
     return next((leaf.size(0) for leaf in leaves if leaf.dim()), 1)

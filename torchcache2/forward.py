@@ -28,6 +28,7 @@ from torchcache2.fingerprint import Fingerprint
 from torchcache2.namespace import History, NamespaceKeeper
 from torchcache2.probe import STRONGEST, strength
 from torchcache2.probes import DEPENDENT, Kind, Probes
+from torchcache2.purity import ADVICE
 from torchcache2.randomness import RandomContexts
 from torchcache2.settings import CacheSettings, disabled_by_environment, strict_by_environment
 from torchcache2.shortcuts import Glance, Shortcuts, glance
@@ -315,6 +316,13 @@ class ModuleCache(Cache):
             return (yield plain, args, kwargs)
         finally:
             self._running.now = False
+
+    def _not_stacked(self, output: Any) -> Any:
+        if not self.settings.probe:
+            return output
+        # One forward gives all items of a batch one shape, so those of another one have changed it.
+        text = f"items have outputs of another shape in another batch; {ADVICE['batch']}"
+        raise NotStoredError("batch", text, output)
 
     def _distrust(self) -> None:
         self.refresh()

@@ -232,6 +232,10 @@ class ObjectWalk(OwnerWalk):
             # What a context manager has to go back to changes while it is used.
             state = {name: item for name, item in state.items() if not name.startswith("prev")}
         self.watch(value, state)
+        if hasattr(kind, "set_truncation_and_padding") and hasattr(state.get("_tokenizer"), "to_str"):
+            # Each call of such a tokenizer sets these two anew: here is what the last one has left.
+            text = state["_tokenizer"].to_str()  # "truncation", "padding", "added_tokens", …
+            state["_tokenizer"] = text[max(0, text.find('"added_tokens"')) :]
         state = self.without_skipped(kind, state, path)
         head = self.klass(kind, path) + self.state(state, path)
         if all(_made_by_class_statement(base) for base in kind.__mro__[:-1]):

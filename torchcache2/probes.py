@@ -86,6 +86,7 @@ class Probes:
             self._of(kind.namespace)[kind.exact.hex()] = result
             if result == DEPENDENT:
                 self._dependent.add((kind.code, kind.exact))
+                self._settled = {}  # an earlier probe may have overlooked it
             else:
                 self._independent.setdefault((kind.namespace, kind.loose), {})[kind.exact] = result
 
