@@ -63,8 +63,8 @@ class Computation:
     context : bytes
         A digest of the namespace and the arguments that are not batched.
     probes : dict of Kind to int
-        If there are any, the whole batch is computed, and parts of it are computed by themselves and compared:
-        the kinds of call that this tells about, and the strength of the probe.
+        If there are any, the whole batch is computed, and parts of it are computed by themselves and
+        compared: the kinds of call that this tells about, and the strength of the probe.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Computation:
                 output = yield from cache.run(self._plain, call.args, call.kwargs)
             raise NotStoredError(reason, ADVICE[reason], output)
         shapes = _shapes_of_items(output)
-        # All items of a batch have outputs of one shape: if other batches have others, that is up to the batch.
+        # All items of a batch have outputs of one shape: if other batches have others, it is the batch's.
         is_odd = cache.settings.probe and cache.pure.get(self._kind, shapes) != shapes and len(positions) > 0
         if is_odd and not all_positions:
             if undo is not None:
