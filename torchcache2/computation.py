@@ -41,7 +41,7 @@ class Computing(Protocol):
     keeper: NamespaceKeeper
     signature: Signature
     random: RandomContexts
-    pure: dict[bytes, Shapes]
+    pure: dict[bytes, Shapes | None]
 
     def decide_on_probe(self, computation: Computation, *, computes: bool) -> None:
         """Have a computation probe its batch."""
@@ -164,18 +164,19 @@ class Computation:
                 undo()
                 output = yield from cache.run(self._plain, call.args, call.kwargs)
             raise NotStoredError(reason, ADVICE[reason], output)
-        shapes = _shapes_of_items(output)
+        shapes = _shapes_of_items(output, len(positions))
         # All items of a batch have outputs of one shape: if other batches have others, it is the batch's.
-        is_odd = cache.settings.probe and cache.pure.get(self._kind, shapes) != shapes and len(positions) > 0
+        known = cache.pure.get(self._kind)
+        is_odd = cache.settings.probe and None not in (known, shapes) and known != shapes
         if is_odd and not all_positions:
             if undo is not None:
                 undo()
             output = yield from self.steps(torch.arange(call.batch_size))
-            if _shapes_of_items(output) != shapes:
-                raise NotStoredError("batch", _odd_text(_shapes_of_items(output), shapes), output)
+            if _shapes_of_items(output, call.batch_size) != shapes:
+                raise NotStoredError("batch", _odd_text(known, shapes), output)
             return WholeBatch(output)
         if is_odd and call.lengths is None:
-            raise NotStoredError("batch", _odd_text(cache.pure[self._kind], shapes), output)
+            raise NotStoredError("batch", _odd_text(known, shapes), output)
         if self.probes or (is_odd and call.batch_size > 1):
             probing = Probing(cache.keeper, self._seen, self._root, cache.settings.miss_batch == "pad")
             compare = Comparison(output, call.batch_size, self.device, self.dtypes())
@@ -236,12 +237,16 @@ class Computation:
         return own(output) if isinstance(output, Tensor) else pytree.tree_map(own, output)
 
 
-def _shapes_of_items(output: Any) -> Shapes:
+def _shapes_of_items(output: Any, count: int) -> Shapes | None:
+    """The shapes of the tensors of an item's output; None where there are none, or they are not batched."""
     leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
-    return tuple([tuple(leaf.shape[1:]) for leaf in leaves if type(leaf) is Tensor and not leaf.is_nested])
+    shapes = [leaf.shape for leaf in leaves if type(leaf) is Tensor and not leaf.is_nested]
+    if count == 0 or not all(shape and shape[0] == count for shape in shapes):
+        return None
+    return tuple([tuple(shape[1:]) for shape in shapes])
 
 
-def _odd_text(before: Shapes, now: Shapes) -> str:
+def _odd_text(before: Shapes | None, now: Shapes | None) -> str:
     return f"items of one shape have outputs of the shapes {before} and {now}; {ADVICE['batch']}"
 
 

@@ -77,7 +77,7 @@ class ModuleCache(Cache):
         self.keeper = NamespaceKeeper("a cache without a module", settings, history)
         self._calls: deque[CallSeen] = deque(maxlen=2)
         self.random = RandomContexts()
-        self.pure: dict[bytes, Shapes] = {}
+        self.pure: dict[bytes, Shapes | None] = {}
         self._probes = probes if probes is not None else Probes()
         self._shortcuts = Shortcuts()
         self._walks = 1

@@ -119,6 +119,16 @@ class Comparison:
         self._parts.append((part, rows))
         return None
 
+    def repetition(self, keys: Keys) -> str | None:
+        """How the outputs for equal items of the batch differ; None if they do not."""
+        found = keys.first_positions()
+        if self._whole is None or found is None:
+            return None
+        first, inverse = found
+        expected = self._whole.take(torch.from_numpy(first[inverse]))
+        text = self._worst(expected, self._whole, range(self._items), 0.5)
+        return None if text is None else f"{text} from that of an equal item of its batch"
+
     def _worst(self, left: Rows, right: Rows, part: Sequence[int], power: float) -> str | None:
         apart_by, path, item = 0.0, "", 0
         for name, apart in leaf_differences(left, right, self._dtypes, power=power).items():

@@ -53,6 +53,9 @@ class Probing:
     ) -> Steps[str | None]:
         """How items depend on their batch; None if they do not. ``forward(args, kwargs)`` computes some."""
         aligned = bool(call.aligned)
+        found = compare.repetition(keys)
+        if found is not None:
+            return found
         for part in parts(keys, item_lengths(call)):
             found = yield from self._difference(call, part, aligned, compare, forward)
             if found is not None and aligned:
