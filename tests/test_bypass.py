@@ -23,37 +23,6 @@ def warnings_of(log):
     return [record.getMessage() for record in log if record.levelno == logging.WARNING]
 
 
-def gpt2():
-    sizes = {"vocab_size": 50, "n_positions": 32, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=49, pad_token_id=49)
-    return transformers.GPT2LMHeadModel(config).eval().requires_grad_(False)
-
-
-def test_generation_works_and_says_what_to_do(log):
-    plain = gpt2()
-    cached = torchcache(copy.deepcopy(plain))
-    ids = torch.randint(0, 49, (3, 5))
-    mask = torch.ones_like(ids)
-    for options in ({}, {"num_beams": 2}):
-        expected = plain.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, **options)
-        found = cached.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, **options)
-        assert torch.equal(found, expected)
-    (message,) = warnings_of(log)
-    assert "past_key_values is a DynamicCache" in message and "use_cache=False" in message
-    assert torch.equal(cached(ids, use_cache=False).logits, plain(ids, use_cache=False).logits)
-    assert cached.cache_instance.stats().misses == 3
-
-
-def test_an_output_with_a_kv_cache_is_a_bypass(log):
-    plain = gpt2()
-    cached = torchcache(copy.deepcopy(plain))
-    ids = torch.randint(0, 49, (3, 5))
-    for _ in range(2):
-        assert torch.equal(cached(ids).logits, plain(ids).logits)
-    assert bypasses(cached) == {"output": 6}
-    assert "use_cache=False" in warnings_of(log)[0]
-
-
 class Features(nn.Module):
     def __init__(self):
         super().__init__()
