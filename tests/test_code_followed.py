@@ -662,3 +662,113 @@ def test_another_process_and_folder_agree(installed, tmp_path):
         )
     first, second = (process.communicate(timeout=120)[0] for process in found)
     assert first == second != ""
+
+
+# What code imports as it runs is a module like any other once it is there.
+
+WITHIN = "def model(x):\n    import helper\n    return helper.g(x)\n"
+DIRECT = "def model(x):\n    from helper import HELD\n    return x * HELD{}\n"
+
+
+def set_global(helper):
+    helper.SCALE = 3.0
+
+
+LATE = {  # file of the helper, the edit, and whether the file says all of it
+    "constant": ("SCALE = 2.0\ndef g(x):\n    return x * SCALE\n", set_global, True),
+    "computed": (
+        "import os\nSCALE = float(os.environ.get('N', '2'))\ndef g(x):\n    return x * SCALE\n",
+        set_global,
+        False,
+    ),
+    "function": ("def g(x):\n    return x * 2\n", lambda helper: setattr(helper, "g", lambda x: x * 3), True),
+    "default": (
+        "def g(x, by=2.0):\n    return x * by\n",
+        lambda helper: setattr(helper.g, "__defaults__", (3.0,)),
+        True,
+    ),
+    "made": (
+        "def make(n):\n    def g(x):\n        return x * n\n    return g\ng = make(2)\n",
+        lambda helper: setattr(helper, "g", helper.make(3)),
+        False,
+    ),
+    "class": (
+        "class C:\n    by = 2.0\n    def f(self, x):\n        return x * self.by\ndef g(x):\n    return C().f(x)\n",
+        lambda helper: setattr(helper.C, "by", 3.0),
+        True,
+    ),
+    "base": (
+        "class A:\n    by = 2.0\nclass C(A):\n    pass\ndef g(x):\n    return x * C.by\n",
+        lambda helper: setattr(helper.A, "by", 3.0),
+        True,
+    ),
+    "dict": (
+        "HELD = {'by': 2.0}\ndef g(x):\n    return x * HELD['by']\n",
+        lambda helper: helper.HELD.update(by=3.0),
+        True,
+    ),
+    "nested": (
+        "HELD = {'a': [2.0]}\ndef g(x):\n    return x * HELD['a'][0]\n",
+        lambda helper: helper.HELD["a"].__setitem__(0, 3.0),
+        True,
+    ),
+    "object": (
+        "import types\nHELD = types.SimpleNamespace(by=2.0)\ndef g(x):\n    return x * HELD.by\n",
+        lambda helper: setattr(helper.HELD, "by", 3.0),
+        False,
+    ),
+    "tensor": (
+        "import torch\nHELD = torch.ones(3)\ndef g(x):\n    return x * HELD\n",
+        lambda helper: helper.HELD.add_(1),
+        False,
+    ),
+    "deeper": (
+        "import deeper\ndef g(x):\n    return deeper.f(x)\n",
+        lambda helper: setattr(helper.deeper, "HERE", 3.0),
+        True,
+    ),
+    "within within": (
+        "def g(x):\n    from deeper import f\n    return f(x)\n",
+        lambda helper: setattr(sys.modules["deeper"], "HERE", 3.0),
+        True,
+    ),
+    "taken from": (
+        "from deeper import f\ndef g(x):\n    return f(x)\n",
+        lambda helper: setattr(sys.modules["deeper"], "HERE", 3.0),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_an_edit_of_a_module_that_was_imported_by_the_forward_is_noticed(project, name):
+    text, edit, is_said = LATE[name]
+    deeper = "HERE = 2.0\ndef f(x):\n    return x * HERE\n"
+    module = project({"model.py": WITHIN, "helper.py": text, "deeper.py": deeper})
+    cached = torchcache(module.model)
+    before = cached.cache_instance.module_hash
+    assert "helper" not in sys.modules
+    expected = cached(X)
+    after = cached.cache_instance.module_hash
+    # The rows of the first call are those that another process finds before it has imported the module.
+    assert (before == after) == is_said
+    assert torch.equal(cached(X), expected) and torch.equal(cached(X), expected)
+    assert cached.cache_instance.stats().hits == (8 if is_said else 4)
+    edit(sys.modules["helper"])
+    assert cached.cache_instance.module_hash != after
+    assert torch.equal(cached(X), module.model(X))
+    assert not torch.equal(cached(X), expected)
+
+
+def test_what_a_module_computes_as_it_is_imported_counts(project, monkeypatch):
+    files = {
+        "model.py": WITHIN,
+        "helper.py": "import os\nSCALE = float(os.environ['SCALE_OF_TEST'])\ndef g(x):\n    return x * SCALE\n",
+    }
+    found = []
+    for scale in "223":
+        monkeypatch.setenv("SCALE_OF_TEST", scale)
+        cached = torchcache(project(files).model)
+        cached(X)
+        found.append(cached.cache_instance.module_hash)
+    assert found[0] == found[1] != found[2]

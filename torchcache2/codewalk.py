@@ -17,7 +17,8 @@ from torchcache2.assigned import assigned_for_others
 from torchcache2.compiled import CompiledTexts
 from torchcache2.digest import qualified_name, sized, text_bytes
 from torchcache2.installed import InstalledCode
-from torchcache2.namewalk import NameWalk, is_plain, values_of
+from torchcache2.lateimports import is_plain
+from torchcache2.namewalk import NameWalk, values_of
 
 __all__ = [
     "ADDED_ATTRIBUTE",
