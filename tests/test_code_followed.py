@@ -772,3 +772,81 @@ def test_what_a_module_computes_as_it_is_imported_counts(project, monkeypatch):
         cached(X)
         found.append(cached.cache_instance.module_hash)
     assert found[0] == found[1] != found[2]
+
+
+OTHERS = "S = 2.0\ndef f(x):\n    return x * 2\nclass P:\n    def scale(self, x):\n        return x * 2\n"
+PATCHED = {  # the user's model, a helper of it, and the edit
+    "imported within": (
+        "def model(x):\n    import others\n    return others.f(x)\n",
+        lambda others: setattr(others, "f", lambda x: x * 3),
+    ),
+    "taken within": (
+        "def model(x):\n    from others import f\n    return f(x)\n",
+        lambda others: setattr(others, "f", lambda x: x * 3),
+    ),
+    "number within": (
+        "def model(x):\n    from others import S\n    return x * S\n",
+        lambda others: setattr(others, "S", 3.0),
+    ),
+    "by a helper": (
+        "def model(x):\n    import helper\n    return helper.g(x)\n",
+        lambda others: setattr(others, "f", lambda x: x * 3),
+    ),
+    "method": (
+        "import others\nP = others.P()\ndef model(x):\n    return P.scale(x)\n",
+        lambda others: setattr(others.P, "scale", lambda self, x: x * 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_installed_code_that_is_patched_after_the_first_call(project, tmp_path, monkeypatch, name):
+    text, edit = PATCHED[name]
+    packages = tmp_path.parent / f"{tmp_path.name}-packages" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "others.py").write_text(OTHERS)
+    monkeypatch.syspath_prepend(packages)
+    monkeypatch.delitem(sys.modules, "others", raising=False)
+    model = project(
+        {"model.py": text, "helper.py": "import others\ndef g(x):\n    return others.f(x)\n"}
+    ).model
+    cached = torchcache(model)
+    assert torch.equal(cached(X), X * 2) and torch.equal(cached(X), X * 2)
+    assert cached.cache_instance.stats().hits == 4
+    edit(sys.modules["others"])
+    assert torch.equal(cached(X), X * 3)
+    monkeypatch.delitem(sys.modules, "others")
+
+
+def test_torch_that_is_patched_after_it_was_imported_within(project, monkeypatch):
+    files = {"model.py": "def model(x):\n    import torch\n    return torch.nn.functional.softsign(x)\n"}
+    cached = torchcache(project(files).model)
+    cached(X)
+    monkeypatch.setattr(nn.functional, "softsign", lambda x: x * 3)
+    assert torch.equal(cached(X), X * 3)
+
+
+class Doubling:
+    def scale(self, x):
+        return x * 2
+
+
+class Tripling:
+    def scale(self, x):
+        return x * 3
+
+
+class Scaling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.by = Doubling()
+
+    def forward(self, x):
+        return self.by.scale(x)
+
+
+def test_another_class_of_an_object_is_noticed():
+    module = torchcache(Scaling())
+    assert torch.equal(module(X), X * 2)
+    module.by.__class__ = Tripling
+    assert torch.equal(module(X), X * 3)

@@ -108,6 +108,9 @@ class CodeWalk(NameWalk):
             parts = [self.items([(base, path) for base in (*kind.__bases__, *metaclass)])]
             if where == "installed":
                 parts.append(self.installed(kind, qualified_name(kind)))
+                code = {name for name, value in vars(kind).items() if isinstance(value, types.FunctionType)}
+                if not issubclass(kind, nn.Module):  # of which those are watched that a forward takes
+                    self.watch_names(vars(kind), code)
             else:
                 parts += [text_bytes(kind.__name__), self._fields(kind)]
         # The file of an installed class does not tell what a function that makes classes was given.

@@ -48,6 +48,9 @@ def reached(module: types.ModuleType, names: Collection[str], texts: CompiledTex
     while queue:
         module, taken = queue.pop()
         scope = vars(module)
+        if sources.origin(module) != "project":
+            yield from _of_others(module, taken, texts, seen)
+            continue
         file = getattr(module, "__file__", None) or ""
         text = sources.file_text(file)
         compiled = texts.get(file, text) if text else None
@@ -57,8 +60,7 @@ def reached(module: types.ModuleType, names: Collection[str], texts: CompiledTex
             seen.add((id(module), name))
             value = scope[name]
             if isinstance(value, types.ModuleType):
-                if sources.origin(value) == "project":
-                    queue.append((value, taken))
+                queue.append((value, taken))
                 yield Reached(module, name, value, True)
                 continue
             codes = _said(value, name, module, compiled) if compiled is not None else None
@@ -70,13 +72,43 @@ def reached(module: types.ModuleType, names: Collection[str], texts: CompiledTex
                 queue.append((module, found))
                 package = scope.get("__package__")
                 full = [one for wanted in names_of(code).imports for one in resolved(wanted, package)]
-                queue += [(sys.modules[one], found) for one in full if _is_project(one)]
+                queue += [(sys.modules[one], found) for one in full if one in sys.modules]
             if codes is not None and isinstance(value, (types.FunctionType, type)):
                 elsewhere = [value, *(value.__mro__[1:] if isinstance(value, type) else ())]
                 for other in elsewhere:
                     where = sources.defining_module(other)
                     if _is_project(where):
                         queue.append((sys.modules[where], {other.__name__}))
+
+
+def _of_others(
+    module: types.ModuleType, taken: Collection[str], texts: CompiledTexts, seen: set[tuple[int, str]]
+) -> Iterator[Reached]:
+    """What code takes from a module of somebody else; projects' code in it was put there."""
+    queue = [module]
+    while queue:
+        module = queue.pop()
+        scope = vars(module)
+        for name in sorted(taken & scope.keys()):
+            value = scope[name]
+            if name.startswith("__") or (id(module), name) in seen:
+                continue
+            seen.add((id(module), name))
+            is_said = True
+            if isinstance(value, types.ModuleType):
+                queue.append(value)
+            elif isinstance(value, (types.FunctionType, type)):
+                is_said = (
+                    sources.origin(value) != "project" or sources.defining_module(value) not in sys.modules
+                )
+            elif not is_plain(value):
+                continue
+            elif sources.origin(module) == "installed":
+                file = module.__file__ or ""
+                compiled = texts.get(file, sources.file_text(file))
+                said = compiled.constants.get(name) if compiled is not None else None
+                is_said = not said or _is_among(value, said)  # computed ones depend on the machine
+            yield Reached(module, name, value, is_said)
 
 
 def _is_project(name: str) -> bool:

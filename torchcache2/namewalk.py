@@ -168,7 +168,9 @@ class NameWalk(Encoder):
             module = sys.modules.get(full)
             files = self._files_of(full, module)
             data += files or self._file_of_package(full)
-            if files and module is not None:
+            if module is None:
+                self.reads.append((_loaded, [full]))
+            else:
                 data += self._replaced(module, names)
         return data
 
