@@ -135,6 +135,19 @@ def with_types():
     return holding([TYPES, inspect.signature(function), function.__annotations__, wrapped])
 
 
+class HasGraph(nn.Module):
+    """Names some of what is left out of a graph module, but not that of it which differs."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = ({0: torch.export.Dim.AUTO},)
+        program = torch.export.export(Net().eval(), (torch.rand(3, 3),), dynamic_shapes=shapes)
+        self.graph = program.module()
+
+    def forward(self, x):
+        return self.graph(x)
+
+
 def exported():
     return torch.export.export(Net().eval().requires_grad_(False), (torch.rand(2, 3),)).module()
 
@@ -165,6 +178,7 @@ MAKERS = {
     "interpreted graph": lambda: Interpreted(torch.fx.symbolic_trace(Net())),
     "graph as a value": lambda: holding([torch.fx.symbolic_trace(Net()).graph]),
     "exported in a module": lambda: Outer(exported()),
+    "exported for any batch": HasGraph,
     "scripted": lambda: Outer(torch.jit.script(Net())),
     "scripted blocks": lambda: Outer(torch.jit.script(Looping())),
     "traced": lambda: Outer(torch.jit.trace(Net(), torch.rand(2, 3))),

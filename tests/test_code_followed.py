@@ -578,43 +578,6 @@ def test_a_global_number_of_an_installed_module_counts(installed, monkeypatch, p
     assert torch.equal(cached(X), X * 5)
 
 
-def bert():
-    from transformers import BertConfig, BertModel
-
-    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16}
-    config = BertConfig(num_hidden_layers=1, num_attention_heads=2, **sizes)
-    torch.manual_seed(0)
-    return BertModel(config, add_pooling_layer=False).eval()
-
-
-def own_attention(module, query, key, value, attention_mask, **kwargs):
-    return value.transpose(1, 2) * 2, None
-
-
-def test_attention_of_transformers_that_is_patched_counts(monkeypatch, project):
-    from transformers import AttentionInterface
-    from transformers.models.bert import modeling_bert
-
-    model = bert()
-    model.set_attn_implementation("eager")
-    ids = torch.randint(0, 11, (2, 5))
-    cached = torchcache(model)
-    before, first = cached(ids)[0], cached.cache_instance.module_hash
-    with monkeypatch.context() as context:
-        context.setattr(modeling_bert, "eager_attention_forward", own_attention)
-        assert not torch.equal(cached(ids)[0], before)
-    assert torch.equal(cached(ids)[0], before)
-    assert cached.cache_instance.module_hash == first
-    found = []
-    monkeypatch.setattr(AttentionInterface, "_global_mapping", dict(AttentionInterface._global_mapping))
-    for scale in (2, 2, 3):
-        text = f"def mine(module, query, key, value, *args, **kwargs):\n    return value.transpose(1, 2) * {scale}, None\n"
-        AttentionInterface.register("mine", project({"model.py": text}).mine)
-        found.append(cached.cache_instance.module_hash)
-    assert found[0] == found[1] != found[2]
-    assert first not in found
-
-
 EVERYTHING = """
 import dataclasses, torch, helper
 from written_zoo import modeling
@@ -662,3 +625,191 @@ def test_another_process_and_folder_agree(installed, tmp_path):
         )
     first, second = (process.communicate(timeout=120)[0] for process in found)
     assert first == second != ""
+
+
+# What code imports as it runs is a module like any other once it is there.
+
+WITHIN = "def model(x):\n    import helper\n    return helper.g(x)\n"
+DIRECT = "def model(x):\n    from helper import HELD\n    return x * HELD{}\n"
+
+
+def set_global(helper):
+    helper.SCALE = 3.0
+
+
+LATE = {  # file of the helper, the edit, and whether the file says all of it
+    "constant": ("SCALE = 2.0\ndef g(x):\n    return x * SCALE\n", set_global, True),
+    "computed": (
+        "import os\nSCALE = float(os.environ.get('N', '2'))\ndef g(x):\n    return x * SCALE\n",
+        set_global,
+        False,
+    ),
+    "function": ("def g(x):\n    return x * 2\n", lambda helper: setattr(helper, "g", lambda x: x * 3), True),
+    "default": (
+        "def g(x, by=2.0):\n    return x * by\n",
+        lambda helper: setattr(helper.g, "__defaults__", (3.0,)),
+        True,
+    ),
+    "made": (
+        "def make(n):\n    def g(x):\n        return x * n\n    return g\ng = make(2)\n",
+        lambda helper: setattr(helper, "g", helper.make(3)),
+        False,
+    ),
+    "class": (
+        "class C:\n    by = 2.0\n    def f(self, x):\n        return x * self.by\ndef g(x):\n    return C().f(x)\n",
+        lambda helper: setattr(helper.C, "by", 3.0),
+        True,
+    ),
+    "base": (
+        "class A:\n    by = 2.0\nclass C(A):\n    pass\ndef g(x):\n    return x * C.by\n",
+        lambda helper: setattr(helper.A, "by", 3.0),
+        True,
+    ),
+    "dict": (
+        "HELD = {'by': 2.0}\ndef g(x):\n    return x * HELD['by']\n",
+        lambda helper: helper.HELD.update(by=3.0),
+        True,
+    ),
+    "nested": (
+        "HELD = {'a': [2.0]}\ndef g(x):\n    return x * HELD['a'][0]\n",
+        lambda helper: helper.HELD["a"].__setitem__(0, 3.0),
+        True,
+    ),
+    "object": (
+        "import types\nHELD = types.SimpleNamespace(by=2.0)\ndef g(x):\n    return x * HELD.by\n",
+        lambda helper: setattr(helper.HELD, "by", 3.0),
+        False,
+    ),
+    "tensor": (
+        "import torch\nHELD = torch.ones(3)\ndef g(x):\n    return x * HELD\n",
+        lambda helper: helper.HELD.add_(1),
+        False,
+    ),
+    "deeper": (
+        "import deeper\ndef g(x):\n    return deeper.f(x)\n",
+        lambda helper: setattr(helper.deeper, "HERE", 3.0),
+        True,
+    ),
+    "within within": (
+        "def g(x):\n    from deeper import f\n    return f(x)\n",
+        lambda helper: setattr(sys.modules["deeper"], "HERE", 3.0),
+        True,
+    ),
+    "taken from": (
+        "from deeper import f\ndef g(x):\n    return f(x)\n",
+        lambda helper: setattr(sys.modules["deeper"], "HERE", 3.0),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_an_edit_of_a_module_that_was_imported_by_the_forward_is_noticed(project, name):
+    text, edit, is_said = LATE[name]
+    deeper = "HERE = 2.0\ndef f(x):\n    return x * HERE\n"
+    module = project({"model.py": WITHIN, "helper.py": text, "deeper.py": deeper})
+    cached = torchcache(module.model)
+    before = cached.cache_instance.module_hash
+    assert "helper" not in sys.modules
+    expected = cached(X)
+    after = cached.cache_instance.module_hash
+    # The rows of the first call are those that another process finds before it has imported the module.
+    assert (before == after) == is_said
+    assert torch.equal(cached(X), expected) and torch.equal(cached(X), expected)
+    assert cached.cache_instance.stats().hits == (8 if is_said else 4)
+    edit(sys.modules["helper"])
+    assert cached.cache_instance.module_hash != after
+    assert torch.equal(cached(X), module.model(X))
+    assert not torch.equal(cached(X), expected)
+
+
+def test_what_a_module_computes_as_it_is_imported_counts(project, monkeypatch):
+    files = {
+        "model.py": WITHIN,
+        "helper.py": "import os\nSCALE = float(os.environ['SCALE_OF_TEST'])\ndef g(x):\n    return x * SCALE\n",
+    }
+    found = []
+    for scale in "223":
+        monkeypatch.setenv("SCALE_OF_TEST", scale)
+        cached = torchcache(project(files).model)
+        cached(X)
+        found.append(cached.cache_instance.module_hash)
+    assert found[0] == found[1] != found[2]
+
+
+OTHERS = "S = 2.0\ndef f(x):\n    return x * 2\nclass P:\n    def scale(self, x):\n        return x * 2\n"
+PATCHED = {  # the user's model, a helper of it, and the edit
+    "imported within": (
+        "def model(x):\n    import others\n    return others.f(x)\n",
+        lambda others: setattr(others, "f", lambda x: x * 3),
+    ),
+    "taken within": (
+        "def model(x):\n    from others import f\n    return f(x)\n",
+        lambda others: setattr(others, "f", lambda x: x * 3),
+    ),
+    "number within": (
+        "def model(x):\n    from others import S\n    return x * S\n",
+        lambda others: setattr(others, "S", 3.0),
+    ),
+    "by a helper": (
+        "def model(x):\n    import helper\n    return helper.g(x)\n",
+        lambda others: setattr(others, "f", lambda x: x * 3),
+    ),
+    "method": (
+        "import others\nP = others.P()\ndef model(x):\n    return P.scale(x)\n",
+        lambda others: setattr(others.P, "scale", lambda self, x: x * 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_installed_code_that_is_patched_after_the_first_call(project, tmp_path, monkeypatch, name):
+    text, edit = PATCHED[name]
+    packages = tmp_path.parent / f"{tmp_path.name}-packages" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "others.py").write_text(OTHERS)
+    monkeypatch.syspath_prepend(packages)
+    monkeypatch.delitem(sys.modules, "others", raising=False)
+    model = project(
+        {"model.py": text, "helper.py": "import others\ndef g(x):\n    return others.f(x)\n"}
+    ).model
+    cached = torchcache(model)
+    assert torch.equal(cached(X), X * 2) and torch.equal(cached(X), X * 2)
+    assert cached.cache_instance.stats().hits == 4
+    edit(sys.modules["others"])
+    assert torch.equal(cached(X), X * 3)
+    monkeypatch.delitem(sys.modules, "others")
+
+
+def test_torch_that_is_patched_after_it_was_imported_within(project, monkeypatch):
+    files = {"model.py": "def model(x):\n    import torch\n    return torch.nn.functional.softsign(x)\n"}
+    cached = torchcache(project(files).model)
+    cached(X)
+    monkeypatch.setattr(nn.functional, "softsign", lambda x: x * 3)
+    assert torch.equal(cached(X), X * 3)
+
+
+class Doubling:
+    def scale(self, x):
+        return x * 2
+
+
+class Tripling:
+    def scale(self, x):
+        return x * 3
+
+
+class Scaling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.by = Doubling()
+
+    def forward(self, x):
+        return self.by.scale(x)
+
+
+def test_another_class_of_an_object_is_noticed():
+    module = torchcache(Scaling())
+    assert torch.equal(module(X), X * 2)
+    module.by.__class__ = Tripling
+    assert torch.equal(module(X), X * 3)

@@ -74,6 +74,7 @@ LAYERS = [
     "leftout",
     "codewalk",
     "namewalk",
+    "lateimports",
     "operators",
     "installed",
     "assigned",

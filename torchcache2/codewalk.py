@@ -17,7 +17,8 @@ from torchcache2.assigned import assigned_for_others
 from torchcache2.compiled import CompiledTexts
 from torchcache2.digest import qualified_name, sized, text_bytes
 from torchcache2.installed import InstalledCode
-from torchcache2.namewalk import NameWalk, is_plain, values_of
+from torchcache2.lateimports import is_plain
+from torchcache2.namewalk import NameWalk, values_of
 
 __all__ = [
     "ADDED_ATTRIBUTE",
@@ -107,6 +108,9 @@ class CodeWalk(NameWalk):
             parts = [self.items([(base, path) for base in (*kind.__bases__, *metaclass)])]
             if where == "installed":
                 parts.append(self.installed(kind, qualified_name(kind)))
+                code = {name for name, value in vars(kind).items() if isinstance(value, types.FunctionType)}
+                if not issubclass(kind, nn.Module):  # of which those are watched that a forward takes
+                    self.watch_names(vars(kind), code)
             else:
                 parts += [text_bytes(kind.__name__), self._fields(kind)]
         # The file of an installed class does not tell what a function that makes classes was given.

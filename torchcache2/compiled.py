@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 
 from torchcache2.locks import ProcessLock
 
-__all__ = ["CompiledText", "CompiledTexts", "code_objects", "is_rewritten", "names_in", "parse"]
+__all__ = [
+    "CompiledText",
+    "CompiledTexts",
+    "code_objects",
+    "is_rewritten",
+    "names_in",
+    "parse",
+    "stored_names",
+]
 
 _PARSING = ProcessLock()
 _PARSED_AGAIN = 10
@@ -37,10 +45,13 @@ class CompiledText(NamedTuple):
         Code objects by name.
     constants : dict of str to list
         Values that the text itself assigns to each of its global names, as in ``SCALE = 2``.
+    imports : dict of str to str
+        The modules that it takes global names from, as in ``from module import name``.
     """
 
     codes: dict[str, list[types.CodeType]]
     constants: dict[str, list[Any]]
+    imports: dict[str, str]
 
     def has(self, code: types.CodeType, above: int) -> bool:
         """Whether the text, with so many lines above it in its file, has this code at the same line."""
@@ -103,16 +114,26 @@ def _compiled(file: str, text: str, flags: int) -> CompiledText | None:
     codes: dict[str, list[types.CodeType]] = {}
     for inner in code_objects(code):
         codes.setdefault(inner.co_name, []).append(inner)
+    return CompiledText(codes, *stored_names(code))
+
+
+def stored_names(code: types.CodeType) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """The names that the code of a file or class assigns, with constants; and those that it imports."""
     constants: dict[str, list[Any]] = {}
-    before = None
+    imports: dict[str, str] = {}
+    before, module = None, ""
     for step in dis.get_instructions(code):
         if step.opname in ("STORE_NAME", "STORE_GLOBAL"):
             values = constants.setdefault(str(step.argval), [])
             if before is not None and before.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
                 values.append(before.argval)
+            elif before is not None and before.opname == "IMPORT_FROM":
+                imports[str(step.argval)] = module
+        elif step.opname == "IMPORT_NAME":
+            module = str(step.argval)
         if step.opname not in ("CACHE", "EXTENDED_ARG"):
             before = step
-    return CompiledText(codes, constants)
+    return constants, imports
 
 
 def _same(left: types.CodeType, right: types.CodeType) -> bool:

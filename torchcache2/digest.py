@@ -106,6 +106,13 @@ def sized(data: bytes) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
+def _field(value: Any, name: str) -> Any:
+    try:
+        return getattr(value, name, None)
+    except Exception:  # of the class's own code
+        return attributes(value).get(name)
+
+
 def attributes(value: Any) -> dict[str, Any]:
     """What an object has in its dictionary and slots."""
     state = dict(getattr(value, "__dict__", {}))
@@ -219,7 +226,7 @@ class Encoder:
 
     def fields(self, value: Any, path: str) -> dict[str, Any]:
         """The fields of a dataclass by name."""
-        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        return {field.name: _field(value, field.name) for field in dataclasses.fields(value)}
 
     def besides(self, value: Any, path: str) -> bytes:
         """The bytes of attributes that a container or dataclass has besides its content."""

@@ -93,16 +93,14 @@ _TABLE = (
         ("id", "hooks_dict_ref", "extra_dict_ref"),
         "a count of the hooks of the process, to remove one; hooks count where they run",
     ),
-    LeftOut(
-        "torch",
-        "GraphModule",
-        (
+    *[  # one by one, as other people's classes have a `graph` too
+        LeftOut("torch", "GraphModule", (name,), "notes of tools about a graph, whose code counts")
+        for name in (
             *("_code", "_graph", "_lineno_map", "_prologue_start", "_tracer_cls", "_tracer_extras"),
             *("_create_node_hooks", "_erase_node_hooks", "_replace_hooks", "_deepcopy_hooks"),
             *("meta", "range_constraints", "shape_env"),
-        ),
-        "notes of tools about a graph, whose code counts",
-    ),
+        )
+    ],
     LeftOut(
         "torch",
         "GuardsFn",

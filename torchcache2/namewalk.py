@@ -11,8 +11,10 @@ from typing import Any
 
 from torchcache2 import sources
 from torchcache2.compiled import CompiledTexts, names_in
+from torchcache2.containers import MUTABLE
 from torchcache2.digest import Encoder, text_bytes
 from torchcache2.imports import files_of, place_of, resolved
+from torchcache2.lateimports import fields_of_code, is_plain, reached
 from torchcache2.names import names_of
 from torchcache2.operators import (
     OPERATOR_FIELDS,
@@ -22,7 +24,7 @@ from torchcache2.operators import (
     registered_otherwise,
 )
 
-__all__ = ["NameWalk", "is_plain", "values_of"]
+__all__ = ["NameWalk", "values_of"]
 
 _MISSING = object()
 # Functions that reach what is named nowhere. `locals` gives what the code itself has, which is covered.
@@ -147,6 +149,7 @@ class NameWalk(Encoder):
         key = name, id(module)
         if key not in self._files:
             files = files_of(name, module)
+            self.reads.append((_loaded, sorted(files)))  # importing one shows what it holds
             self.project_files |= {place_of(found) or "" for found in files}
             loaded = {found: sys.modules.get(found) for found in files} | ({name: module} if files else {})
             data = b"".join([text_bytes(part) for item in sorted(files.items()) for part in item])
@@ -165,7 +168,9 @@ class NameWalk(Encoder):
             module = sys.modules.get(full)
             files = self._files_of(full, module)
             data += files or self._file_of_package(full)
-            if files and module is not None:
+            if module is None:
+                self.reads.append((_loaded, [full]))
+            else:
                 data += self._replaced(module, names)
         return data
 
@@ -179,26 +184,17 @@ class NameWalk(Encoder):
         return text_bytes(self._versions[key])
 
     def _replaced(self, module: types.ModuleType, names: Collection[str]) -> bytes:
-        """Bytes of those globals of a project module that are not what its file says."""
-        file = getattr(module, "__file__", None) or ""
-        text = sources.file_text(file)
-        compiled = self._texts.get(file, text) if text else None
+        """Bytes of what code reaches in a project module that is not, or may not be, what its file says."""
         data = b""
-        for name in sorted(names):
-            value = vars(module).get(name, _MISSING)
-            if value is _MISSING or name.startswith("__") or isinstance(value, types.ModuleType):
-                continue
-            self.scopes.append((vars(module), name, value))
-            said = compiled.constants.get(name) if compiled is not None else None
-            is_code = isinstance(value, (types.FunctionType, type))
-            if said and is_plain(value):
-                differs = not any(type(value) is type(one) and value == one for one in said)
-            elif said is not None and is_code:
-                differs = sources.defining_module(value) != module.__name__
-            else:
-                differs = said is None
-            if differs:
-                data += text_bytes(name) + self.encode(value, f"{module.__name__}.{name}")
+        for one in reached(module, names, self._texts):
+            self.scopes.append((vars(one.module), one.name, one.value))
+            if one.is_said and isinstance(one.value, (types.FunctionType, type)):
+                self.reads.append((fields_of_code, one.value))
+            name = f"{one.module.__name__}.{one.name}"
+            if not one.is_said:
+                data += text_bytes(name) + self.encode(one.value, name)
+            elif isinstance(one.value, MUTABLE):
+                self.encode(one.value, name)  # to have it watched
         return data
 
     def _unfollowed(self, function: types.FunctionType, what: str, owner: str) -> None:
@@ -271,11 +267,8 @@ class NameWalk(Encoder):
         return self._labels[id(obj)]
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, a bool or None, or a tuple of these."""
-    if type(value) is tuple:
-        return all(map(is_plain, value))
-    return value is None or type(value) in (bool, int, float, complex, str, bytes)
+def _loaded(names: list[str]) -> tuple[Any, ...]:
+    return tuple(map(sys.modules.get, names))
 
 
 def values_of(registry: dict[Any, Any]) -> tuple[Any, ...]:

@@ -269,6 +269,7 @@ class ObjectWalk(OwnerWalk):
             scope = {}
         else:
             self.dicts.append(scope)
+            self.reads.append((_class_of, value))
         self.scopes += [(scope, name, item) for name, item in state.items() if name in scope]
         slots = [name for name in state if name not in scope and hasattr(value, name)]
         if slots:
@@ -286,6 +287,10 @@ def _as_tensor(storage: torch.UntypedStorage | torch.TypedStorage) -> Tensor:
     if isinstance(storage, torch.TypedStorage):
         return torch.empty(0, dtype=storage.dtype, device=storage.device).set_(storage._untyped_storage)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _class_of(value: Any) -> tuple[type]:
+    return (type(value),)
 
 
 def _is_empty(value: Any) -> tuple[bool]:
