@@ -35,7 +35,8 @@ def test_attention_of_transformers_that_is_patched_counts(monkeypatch, tmp_path)
     found = []
     monkeypatch.setattr(AttentionInterface, "_global_mapping", dict(AttentionInterface._global_mapping))
     for scale in (2, 2, 3):
-        text = f"def mine(module, query, key, value, *args, **kwargs):\n    return value.transpose(1, 2) * {scale}, None\n"
+        head = "def mine(module, query, key, value, *args, **kwargs):\n"
+        text = f"{head}    return value.transpose(1, 2) * {scale}, None\n"
         (tmp_path / f"attention_{len(found)}.py").write_text(text)
         spec = importlib.util.spec_from_file_location(
             "written_attention", tmp_path / f"attention_{len(found)}.py"
