@@ -250,3 +250,24 @@ def test_memory_formats_do_not_mix(memory_format):
     fresh(batch[:2])
     assert fresh(batch).stride() == batch.stride()  # two found, and two computed
     assert torch.equal(fresh(batch), batch * 2)
+
+
+class Unwilling(torch.Tensor):
+    """Raises at whatever it is asked."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "argument", [X.as_subclass(Unwilling), torch.nn.UninitializedParameter(requires_grad=False)]
+)
+def test_tensors_that_do_not_want_to_be_asked(argument):
+    @torchcache
+    def first(x, other=None):
+        return x
+
+    for args in ((X, argument), (argument, X), (argument,)):
+        assert all(first(*args) is args[0] for _ in range(6))
+    assert first.cache_instance.stats().misses == 0

@@ -177,6 +177,62 @@ def test_numbers_that_never_end_are_not_probed_for_ever(sizes):
     assert len(sizes) == 50 + 8 * 2
 
 
+def test_texts_that_never_end_are_not_probed_for_ever(sizes):
+    @torchcache
+    def mixing(x, text):
+        SIZES.info(len(x))
+        return x - x.mean(0)
+
+    @torchcache
+    def keyed(x, names):
+        SIZES.info(len(x))
+        return x * 2
+
+    for number in range(30):
+        mixing(torch.randn(4, 2), str(number))
+    assert len(sizes) == 30 + 8
+    for number in range(30):
+        keyed(torch.randn(4, 2), {str(number): 1})
+    assert len(sizes) == 2 * 30 + 8 + 8 * 2
+
+
+def test_what_is_not_kept_is_not_probed(sizes):
+    @torchcache
+    def loss(x, text):
+        SIZES.info(len(x))
+        return x.sum(), x
+
+    for number in range(6):
+        loss(torch.randn(4, 2), str(number))
+    assert sizes == [4] * 6
+    assert bypasses(loss) == {"output": 24}
+
+
+@pytest.mark.parametrize("default", [0.0, 1.0])
+def test_a_factor_that_turns_mixing_off(default):
+    def forward(x, by):
+        return x + (by - default) * x.mean(0)
+
+    function = torchcache(forward)
+    for by in (default, 0.5, 0.25):
+        for batch in (X, X[:3]):
+            assert torch.equal(function(batch, by), forward(batch, by))
+    assert bypasses(function).keys() == {"batch"}
+
+
+def mixes_by_nine(x, number):
+    return x - x.mean(0) if number == 9 else x * 2
+
+
+def test_a_value_that_mixes_among_many_that_do_not(tmp_path):
+    for numbers in ([9], range(30, 50), range(9)):  # known from an earlier run, then in this one too
+        function = torchcache(persistent=True, persistent_cache_dir=tmp_path)(mixes_by_nine)
+        with function.cache_instance:
+            for number in (*numbers, 9):
+                for batch in (X, X[:3]):
+                    assert torch.equal(function(batch, number), mixes_by_nine(batch, number))
+
+
 def test_what_was_found_is_checked_too():
     @torchcache
     def centred(x):
