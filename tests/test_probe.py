@@ -345,6 +345,48 @@ def test_what_sets_itself_up_for_a_size_is_put_back(monkeypatch):
     assert module.cache_instance.stats().hits > 0
 
 
+def test_grad_mode_after_a_part_that_raises():
+    @torchcache
+    def even(x):
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(not before)
+        if len(x) % 2:
+            raise ValueError("an even number, please")
+        torch.set_grad_enabled(before)
+        return x * 2
+
+    for mode in (False, True):
+        with torch.set_grad_enabled(mode):
+            even(torch.randn(6, 4 + mode))
+            assert torch.is_grad_enabled() == mode
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.zeros(3).to(torch.float8_e4m3fn),
+        torch.full((3,), float("nan")),
+        torch.eye(3).to_sparse(),
+        torch.zeros(()),
+        torch.zeros(3, device="meta"),
+        torch.zeros(3, dtype=torch.complex64).conj(),
+    ],
+)
+def test_buffers_of_every_kind_are_compared(buffer):
+    class Doubled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kept", buffer)
+
+        def forward(self, x):
+            return x * 2
+
+    module = torchcache(Doubled())
+    version = buffer._version
+    assert torch.equal(module(X), X * 2) and torch.equal(module(X[:3]), X[:3] * 2)
+    assert buffer._version == version
+
+
 def test_a_part_that_raises(log):
     @torchcache
     def even(x):
