@@ -212,10 +212,47 @@ def test_a_glance_tells_kinds_apart():
 def test_memory_formats_do_not_mix(memory_format):
     cached = torchcache(lambda x: x * 2)
     x = torch.randn(4, 3, 6, 5)
-    for batch in (x, x.to(memory_format=torch.channels_last), x):
+    for batch in (x, x.to(memory_format=torch.channels_last)) * 2:
         assert cached(batch).stride() == (batch * 2).stride()
     fresh = torchcache(lambda x: x * 2)
     batch = x.contiguous(memory_format=memory_format)
     fresh(batch[:2])
     assert fresh(batch).stride() == batch.stride()  # two found, and two computed
     assert torch.equal(fresh(batch), batch * 2)
+
+
+class Unwilling(torch.Tensor):
+    """Raises at whatever it is asked."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "argument", [X.as_subclass(Unwilling), torch.nn.UninitializedParameter(requires_grad=False)]
+)
+def test_tensors_that_do_not_want_to_be_asked(argument):
+    @torchcache
+    def first(x, other=None):
+        return x
+
+    for args in ((X, argument), (argument, X), (argument,)):
+        assert all(first(*args) is args[0] for _ in range(6))
+    assert first.cache_instance.stats().misses == 0
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_memory_formats_do_not_mix_on_disk(tmp_path, settled):
+    def doubled(x):
+        return x * 2
+
+    x = torch.randn(4, 3, 6, 5)
+    both = [x, x.to(memory_format=torch.channels_last)]
+    for batches in (both, both[::-1], both):
+        cached = torchcache(persistent=True, persistent_cache_dir=tmp_path, max_memory_cache_size=0)(doubled)
+        with cached.cache_instance:
+            for batch in batches * 2:
+                assert cached(batch).stride() == cached(batch[:3]).stride() == batch.stride()
+                if settled:
+                    cached.cache_instance.flush()

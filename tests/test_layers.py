@@ -83,6 +83,7 @@ LAYERS = [
     "names",
     "compiled",
     "arguments",
+    "argumentwalk",
     "entries",
     "modes",
     "directory",

@@ -177,6 +177,62 @@ def test_numbers_that_never_end_are_not_probed_for_ever(sizes):
     assert len(sizes) == 50 + 8 * 2
 
 
+def test_texts_that_never_end_are_not_probed_for_ever(sizes):
+    @torchcache
+    def mixing(x, text):
+        SIZES.info(len(x))
+        return x - x.mean(0)
+
+    @torchcache
+    def keyed(x, names):
+        SIZES.info(len(x))
+        return x * 2
+
+    for number in range(30):
+        mixing(torch.randn(4, 2), str(number))
+    assert len(sizes) == 30 + 8
+    for number in range(30):
+        keyed(torch.randn(4, 2), {str(number): 1})
+    assert len(sizes) == 2 * 30 + 8 + 8 * 2
+
+
+def test_what_is_not_kept_is_not_probed(sizes):
+    @torchcache
+    def loss(x, text):
+        SIZES.info(len(x))
+        return x.sum(), x
+
+    for number in range(6):
+        loss(torch.randn(4, 2), str(number))
+    assert sizes == [4] * 6
+    assert bypasses(loss) == {"output": 24}
+
+
+@pytest.mark.parametrize("default", [0.0, 1.0])
+def test_a_factor_that_turns_mixing_off(default):
+    def forward(x, by):
+        return x + (by - default) * x.mean(0)
+
+    function = torchcache(forward)
+    for by in (default, 0.5, 0.25):
+        for batch in (X, X[:3]):
+            assert torch.equal(function(batch, by), forward(batch, by))
+    assert bypasses(function).keys() == {"batch"}
+
+
+def mixes_by_nine(x, number):
+    return x - x.mean(0) if number == 9 else x * 2
+
+
+def test_a_value_that_mixes_among_many_that_do_not(tmp_path):
+    for numbers in ([9], range(30, 50), range(9)):  # known from an earlier run, then in this one too
+        function = torchcache(persistent=True, persistent_cache_dir=tmp_path)(mixes_by_nine)
+        with function.cache_instance:
+            for number in (*numbers, 9):
+                for batch in (X, X[:3]):
+                    assert torch.equal(function(batch, number), mixes_by_nine(batch, number))
+
+
 def test_what_was_found_is_checked_too():
     @torchcache
     def centred(x):
@@ -287,6 +343,48 @@ def test_what_sets_itself_up_for_a_size_is_put_back(monkeypatch):
         module(X)
     assert module.size == 6
     assert module.cache_instance.stats().hits > 0
+
+
+def test_grad_mode_after_a_part_that_raises():
+    @torchcache
+    def even(x):
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(not before)
+        if len(x) % 2:
+            raise ValueError("an even number, please")
+        torch.set_grad_enabled(before)
+        return x * 2
+
+    for mode in (False, True):
+        with torch.set_grad_enabled(mode):
+            even(torch.randn(6, 4 + mode))
+            assert torch.is_grad_enabled() == mode
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.zeros(3).to(torch.float8_e4m3fn),
+        torch.full((3,), float("nan")),
+        torch.eye(3).to_sparse(),
+        torch.zeros(()),
+        torch.zeros(3, device="meta"),
+        torch.zeros(3, dtype=torch.complex64).conj(),
+    ],
+)
+def test_buffers_of_every_kind_are_compared(buffer):
+    class Doubled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kept", buffer)
+
+        def forward(self, x):
+            return x * 2
+
+    module = torchcache(Doubled())
+    version = buffer._version
+    assert torch.equal(module(X), X * 2) and torch.equal(module(X[:3]), X[:3] * 2)
+    assert buffer._version == version
 
 
 def test_a_part_that_raises(log):

@@ -175,11 +175,15 @@ class Computation:
             if _shapes_of_items(output, call.batch_size) != shapes:
                 raise NotStoredError("batch", _odd_text(known, shapes), output)
             return WholeBatch(output)
-        if is_odd and call.lengths is None:
-            raise NotStoredError("batch", _odd_text(known, shapes), output)
+        if self.probes or is_odd:
+            compare = Comparison(output, call.batch_size, self.device, self.dtypes())
+            if not compare.is_possible:  # the output cannot be kept
+                self.probes = {}
+                return output
+            if is_odd and call.lengths is None:
+                raise NotStoredError("batch", _odd_text(known, shapes), output)
         if self.probes or (is_odd and call.batch_size > 1):
             probing = Probing(cache.keeper, self._seen, self._root, cache.settings.miss_batch == "pad")
-            compare = Comparison(output, call.batch_size, self.device, self.dtypes())
             # The forward may use the memory of its output again, for a part.
             output = pytree.tree_map(copied, output)
             forward = functools.partial(cache.run, self._plain)

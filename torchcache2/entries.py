@@ -142,11 +142,11 @@ def argument_leaves(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
 def first_batch_size(args: Any, kwargs: Mapping[str, Any]) -> int:
     """How many items a call that is not cached seems to have; 1 if that cannot be told."""
     values = [*args, *kwargs.values()]
-    for value in values:
-        if isinstance(value, Tensor) and value.dim():
-            return value.size(0)  # nested tensors have no shape
     try:
+        for value in values:
+            if isinstance(value, Tensor) and value.dim():
+                return value.size(0)  # nested tensors have no shape
         leaves = [leaf for leaf in argument_leaves(args, kwargs) if isinstance(leaf, Tensor)]
-    except RecursionError:
+        return next((leaf.size(0) for leaf in leaves if leaf.dim()), 1)
+    except Exception:  # a list that holds itself, or a kind of tensor that does not want to be asked
         return 1
-    return next((leaf.size(0) for leaf in leaves if leaf.dim()), 1)

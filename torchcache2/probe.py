@@ -90,6 +90,11 @@ class Comparison:
         except (UnstorableError, OutputError):
             self._whole = None  # it is not kept anyway
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether the output can be kept: else nothing depends on what it is."""
+        return self._whole is not None
+
     def difference(self, output: Any, part: Sequence[int]) -> str | None:
         """How the output for some items differs from that of their batch; None if it does not."""
         if self._whole is None:

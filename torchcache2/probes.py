@@ -16,7 +16,7 @@ __all__ = ["DEPENDENT", "Kind", "Probes"]
 
 DEPENDENT = 0  # the result of a probe: an item's output depends on its batch
 _MOST_KINDS = 10_000
-_MOST_VALUES = 8  # kinds that differ in numbers alone; if so many are independent, the others are
+_MOST_VALUES = 8  # kinds that differ in numbers alone; what so many are, the others are
 
 
 class Kind(NamedTuple):
@@ -49,7 +49,7 @@ class Probes:
         self._settled: dict[bytes, int] = {}
         self._found: dict[bytes, dict[str, int]] = {}
         self._recalled: set[bytes] = set()
-        self._dependent: set[tuple[bytes, bytes]] = set()
+        self._dependent: dict[tuple[bytes, bytes], set[bytes]] = {}
         self._independent: dict[tuple[bytes, bytes], dict[bytes, int]] = {}
 
     def is_settled(self, group: bytes, items: int) -> bool:
@@ -69,23 +69,27 @@ class Probes:
         `Kind.exact`.
         """
         with self._lock():
-            # With other weights too: what mixes items once is not tried again.
-            if (kind.code, kind.exact) in self._dependent:
-                return DEPENDENT
-            alike = sorted(self._independent.get((kind.namespace, kind.loose), {}).values())
-            if len(alike) >= _MOST_VALUES:
-                return alike[-_MOST_VALUES]
             if kind.namespace not in self._recalled:
                 self._of(kind.namespace).update(recall(kind.namespace))
                 self._recalled.add(kind.namespace)
-            return self._of(kind.namespace).get(kind.exact.hex())
+            known = self._of(kind.namespace).get(kind.exact.hex())
+            # With other weights too: what mixes items once is not tried again.
+            mixing = self._dependent.get((kind.code, kind.loose), set())
+            if known == DEPENDENT or kind.exact in mixing:
+                return DEPENDENT
+            alike = sorted(self._independent.get((kind.namespace, kind.loose), {}).values())
+            if len(alike) + len(mixing) < _MOST_VALUES:
+                return known
+            if mixing:  # some values mix items, and some may not: those that are not known are passed through
+                return DEPENDENT if known is None else known
+            return max(alike[-_MOST_VALUES], known or DEPENDENT)
 
     def add(self, kind: Kind, result: int) -> None:
         """A probe has found something."""
         with self._lock():
             self._of(kind.namespace)[kind.exact.hex()] = result
             if result == DEPENDENT:
-                self._dependent.add((kind.code, kind.exact))
+                self._dependent.setdefault((kind.code, kind.loose), set()).add(kind.exact)
                 self._settled = {}  # an earlier probe may have overlooked it
             else:
                 self._independent.setdefault((kind.namespace, kind.loose), {})[kind.exact] = result
@@ -99,6 +103,6 @@ class Probes:
         if namespace not in self._found:
             if len(self._found) >= _MOST_KINDS:
                 self._found, self._independent = {}, {}
-                self._recalled, self._dependent = set(), set()
+                self._recalled, self._dependent = set(), {}
             self._found[namespace] = {}
         return self._found[namespace]

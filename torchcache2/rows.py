@@ -110,8 +110,16 @@ class Schema:
 
     @property
     def family(self) -> Schema:
-        """What this schema has in common with those that differ in the shapes of rows alone."""
-        return self.with_shapes([(-1,) * len(leaf.shape) for leaf in self.leaves])
+        """What this schema has in common with those that differ in the shapes of rows alone.
+
+        Rows with their channels last are a family of their own, so that they come back as such.
+        """
+        return self.with_shapes([(-1 - leaf.channels_last,) * len(leaf.shape) for leaf in self.leaves])
+
+    @property
+    def layout(self) -> tuple[bool, ...]:
+        """Which leaves have their channels last."""
+        return tuple([leaf.channels_last for leaf in self.leaves])
 
     @property
     def in_logical_order(self) -> Schema:

@@ -18,6 +18,7 @@ __all__ = ["call_structure", "item_lengths"]
 _MOST_ELEMENTS = 64  # of a sequence, that are looked at
 _LONG = 64  # characters from which a text is content, rather than a choice between ways to compute
 _DEEPEST = 16
+_NEUTRAL = (0.0, 1.0)  # factors that may turn something off, which another number turns on
 
 
 def call_structure(call: BoundCall, *, values: bool) -> bytes:
@@ -60,7 +61,7 @@ def _structure(value: Any, values: bool, contents: Set[int], deeper: int) -> str
         # Texts are as long as the longest.
         dtype = value.dtype.kind if value.dtype.kind in "SU" else value.dtype.str
         return f"{kind} {dtype} {value.ndim}"
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool) or (isinstance(value, float) and value in _NEUTRAL):
         return repr(value)
     if isinstance(value, (int, str)) and values and len(str(value)) <= _LONG:
         return f"{kind} {value!r}"
@@ -69,8 +70,12 @@ def _structure(value: Any, values: bool, contents: Set[int], deeper: int) -> str
         return f"{kind} {sorted(elements)}"
     if deeper and isinstance(value, (dict, UserDict)):
         items: Mapping[Any, Any] = value
-        pairs = [
-            (str(key), _structure(element, values, contents, deeper - 1)) for key, element in items.items()
-        ]
+        pairs = {
+            (
+                str(key) if values else qualified_name(type(key)),
+                _structure(element, values, contents, deeper - 1),
+            )
+            for key, element in items.items()
+        }
         return f"{kind} {sorted(pairs)}"
     return kind

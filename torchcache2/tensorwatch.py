@@ -230,7 +230,12 @@ def _first_bytes(tensor: Tensor, count: int) -> Bytes1D:
     start, size = tensor.storage_offset(), tensor.element_size()
     end = min(start + -(-count // size), tensor.untyped_storage().nbytes() // size)
     view = tensor.detach().as_strided((max(0, end - start),), (1,), start)
-    return view.view(torch.uint8).cpu().numpy()
+    try:
+        data = view.view(torch.uint8)
+    except RuntimeError:  # of a conjugate that is not computed yet: its storage is what may change
+        stored = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        data = stored.set_(tensor.untyped_storage(), start, view.shape, (1,)).view(torch.uint8)
+    return data.cpu().numpy()
 
 
 def _content(tensor: Tensor) -> Bytes1D:

@@ -269,7 +269,8 @@ class MemoryTier:
         elif device.type == "cuda" and device.index is None and torch.cuda.is_available():
             # The one that is current now, whichever will be current later.
             device = self._device = torch.device("cuda", torch.cuda.current_device())
-        arena = self._arenas.get(namespace, (rows.schema, device))
+        name = rows.schema, rows.schema.layout, device
+        arena = self._arenas.get(namespace, name)
         if arena is None and rows.schema.row_bytes < self.budget:
             if len(self._arenas) >= _MOST_ARENAS:
                 self._drop_unused(namespace)
@@ -280,7 +281,7 @@ class MemoryTier:
                 # Torch asserts that it was built for a device.
                 self._tell("there is no memory for rows on %s: %s", device, error)
             else:
-                self._arenas.add(namespace, (rows.schema, device), arena)
+                self._arenas.add(namespace, name, arena)
         return arena
 
     def _make_room(self, namespace: bytes, arena: Arena, count: int, evicts: bool) -> int:

@@ -150,10 +150,10 @@ class TierStack:
         """
         found = self.memory.get(keys)
         if not self.settings.persistent or sum(len(rows) for _, rows in found.parts) == len(keys):
-            return found
+            return Found(_merged(list(found.parts)))
         disk = self.disk
         if disk is None:
-            return found
+            return Found(_merged(list(found.parts)))
         missing = np.ones(len(keys), bool)
         for positions, _ in found.parts:
             missing[positions] = False

@@ -19,7 +19,7 @@ __all__ = ["GROUP_BYTES", "ArenaTable"]
 GROUP_BYTES = 256  # about what is kept for a group
 _MOST_GROUPS = 100_000  # of a namespace
 
-Name = tuple[Schema, torch.device]
+Name = tuple[Schema, tuple[bool, ...], torch.device]
 
 
 class ArenaTable:
@@ -61,7 +61,7 @@ class ArenaTable:
         return self._groups.get(keys.namespace, {}).get(keys.group, [])
 
     def get(self, namespace: bytes, name: Name) -> Arena | None:
-        """The arena of a schema on a device."""
+        """The arena of a schema and its layout on a device."""
         return self._arenas.get(namespace, {}).get(name)
 
     def add(self, namespace: bytes, name: Name, arena: Arena) -> None:
