@@ -140,7 +140,7 @@ class HasGraph(nn.Module):
 
     def __init__(self):
         super().__init__()
-        shapes = ({0: torch.export.Dim.AUTO},)
+        shapes = ({0: torch.export.Dim("items")},)
         program = torch.export.export(Net().eval(), (torch.rand(3, 3),), dynamic_shapes=shapes)
         self.graph = program.module()
 

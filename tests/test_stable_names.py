@@ -311,7 +311,9 @@ def test_notes_about_a_graph_count_where_they_are_named():
     assert named(make(Noted, 2)) != named(make(Noted, 3))
 
 
-@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch 2.4, as it exports
+@pytest.mark.filterwarnings(  # of torch 2.4, as it exports
+    "ignore:Attempted to insert a get_attr Node", "ignore:Node .* does not reference an nn.Module"
+)
 def test_an_exported_program_is_cached_and_its_weights_are_watched(log):
     module = torchcache(probe=False)(_stable.exported())  # for two items, so that none is computed alone
     expected = module(X[:2])
