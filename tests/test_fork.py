@@ -1,9 +1,13 @@
 """A child that is forked while other threads use the cache has locks of its own, and right rows."""
 
+import os
 import subprocess
 import sys
 import threading
 
+import torch
+
+from torchcache2 import torchcache
 from torchcache2.locks import ProcessLock
 
 SCRIPT = """
@@ -78,3 +82,14 @@ def test_a_lock_knows_if_it_was_held_at_the_fork():
                 assert lock() is not theirs
                 assert lock.was_torn() == held
                 assert not lock.was_torn()
+
+
+def test_a_process_with_many_caches_may_have_children():
+    # Each reserves address space: together far more than there is memory.
+    functions = [torchcache(probe=False)(lambda x: x * 2) for _ in range(60)]
+    for function in functions:
+        function(torch.rand(4, 3))
+    pid = os.fork()
+    if pid == 0:
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7

@@ -14,6 +14,7 @@ Not thread-safe: the tier holds a lock, and turns inference mode off.
 from __future__ import annotations
 
 import mmap
+import sys
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ from torchcache2.transfer import Runtime, StreamOrder
 __all__ = ["Arena"]
 
 _PAGE = mmap.PAGESIZE
+# Else the system counts address space as memory, and lets a process with a few caches have no children.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 _SLAB = 64 << 20  # a column grows by doubling up to this many bytes at a time
 _HUGE = 8 << 20  # slabs from here on are backed by huge pages
 
@@ -221,7 +224,7 @@ class _ReservedColumn(_Column):
     def __init__(self, row_bytes: int, limit: int) -> None:
         self._committed = 0
         self._limit = max(_PAGE, -(-limit // _PAGE) * _PAGE)
-        self._map = mmap.mmap(-1, self._limit, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map = mmap.mmap(-1, self._limit, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
         super().__init__(row_bytes, torch.device("cpu"))
 
     @property
