@@ -208,7 +208,7 @@ class CodeWalk(NameWalk):
         """Write down a function and what it names; the label of its part."""
         options = cache_options(function) if is_ours(function) else []
         if is_ours(function) and (own := _own_attributes(function)):
-            # Of a cached function that code names, such as what it counts in itself.
+            # A cached function may keep values as its own attributes, such as a count of its calls.
             self.parts[f"attributes of {_short_name(function)} at {path}"] = self.encode(own, path)
             self.scopes += [(vars(function), *item) for item in own.items()]
             self.dicts.append(vars(function))

@@ -136,7 +136,7 @@ class Computation:
                 raise
             failure = f"the forward of {len(positions)} of its {call.batch_size} items raises {error!r}"
         if failure:
-            # If the caller's own call raises, too, that is what the caller sees.
+            # If the whole batch raises, too, the caller sees that exception, as without a cache.
             if undo is not None:
                 undo()
             output = yield from cache.run(self._plain, call.args, call.kwargs)

@@ -100,7 +100,7 @@ class Contents:
         elements: list[Any] = []
         for length, (read, *more), is_exact, group in self._groups:
             sizes += map(length, group)
-            # Whose elements need no reader are read in half the time.
+            # Containers of exactly this type are iterated directly, which takes half the time.
             elements += chain.from_iterable(group if is_exact else map(read, group))
             for read in more:
                 elements += chain.from_iterable(map(read, group))

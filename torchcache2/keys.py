@@ -6,7 +6,8 @@ The key of an item is
 
 where `header` is the 16-byte digest of everything that the items of a batch share: the namespace,
 the arguments that are not batched, the autocast state, and for each batched tensor its argument path,
-dtype, and per-item shape. A key thus depends on neither the batch size nor the order, strides or device.
+dtype, per-item shape, and whether its channels are last. A key thus depends on neither the batch size nor the
+order, the other strides or the device.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torchcache2.compiled import code_objects
 
 __all__ = ["LeftOut", "left_out"]
 
-# They name the places of models, to save them and to write about them.
+# These packages use such names only to save models and to write about them, not to compute.
 _RELATED = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
 
 

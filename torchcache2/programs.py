@@ -32,7 +32,7 @@ def script_code(methods: Iterable[Any]) -> list[Any] | None:
         graph = method.inlined_graph
         if any(graph.findAllNodes(kind) for kind in _OPAQUE):
             return None
-        # The text has a few digits of each, and less of a text that looks like a place.
+        # The printed code shows only a few digits of each constant, and shortens texts that look like paths.
         constants = [
             node.output().toIValue()
             for node in graph.findAllNodes("prim::Constant")

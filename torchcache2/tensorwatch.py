@@ -124,7 +124,7 @@ class TensorWatch:
         state, self._state = self._look(), None  # should reading be interrupted
         self.generation += 1
         self.unreadable = []
-        # From before the reading, which other threads may write to meanwhile.
+        # These are taken before the tensors are read, because other threads may write to them meanwhile.
         marks = self._marks()
         samples = {id(tensor): _sample(tensor) for tensor in self.tensors} if read else {}
         known, self._known = self._still_known(marks, samples), {}

@@ -30,7 +30,7 @@ from torchcache2.transfer import Runtime, StreamOrder
 __all__ = ["Arena"]
 
 _PAGE = mmap.PAGESIZE
-# Else the system counts address space as memory, and lets a process with a few caches have no children.
+# Without this flag the system counts reserved address space as memory, and refuses to fork the process.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 _SLAB = 64 << 20  # a column grows by doubling up to this many bytes at a time
 _HUGE = 8 << 20  # slabs from here on are backed by huge pages

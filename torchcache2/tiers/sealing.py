@@ -124,7 +124,7 @@ class Sealing:
         for is_last in (False, True):
             if self._temporary and not self._fs.exists(self._directory.path):
                 return False  # its run has ended: nobody would delete it again
-            # Held until it is written: what uses the namespace may be gone, and the tier itself let go of it.
+            # The hold lasts until the segment is written, as the cache that used the namespace may be gone.
             held = self._known.held(pending.namespace, enter)
             try:
                 with self._one_at_a_time():  # both would see the same room
