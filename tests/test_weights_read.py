@@ -337,7 +337,9 @@ def decay(module):
 
 
 @pytest.mark.parametrize(
-    "besides", [lambda m: None, lambda m: m.train().eval(), lambda m: setattr(m, "factor", 2)], ids=str
+    "besides",
+    [lambda m: None, lambda m: m.train().eval(), lambda m: setattr(m, "factor", 2)],
+    ids=["alone", "modes", "attribute"],
 )
 def test_a_running_average_through_data_is_noticed_as_a_whole(besides):
     """One weight tells of it; the table, which does not, is read again too."""
