@@ -21,11 +21,11 @@ from torch import nn
 
 from tests._storage import CPU, NEVER, found, key_of, put, segments, strange_files, value_of
 from torchcache2 import torchcache
-from torchcache2.directory import CacheDirectory
-from torchcache2.eviction import make_room
-from torchcache2.segmentread import Descriptors, Segment, empty_columns, rows_of
-from torchcache2.storage import FileSystem
-from torchcache2.tiers.disk import DiskTier
+from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.eviction import make_room
+from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.segment import Descriptors, Segment, empty_columns, rows_of
+from torchcache2.tiers.disk.tier import DiskTier
 
 WRITERS = 4
 LIVES = 5  # cycles on one directory

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from torchcache2.directory import FINGERPRINT, LOCK, TAG
-from torchcache2.keys import Keys
-from torchcache2.rows import Rows
-from torchcache2.storage import FileSystem
-from torchcache2.tiers.disk import DiskTier
+from torchcache2.core.keys import Keys
+from torchcache2.core.rows import Rows
+from torchcache2.files.directory import FINGERPRINT, LOCK, TAG
+from torchcache2.files.filesystem import FileSystem
+from torchcache2.tiers.disk.tier import DiskTier
 
 CPU = torch.device("cpu")
 NAMESPACES = [b"first namespace.", b"second namespace", b"third namespace."]

@@ -161,7 +161,7 @@ def _main():
     import torch
 
     import torchcache2
-    import torchcache2.tiers.disk  # noqa: F401
+    import torchcache2.tiers.disk.tier  # noqa: F401
 
     torch.set_num_threads(1)
     replies = sys.stdout

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests._storage import NEVER, Unsynced
-from torchcache2.tiers import located as located_module
-from torchcache2.tiers.disk import DiskTier
+from torchcache2.tiers.disk import catalog as located_module
+from torchcache2.tiers.disk.tier import DiskTier
 
 
 class _Records(logging.Handler):

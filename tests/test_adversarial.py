@@ -18,7 +18,8 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchcache2 import UnhashableArgumentError, torchcache
-from torchcache2.tiers import arena, memory
+from torchcache2.tiers.memory import arena
+from torchcache2.tiers.memory import tier as memory
 
 NESTED = "ignore:The PyTorch API of nested tensors"
 TRACED = "ignore:.*torch.jit"
@@ -243,7 +244,7 @@ def test_an_interrupt_while_weights_are_read_leaves_no_stale_namespace(monkeypat
     model(X)
     model.w.mul_(5)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("torchcache2.tensorwatch.tensor_digest", interrupted)
+        patch.setattr("torchcache2.identity.tensorwatch.tensor_digest", interrupted)
         model(X)
     assert torch.equal(model(X), X * 5)
 

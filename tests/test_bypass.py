@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from torchcache2 import InputError, NotCachedError, OutputError, UnhashableArgumentError, torchcache
-from torchcache2.shortcuts import Shortcuts, glance
+from torchcache2.decorator.shortcuts import Shortcuts, glance
 
 X = torch.arange(24.0).reshape(6, 4)
 

@@ -41,16 +41,17 @@ from tests._storage import (
     strange_files,
 )
 from tests._warm import start
-from torchcache2 import archive, segment
-from torchcache2.cli import main
-from torchcache2.codec import codec
-from torchcache2.directory import FINGERPRINT, LOCK, TAG, CacheDirectory
-from torchcache2.removal import remove_namespace
-from torchcache2.rows import Rows
-from torchcache2.segmentwrite import encode, ulid
-from torchcache2.storage import FileSystem
-from torchcache2.tiers.disk import DiskTier
-from torchcache2.verdict import verdict
+from torchcache2.cli import archive
+from torchcache2.cli.check import verdict
+from torchcache2.cli.main import main
+from torchcache2.cli.removal import remove_namespace
+from torchcache2.core.rows import Rows
+from torchcache2.files import layout as segment
+from torchcache2.files.codec import codec
+from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, CacheDirectory
+from torchcache2.files.encode import encode, ulid
+from torchcache2.files.filesystem import FileSystem
+from torchcache2.tiers.disk.tier import DiskTier
 
 FIRST, SECOND, THIRD = (namespace.hex() for namespace in NAMESPACES)
 CLASSES = {NAMESPACES[0]: "models.Backbone", NAMESPACES[1]: "models.Encoder", NAMESPACES[2]: "train.Teacher"}
@@ -246,7 +247,7 @@ def test_a_missing_library_is_named_with_the_way_to_get_it(monkeypatch, library)
     for name in [
         name
         for name in sys.modules
-        if name.startswith(("rich", "typer", "torchcache2.commands", "torchcache2.output"))
+        if name.startswith(("rich", "typer", "torchcache2.cli.commands", "torchcache2.cli.printing"))
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
@@ -594,7 +595,7 @@ def test_prune_to_nothing_leaves_others_files(path):
 USER = """
 import sys
 from tests._storage import NAMESPACES, found
-from torchcache2.tiers.disk import DiskTier
+from torchcache2.tiers.disk.tier import DiskTier
 
 disk = DiskTier(sys.argv[1])
 assert found(disk, range(20), 64, NAMESPACES[1]) == list(range(20))

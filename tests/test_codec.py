@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchcache2.codec import CorruptError, Lane, codec, lane
-from torchcache2.errors import OptionError
+from torchcache2.core.errors import OptionError
+from torchcache2.files.codec import CorruptError, Lane, codec, lane
 
 NAMES = ["none", "brotli", "blosc2"]
 COMPRESSING = ["brotli", "blosc2"]
@@ -485,7 +485,7 @@ BOMB = """
 import resource, sys
 import brotli
 import numpy as np
-from torchcache2.codec import CorruptError, Lane, codec
+from torchcache2.files.codec import CorruptError, Lane, codec
 
 assert "blosc2" not in sys.modules
 block = sys.stdin.buffer.read()

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from torchcache2.keys import Keys
-from torchcache2.rows import Rows
-from torchcache2.storage import FileSystem
-from torchcache2.tiers.disk import DiskTier
+from torchcache2.core.keys import Keys
+from torchcache2.core.rows import Rows
+from torchcache2.files.filesystem import FileSystem
+from torchcache2.tiers.disk.tier import DiskTier
 
 NAMESPACE, OTHER = b"a namespace here", b"another one here"
 

@@ -43,16 +43,17 @@ from tests._storage import (
     wait_until,
     warnings_of,
 )
-from torchcache2 import OptionError, descriptors
-from torchcache2.directory import FINGERPRINT, LOCK, TAG, CacheDirectory
-from torchcache2.eviction import make_room
-from torchcache2.keys import Keys
-from torchcache2.rows import Rows
-from torchcache2.segmentwrite import ulid
-from torchcache2.storage import FileSystem
-from torchcache2.tiers import disk as disk_module
-from torchcache2.tiers import located as located_module
-from torchcache2.tiers.disk import DiskTier
+from torchcache2 import OptionError
+from torchcache2.core.keys import Keys
+from torchcache2.core.rows import Rows
+from torchcache2.files import descriptors
+from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, CacheDirectory
+from torchcache2.files.encode import ulid
+from torchcache2.files.eviction import make_room
+from torchcache2.files.filesystem import FileSystem
+from torchcache2.tiers.disk import catalog as located_module
+from torchcache2.tiers.disk import tier as disk_module
+from torchcache2.tiers.disk.tier import DiskTier
 
 CODECS = ["none", "brotli", "blosc2"]
 
@@ -840,7 +841,7 @@ def test_a_namespace_that_another_handle_uses_is_in_use(make, path, log, by):
 HOLDER = """
 import sys
 from tests._storage import found
-from torchcache2.tiers.disk import DiskTier
+from torchcache2.tiers.disk.tier import DiskTier
 
 tier = DiskTier(sys.argv[1])
 assert found(tier, [(0, 0)], 1000) == [(0, 0)]

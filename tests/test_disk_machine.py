@@ -30,8 +30,8 @@ from tests._storage import (
     size_of,
     strange_files,
 )
-from torchcache2.tiers import located as located_module
-from torchcache2.tiers.disk import DiskTier
+from torchcache2.tiers.disk import catalog as located_module
+from torchcache2.tiers.disk.tier import DiskTier
 
 SOAK = bool(os.environ.get("SOAK"))
 SPACES = NAMESPACES[:2]

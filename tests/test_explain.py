@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from torchcache2 import torchcache
-from torchcache2.describe import describe
-from torchcache2.digest import Encoder
+from torchcache2.identity.describe import describe
+from torchcache2.identity.encoding import Encoder
 
 X = torch.arange(12.0).view(3, 4)
 

@@ -34,10 +34,10 @@ from tests._storage import (
     strange_files,
     warnings_of,
 )
-from torchcache2.directory import LOCK
-from torchcache2.storage import FileSystem
-from torchcache2.tiers import located as located_module
-from torchcache2.tiers.disk import DiskTier
+from torchcache2.files.directory import LOCK
+from torchcache2.files.filesystem import FileSystem
+from torchcache2.tiers.disk import catalog as located_module
+from torchcache2.tiers.disk.tier import DiskTier
 
 SOAK = bool(os.environ.get("SOAK"))
 CODES = [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS]

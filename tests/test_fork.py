@@ -8,7 +8,7 @@ import threading
 import torch
 
 from torchcache2 import torchcache
-from torchcache2.locks import ProcessLock
+from torchcache2.core.locks import ProcessLock
 
 SCRIPT = """
 import multiprocessing, sys, threading

@@ -35,18 +35,18 @@ from tests._storage import (
     warnings_of,
 )
 from torchcache2 import OptionError, torchcache
-from torchcache2.archive import export, import_archive
-from torchcache2.commands import run
-from torchcache2.descriptors import Descriptors
-from torchcache2.directory import FINGERPRINT, LOCK, TAG, CacheDirectory, NewerDirectoryError
-from torchcache2.eviction import deleting
-from torchcache2.filenames import TAG_TEXT
-from torchcache2.report import in_use
-from torchcache2.segmentwrite import ulid
-from torchcache2.storage import FileSystem, StrangeFileError
-from torchcache2.tiers import health as health_module
-from torchcache2.tiers import located as located_module
-from torchcache2.tiers.disk import DiskTier
+from torchcache2.cli.archive import export, import_archive
+from torchcache2.cli.commands import run
+from torchcache2.cli.report import in_use
+from torchcache2.files.descriptors import Descriptors
+from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, CacheDirectory, NewerDirectoryError
+from torchcache2.files.encode import ulid
+from torchcache2.files.eviction import deleting
+from torchcache2.files.filenames import TAG_TEXT
+from torchcache2.files.filesystem import FileSystem, StrangeFileError
+from torchcache2.tiers.disk import catalog as located_module
+from torchcache2.tiers.disk import health as health_module
+from torchcache2.tiers.disk.tier import DiskTier
 
 A, B, C = NAMESPACES
 ROWS = list(range(5))

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from torchcache2.index import KeyIndex
+from torchcache2.tiers.index import KeyIndex
 
 TAG = 0x7FFFFFFF  # the bits of a key's second word that its slot holds
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from torchcache2.arguments import Signature
-from torchcache2.keys import Keys, item_keys
+from torchcache2.core.keys import Keys
+from torchcache2.identity.arguments import Signature
+from torchcache2.identity.items import item_keys
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "keys.json"
 NAMESPACE = bytes(range(16))

@@ -27,13 +27,13 @@ from tests._storage import (
     set_age,
     size_of,
 )
-from torchcache2.eviction import Allowance, make_room
-from torchcache2.index import KeyIndex
-from torchcache2.tiers import places as places_module
-from torchcache2.tiers.disk import DiskTier
-from torchcache2.tiers.pending import Held, Slabs
-from torchcache2.tiers.places import Places
-from torchcache2.tiers.writer import Writer
+from torchcache2.files.eviction import Allowance, make_room
+from torchcache2.tiers.disk import places as places_module
+from torchcache2.tiers.disk.places import Places
+from torchcache2.tiers.disk.tier import DiskTier
+from torchcache2.tiers.disk.unwritten import Held, Slabs
+from torchcache2.tiers.disk.writer import Writer
+from torchcache2.tiers.index import KeyIndex
 
 NOWHERE = "nowhere"
 ROWS = 8  # of a segment

@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from torchcache2.keys import Keys
-from torchcache2.rows import Rows
-from torchcache2.tiers import arena as arena_module
-from torchcache2.tiers.memory import MemoryTier
+from torchcache2.core.keys import Keys
+from torchcache2.core.rows import Rows
+from torchcache2.tiers.memory import arena as arena_module
+from torchcache2.tiers.memory.tier import MemoryTier
 
 CPU = torch.device("cpu")
 NAMESPACES = [b"first namespace.", b"second namespace"]

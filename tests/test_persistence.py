@@ -27,10 +27,10 @@ from transformers.modeling_outputs import BaseModelOutput
 from tests import _warm
 from tests.test_forward import assert_same
 from torchcache2 import Cache, CacheSettings, Keys, OptionError, torchcache
-from torchcache2.codec import codec
-from torchcache2.rows import Rows
-from torchcache2.segmentwrite import SEGMENT, encode, ulid, write
-from torchcache2.storage import FileSystem
+from torchcache2.core.rows import Rows
+from torchcache2.files.codec import codec
+from torchcache2.files.encode import SEGMENT, encode, ulid, write
+from torchcache2.files.filesystem import FileSystem
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 CPU = torch.device("cpu")

@@ -428,8 +428,8 @@ INTERRUPTED_EVERYWHERE = """
 import shutil, sys, tempfile, threading
 import torch
 from tests._storage import CPU, NEVER, found, put
-from torchcache2.storage import FileSystem
-from torchcache2.tiers.disk import DiskTier
+from torchcache2.files.filesystem import FileSystem
+from torchcache2.tiers.disk.tier import DiskTier
 
 
 class Unsynced(FileSystem):
@@ -734,9 +734,9 @@ def test_children_of_a_process_that_writes_neither_hang_nor_err(path):
 FORKED_WHILE_WRITING = """
 import os, sys, threading, time
 from tests._storage import NEVER, found, put
-from torchcache2.storage import FileSystem
-from torchcache2.tiers import located
-from torchcache2.tiers.disk import DiskTier
+from torchcache2.files.filesystem import FileSystem
+from torchcache2.tiers.disk import catalog as located
+from torchcache2.tiers.disk.tier import DiskTier
 
 located._LOOK_EVERY = 0.0
 parent = os.getpid()

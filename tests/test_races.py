@@ -28,17 +28,17 @@ from tests._storage import (
     wait_until,
     warnings_of,
 )
-from torchcache2 import report
-from torchcache2.archive import export, import_archive
-from torchcache2.cache import Cache
-from torchcache2.directory import FINGERPRINT, CacheDirectory
-from torchcache2.eviction import make_room
-from torchcache2.removal import remove_namespace
-from torchcache2.scratch import Scratch
-from torchcache2.settings import CacheSettings
-from torchcache2.storage import FileSystem
-from torchcache2.tiers import disk as disk_module
-from torchcache2.tiers.stack import TierStack
+from torchcache2.cli import report
+from torchcache2.cli.archive import export, import_archive
+from torchcache2.cli.removal import remove_namespace
+from torchcache2.core.settings import CacheSettings
+from torchcache2.engine.cache import Cache
+from torchcache2.engine.stack import TierStack
+from torchcache2.files.directory import FINGERPRINT, CacheDirectory
+from torchcache2.files.eviction import make_room
+from torchcache2.files.filesystem import FileSystem
+from torchcache2.tiers.disk import tier as disk_module
+from torchcache2.tiers.disk.scratch import Scratch
 
 A, B, C = NAMESPACES
 WIDTH = 1000
@@ -190,9 +190,9 @@ def test_who_claims_a_fingerprint_that_was_replaced_deletes_nothing(path, direct
 FORKS = """
 import os, sys
 from tests._storage import NAMESPACES, Unsynced, size_of
-from torchcache2 import report
-from torchcache2.directory import CacheDirectory
-from torchcache2.eviction import make_room
+from torchcache2.cli import report
+from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.eviction import make_room
 
 path, namespace = sys.argv[1], NAMESPACES[0]
 read, write = os.pipe()

@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from transformers.utils import ModelOutput
 
-from torchcache2 import classnames, leafjson, schemajson
-from torchcache2.rows import BARE, Leaf, Rows, Schema
-from torchcache2.schemajson import (
+from torchcache2.core.rows import BARE, Leaf, Rows, Schema
+from torchcache2.files import classnames, leafjson, schemajson
+from torchcache2.files.schemajson import (
     SchemaError,
     UnknownClassError,
     UnserialisableError,
@@ -410,8 +410,8 @@ def register():
 PROCESS = """
 import json, sys
 import torch
-from torchcache2.rows import Rows
-from torchcache2.schemajson import UnknownClassError, schema_from_json, schema_to_json
+from torchcache2.core.rows import Rows
+from torchcache2.files.schemajson import UnknownClassError, schema_from_json, schema_to_json
 
 def schemas():
     import elsewhere as e

@@ -27,17 +27,18 @@ from sklearn.linear_model import LogisticRegression
 from torch.utils import _pytree as pytree
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from torchcache2 import OptionError, leafjson, schemajson, torchcache
-from torchcache2.codec import codec as codec_of
-from torchcache2.codec import lane
-from torchcache2.directory import CacheDirectory
-from torchcache2.keys import Keys
-from torchcache2.rows import BARE, Leaf, Rows, Schema
-from torchcache2.schemajson import UnknownClassError, UnserialisableError
-from torchcache2.segment import DamagedError, Layout, NewerFormatError, TooLargeError
-from torchcache2.segmentread import Descriptors, Segment, empty_columns, rows_of
-from torchcache2.segmentwrite import encode, ulid, write
-from torchcache2.storage import FileSystem
+from torchcache2 import OptionError, torchcache
+from torchcache2.core.keys import Keys
+from torchcache2.core.rows import BARE, Leaf, Rows, Schema
+from torchcache2.files import leafjson, schemajson
+from torchcache2.files.codec import codec as codec_of
+from torchcache2.files.codec import lane
+from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.encode import encode, ulid, write
+from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.layout import DamagedError, Layout, NewerFormatError, TooLargeError
+from torchcache2.files.schemajson import UnknownClassError, UnserialisableError
+from torchcache2.files.segment import Descriptors, Segment, empty_columns, rows_of
 
 GOLDEN = Path(__file__).parent / "golden"
 CPU = torch.device("cpu")

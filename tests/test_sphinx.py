@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchcache2 import CacheSettings
-from torchcache2.purity import ADVICE
+from torchcache2.decorator.bypass import ADVICE
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

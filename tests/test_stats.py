@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchcache2 import CacheStats, torchcache
-from torchcache2.stats import Counters
+from torchcache2.engine.stats import Counters
 
 MEMORY = {"evictions": 0, "memory_rows": 0, "memory_bytes": 0}
 SOME = CacheStats(

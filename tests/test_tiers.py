@@ -8,10 +8,10 @@ import torch
 
 from tests._storage import CPU, NAMESPACES, NEVER, found, keys_of, put, rows_of, value_of
 from tests.test_memory import DTYPES
-from torchcache2.keys import Keys
-from torchcache2.rows import Rows
-from torchcache2.tiers.disk import DiskTier
-from torchcache2.tiers.memory import MemoryTier
+from torchcache2.core.keys import Keys
+from torchcache2.core.rows import Rows
+from torchcache2.tiers.disk.tier import DiskTier
+from torchcache2.tiers.memory.tier import MemoryTier
 
 ROOM = 10**8
 KINDS = {

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from torchcache2.gather import empty_bytes, gather
-from torchcache2.keys import Keys, item_keys
-from torchcache2.rows import Rows
-from torchcache2.tiers.memory import MemoryTier
-from torchcache2.transfer import Arriving, Runtime, StreamOrder, to_device, to_host
+from torchcache2.core.gather import empty_bytes, gather
+from torchcache2.core.keys import Keys
+from torchcache2.core.rows import Rows
+from torchcache2.core.transfer import Arriving, Runtime, StreamOrder, to_device, to_host
+from torchcache2.identity.items import item_keys
+from torchcache2.tiers.memory.tier import MemoryTier
 
 CPU = torch.device("cpu")
 NAMESPACE = b"sixteen letters."

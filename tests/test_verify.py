@@ -25,9 +25,9 @@ import torchcache2
 from tests.test_forward import assert_same, cached
 from tests.test_property import LEAVES, OTHERS, build, nested
 from torchcache2 import Cache, CacheSettings, Keys, torchcache
-from torchcache2.rows import Rows
-from torchcache2.tiers.stack import TierStack
-from torchcache2.verify import differences
+from torchcache2.core.rows import Rows
+from torchcache2.engine.stack import TierStack
+from torchcache2.engine.verify import differences
 
 NAMESPACE = b"sixteen letters."
 WIDTH = 64

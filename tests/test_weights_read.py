@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchcache2 import tensorwatch, torchcache
+from torchcache2 import torchcache
+from torchcache2.identity import tensorwatch
 
 X = torch.arange(1.0, 13.0).view(4, 3)
 MANY = 50_000  # rows of 3 float32: more than 500 kB

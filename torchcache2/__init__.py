@@ -2,13 +2,12 @@
 
 import typing as _typing
 
-from torchcache2.logs import logger as _logger
-from torchcache2.logs import set_logger_config
-from torchcache2.version import __version__
+from torchcache2.core.logs import logger as _logger
+from torchcache2.core.logs import set_logger_config
+from torchcache2.core.version import __version__
 
 if _typing.TYPE_CHECKING:
-    from torchcache2.cache import Cache
-    from torchcache2.errors import (
+    from torchcache2.core.errors import (
         DecorationError,
         InputError,
         NotCachedError,
@@ -17,10 +16,11 @@ if _typing.TYPE_CHECKING:
         TorchcacheError,
         UnhashableArgumentError,
     )
-    from torchcache2.keys import Keys
-    from torchcache2.module import torchcache
-    from torchcache2.settings import CacheSettings
-    from torchcache2.stats import CacheStats
+    from torchcache2.core.keys import Keys
+    from torchcache2.core.settings import CacheSettings
+    from torchcache2.decorator.torchcache import torchcache
+    from torchcache2.engine.cache import Cache
+    from torchcache2.engine.stats import CacheStats
 
 __all__ = [
     "Cache",
@@ -40,11 +40,11 @@ __all__ = [
 ]
 
 _FILES = {
-    "Cache": "cache",
-    "CacheSettings": "settings",
-    "CacheStats": "stats",
-    "Keys": "keys",
-    "torchcache": "module",
+    "Cache": "engine.cache",
+    "CacheSettings": "core.settings",
+    "CacheStats": "engine.stats",
+    "Keys": "core.keys",
+    "torchcache": "decorator.torchcache",
 }
 
 
@@ -54,7 +54,7 @@ def __getattr__(name: str) -> _typing.Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_FILES.get(name, 'errors')}"), name)
+    return getattr(import_module(f"{__name__}.{_FILES.get(name, 'core.errors')}"), name)
 
 
 def __dir__() -> list[str]:

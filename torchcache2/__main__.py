@@ -1,6 +1,6 @@
 """``python -m torchcache2``."""
 
-from torchcache2.cli import main
+from torchcache2.cli.main import main
 
 if __name__ == "__main__":
     main()

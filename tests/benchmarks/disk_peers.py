@@ -15,8 +15,8 @@ from torch import nn
 from tests.benchmarks.disk_machine import BATCH
 from tests.benchmarks.peers import torchcache as peer
 from torchcache2 import Keys, torchcache
-from torchcache2.rows import Rows
-from torchcache2.tiers.disk import DiskTier
+from torchcache2.core.rows import Rows
+from torchcache2.tiers.disk.tier import DiskTier
 
 CPU = torch.device("cpu")
 NAMESPACE = b"benchmark" + bytes(7)

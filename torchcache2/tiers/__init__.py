@@ -1,1 +1,1 @@
-"""Stores of rows by key; `base` is their contract."""
+"""Stores of rows by key, each one a folder."""

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from torchcache2.keys import Keys
-from torchcache2.rows import Rows
+from torchcache2.core.keys import Keys
+from torchcache2.core.rows import Rows
 
 __all__ = ["Found", "Positions", "Tier", "TierStats"]
 

@@ -1,0 +1,87 @@
+"""Whether a segment is what was written: every row is read, and every checksum compared."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from torchcache2.core.errors import OptionError
+from torchcache2.core.settings import free_memory
+from torchcache2.files.filesystem import FileSystem, ShortFileError
+from torchcache2.files.layout import DamagedError, NewerFormatError, TooLargeError
+from torchcache2.files.schemajson import UnknownClassError
+from torchcache2.files.segment import Descriptors, Segment
+
+__all__ = ["STATES", "Verdict", "printable", "row_limit", "verdict"]
+
+State = Literal["good", "damaged", "unchecked", "gone"]
+STATES: tuple[State, ...] = ("good", "damaged", "unchecked", "gone")
+_LEAST_LIMIT = 1 << 30
+_MOST_SHOWN = 120
+
+
+class Verdict(NamedTuple):
+    """Whether a segment is what was written.
+
+    Attributes
+    ----------
+    state : {"good", "damaged", "unchecked", "gone"}
+        ``unchecked``: this process cannot tell. ``gone``: somebody has deleted it.
+    rows : int
+    reason : str
+        Why it is not good.
+    """
+
+    state: State
+    rows: int = 0
+    reason: str = ""
+
+
+def row_limit() -> int:
+    """Bytes that a row may have to be checked: a quarter of what is free, so that no file can take it all."""
+    return max(_LEAST_LIMIT, (free_memory(torch.device("cpu")) or 0) // 4)
+
+
+def verdict(fs: FileSystem, path: str, namespace: str, limit: int) -> Verdict:
+    """Read all of a segment, and compare every checksum.
+
+    Parameters
+    ----------
+    fs : FileSystem
+    path : str
+    namespace : str
+        The one that it must belong to: 32 hexadecimal digits.
+    limit : int
+        Bytes that a row may have.
+    """
+    descriptors = Descriptors(fs)
+    try:
+        segment = Segment.open(fs, descriptors, path, limit=limit, structured=False)
+        found = segment.layout.namespace.hex()
+        if found != namespace:
+            return Verdict("damaged", len(segment), f"belongs to namespace {found}")
+        damaged = segment.check()
+    except FileNotFoundError:
+        return Verdict("gone")
+    except OSError as error:
+        return Verdict("damaged", reason=f"cannot be read: {error.strerror}")
+    except (DamagedError, ShortFileError) as error:
+        return Verdict("damaged", reason=printable(str(error)))
+    except NewerFormatError as error:
+        return Verdict("unchecked", reason=printable(f"is of the newer format {error}: upgrade torchcache2"))
+    except (TooLargeError, UnknownClassError, OptionError) as error:
+        return Verdict("unchecked", reason=printable(str(error)))
+    except MemoryError:
+        return Verdict("unchecked", reason="needs more memory than there is")
+    if damaged:
+        return Verdict(
+            "damaged", len(segment), f"{damaged:,} of {len(segment):,} rows are not what was written"
+        )
+    return Verdict("good", len(segment))
+
+
+def printable(text: str) -> str:
+    """Text from a file, without what would steer a terminal, and not without end."""
+    short = text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 1] + "…"
+    return "".join(letter if letter.isprintable() else "?" for letter in short)

@@ -1,0 +1,299 @@
+"""The commands of `torchcache2`: what they take, ask and print.
+
+Results go to stdout, as a table or as JSON; questions, progress and what is wrong to stderr. Exit codes: 0; 1
+if something is damaged, or was not done; 2 if the command cannot be carried out at all.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from torchcache2.cli.printing import (
+    ago,
+    counted,
+    prefixes,
+    print_json,
+    print_pairs,
+    print_table,
+    progress,
+    ratio,
+    say,
+    size,
+    tell,
+)
+from torchcache2.core.errors import OptionError, TorchcacheError
+from torchcache2.core.version import __version__
+
+# What reads a directory is imported by the commands, not here: it needs PyTorch, and a second for it.
+if TYPE_CHECKING:
+    from torchcache2.cli.removal import Gone
+    from torchcache2.files.directory import CacheDirectory, Contents
+
+__all__ = ["run"]
+
+
+class _Format(str, enum.Enum):
+    table = "table"
+    json = "json"
+
+
+_Dir = Annotated[str, typer.Argument(metavar="DIR", help="The cache directory.", show_default="here")]
+_AsFormat = Annotated[_Format, typer.Option("--format", help="How to print the result.")]
+
+app = typer.Typer(
+    help="Look into cache directories of torchcache2, check them, and make room in them.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run a command; ends with `SystemExit`."""
+    try:
+        app(args=list(arguments), prog_name="torchcache2")
+    except TorchcacheError as error:
+        tell(f"torchcache2: {error}")
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        tell(f"torchcache2: {where}{error.strerror or error}")
+    raise SystemExit(2)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        say(f"torchcache2 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("ls")
+def _ls(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
+    """List the namespaces: whose they are, rows, bytes, use."""
+    from torchcache2.cli import report
+
+    cache, contents = _scanned(directory)
+    found = [report.namespace(cache, one) for one in contents]
+    found.sort(key=lambda one: one.last_used or 0.0, reverse=True)
+    if form is _Format.json:
+        print_json([one.to_json() for one in found])
+        return
+    columns = ("namespace", "class", "rows", "bytes", "ratio", "age", "last use", "in use")
+    rows = []
+    for name, one in zip(prefixes([one.id for one in found]), found, strict=True):
+        numbers = (f"{one.rows:,}", size(one.nbytes), ratio(one.ratio), ago(one.created), ago(one.last_used))
+        rows.append((name, one.name, *numbers, {True: "yes", False: "no", None: "?"}[one.in_use]))
+    print_table(columns, rows)
+    unreadable = sum(one.unreadable for one in found)
+    if unreadable:
+        tell(f"{counted(unreadable, 'segment')} cannot be opened: `torchcache2 verify` says why")
+
+
+@app.command("stats")
+def _stats(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
+    """Count what is in a cache directory."""
+    from torchcache2.cli import report
+
+    totals = report.totals(*_scanned(directory))
+    if form is _Format.json:
+        print_json(totals)
+        return
+    unreadable = f", {totals['unreadable']:,} unreadable" if totals["unreadable"] else ""
+    codecs = ", ".join(f"{name} {count:,}" for name, count in totals["codecs"].items())
+    print_pairs(
+        {
+            "directory": totals["directory"],
+            "format": str(totals["format"]),
+            "namespaces": f"{totals['namespaces']:,}, {totals['in_use']:,} in use",
+            "segments": f"{totals['segments']:,}{unreadable}",
+            "rows": f"{totals['rows']:,}",
+            "bytes": size(totals["bytes"]),
+            "ratio": ratio(totals["ratio"]),
+            "codecs": codecs or "-",
+            "corrupt files": f"{totals['corrupt']:,}",
+            "temporary files": f"{totals['temporary']:,}",
+            "foreign files": f"{totals['foreign']:,}",
+        }
+    )
+
+
+@app.command("verify")
+def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
+    """Read every row and compare its checksum. Exit code 1 if one is damaged. Changes nothing."""
+    from torchcache2.cli.check import STATES, row_limit, verdict
+
+    cache, contents = _scanned(directory)
+    counts, rows, bad = dict.fromkeys(STATES, 0), 0, []
+    limit = row_limit()
+    with progress("checking", sum(entry.size for one in contents for entry in one.segments)) as advance:
+        for one in contents:
+            for entry in one.segments:
+                name = f"{one.namespace}/{entry.name}"
+                found = verdict(cache.fs, os.path.join(cache.path, name), one.namespace, limit)
+                counts[found.state] += 1
+                if found.state == "good":
+                    rows += found.rows
+                elif found.state != "gone":
+                    bad.append({"file": name, "state": found.state, "reason": found.reason})
+                advance(entry.size)
+    aside = sum(len(one.corrupt) for one in contents)
+    if form is _Format.json:
+        print_json({**counts, "rows": rows, "set_aside": aside, "files": bad})
+    else:
+        _print_bad(bad)
+        good = f"{counted(counts['good'], 'good segment')} with {counted(rows, 'row')}"
+        rest = f"{counts['damaged']:,} damaged, {counts['unchecked']:,} not checked"
+        say(f"{good}; {rest}, {aside:,} set aside earlier")
+    raise typer.Exit(1 if counts["damaged"] else 0)
+
+
+@app.command("prune")
+def _prune(
+    max_size: Annotated[str, typer.Option(help="What may stay, such as 5GB or 500MiB.")],
+    directory: _Dir = ".",
+    form: _AsFormat = _Format.table,
+) -> None:
+    """Delete what is not in use until no more than a size is left.
+
+    Damaged files go first, then segments of the namespace that was not used for longest. Exit code 1 if more
+    than the size is in use.
+    """
+    from torchcache2.cli import report
+    from torchcache2.cli.removal import gone
+    from torchcache2.core.settings import parse_size
+    from torchcache2.files.eviction import make_room, used_bytes
+
+    budget = parse_size("--max-size", max_size)
+    cache, before = _scanned(directory)
+    names = {one.namespace: report.name(cache, one.namespace) for one in before}
+    cache.remove_leftovers()
+    enough = make_room(cache, 0, budget, lru=False)
+    after = cache.scan()
+    _print_deleted(gone(before, after), names, form)
+    if not enough:
+        tell(f"torchcache2: {size(used_bytes(after))} are left, in use by running processes")
+        raise typer.Exit(1)
+
+
+@app.command("rm")
+def _rm(
+    namespaces: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAMESPACE...", help="First characters of a namespace, or the path of its folder."
+        ),
+    ],
+    directory: Annotated[str, typer.Option("--dir", help="The cache directory.")] = ".",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also what a running process uses.")] = False,
+    form: _AsFormat = _Format.table,
+) -> None:
+    """Delete namespaces. Files that are not the cache's stay."""
+    from torchcache2.cli import report
+    from torchcache2.cli.removal import gone, remove_namespace, wanted
+    from torchcache2.files.filesystem import FileSystem
+
+    chosen = wanted(namespaces, directory, FileSystem())
+    found = [report.namespace(cache, one) for cache, one in chosen]
+    used = [one for one in found if one.in_use is not False]
+    if used and not force:
+        for one in used:
+            why = "is used by a running process" if one.in_use else "may be in use: there are no locks here"
+            tell(f"torchcache2: {one.id} ({one.name}) {why}; --force deletes it")
+        raise typer.Exit(1)
+    if not yes:
+        for one in found:
+            tell(f"{one.id}  {one.name}  {one.rows:,} rows  {size(one.nbytes)}")
+        typer.confirm("Delete?", abort=True, err=True)
+    busy = [one.namespace for cache, one in chosen if not remove_namespace(cache, one.namespace, force=force)]
+    before = [one for _, one in chosen]
+    after = [cache.contents(one.namespace) for cache, one in chosen]
+    _print_deleted(gone(before, after), {one.id: one.name for one in found}, form)
+    if busy:
+        tell(f"torchcache2: {', '.join(busy)}: a process uses it by now")
+        raise typer.Exit(1)
+
+
+@app.command("export")
+def _export(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The cache directory.")],
+    file: Annotated[str, typer.Argument(metavar="FILE.tar", help="The file to write.")],
+    form: _AsFormat = _Format.table,
+) -> None:
+    """Write all segments to one file, for another machine."""
+    from torchcache2.cli import archive
+
+    cache, contents = _scanned(directory)
+    with progress("exporting", sum(entry.size for one in contents for entry in one.segments)) as advance:
+        count, nbytes = archive.export(cache, file, advance)
+    if form is _Format.json:
+        print_json({"file": os.path.abspath(file), "segments": count, "bytes": nbytes})
+    else:
+        say(f"{file}: {counted(count, 'segment')}, {size(nbytes)}")
+
+
+@app.command("import")
+def _import(
+    file: Annotated[str, typer.Argument(metavar="FILE.tar", help="What `export` has written.")],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The cache directory; it may be new.")],
+    form: _AsFormat = _Format.table,
+) -> None:
+    """Add the segments of an exported file, after checking each. Exit code 1 if some are left out."""
+    from torchcache2.cli import archive
+    from torchcache2.files.directory import CacheDirectory, NewerDirectoryError
+    from torchcache2.files.filesystem import FileSystem
+
+    try:
+        with progress("importing", os.stat(file).st_size) as advance:
+            done = archive.import_archive(file, CacheDirectory(directory, FileSystem()), advance)
+    except archive.ArchiveError as error:
+        raise OptionError(f"{file!r} {error}; nothing was imported") from None
+    except NewerDirectoryError as error:
+        raise OptionError(str(error)) from None
+    bad = [{"file": name, "state": found.state, "reason": found.reason} for name, found in done.refused]
+    if form is _Format.json:
+        counts = {"segments": done.segments, "rows": done.rows, "bytes": done.nbytes, "kept": done.kept}
+        print_json({**counts, "files": bad})
+    else:
+        _print_bad(bad)
+        new = f"{counted(done.segments, 'segment')} with {counted(done.rows, 'row')}, {size(done.nbytes)}"
+        say(f"{new} imported; {done.kept:,} there already, {len(bad):,} left out")
+    raise typer.Exit(1 if bad else 0)
+
+
+def _scanned(path: str) -> tuple[CacheDirectory, list[Contents]]:
+    from torchcache2.cli.report import existing
+    from torchcache2.files.filesystem import FileSystem
+
+    cache = existing(path, FileSystem())
+    return cache, cache.scan()
+
+
+def _print_bad(files: Sequence[dict[str, str]]) -> None:
+    for one in files:
+        say("{file}: {state}: {reason}".format_map(one))
+
+
+def _print_deleted(gone: Sequence[Gone], names: dict[str, str], form: _Format) -> None:
+    if form is _Format.json:
+        print_json([{"class": names[one.namespace], **one._asdict()} for one in gone])
+        return
+    if gone:
+        rows = [(one.namespace, names[one.namespace], f"{one.files:,}", size(one.bytes)) for one in gone]
+        print_table(("namespace", "class", "files", "bytes"), rows)
+    files, nbytes = sum(one.files for one in gone), sum(one.bytes for one in gone)
+    say(f"{counted(files, 'file')} deleted, {size(nbytes)}")

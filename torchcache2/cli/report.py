@@ -1,0 +1,228 @@
+"""What there is to say about a cache directory: of each namespace, and of all of it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import os
+from typing import Any
+
+import numpy as np
+
+from torchcache2.cli.check import printable
+from torchcache2.core.errors import OptionError
+from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, CacheDirectory, Contents, NewerDirectoryError
+from torchcache2.files.filesystem import FileSystem, StrangeFileError
+from torchcache2.files.layout import DamagedError, NewerFormatError, TooLargeError
+from torchcache2.files.schemajson import UnknownClassError
+from torchcache2.files.segment import Descriptors, Segment
+
+__all__ = ["Namespace", "existing", "in_use", "name", "namespace", "totals"]
+
+_ANY = 2**63  # bytes of a row: nothing is read of it
+_ALPHABET = {letter: value for value, letter in enumerate("0123456789ABCDEFGHJKMNPQRSTVWXYZ")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Namespace:
+    """What is to be said about a namespace.
+
+    Attributes
+    ----------
+    id : str
+        32 hexadecimal digits.
+    name : str
+        Of the class or function; "?" if its ``fingerprint.json`` does not say.
+    segments, unreadable : int
+        How many there are, and how many of them could not be opened.
+    rows, row_bytes : int
+        Of those that could, and the bytes of these rows as they are in memory.
+    stored_bytes, nbytes : int
+        Of the segments that could be opened, and of all files.
+    codecs : mapping of str to int
+        Segments by codec.
+    created, last_used : float or None
+        Seconds since the epoch.
+    in_use : bool or None
+        Whether a living process uses it; None if that cannot be told here.
+    """
+
+    id: str
+    name: str
+    segments: int
+    unreadable: int
+    rows: int
+    row_bytes: int
+    stored_bytes: int
+    nbytes: int
+    codecs: dict[str, int]
+    created: float | None
+    last_used: float | None
+    in_use: bool | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Bytes of the rows in memory over bytes of their segments."""
+        return self.row_bytes / self.stored_bytes if self.stored_bytes else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The same for ``json.dumps``."""
+        return {
+            "namespace": self.id,
+            "class": self.name,
+            "segments": self.segments,
+            "unreadable": self.unreadable,
+            "rows": self.rows,
+            "bytes": self.nbytes,
+            "row_bytes": self.row_bytes,
+            "ratio": self.ratio and round(self.ratio, 4),
+            "codecs": self.codecs,
+            "created": _iso(self.created),
+            "last_used": _iso(self.last_used),
+            "in_use": self.in_use,
+        }
+
+
+def existing(path: str, fs: FileSystem) -> CacheDirectory:
+    """The cache directory at a path.
+
+    Raises
+    ------
+    OptionError
+        If there is none, or one of a later version of the format.
+    OSError
+        If it cannot be read.
+    """
+    directory = CacheDirectory(path, fs)
+    try:
+        names = [entry.name for entry in fs.entries(directory.path)]
+        directory.check()
+    except FileNotFoundError:
+        raise OptionError(f"{path!r} does not exist") from None
+    except NotADirectoryError:
+        raise OptionError(f"{path!r} is a file, not a cache directory") from None
+    except OptionError:
+        raise OptionError(f"{path!r} is not a cache directory: it has no {TAG} of torchcache2") from None
+    except NewerDirectoryError as error:
+        raise OptionError(str(error)) from None
+    if TAG not in names and not directory.scan():
+        raise OptionError(f"{path!r} is not a cache directory: it has neither {TAG} nor a namespace")
+    return directory
+
+
+def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
+    """Read what is to be said about a namespace: the indices of its segments, not their rows."""
+    rows = row_bytes = stored = unreadable = 0
+    codecs: collections.Counter[str] = collections.Counter()
+    descriptors = Descriptors(directory.fs)
+    for entry in contents.segments:
+        path = os.path.join(directory.path, contents.namespace, entry.name)
+        try:
+            segment = Segment.open(directory.fs, descriptors, path, limit=_ANY, structured=False)
+        except FileNotFoundError:
+            continue  # deleted meanwhile
+        except (OSError, DamagedError, NewerFormatError, TooLargeError, UnknownClassError, OptionError):
+            unreadable += 1
+            continue
+        rows += len(segment)
+        for schema, which in segment.schemas(np.arange(len(segment))):
+            row_bytes += schema.row_bytes * len(which)
+        stored += segment.nbytes
+        codecs[segment.layout.codec] += 1
+    return Namespace(
+        id=contents.namespace,
+        name=name(directory, contents.namespace),
+        segments=len(contents.segments),
+        unreadable=unreadable,
+        rows=rows,
+        row_bytes=row_bytes,
+        stored_bytes=stored,
+        nbytes=contents.nbytes,
+        codecs=dict(sorted(codecs.items())),
+        created=_created(directory.fingerprint(contents.namespace).get("created"), contents),
+        last_used=contents.last_used or None,
+        in_use=in_use(directory, contents.namespace),
+    )
+
+
+def name(directory: CacheDirectory, namespace: str) -> str:
+    """Of the class or function that computed a namespace; "?" if its ``fingerprint.json`` does not say."""
+    stated = directory.fingerprint(namespace).get("class")
+    return printable(stated) if isinstance(stated, str) and stated else "?"
+
+
+def totals(directory: CacheDirectory, contents: list[Contents]) -> dict[str, Any]:
+    """Counts of the whole directory, for ``json.dumps``."""
+    namespaces = [namespace(directory, one) for one in contents]
+    codecs: collections.Counter[str] = collections.Counter()
+    for one in namespaces:
+        codecs.update(one.codecs)
+    row_bytes, stored = sum(n.row_bytes for n in namespaces), sum(n.stored_bytes for n in namespaces)
+    return {
+        "directory": directory.path,
+        "format": directory.format(),
+        "namespaces": len(namespaces),
+        "in_use": sum(n.in_use is True for n in namespaces),
+        "segments": sum(n.segments for n in namespaces),
+        "unreadable": sum(n.unreadable for n in namespaces),
+        "rows": sum(n.rows for n in namespaces),
+        "bytes": sum(n.nbytes for n in namespaces),
+        "row_bytes": row_bytes,
+        "ratio": round(row_bytes / stored, 4) if stored else None,
+        "codecs": dict(sorted(codecs.items())),
+        "corrupt": sum(len(one.corrupt) for one in contents),
+        "temporary": sum(len(one.temporary) for one in contents),
+        "foreign": _foreign(directory, contents),
+    }
+
+
+def in_use(directory: CacheDirectory, namespace: str) -> bool | None:
+    """Whether a living process uses a namespace; None where there are no locks that would say so."""
+    path = os.path.join(directory.path, namespace, FINGERPRINT)
+    try:
+        locked = directory.fs.lock(directory.fs.open(path), exclusive=True)
+    except (FileNotFoundError, StrangeFileError):
+        return False
+    except OSError:
+        return None
+    return None if locked is None else not locked
+
+
+def _foreign(directory: CacheDirectory, contents: list[Contents]) -> int:
+    """Names in the directory and in its namespaces that are not the cache's, and are left alone."""
+    ours = {LOCK, *(one.namespace for one in contents)}
+    names = [entry.name for entry in directory.fs.entries(directory.path)]
+    count = sum(name not in ours and name != TAG and not name.startswith(TAG + ".") for name in names)
+    for one in contents:
+        known = {entry.name for entry in (*one.segments, *one.corrupt, *one.temporary, *one.others)}
+        folder = os.path.join(directory.path, one.namespace)
+        try:
+            count += sum(entry.name not in known for entry in directory.fs.entries(folder))
+        except OSError:
+            continue  # deleted meanwhile
+    return count
+
+
+def _created(stated: Any, contents: Contents) -> float | None:
+    """When a namespace came: as its fingerprint says, else as the name of its oldest segment does."""
+    try:
+        when = datetime.datetime.fromisoformat(str(stated).replace("Z", "+00:00"))
+        return (when if when.tzinfo else when.replace(tzinfo=datetime.timezone.utc)).timestamp()
+    except (ValueError, OverflowError):
+        pass
+    oldest = min((entry.name for entry in contents.segments), default="")
+    if not oldest:
+        return None
+    number = 0
+    for letter in oldest[:10]:
+        number = number << 5 | _ALPHABET[letter]
+    return number / 1000  # milliseconds
+
+
+def _iso(seconds: float | None) -> str | None:
+    try:
+        when = datetime.datetime.fromtimestamp(seconds or 0, datetime.timezone.utc)
+    except (ValueError, OverflowError, OSError):
+        return None
+    return when.isoformat(timespec="seconds") if seconds is not None else None

@@ -1,0 +1,1 @@
+"""What everybody speaks: rows, keys, options, locks, logs, errors."""

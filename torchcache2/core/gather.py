@@ -1,0 +1,134 @@
+"""Fresh memory for rows, and copies of some rows of a tensor."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchcache2.core.transfer import Runtime
+
+__all__ = [
+    "as_bytes",
+    "empty_bytes",
+    "empty_rows",
+    "gather",
+    "is_channels_last",
+    "moved",
+    "select",
+    "with_ordinary_tensors",
+]
+
+_ALONE = 1 << 20  # bytes that one thread has copied before others are awake
+_GRAIN = 32_768  # elements from which torch copies a single row with all threads
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_HUGE = 4 << 20  # from here on numpy asks for huge pages, which make page faults several times cheaper
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def with_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function outside of inference mode, whose tensors could not be written later."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def empty_bytes(size: int, *, runtime: Runtime | None = None) -> Tensor:
+    """Fresh uint8 memory on the CPU; cheap to touch for the first time if it is large.
+
+    With a `runtime`, page-locked memory for its accelerator.
+    """
+    if runtime is not None:
+        return runtime.pinned((size,), torch.uint8)
+    if size >= _HUGE:
+        return torch.from_numpy(np.empty(size, np.uint8))
+    return torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default device is
+
+
+def empty_rows(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Fresh memory for a column of `count` rows."""
+    if device.type == "cpu":
+        size = count * dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        return empty_bytes(size).view(dtype).view(count, *shape)
+    return torch.empty((count, *shape), dtype=dtype, device=device)
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether operations take a tensor of 4 or 5 dimensions for one whose channels are last.
+
+    As torch does (`is_channels_last_strides_2d` in `c10/core/MemoryFormat.h`), by its strides.
+    """
+    memory_format = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    if not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format):
+        return True
+    strides, shape = tensor.stride(), tensor.shape
+    if strides[1] == 0:
+        return False
+    least = 0
+    for d in (1, *range(tensor.dim() - 1, 1, -1), 0):
+        if shape[d] == 0 or strides[d] < least or (d == 0 and least == strides[1]):
+            return False
+        least = strides[d] * max(1, shape[d])
+    return True
+
+
+def select(tensor: Tensor, positions: Tensor) -> Tensor:
+    """The items of a tensor at some positions, for any dtype that it may have; in the same memory format."""
+    if tensor.dim() in (4, 5) and is_channels_last(tensor):
+        return select(tensor.movedim(1, -1).contiguous(), positions).movedim(-1, 1)
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.requires_grad:
+        picked = gather(as_bytes(tensor.detach()), positions)
+        return picked.view(-1).view(tensor.dtype).view(len(positions), *tensor.shape[1:])
+    return tensor.index_select(0, positions)
+
+
+def gather(data: Tensor, positions: Tensor, *, runtime: Runtime | None = None) -> Tensor:
+    """Rows of contiguous uint8 ``(n, bytes)`` on the CPU, in fresh memory; see `empty_bytes`.
+
+    Torch's `index_select` copies row by row, each with all threads, if rows have many elements. Where
+    other processes use the cores too, every such copy may wait for the scheduler.
+    """
+    row_bytes = data.shape[1]
+    picked = empty_bytes(len(positions) * row_bytes, runtime=runtime).view(len(positions), row_bytes)
+    if picked.numel() <= _ALONE:
+        np.take(data.numpy(), positions.numpy(), axis=0, out=picked.numpy(), mode="clip")
+        return picked
+    offset = data.storage_offset()
+    word = next(t for t in _WORDS if row_bytes % t.itemsize == 0 and offset % t.itemsize == 0)
+    words = row_bytes // word.itemsize
+    pieces = next((n for n in range(1, 257) if words % n == 0 and words // n < _GRAIN), 1)
+    index = (positions[:, None] * pieces + torch.arange(pieces, device="cpu")).view(-1)
+    source = data.view(-1).view(word).view(-1, words // pieces)
+    torch.index_select(source, 0, index, out=picked.view(-1).view(word).view(-1, words // pieces))
+    return picked
+
+
+def as_bytes(column: Tensor) -> Tensor:
+    """A column as uint8 ``(n, bytes)``; shares memory if it is contiguous."""
+    count = column.shape[0]
+    size = column.numel() // count * column.element_size() if count else 0
+    return column.contiguous().view(-1).view(torch.uint8).view(count, size)
+
+
+def moved(column: Tensor, source: int, target: int) -> Tensor:
+    """A column with a dimension of its rows moved, contiguous."""
+    there = column.movedim(source, target)
+    try:
+        return there.contiguous()
+    except (NotImplementedError, RuntimeError):  # a dtype that torch cannot copy, such as uint4
+        places = list(range(column.dim()))
+        places.insert(target % column.dim(), places.pop(source))
+        raw = as_bytes(column).view(*column.shape, column.element_size())
+        raw = raw.permute(*places, column.dim()).contiguous()
+        return raw.view(-1).view(column.dtype).view(there.shape)

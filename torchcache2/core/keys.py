@@ -1,0 +1,67 @@
+"""`Keys`: the keys of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Bytes2D", "Keys", "Positions"]
+
+Bytes2D = np.ndarray[Any, np.dtype[np.uint8]]
+Positions = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Keys:
+    """The keys of a batch.
+
+    Attributes
+    ----------
+    namespace : bytes
+        16 bytes that say who computes.
+    data : ndarray of uint8, shape (n, 16)
+        One key per item, C-contiguous.
+    group : bytes
+        A digest of what these keys have in common besides, such as the shapes of items; empty if unknown.
+        A key is always of the same group.
+    """
+
+    namespace: bytes
+    data: Bytes2D
+    group: bytes = b""
+
+    def __post_init__(self) -> None:
+        if len(self.namespace) != 16:
+            raise ValueError(f"namespace has {len(self.namespace)} bytes, expected 16")
+        data = self.data
+        if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 16:
+            raise ValueError(f"keys are {data.dtype} {data.shape}, expected uint8 (n, 16)")
+        if not data.flags.c_contiguous:
+            object.__setattr__(self, "data", np.ascontiguousarray(data))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def words(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """The keys as little-endian uint64, shape (n, 2)."""
+        return self.data.view("<u8")
+
+    def take(self, positions: Positions) -> Keys:
+        """The keys at some positions."""
+        return Keys(self.namespace, self.data[positions], self.group)
+
+    def first_positions(self) -> tuple[Positions, Positions] | None:
+        """Where each distinct key is first, and which of those each key equals; None if all differ."""
+        words = self.words
+        low = np.sort(words[:, 0])  # several times as fast as `unique`
+        if not (low[1:] == low[:-1]).any():
+            return None
+        whole = words.view(np.dtype([("low", "<u8"), ("high", "<u8")])).reshape(-1)
+        _, first, inverse = np.unique(whole, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(order))
+        return first[order].astype(np.int64), rank[inverse.reshape(-1)].astype(np.int64)

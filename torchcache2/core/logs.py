@@ -1,0 +1,128 @@
+"""Logging: the ``torchcache2`` logger, configured by environment variables or from code.
+
+Only the ``torchcache2`` logger is ever touched, never the root logger. It does not propagate, so that
+an application with handlers of its own does not print every line twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Collection
+from typing import TYPE_CHECKING, TextIO
+
+from torchcache2.core.errors import OptionError
+
+__all__ = ["listed", "logger", "set_logger_config"]
+
+logger = logging.getLogger("torchcache2")
+
+DEFAULT_LEVEL = logging.WARNING
+DEFAULT_FMT = "[torchcache2] - %(asctime)s - %(name)s - %(levelname)s - %(message)s"
+DEFAULT_DATEFMT = "%Y-%m-%d %H:%M:%S"
+_MOST_NAMES, _LONGEST = 3, 80
+_LEVELS = "DEBUG, INFO, WARNING, ERROR, CRITICAL"
+
+
+def listed(names: Collection[str]) -> str:
+    """At most three names, long ones shortened, and how many more there are."""
+    shown = [
+        name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…" for name in list(names)[:_MOST_NAMES]
+    ]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more:,} more" if more else "")
+
+
+def set_logger_config(
+    level: int | str | None = None,
+    fmt: str | None = None,
+    datefmt: str | None = None,
+    stream: TextIO | None = None,
+    filename: str | os.PathLike[str] | None = None,
+) -> None:
+    """Configure the ``torchcache2`` logger, replacing its handlers.
+
+    What is not given is taken from the environment variable, then from the default.
+
+    Parameters
+    ----------
+    level : int or str, optional
+        ``TORCHCACHE_LOG_LEVEL``; default ``WARNING``. A level that does not exist is warned about
+        and replaced by the default.
+    fmt, datefmt : str, optional
+        ``TORCHCACHE_LOG_FMT`` and ``TORCHCACHE_LOG_DATEFMT``, as in `logging.Formatter`.
+    stream : file object, optional
+        Where lines go; default: standard error as it is when the line is written.
+    filename : path, optional
+        ``TORCHCACHE_LOG_FILE``; lines are appended to this file as well. A file that cannot be
+        opened is warned about and left out.
+    """
+    environ = os.environ
+    fmt = fmt or environ.get("TORCHCACHE_LOG_FMT") or DEFAULT_FMT
+    datefmt = datefmt or environ.get("TORCHCACHE_LOG_DATEFMT") or DEFAULT_DATEFMT
+    filename = filename or environ.get("TORCHCACHE_LOG_FILE") or None
+    if level is None:
+        level = environ.get("TORCHCACHE_LOG_LEVEL") or DEFAULT_LEVEL
+
+    problems = []
+    if not isinstance(level, (int, str)):
+        raise OptionError(f"level={level!r}: expected an int or one of {_LEVELS}")
+    number = _level_number(level)
+    if number is None:
+        problems.append(f"no log level {level!r}: use one of {_LEVELS}; using WARNING")
+        number = DEFAULT_LEVEL
+    handlers: list[logging.Handler] = [_StderrHandler() if stream is None else logging.StreamHandler(stream)]
+    if filename is not None:
+        try:
+            handlers.append(logging.FileHandler(filename, mode="a", encoding="utf-8"))
+        except OSError as error:
+            problems.append(f"cannot append the log to {os.fspath(filename)!r}: {error}")
+
+    formatter = logging.Formatter(_checked(fmt, DEFAULT_FMT, problems), datefmt)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        logger.addHandler(handler)
+    logger.setLevel(number)
+    logger.propagate = False
+    for problem in problems:
+        logger.warning(problem)
+
+
+def _level_number(level: int | str) -> int | None:
+    if isinstance(level, int):
+        return level
+    text = level.strip()
+    if text.isdecimal():
+        return int(text)
+    number = logging.getLevelName(text.upper())
+    return number if isinstance(number, int) else None
+
+
+def _checked(fmt: str, default: str, problems: list[str]) -> str:
+    try:
+        logging.Formatter(fmt).format(logging.makeLogRecord({}))
+    except (KeyError, TypeError, ValueError) as error:
+        problems.append(f"log format {fmt!r} is not valid ({error}); using the default")
+        return default
+    return fmt
+
+
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:
+    _StreamHandler = logging.StreamHandler  # not subscriptable in Python 3.10
+
+
+class _StderrHandler(_StreamHandler):
+    """Writes to `sys.stderr` as it is now, so that redirection and notebooks work."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr

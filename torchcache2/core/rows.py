@@ -1,0 +1,340 @@
+"""`Schema` and `Rows`: what a computation returns for a batch, one row per item.
+
+An output is a pytree. Its tensors become columns of shape ``(n, *shape)``; its numbers and texts
+become columns too, the value repeated for each row, because they are data and not part of the schema.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchcache2.core.errors import OutputError, hint
+from torchcache2.core.gather import as_bytes, empty_rows, select, with_ordinary_tensors
+from torchcache2.core.transfer import to_device
+
+__all__ = ["BARE", "Leaf", "Rows", "Schema", "UnstorableError", "rounded"]
+
+_HOST = torch.device("cpu")
+Positions = np.ndarray[Any, np.dtype[np.int64]]
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_PACKED = {"bool": "<?", "int": "<q", "float": "<d", "complex": "<dd"}
+
+
+class UnstorableError(Exception):
+    """An output that cannot be kept as rows, and why."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; only dense tensors, numbers, texts and None can be kept")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf of an output.
+
+    Attributes
+    ----------
+    path : str
+        Where it is in the output, as in ``['hidden'][0]``; empty for a bare tensor.
+    kind : str
+        ``tensor``, or the type tag of a value that is not one: ``int``, ``str``, ``none``, ...
+    dtype, stored : torch.dtype
+        Of the output, and of the column that keeps it.
+    shape : tuple of int
+        Of one row; -1 where it differs between the rows of a segment.
+    channels_last : bool
+        Whether rows are laid out with their channels last, and the output likewise. Leaves that differ
+        in this alone are equal: convolutions choose by the batch size too.
+    device : str, optional
+        The device of the output where that is not the device of the call.
+    """
+
+    path: str
+    kind: str
+    dtype: torch.dtype
+    stored: torch.dtype
+    shape: tuple[int, ...]
+    channels_last: bool = dataclasses.field(default=False, compare=False)
+    device: str | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of one row as it lies in the column."""
+        return (*self.shape[1:], self.shape[0]) if self.channels_last else self.shape
+
+    def place(self, device: torch.device) -> torch.device:
+        """Where the output is, of a call on `device`."""
+        return torch.device(self.device) if self.device else device
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of the column."""
+        size = self.stored.itemsize
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schema:
+    """The structure of an output and its leaves; equal schemas can share a column."""
+
+    structure: pytree.TreeSpec
+    leaves: tuple[Leaf, ...]
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Schema) or self.leaves != other.leaves:
+            return False
+        try:
+            return bool(self.structure == other.structure)
+        except Exception:  # what a node keeps beside its children may compare as it likes
+            return False
+
+    def __hash__(self) -> int:
+        return hash(self.leaves)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, all columns together."""
+        return sum(leaf.row_bytes for leaf in self.leaves)
+
+    @property
+    def family(self) -> Schema:
+        """What this schema has in common with those that differ in the shapes of rows alone.
+
+        Rows with their channels last are a family of their own, so that they come back as such.
+        """
+        return self.with_shapes([(-1 - leaf.channels_last,) * len(leaf.shape) for leaf in self.leaves])
+
+    @property
+    def layout(self) -> tuple[bool, ...]:
+        """Which leaves have their channels last."""
+        return tuple([leaf.channels_last for leaf in self.leaves])
+
+    @property
+    def in_logical_order(self) -> Schema:
+        """The same schema for columns that are contiguous in the order of their dimensions."""
+        leaves = tuple([dataclasses.replace(leaf, channels_last=False) for leaf in self.leaves])
+        return Schema(self.structure, leaves)
+
+    def with_shapes(self, shapes: Iterable[tuple[int, ...]]) -> Schema:
+        """The same schema for rows whose leaves have other shapes."""
+        pairs = zip(self.leaves, shapes, strict=True)
+        return Schema(self.structure, tuple([dataclasses.replace(leaf, shape=s) for leaf, s in pairs]))
+
+
+class Rows:
+    """A schema and its columns, each ``(n, *stored_shape)`` in the leaf's stored dtype."""
+
+    __slots__ = ("columns", "count", "schema")
+
+    def __init__(self, schema: Schema, columns: Sequence[Tensor], count: int) -> None:
+        self.schema = schema
+        self.columns = tuple(columns)
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    @classmethod
+    def from_pytree(
+        cls,
+        output: Any,
+        count: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> Rows:
+        """The rows of a computation's output for a batch of `count` items.
+
+        Parameters
+        ----------
+        output : pytree
+            Tensors of shape ``(count, ...)``, and values that are not tensors.
+        count : int
+            The batch size.
+        device : torch.device
+            The device of the call, which outputs are returned to.
+        dtype : torch.dtype, optional
+            Stored dtype of floating-point leaves.
+
+        Raises
+        ------
+        OutputError
+            If a tensor's first dimension is not `count`.
+        UnstorableError
+            If a leaf is neither a dense tensor nor a number, text, or None.
+        """
+        pairs: Sequence[tuple[Any, Any]]
+        if isinstance(output, Tensor):
+            pairs, structure = [((), output)], BARE
+        else:
+            try:
+                pairs, structure = pytree.tree_flatten_with_path(output)
+            except ValueError:  # a node that was registered without names for its children
+                values, structure = pytree.tree_flatten(output)
+                pairs = [((pytree.SequenceKey(i),), value) for i, value in enumerate(values)]
+        leaves, columns = [], []
+        for keypath, value in pairs:
+            path = pytree.keystr(keypath) if keypath else ""
+            if isinstance(value, Tensor):
+                leaf, column = _tensor_column(path, value, count, device, dtype)
+            else:
+                leaf, column = _value_column(path, value, count)
+            leaves.append(leaf)
+            columns.append(column)
+        return cls(Schema(structure, tuple(leaves)), columns, count)
+
+    @with_ordinary_tensors
+    def to_pytree(self, *, device: torch.device) -> Any:
+        """The output that these rows stand for, its tensors on `device`.
+
+        Raises
+        ------
+        UnstorableError
+            If a value that is not a tensor differs between the rows.
+        """
+        values = []
+        for leaf, column in zip(self.schema.leaves, self.columns, strict=True):
+            if leaf.kind == "tensor":
+                column = to_device(column, leaf.place(device))
+                if column.dtype != leaf.dtype:
+                    column = column.to(leaf.dtype)
+                if leaf.channels_last:
+                    column = column.movedim(-1, 1)
+                values.append(column)
+            else:
+                values.append(_column_value(leaf, column))
+        return (
+            values[0]
+            if self.schema.structure is BARE
+            else pytree.tree_unflatten(values, self.schema.structure)
+        )
+
+    def take(self, positions: Tensor) -> Rows:
+        """The rows at `positions` (int64), in that order."""
+        picked = [select(column, positions.to(column.device)) for column in self.columns]
+        return Rows(self.schema, picked, len(positions))
+
+    def laid_out_as(self, schema: Schema) -> Rows:
+        """The same rows, laid out as an equal schema says."""
+        columns = []
+        for column, mine, other in zip(self.columns, self.schema.leaves, schema.leaves, strict=True):
+            if mine.channels_last and not other.channels_last:
+                column = column.movedim(-1, 1)
+            elif other.channels_last and not mine.channels_last:
+                column = column.movedim(1, -1)
+            columns.append(column)
+        return Rows(schema, columns, self.count)
+
+    def head(self, count: int) -> Rows:
+        """The first `count` rows, without a copy."""
+        return Rows(self.schema, [column[:count] for column in self.columns], count)
+
+    @staticmethod
+    @with_ordinary_tensors
+    def scatter(parts: Sequence[tuple[Positions, Rows]], count: int, *, device: torch.device) -> Rows:
+        """One batch of `count` rows, from parts with the positions of their rows in it.
+
+        The parts have one schema, and their positions cover the batch. Columns are put together where
+        the output of a call on `device` is.
+        """
+        schema = parts[0][1].schema
+        columns = []
+        for i, leaf in enumerate(schema.leaves):
+            place = leaf.place(device) if leaf.kind == "tensor" else _HOST
+            target = empty_rows(count, leaf.stored_shape, leaf.stored, place)
+            flat = as_bytes(target)
+            for positions, rows in parts:
+                column = as_bytes(to_device(rows.laid_out_as(schema).columns[i], place))
+                flat.index_copy_(0, torch.from_numpy(positions).to(place), column)
+            columns.append(target)
+        return Rows(schema, columns, count)
+
+
+def rounded(output: Any, dtype: torch.dtype) -> Any:
+    """An output with its floating-point tensors as they come back from columns of another dtype."""
+
+    def leaf(value: Any) -> Any:
+        inexact = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype).to(value.dtype) if inexact else value
+
+    return pytree.tree_map(leaf, output)
+
+
+BARE = pytree.tree_flatten(0)[1]
+
+
+def _tensor_column(
+    path: str, value: Tensor, count: int, device: torch.device, dtype: torch.dtype | None
+) -> tuple[Leaf, Tensor]:
+    if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_nested:
+        kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
+        kind = next((name for name, holds in kinds.items() if holds), str(value.layout))
+        raise UnstorableError(f"output{path} is a tensor that is {kind}, not dense")
+    if type(value) not in (Tensor, torch.nn.Parameter):
+        raise UnstorableError(f"output{path} is a {type(value).__qualname__}")
+    if value.dim() == 0 or value.shape[0] != count:
+        raise OutputError(
+            f"output{path} has shape {tuple(value.shape)} for a batch of {count}: the first dimension "
+            "of every output tensor must be the batch. Compute what belongs to the batch as a whole "
+            "outside of the cached forward"
+        )
+    stored = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
+    column = value.detach().resolve_conj().resolve_neg()
+    place = None if value.device == device else str(value.device)
+    last = _is_channels_last(column)
+    leaf = Leaf(path, "tensor", value.dtype, stored, tuple(value.shape[1:]), last, place)
+    return leaf, (column.movedim(1, -1) if last else column).to(stored)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    memory_format = _CHANNELS_LAST.get(tensor.dim())
+    if memory_format is None or tensor.is_contiguous():
+        return False
+    return tensor.is_contiguous(memory_format=memory_format)
+
+
+def _value_column(path: str, value: Any, count: int) -> tuple[Leaf, Tensor]:
+    kind = "none" if value is None else type(value).__name__
+    if value is None:
+        data = b""
+    elif type(value) in (str, bytes):
+        data = value.encode("utf-8", "surrogatepass") if type(value) is str else value
+    elif type(value) in (bool, int, float):
+        if type(value) is int and not -(2**63) <= value < 2**63:
+            raise UnstorableError(f"output{path} is an int of more than 64 bits")
+        data = struct.pack(_PACKED[kind], value)
+    elif type(value) is complex:
+        data = struct.pack(_PACKED[kind], value.real, value.imag)
+    else:
+        raise UnstorableError(f"output{path} is a {type(value).__qualname__}{hint(value)}")
+    row = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
+    leaf = Leaf(path, kind, torch.uint8, torch.uint8, (len(data),))
+    return leaf, row.expand(count, len(data))
+
+
+def _column_value(leaf: Leaf, column: Tensor) -> Any:
+    if len(column) == 0:
+        raise UnstorableError(f"output{leaf.path} is unknown for an empty batch")
+    data = column[0].cpu().numpy().tobytes()
+    if len(column) > 1 and not bool((column == column[0]).all()):
+        raise UnstorableError(f"output{leaf.path} differs between rows of one batch")
+    if leaf.kind == "none":
+        return None
+    if leaf.kind == "str":
+        return data.decode("utf-8", "surrogatepass")
+    if leaf.kind == "bytes":
+        return data
+    numbers = struct.unpack(_PACKED[leaf.kind], data)
+    return complex(*numbers) if leaf.kind == "complex" else numbers[0]

@@ -1,0 +1,1 @@
+"""`@torchcache`: caching for modules and functions."""

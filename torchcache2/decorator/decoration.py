@@ -1,0 +1,47 @@
+"""`Binding`: what one decorator shares between all that it caches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from torchcache2.core.locks import ProcessLock
+from torchcache2.core.settings import CacheSettings
+from torchcache2.decorator.modulecache import ModuleCache
+from torchcache2.decorator.probes import Probes
+from torchcache2.engine.stack import TierStack
+from torchcache2.identity.namespace import History
+
+__all__ = ["REPLICATE", "Binding"]
+
+REPLICATE = "_replicate_for_data_parallel"  # torch calls it for each device at each forward
+_PREFIX = "torchcache_"
+
+
+class Binding:
+    """One decorator: its options, and the tiers that all of its caches share."""
+
+    def __init__(self, settings: CacheSettings) -> None:
+        self.settings = settings
+        self.tiers = TierStack(settings)
+        self.probes = Probes()
+        self.histories: dict[type, History] = {}
+        self.creation = ProcessLock(threading.RLock)
+
+    def cache(self, root: Any, plain: Callable[..., Any]) -> ModuleCache:
+        """A cache for a module or function, with the options that the module overrides."""
+        options: dict[str, Any] = {}
+        if isinstance(root, nn.Module):
+            for scope in (*map(vars, reversed(type(root).__mro__)), vars(root)):
+                options |= {
+                    name.removeprefix(_PREFIX): value
+                    for name, value in scope.items()
+                    if name.startswith(_PREFIX)
+                }
+        settings = self.settings.replace(options)
+        tiers = self.tiers if settings.shares_tiers_with(self.settings) else None
+        history = self.histories.setdefault(type(root), History())
+        return ModuleCache(root, plain, settings, tiers, history, self.probes)

@@ -1,0 +1,357 @@
+"""`ModuleCache`: the forward of a module, or a function, through a cache, or past it."""
+
+from __future__ import annotations
+
+import threading
+import time
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchcache2.core.errors import InputError, OptionError, UnhashableArgumentError
+from torchcache2.core.settings import CacheSettings, disabled_by_environment, strict_by_environment
+from torchcache2.decorator.bypass import ADVICE, BypassError
+from torchcache2.decorator.collectives import has_collectives
+from torchcache2.decorator.explain import (
+    CallSeen,
+    call_differences,
+    fingerprint_differences,
+    latest_fingerprint,
+)
+from torchcache2.decorator.forward import Computation, Shapes
+from torchcache2.decorator.probe import STRONGEST, strength
+from torchcache2.decorator.probes import DEPENDENT, Kind, Probes
+from torchcache2.decorator.randomness import RandomContexts
+from torchcache2.decorator.shortcuts import Glance, Shortcuts, glance
+from torchcache2.decorator.structure import item_lengths
+from torchcache2.decorator.tracing import entry, is_traced
+from torchcache2.engine.batch import NotStoredError
+from torchcache2.engine.cache import Cache, now
+from torchcache2.engine.stack import TierStack
+from torchcache2.engine.steps import Steps
+from torchcache2.files.directory import CacheDirectory
+from torchcache2.identity.arguments import BoundCall, Signature, UncachedArgumentError
+from torchcache2.identity.encoding import digest, qualified_name
+from torchcache2.identity.entries import first_batch_size
+from torchcache2.identity.modulewalk import Fingerprint
+from torchcache2.identity.namespace import History, NamespaceKeeper
+from torchcache2.identity.sourcecode import origin
+
+__all__ = ["ModuleCache"]
+
+Forward = Callable[..., Any]
+_RESULTS = range(DEPENDENT, STRONGEST + 1)
+
+
+class ModuleCache(Cache):
+    """The cache of one module or function.
+
+    Parameters
+    ----------
+    root : nn.Module or function, optional
+        What is cached; None: it is bound later.
+    plain : callable
+        The forward without a cache; of a module, bound to it.
+    settings : CacheSettings
+    tiers : TierStack, optional
+        Tiers to share with other caches.
+    history : History, optional
+        Namespaces of other modules that `explain` compares with.
+    probes : Probes, optional
+        What is known of other modules, too.
+    """
+
+    def __init__(
+        self,
+        root: Any,
+        plain: Forward | None,
+        settings: CacheSettings,
+        tiers: TierStack | None = None,
+        history: History | None = None,
+        probes: Probes | None = None,
+    ) -> None:
+        super().__init__(bytes(16), settings, tiers=tiers)
+        self._running = threading.local()
+        self._made = now()
+        self._root: Callable[[], Any] = lambda: None
+        self.keeper = NamespaceKeeper("a cache without a module", settings, history)
+        self._calls: deque[CallSeen] = deque(maxlen=2)
+        self.random = RandomContexts()
+        self.pure: dict[bytes, Shapes | None] = {}
+        self._probes = probes if probes is not None else Probes()
+        self._shortcuts = Shortcuts()
+        self._walks = 1
+        self._entry: Forward | None = None
+        if root is not None and plain is not None:
+            self.bind(root, plain)
+
+    def bind(self, root: Any, plain: Forward) -> None:
+        """Say what is cached."""
+        self._root = weakref.ref(root)
+        self.keeper.name = type(root).__name__ if isinstance(root, nn.Module) else root.__name__
+        self._read_signature(plain)
+        function = plain.__func__ if isinstance(plain, types.MethodType) else None
+        self._entry = entry() if function and origin(function) == "torch" else None
+
+    def _read_signature(self, plain: Forward) -> None:
+        settings = self.settings
+        self.signature = Signature(plain, shared=settings.shared_args, item_args=settings.item_args)
+
+    @property
+    def root(self) -> Any:
+        """The module or function; None if it is gone."""
+        return self._root()
+
+    @property
+    def module_hash(self) -> str:
+        """The namespace, 32 hexadecimal digits, as of now."""
+        self.namespace = self.keeper.look(self._living_root()).namespace
+        return self.namespace.hex()
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The named parts behind the namespace, as of the last call."""
+        return self.keeper.fingerprint
+
+    def refresh(self) -> None:
+        """Read the whole module again at the next call; needed after edits that are not noticed."""
+        self.keeper.reset()
+
+    def explain(self) -> str:
+        """Why items of the last call may have been misses, one line for each reason.
+
+        Compares the namespace with the one before: of this module, or if this is its first, of another
+        one of this class under the same decorator, or the one that was used last in the cache directory.
+        If the namespace has not changed, compares the arguments of the last two calls.
+        """
+        namespace = self.module_hash
+        calls = list(self._calls)
+        if len(calls) == 2 and calls[0].namespace == calls[1].namespace == self.namespace:
+            lines = call_differences(*calls)
+            return "\n".join(lines) or "nothing but the items differs between the last two calls"
+        before = self.keeper.history.before(self.fingerprint)
+        if before is not None:
+            return "\n".join(fingerprint_differences(before, self.fingerprint))
+        first = f"namespace {namespace} is the first of {self._name()} in this process"
+        disk = self._tiers.disk
+        if disk is None:
+            return first
+        return self._explain_from(disk.directory, first)
+
+    def _explain_from(self, directory: CacheDirectory, first: str) -> str:
+        """Compare with what earlier runs have left in a directory."""
+        kind = self.description(self.namespace)["class"]
+        known = latest_fingerprint(directory, kind, self.namespace, self._made)
+        if known is None:
+            return f"{first}, and in {directory.path}"
+        if known.namespace == self.namespace:
+            return f"{first}; an earlier run has left rows of it in {directory.path}"
+        lines = fingerprint_differences(known, self.fingerprint)
+        return "\n".join([f"compared with {known.namespace.hex()} in {directory.path}:", *lines])
+
+    def description(self, namespace: bytes) -> dict[str, Any]:
+        """What a namespace of this cache stands for, as JSON, for people and `explain`."""
+        document = super().description(namespace)
+        root = self.root
+        kind = type(root) if isinstance(root, nn.Module) else root
+        document["class"] = qualified_name(kind)
+        if self.fingerprint.namespace == namespace:
+            document["parts"] = {name: data.hex() for name, data in self.fingerprint.parts.items()}
+            document["values"] = dict(self.fingerprint.values)
+        document["probed"] = self._probes.found(namespace)
+        return document
+
+    def call(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
+        """The output of ``plain(*args, **kwargs)``."""
+        if getattr(self._running, "now", False) or not self.settings.enabled:
+            return (yield plain, args, kwargs)  # inside of its own forward: the outermost call is cached
+        if is_traced() or disabled_by_environment():
+            return (yield plain, args, kwargs)
+        start = time.perf_counter()
+        root = self._living_root()
+        kind = glance(root, args, kwargs)
+        reason = None if self._is_strict() else self._shortcuts.reason(kind)
+        if reason is not None:
+            self.count_bypass(reason, first_batch_size(args, kwargs), "")
+            return (yield from self.run(plain, args, kwargs))
+        computation = None
+        try:
+            computation = self._computation(root, plain, args, kwargs)
+            if computation is not None:
+                output = yield from self._cached(computation, start)
+        except BypassError as stop:
+            computation = None
+            self._step_aside(stop, kind, first_batch_size(args, kwargs))
+        except NotStoredError as stop:
+            assert computation is not None
+            is_final = stop.reason != "random" or self.random.is_final(computation.context)
+            self._step_aside(BypassError.of(stop, is_final=is_final), kind, len(computation.keys))
+            return stop.output
+        if computation is not None:
+            self._shortcuts.clear(kind)
+            return output
+        return (yield from self.run(plain, args, kwargs))
+
+    def _computation(
+        self, root: Any, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Computation | None:
+        """What computes the items of a call; raises if the call cannot be cached.
+
+        None if the arguments do not fit the signature: Python says what is wrong.
+        """
+        reason = self.keeper.reason_to_bypass(root)
+        if reason is not None:
+            if reason[0] == "grad":
+                self.keeper.distrust_tensors()
+            raise BypassError.because(*reason)
+        if self._walks != self.keeper.walks:  # a default may be another now
+            self._read_signature(plain)
+            self._walks = self.keeper.walks
+        call = self._bound(args, kwargs)
+        if call is None:
+            return None
+        if torch.is_grad_enabled() and call.requires_grad:
+            self.keeper.distrust_tensors()
+            raise BypassError.because("grad", "an input requires grad")
+        seen = self.keeper.look_at_tensors()
+        self.namespace = seen.namespace
+        if seen.doubt is not None:
+            raise BypassError.because(*seen.doubt)
+        leaves = tuple([(path, tensor.dtype, tensor.shape[1:]) for path, tensor in call.leaves])
+        self._calls.append(CallSeen(seen.namespace, call.context, leaves))
+        context = digest([seen.namespace, call.context])
+        if self.random.bypasses(context):
+            final = self.random.is_final(context)
+            raise BypassError.because("random", "its output was random before", is_final=final)
+        computation = Computation(self, root, plain, call, seen, context)
+        self.decide_on_probe(computation, computes=False)
+        return computation
+
+    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall | None:
+        try:
+            return self.signature.bind(args, kwargs)
+        except UncachedArgumentError as error:
+            raise BypassError.because("subclass", str(error)) from None
+        except (InputError, UnhashableArgumentError) as error:
+            raise BypassError("argument", str(error), error) from None
+        except OptionError:
+            raise
+        except TypeError:
+            return None
+        except Exception as error:  # such as an image that cannot be read
+            raise BypassError("argument", f"the arguments cannot be read: {error!r}", error) from None
+
+    def decide_on_probe(self, computation: Computation, *, computes: bool) -> None:
+        """Have a computation probe its batch if such calls were not yet; raises if items are dependent.
+
+        Whether items are equally long is only looked at if something is computed.
+        """
+        keys, call = computation.keys, computation.bound
+        if not self.settings.probe or len(keys) < 2:
+            return
+        kinds = [(keys.group, False), (keys.group + b"uneven", True)]
+        for group, uneven in kinds[: 1 + computes]:
+            if self._probes.is_settled(group, len(keys)) or (uneven and item_lengths(call) is None):
+                continue
+            kind, possible = Kind.of(self.fingerprint, call, uneven=uneven), strength(keys)
+            result = self._probes.result(kind, self._probed_before)
+            if result == DEPENDENT:
+                raise BypassError.because("batch", "an item's output depends on the rest of its batch")
+            if result is None and has_collectives(self.root, self.fingerprint):
+                result = STRONGEST
+            if result is not None and result >= possible:
+                self._probes.settle(group, result)
+            else:
+                computation.probes[kind] = possible
+
+    def _cached(self, computation: Computation, start: float) -> Steps[Any]:
+        probes = bool(computation.probes)
+        dtypes = computation.dtypes() if self.settings.verify or probes else ()
+        try:
+            output = yield from self.steps(
+                computation.keys,
+                computation.steps,
+                computation.device,
+                dtypes,
+                since=start,
+                probes=probes,
+            )
+        except NotStoredError as stop:
+            if stop.reason == "batch":
+                for kind in computation.probes or [Kind.of(self.fingerprint, computation.bound)]:
+                    self._probed(kind, DEPENDENT)
+                self._tiers.drop(computation.keys.namespace)
+            raise
+        for kind, result in computation.probes.items():
+            self._probed(kind, result)
+        return output
+
+    def _probed(self, kind: Kind, result: int) -> None:
+        """Remember what a probe has found, in the cache directory too."""
+        self._probes.add(kind, result)
+        self._tiers.describe(kind.namespace, self.description(kind.namespace), create=result == DEPENDENT)
+
+    def _probed_before(self, namespace: bytes) -> dict[str, int]:
+        """What earlier runs have left about a namespace."""
+        found = self._tiers.description(namespace).get("probed")
+        return {str(k): v for k, v in found.items() if v in _RESULTS} if isinstance(found, dict) else {}
+
+    def _step_aside(self, stop: BypassError, kind: Glance, items: int) -> None:
+        """Count a call that is not cached, or raise if such calls are errors."""
+        if self._is_strict():
+            raise stop.as_error(self._name()) from None
+        self.count_bypass(stop.reason, items, stop.text)
+        if stop.is_final:
+            self._shortcuts.add(kind, stop.reason)
+
+    def _is_strict(self) -> bool:
+        return self.settings.strict or strict_by_environment()
+
+    def run(self, plain: Forward, args: Any, kwargs: Mapping[str, Any]) -> Steps[Any]:
+        """Run the forward, and what it calls of itself, without the cache."""
+        self._running.now = True
+        try:
+            if self._entry is not None and isinstance(plain, types.MethodType):
+                return (yield self._entry, (plain.__func__, plain.__self__, args, kwargs), {})
+            return (yield plain, args, kwargs)
+        finally:
+            self._running.now = False
+
+    def _not_stacked(self, output: Any) -> Any:
+        if not self.settings.probe:
+            return output
+        # One forward gives all items of a batch one shape, so those of another one have changed it.
+        text = f"items have outputs of another shape in another batch; {ADVICE['batch']}"
+        raise NotStoredError("batch", text, output)
+
+    def _distrust(self) -> None:
+        self.refresh()
+
+    def _living_root(self) -> Any:
+        root = self._root()
+        if root is None:
+            raise ReferenceError(
+                "the module of this cache does not exist any more, or was not called since it was loaded"
+            )
+        return root
+
+    def _name(self) -> str:
+        return self.keeper.name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        # As part of a module, it becomes the cache of the copied module, and shares the budget.
+        copy = memo.get(id(self.root)) if isinstance(self.root, nn.Module) else None
+        if copy is None:
+            return self
+        twin = ModuleCache(None, None, self.settings, self._tiers, self.keeper.history, self._probes)
+        twin._root, twin.signature = weakref.ref(copy), self.signature
+        twin.keeper.name = self.keeper.name
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModuleCache, (None, None, self.settings)

@@ -1,0 +1,1 @@
+"""Find, claim, compute, keep, put together."""

@@ -1,0 +1,143 @@
+"""`Batch`: the items of one `fetch`, and the calls that compute some of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchcache2.core.errors import OutputError
+from torchcache2.core.keys import Keys, Positions
+from torchcache2.core.rows import Rows, UnstorableError, rounded
+from torchcache2.core.settings import CacheSettings
+from torchcache2.engine.steps import Steps
+
+__all__ = ["Batch", "ComputeSteps", "NotStoredError", "WholeBatch"]
+
+ComputeSteps = Callable[[Tensor], Steps[Any]]
+
+
+class NotStoredError(Exception):
+    """Raised by a computation whose output must not be stored; carries the output of the whole batch.
+
+    `reason` is a word for statistics, `text` a sentence. `error` is what makes it impossible, if an exception
+    did.
+    """
+
+    def __init__(self, reason: str, text: str, output: Any, error: Exception | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.text = text
+        self.output = output
+        self.error = error
+
+
+class WholeBatch:
+    """The output of a computation that has computed all items, though it was asked for some."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+
+class Batch:
+    """Computes, and counts what it computed.
+
+    Parameters
+    ----------
+    keys : Keys
+    compute : callable
+        ``compute(positions)`` are the steps whose result is the output for those items.
+    device : torch.device
+        Where outputs go that were computed on the device of the call.
+    settings : CacheSettings
+    dtypes : collection of torch.dtype
+        Of what `compute` reads.
+    probes : bool
+        Whether `compute` computes the whole batch whatever it is asked for, to check it.
+
+    Attributes
+    ----------
+    misses, computed : int
+        Items that were not found, and rows that the forward has computed.
+    seconds : float
+        Spent in the forward.
+    """
+
+    def __init__(
+        self,
+        keys: Keys,
+        compute: ComputeSteps,
+        device: torch.device,
+        settings: CacheSettings,
+        dtypes: Collection[torch.dtype],
+        *,
+        probes: bool = False,
+    ) -> None:
+        self.keys = keys
+        self.probes = probes
+        self.dtypes = dtypes
+        self.dtype = settings.cache_dtype
+        self.misses = 0
+        self.computed = 0
+        self.seconds = 0.0
+        self._compute = compute
+        self.device = device
+        self._pads = settings.miss_batch == "pad"
+
+    def compute(self, positions: Positions) -> Steps[tuple[Any, Rows]]:
+        """Compute the items at some positions; the output, which may be longer, and their rows."""
+        count, padded = len(positions), self._padded(positions)
+        output = yield from self._timed(padded)
+        if isinstance(output, WholeBatch):
+            output = output.output
+            self.computed += len(self.keys) - len(padded)
+            padded = np.arange(len(self.keys))
+        self.misses = count
+        try:
+            rows = Rows.from_pytree(output, len(padded), device=self.device, dtype=self.dtype)
+        except (UnstorableError, OutputError) as error:
+            if len(padded) < len(self.keys):
+                output = yield from self._timed(np.arange(len(self.keys)))
+            raise NotStoredError("output", str(error), output, error) from None
+        if count == len(padded):
+            return output, rows
+        if len(padded) == len(self.keys):
+            return output, rows.take(torch.from_numpy(positions))
+        return output, rows.head(count)
+
+    def compute_all(self) -> Steps[Any]:
+        """The whole batch, computed without the cache."""
+        self.misses = len(self.keys)
+        output = yield from self._timed(np.arange(len(self.keys)))
+        return output if self.dtype is None else rounded(output, self.dtype)
+
+    def output(self, rows: Rows) -> Steps[Any]:
+        """What the rows of a whole batch stand for."""
+        try:
+            return rows.to_pytree(device=self.device)
+        # A value that is one for the batch differs between its rows; or a class that another version of the
+        # code has written does not take its children any more.
+        except Exception:
+            return (yield from self.compute_all())
+
+    def _padded(self, positions: Positions) -> Positions:
+        """As many positions as the next power of two, or the whole batch."""
+        count = len(positions)
+        if not self._pads or count == 0:
+            return positions
+        size = 1 << (count - 1).bit_length()
+        if size >= len(self.keys):
+            return np.arange(len(self.keys))
+        return np.concatenate([positions, np.repeat(positions[-1:], size - count)])
+
+    def _timed(self, positions: Positions) -> Steps[Any]:
+        start = time.perf_counter()
+        try:
+            return (yield from self._compute(torch.from_numpy(positions)))
+        finally:
+            self.seconds += time.perf_counter() - start
+            self.computed += len(positions)

@@ -1,0 +1,309 @@
+"""`Cache`, the engine: looks keys up in the tiers, has the misses computed once, and keeps them.
+
+All caches of one budget share a `TierStack`; each has a namespace of its own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Collection
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchcache2.core.errors import OptionError, OutputError
+from torchcache2.core.keys import Keys, Positions
+from torchcache2.core.logs import logger
+from torchcache2.core.rows import Rows
+from torchcache2.core.settings import CacheSettings
+from torchcache2.core.version import __version__
+from torchcache2.engine.batch import Batch, ComputeSteps, NotStoredError
+from torchcache2.engine.stack import TierStack
+from torchcache2.engine.stats import CacheStats, Counters
+from torchcache2.engine.steps import Steps, run_steps, transparent
+from torchcache2.engine.verify import differences
+from torchcache2.identity.codewalk import ADDED_ATTRIBUTE
+
+__all__ = ["Cache", "now"]
+
+_CPU = torch.device("cpu")
+_NOWHERE: Positions = np.empty(0, np.int64)
+
+
+def now() -> str:
+    """The time, UTC, in ISO 8601."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
+
+
+class Compute(Protocol):
+    """Computes the items at some positions of a batch, in that order."""
+
+    def __call__(self, positions: Tensor) -> Any:
+        """`positions` is int64 on the CPU, shape (k,), ascending."""
+        ...
+
+
+class Cache:
+    """Rows of one namespace, found or computed.
+
+    Safe under threads. Two threads that miss the same key at once both compute it.
+
+    Parameters
+    ----------
+    namespace : bytes
+        16 bytes that say who computes, such as a digest of model name and version.
+    settings : CacheSettings, optional
+        Options.
+    tiers : TierStack, optional
+        Tiers to share with other caches.
+
+    Examples
+    --------
+    >>> cache = Cache(b"squares, 2026-11", CacheSettings(max_memory_cache_size="1MB"))
+    >>> keys = Keys(cache.namespace, np.arange(48, dtype=np.uint8).reshape(3, 16))
+    >>> cache.fetch(keys, lambda positions: positions.double() ** 2)
+    tensor([0., 1., 4.], dtype=torch.float64)
+    >>> cache.fetch(keys.take(np.array([2, 0])), lambda positions: 1 / 0)
+    tensor([4., 0.], dtype=torch.float64)
+    """
+
+    def __init__(
+        self,
+        namespace: bytes,
+        settings: CacheSettings | None = None,
+        *,
+        tiers: TierStack | None = None,
+    ) -> None:
+        if not isinstance(namespace, bytes) or len(namespace) != 16:
+            raise OptionError(f"namespace={namespace!r}: expected 16 bytes, such as a 128-bit digest")
+        self.namespace = namespace
+        self.settings = settings if settings is not None else CacheSettings()
+        self._tiers = tiers if tiers is not None else TierStack(self.settings)
+        self._counters = Counters()
+        self._closed = False
+        self._random_shares = np.random.default_rng()
+        self._tiers.join(self)
+
+    @transparent
+    def fetch(self, keys: Keys, compute: Compute, *, device: torch.device = _CPU) -> Any:
+        """The output for a batch: rows that are found, and the others computed.
+
+        Parameters
+        ----------
+        keys : Keys
+            The keys of the batch, n items.
+        compute : callable
+            ``compute(positions)`` returns the pytree for the items at `positions` (int64 tensor of
+            shape ``(k,)``, ascending), its tensors of shape ``(k, ...)``. With ``miss_batch="pad"``
+            the last position may be there several times. An exception leaves the cache as it was.
+        device : torch.device
+            Where outputs go that were computed on the device of the call.
+
+        Returns
+        -------
+        pytree
+            As `compute` would return it for all positions, tensors of shape ``(n, ...)``.
+
+        Raises
+        ------
+        OutputError
+            If a computed tensor's first dimension is not the number of positions.
+        """
+        return run_steps(self._fetch, keys, compute, device)
+
+    def _fetch(self, keys: Keys, compute: Compute, device: torch.device) -> Steps[Any]:
+        def steps(positions: Tensor) -> Steps[Any]:
+            return (yield compute, (positions,), {})
+
+        try:
+            return (yield from self.steps(keys, steps, device))
+        except NotStoredError as stop:
+            if isinstance(stop.error, OutputError):
+                raise stop.error from None
+            self.count_bypass(stop.reason, len(keys), stop.text)
+            return stop.output
+
+    def steps(
+        self,
+        keys: Keys,
+        compute: ComputeSteps,
+        device: torch.device,
+        dtypes: Collection[torch.dtype] = (),
+        since: float | None = None,
+        probes: bool = False,
+    ) -> Steps[Any]:
+        """`fetch`, which yields the calls to make; see `torchcache2.engine.steps`.
+
+        `dtypes` are what `compute` reads; `verify` tolerates what the coarsest of them can tell apart. What
+        caching costs is counted since `since`, of `time.perf_counter`; by default since now. If `compute`
+        `probes` the batch, everything is computed, and what is found is compared with it.
+
+        Raises
+        ------
+        NotStoredError
+            If the output of `compute` must not, or cannot, be stored.
+        """
+        start = time.perf_counter() if since is None else since
+        batch = Batch(keys, compute, device, self.settings, dtypes, probes=probes)
+        output = yield from self._outcome(batch)
+        self._counters.count(
+            hits=len(keys) - batch.misses,
+            misses=batch.misses,
+            computed=batch.computed,
+            seconds=batch.seconds,
+            spent=time.perf_counter() - start - batch.seconds,
+        )
+        return output
+
+    def _outcome(self, batch: Batch) -> Steps[Any]:
+        if self._closed:
+            return (yield from batch.compute_all())
+        keys, tiers = batch.keys, self._tiers
+        parts = tiers.get(keys).parts
+        if len(parts) > 1:  # rows of different schemas do not stack
+            return self._not_stacked((yield from batch.compute_all()))
+        found, hits = parts[0] if parts else (_NOWHERE, None)
+        checked = found if batch.probes else self._sample(found)
+        if hits is not None and len(found) == len(keys) and len(checked) == 0:
+            return (yield from batch.output(hits))
+        missing = np.ones(len(keys), bool)
+        missing[found] = False
+        wanted = np.flatnonzero(missing)
+        duplicates = keys.take(wanted).first_positions()
+        distinct = wanted if duplicates is None else wanted[duplicates[0]]
+
+        asked = np.union1d(distinct, checked) if len(checked) else distinct
+        output, rows = yield from batch.compute(asked)
+        batch.misses = len(distinct)
+        if hits is not None and len(checked):
+            again = rows.take(torch.from_numpy(np.searchsorted(asked, checked)))
+            rows = rows.take(torch.from_numpy(np.searchsorted(asked, distinct)))
+            held = hits.take(torch.from_numpy(np.searchsorted(found, checked)))
+            if not self._agree(held, again, checked, batch.dtypes):
+                try:
+                    return (yield from batch.compute_all())
+                finally:
+                    self._distrust()
+                    tiers.drop(keys.namespace)  # no row of it can be trusted
+        tiers.put(self, keys.take(distinct), rows)
+        if self._closed:  # by another thread, since `get`
+            tiers.forget(keys.namespace)
+        if len(distinct) == len(keys):
+            return output if batch.dtype is None else (yield from batch.output(rows))
+        if duplicates is not None:
+            rows = rows.take(torch.from_numpy(duplicates[1]))
+        if hits is None:
+            return (yield from batch.output(rows))
+        if len(wanted) == 0:
+            return (yield from batch.output(hits))
+        if hits.schema != rows.schema:
+            return self._not_stacked((yield from batch.compute_all()))
+        both = Rows.scatter([(found, hits), (wanted, rows)], len(keys), device=batch.device)
+        return (yield from batch.output(both))
+
+    def _sample(self, found: Positions) -> Positions:
+        """Positions of hits to verify."""
+        share = self.settings.verify
+        if share == 0.0:
+            return _NOWHERE
+        # Of its own: the generators of the caller stay as they would without a cache.
+        return found[self._random_shares.random(len(found)) < share]
+
+    def _agree(self, hits: Rows, again: Rows, positions: Positions, dtypes: Collection[torch.dtype]) -> bool:
+        """Whether hits at some positions equal the same items computed again; warns if not."""
+        apart = differences(hits, again, dtypes)
+        wrong = np.flatnonzero(apart)
+        self._counters.verify(verified=len(positions), mismatched=len(wrong))
+        if len(wrong) == 0:
+            return True
+        worst = wrong[apart[wrong].argmax()]
+        logger.warning(
+            "%s: %d of %d hits that were verified differ from what the forward computes now; most at "
+            "position %d of the batch, by %.3g. The batch is computed again. Either something has changed "
+            "that is not noticed, or the forward is not deterministic",
+            self._name(),
+            len(wrong),
+            len(positions),
+            positions[worst],
+            apart[worst],
+        )
+        return False
+
+    def _not_stacked(self, output: Any) -> Any:
+        """What to do with the output of a batch whose rows are of different schemas."""
+        return output
+
+    def _distrust(self) -> None:
+        """A row was wrong, and all are dropped: what the namespace stands for may have changed."""
+
+    def count_bypass(self, reason: str, items: int, text: str) -> None:
+        """Count items that were computed and not stored; warns the first time for each reason."""
+        if self._counters.bypass(reason, items):
+            logger.warning("%s: not cached (%s): %s", self._name(), reason, text)
+
+    def stats(self) -> CacheStats:
+        """What this cache has done so far."""
+        return self._counters.stats(**self._tiers.stats())
+
+    @property
+    def cache_dir(self) -> str | None:
+        """The folder where rows are kept; None if they are kept in memory only."""
+        disk = self._tiers.disk
+        return None if disk is None else disk.path
+
+    def description(self, namespace: bytes) -> dict[str, Any]:
+        """What a namespace of this cache stands for, as JSON, for people and `explain`."""
+        return {
+            "class": None,
+            "library": __version__,
+            "torch": str(torch.__version__),
+            "created": now(),
+        }
+
+    def flush(self) -> None:
+        """Return when everything that was computed is as durable as the tiers make it."""
+        self._tiers.flush()
+
+    def clear(self) -> None:
+        """Forget every row of this cache's namespace, on disk too."""
+        self._tiers.drop(self.namespace)
+
+    def close(self) -> None:
+        """Stop caching and let go of the rows in memory; calls compute everything from then on.
+
+        What waits to be written is on disk when this returns.
+        """
+        if not self._closed:
+            self._closed = True
+            self._tiers.forget(self.namespace)
+            self._tiers.leave(self)
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Cache, (self.namespace, self.settings)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.namespace.hex()}>"
+
+    def _name(self) -> str:
+        return repr(self)
+
+
+setattr(Cache, ADDED_ATTRIBUTE, True)

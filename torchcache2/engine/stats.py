@@ -1,0 +1,170 @@
+"""`CacheStats`: what a cache has done, and `Counters`, which count it."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Mapping
+
+from torchcache2.core.locks import ProcessLock
+
+__all__ = ["CacheStats", "Counters"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheStats:
+    """What a cache has done since it was made; all counts are items.
+
+    Attributes
+    ----------
+    hits : int
+        Found. An item that another item of its batch equals counts as found.
+    misses : int
+        Computed and offered to the cache.
+    bypasses : mapping of str to int
+        Computed and not stored, by reason.
+    evictions : int
+        Rows forgotten to make room, by all caches that share the budget.
+    memory_rows : int
+        Rows in the memory tier, shared likewise.
+    memory_bytes : int
+        Bytes that it has allocated.
+    disk_rows : int
+        Rows on disk, or on their way there, of the namespaces that were asked for; shared likewise.
+    disk_bytes : int
+        Bytes of the whole cache directory.
+    disk_evictions : int
+        Rows that were deleted there to make room.
+    corrupt : int
+        Damaged rows and files that were met; they are set aside and computed again.
+    faults : int
+        Calls of the operating system for the cache directory that failed.
+    verified : int
+        Hits that were computed again; see the option `verify`.
+    mismatched : int
+        Those of them that differed.
+    seconds_computed : float
+        Spent in the plain forward, bypasses left out.
+    seconds_saved : float
+        Estimated: hits times the mean time of a miss, less everything that the cache itself cost.
+        Negative where caching costs more than it saves.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    bypasses: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    evictions: int = 0
+    memory_rows: int = 0
+    memory_bytes: int = 0
+    disk_rows: int = 0
+    disk_bytes: int = 0
+    disk_evictions: int = 0
+    corrupt: int = 0
+    faults: int = 0
+    verified: int = 0
+    mismatched: int = 0
+    seconds_computed: float = 0.0
+    seconds_saved: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of items that were found, of all that were asked for; 0.0 if there were none."""
+        asked = self.hits + self.misses + sum(self.bypasses.values())
+        return self.hits / asked if asked else 0.0
+
+    def _lines(self) -> list[tuple[str, str]]:
+        bypasses = ", ".join(f"{reason} {count:,}" for reason, count in self.bypasses.items())
+        lines = [
+            ("hits", f"{self.hits:,} ({self.hit_rate:.1%})"),
+            ("misses", f"{self.misses:,}"),
+            ("bypasses", bypasses or "0"),
+            ("evictions", f"{self.evictions:,}"),
+            ("memory", f"{self.memory_rows:,} rows, {_bytes(self.memory_bytes)}"),
+            *self._disk_lines(),
+            ("computed", f"{self.seconds_computed:.2f} s"),
+            ("saved", f"{self.seconds_saved:.2f} s (estimated)"),
+        ]
+        if self.verified:
+            lines.append(("verified", f"{self.verified:,}, of which {self.mismatched:,} differed"))
+        return lines
+
+    def _disk_lines(self) -> list[tuple[str, str]]:
+        lines = []
+        if self.disk_rows or self.disk_bytes:
+            lines.append(("disk", f"{self.disk_rows:,} rows, {_bytes(self.disk_bytes)} in the directory"))
+        if self.disk_evictions:
+            lines.append(("deleted", f"{self.disk_evictions:,} rows on disk, to make room"))
+        if self.corrupt or self.faults:
+            lines.append(("faults", f"{self.faults:,} on disk, and {self.corrupt:,} damaged rows or files"))
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<10}{value}" for name, value in self._lines())
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{name}</th>"
+            f"<td style='text-align:left'>{html.escape(value)}</td></tr>"
+            for name, value in self._lines()
+        )
+        return f"<table>{rows}</table>"
+
+
+class Counters:
+    """Counts for `CacheStats`; safe under threads."""
+
+    def __init__(self) -> None:
+        self._lock = ProcessLock()
+        self.hits = 0
+        self.misses = 0
+        self.bypasses: dict[str, int] = {}
+        self.verified = 0
+        self.mismatched = 0
+        self.seconds_computed = 0.0
+        self.seconds_spent = 0.0
+        self._rows_computed = 0
+
+    def count(self, *, hits: int, misses: int, computed: int, seconds: float, spent: float) -> None:
+        """Add one batch: `computed` rows in `seconds`, and `spent` seconds on caching them."""
+        with self._lock():
+            self.hits += hits
+            self.misses += misses
+            self._rows_computed += computed
+            self.seconds_computed += seconds
+            self.seconds_spent += spent
+
+    def verify(self, *, verified: int, mismatched: int) -> None:
+        """Count hits that were computed again."""
+        with self._lock():
+            self.verified += verified
+            self.mismatched += mismatched
+
+    def bypass(self, reason: str, items: int) -> bool:
+        """Count items that were not stored; True the first time that there is this reason."""
+        with self._lock():
+            first = reason not in self.bypasses
+            self.bypasses[reason] = self.bypasses.get(reason, 0) + items
+            return first
+
+    def stats(self, **tiers: int) -> CacheStats:
+        """The counts so far, and those of the tiers."""
+        with self._lock():
+            mean = self.seconds_computed / self._rows_computed if self._rows_computed else 0.0
+            return CacheStats(
+                hits=self.hits,
+                misses=self.misses,
+                bypasses=dict(self.bypasses),
+                **tiers,
+                verified=self.verified,
+                mismatched=self.mismatched,
+                seconds_computed=self.seconds_computed,
+                seconds_saved=(self.hits - self.verified) * mean - self.seconds_spent,
+            )
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"

@@ -1,0 +1,86 @@
+"""Whether rows that were found equal the same rows computed again.
+
+The forward of another batch size may round differently, so floating-point columns are compared with a
+tolerance: the square root of the precision of the coarsest dtype involved, relative to the largest
+magnitude in the row (3e-4 for float32, 3e-2 for float16, 9e-2 for bfloat16). Everything else has to be equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchcache2.core.modes import product_precision
+from torchcache2.core.rows import Leaf, Rows
+
+__all__ = ["differences", "leaf_differences"]
+
+_PLACES = ("cpu", "cuda")
+_DOUBLES = ("float", "complex")  # values that are kept as the bytes of float64
+
+
+Differences = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def differences(old: Rows, fresh: Rows, dtypes: Collection[torch.dtype] = ()) -> Differences:
+    """The largest difference in each row where that is beyond the tolerance, else 0.
+
+    It is infinite where the schemas differ, or something that is not a number does. `dtypes` are what
+    the rows were computed from.
+    """
+    if old.schema != fresh.schema:
+        return np.full(len(old), np.inf)
+    found = leaf_differences(old, fresh, dtypes)
+    return np.max([np.zeros(len(old)), *found.values()], axis=0)  # type: ignore[no-any-return]
+
+
+def leaf_differences(
+    old: Rows, fresh: Rows, dtypes: Collection[torch.dtype] = (), *, power: float = 0.5
+) -> dict[str, Differences]:
+    """Those of each leaf by its path, of rows of one schema; tolerated is this power of the precision."""
+    count = len(old)
+    fresh = fresh.laid_out_as(old.schema)
+    found = {}
+    for leaf, left, right in zip(old.schema.leaves, old.columns, fresh.columns, strict=True):
+        sides = (left.reshape(count, -1).cpu(), right.reshape(count, -1).cpu())
+        found[leaf.path] = _column_differences(*sides, leaf, dtypes, power).numpy()
+    return found
+
+
+def _column_differences(
+    left: Tensor, right: Tensor, leaf: Leaf, dtypes: Collection[torch.dtype], power: float
+) -> Tensor:
+    if left.shape[1] == 0:
+        return torch.zeros(len(left), dtype=torch.float64, device="cpu")
+    if leaf.kind in _DOUBLES:
+        left, right = (side.contiguous().view(torch.float64) for side in (left, right))
+    elif leaf.kind != "tensor":
+        return torch.where((left == right).all(1), 0.0, math.inf).double()
+    if left.is_complex():
+        left, right = (torch.view_as_real(side).flatten(1) for side in (left, right))
+    if left.is_floating_point():
+        precision = _precision(leaf, dtypes)
+        left, right = left.double(), right.double()
+        same = (left == right) | (left.isnan() & right.isnan())
+        apart = (left - right).abs().nan_to_num(math.inf, math.inf)
+    else:
+        precision = 0.0
+        same = left == right
+        apart = (left.double() - right.double()).abs().clamp_min(1.0)  # beyond 2**53, doubles are coarse
+    apart = torch.where(same, 0.0, apart).amax(1)
+    scale = torch.maximum(left.abs(), right.abs()).nan_to_num(0.0, 0.0).amax(1) if precision else 0.0
+    within = apart <= precision**power * scale + precision**2  # what cancels out leaves noise
+    return torch.where(within, 0.0, apart)
+
+
+def _precision(leaf: Leaf, dtypes: Collection[torch.dtype]) -> float:
+    """The relative precision of the coarsest dtype that a column was computed or kept in."""
+    kept = [leaf.dtype, leaf.stored] if leaf.kind == "tensor" else [torch.float64]
+    kept += [torch.get_autocast_dtype(place) for place in _PLACES if torch.is_autocast_enabled(place)]
+    inexact = [dtype for dtype in (*kept, *dtypes) if dtype.is_floating_point or dtype.is_complex]
+    return max(product_precision(), *(torch.finfo(dtype).eps for dtype in inexact))

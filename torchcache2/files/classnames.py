@@ -1,0 +1,126 @@
+"""Classes by name, found without running any code.
+
+No import, no ``__getattr__``, no descriptor, no ``__class__``: only what is in the dictionaries of modules
+that are imported already, and of classes in them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from torchcache2.files.jsonparts import SchemaError, UnknownClassError, UnserialisableError, list_of
+
+__all__ = [
+    "BUILTINS",
+    "check_fields",
+    "class_of",
+    "fields_of",
+    "is_namedtuple",
+    "is_registered",
+    "is_storable",
+    "name_of",
+    "one_of",
+    "qualified",
+]
+
+MAX_NAME = 1_000
+BUILTINS = (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
+
+
+def name_of(cls: Any, where: str) -> str:
+    """What a class is called in a file."""
+    name = qualified(cls, ":")
+    if name.startswith("__mp_main__:"):  # what a spawned process calls the script of its parent
+        name = "__main__:" + name.partition(":")[2]
+    try:
+        class_of(name, lambda found: found is cls)
+    except (SchemaError, UnknownClassError):
+        raise UnserialisableError(f"{where} needs {name}, which is not found by that name") from None
+    if not is_storable(cls):
+        raise UnserialisableError(f"{where} needs {name}, which is not a node type of pytrees")
+    return name
+
+
+def class_of(name: Any, accepted: Callable[[Any], bool]) -> Any:
+    """The class of that name, if this process has it and it is one that is accepted."""
+    if type(name) is not str or len(name) > MAX_NAME or not name.isprintable():
+        raise SchemaError("a class that is not a name")
+    module, _, qualname = name.partition(":")
+    if not module or not all(qualname.split(".")):
+        raise SchemaError("a class that is not a name")
+    value: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        namespace: Any = {}
+        if issubclass(type(value), types.ModuleType):
+            namespace = types.ModuleType.__getattribute__(value, "__dict__")
+        elif issubclass(type(value), type):
+            namespace = type.__getattribute__(value, "__dict__")
+        if part not in namespace:
+            raise UnknownClassError(name, "is not imported")
+        value = namespace[part]
+    if not issubclass(type(value), type) or not accepted(value):
+        raise UnknownClassError(name, "is not a node type of pytrees in this process")
+    return value
+
+
+def _static(cls: Any, name: str) -> Any:
+    spaces = [type.__getattribute__(base, "__dict__") for base in type.__getattribute__(cls, "__mro__")]
+    return next((space[name] for space in spaces if name in space), None)
+
+
+def one_of(cls: Any, classes: Any) -> bool:
+    """Whether a class is among some; some have no hash."""
+    return any(cls is other for other in list(classes))  # some classes have no hash
+
+
+def is_registered(cls: Any) -> bool:
+    """Whether a class is a node type of pytrees."""
+    return one_of(cls, pytree.SUPPORTED_NODES)
+
+
+def is_namedtuple(cls: Any) -> bool:
+    """Whether a class is a named tuple."""
+    fields = _static(cls, "_fields")
+    return issubclass(cls, tuple) and type(fields) is tuple and all(type(field) is str for field in fields)
+
+
+def is_storable(cls: Any) -> bool:
+    """Whether a class may be named in a file."""
+    return one_of(cls, BUILTINS) or is_registered(cls) or is_namedtuple(cls)
+
+
+def fields_of(cls: Any) -> list[str] | None:
+    """The names of its children, where it has them."""
+    if is_namedtuple(cls):
+        return list(_static(cls, "_fields"))
+    if _is_struct_sequence(cls):
+        return list(_static(cls, "__match_args__"))
+    return [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else None
+
+
+def _is_struct_sequence(cls: Any) -> bool:
+    return issubclass(cls, tuple) and _static(cls, "n_sequence_fields") is not None
+
+
+def check_fields(cls: Any, name: str, fields: Any, children: int) -> None:
+    """Whether a class has the fields that it had when it was written."""
+    if fields is not None and not all(type(field) is str for field in list_of(fields)):
+        raise SchemaError("fields that are not names")
+    known = fields_of(cls)
+    if known != fields:
+        raise UnknownClassError(name, "has other fields than when its schema was written")
+    if known is not None and (is_namedtuple(cls) or _is_struct_sequence(cls)) and len(known) != children:
+        raise SchemaError("another number of children than of fields")
+
+
+def qualified(cls: Any, separator: str = ".") -> str:
+    """Module and name of a class, for people or for a file."""
+    return (
+        f"{getattr(cls, '__module__', '')}{separator}{getattr(cls, '__qualname__', type(cls).__qualname__)}"
+    )

@@ -1,0 +1,370 @@
+"""`CacheDirectory`: what is in a cache directory, which files are the cache's own, and who uses them.
+
+::
+
+    <directory>/CACHEDIR.TAG                                  says that this is a cache, and of which format
+    <directory>/.lock                                         held by whoever deletes
+    <directory>/<namespace, 32 hex>/fingerprint.json          what the namespace stands for
+    <directory>/<namespace, 32 hex>/<ulid>.safetensors        segments
+    <directory>/<namespace, 32 hex>/<ulid>.safetensors.tmp    a segment that is being written
+    <directory>/<namespace, 32 hex>/<ulid>.safetensors.corrupt
+
+Nothing else is counted or deleted. A process that uses a namespace holds a shared lock on its
+``fingerprint.json``, and a writer an exclusive one on its temporary file: the system takes them back when a
+process ends, so none is ever left to be removed by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torchcache2.core.errors import OptionError
+from torchcache2.files.encode import ulid
+from torchcache2.files.filenames import (
+    CORRUPT,
+    FINGERPRINT,
+    LOCK,
+    NAMESPACE_NAME,
+    SEGMENT_NAME,
+    TAG,
+    TAG_TEXT,
+    Contents,
+    contents_of,
+    is_ours,
+    stated_format,
+)
+from torchcache2.files.filesystem import Descriptor, FileSystem, ShortFileError, StrangeFileError
+from torchcache2.files.layout import FORMAT_VERSION
+
+__all__ = [
+    "FINGERPRINT",
+    "LOCK",
+    "NAMESPACE_NAME",
+    "SEGMENT_NAME",
+    "TAG",
+    "CacheDirectory",
+    "Contents",
+    "NewerDirectoryError",
+]
+
+_MOST_TEXT = 16 << 20
+_PROBE = memoryview(b"whether something can be written here")
+_NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
+_ENTRIES = 10
+_TRIES, _CLAIMS, _BETWEEN_TRIES = 20, 2, 0.005  # seconds
+_OLD = 24 * 3600.0  # seconds after which a temporary file is a dead writer's where there are no locks
+
+
+class NewerDirectoryError(Exception):
+    """A directory of a later version of the format."""
+
+
+class CacheDirectory:
+    """A folder of segments.
+
+    Parameters
+    ----------
+    path : str
+    fs : FileSystem
+    """
+
+    def __init__(self, path: str, fs: FileSystem) -> None:
+        self.path = os.path.abspath(path)
+        self.fs = fs
+
+    def check(self) -> None:
+        """Whether the path can be a cache directory.
+
+        Raises
+        ------
+        OptionError
+            If it is a file, a folder with somebody else's files, or a path that no folder can have.
+        NewerDirectoryError
+            If a later version of the format is there.
+        OSError
+            If it cannot be read.
+        """
+        try:
+            entries = self.fs.entries(self.path)
+        except FileNotFoundError:
+            return
+        except NotADirectoryError:
+            where = "is a file" if self.fs.exists(self.path) else "leads through what is a file"
+            raise OptionError(f"{self.path!r} {where}: a cache directory is a folder of its own") from None
+        except OSError as error:
+            if error.errno not in _NO_PATH:
+                raise
+            raise OptionError(f"{self.path!r} cannot be a cache directory: {error.strerror}") from None
+        has_tag = self.fs.exists(os.path.join(self.path, TAG))  # before it is read: it may come meanwhile
+        tag = self.format()
+        if tag is None:
+            strange = [entry.name for entry in entries if not is_ours(entry)]
+            if strange or has_tag:
+                name = strange[0] if strange else TAG
+                raise OptionError(
+                    f"{self.path!r} is not a cache directory and not empty (it has {name!r}): give a folder "
+                    "that does not exist yet, or an empty one"
+                )
+        elif not 1 <= tag <= FORMAT_VERSION:
+            raise NewerDirectoryError(
+                f"{self.path!r} has format {tag}, and this version of torchcache2 knows format "
+                f"{FORMAT_VERSION}: nothing is read or written there. Upgrade torchcache2, or give another "
+                "folder"
+            )
+
+    def create(self) -> None:
+        """Make the folder, and what says that it is a cache."""
+        self._make_folder(self.path)
+        if self.format() is None:
+            self._write_new(os.path.join(self.path, TAG), TAG_TEXT.encode())
+            self.fs.sync_folder(self.path)
+
+    def folder(self, namespace: bytes) -> str:
+        """Of a namespace."""
+        return os.path.join(self.path, namespace.hex())
+
+    def contents(self, namespace: str) -> Contents:
+        """The files of a namespace."""
+        try:
+            entries = self.fs.entries(os.path.join(self.path, namespace))
+        except (FileNotFoundError, NotADirectoryError):
+            entries = []
+        return contents_of(namespace, entries)
+
+    def scan(self) -> list[Contents]:
+        """The files of every namespace; none of one that somebody else keeps to himself."""
+        try:
+            entries = self.fs.entries(self.path)
+        except FileNotFoundError:
+            return []
+        found = []
+        for entry in entries:
+            if entry.is_folder and NAMESPACE_NAME.fullmatch(entry.name):
+                try:
+                    found.append(self.contents(entry.name))
+                except PermissionError:
+                    found.append(contents_of(entry.name, []))
+        return found
+
+    def changed(self, namespace: bytes) -> int:
+        """When files of a namespace came or went last, in nanoseconds; 0 if there are none."""
+        try:
+            return self.fs.changed(self.folder(namespace))
+        except FileNotFoundError:
+            return 0
+
+    def prepare(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> None:
+        """Make a namespace's folder, and the file that says what it stands for.
+
+        The name of that file is on the disk when the folder is synced, as it is after each segment.
+        """
+        folder = self.folder(namespace)
+        is_new = self._make_folder(folder)
+        path = os.path.join(folder, FINGERPRINT)
+        if not self.fs.exists(path):
+            if not is_new:
+                self.fs.sync_folder(self.path)  # whoever made the folder may have died before
+            document = {"format_version": FORMAT_VERSION, "namespace": namespace.hex(), **fingerprint}
+            self._write_new(path, json.dumps(document, indent=1, sort_keys=True).encode())
+
+    def fingerprint(self, namespace: str) -> dict[str, Any]:
+        """What a namespace stands for, as somebody wrote it; empty if that cannot be read."""
+        path = os.path.join(self.path, namespace, FINGERPRINT)
+        try:
+            document = json.loads(self.fs.read_file(path, _MOST_TEXT))
+        except (OSError, ShortFileError, ValueError, RecursionError):
+            return {}
+        return document if isinstance(document, dict) else {}
+
+    def describe(self, namespace: bytes, fingerprint: Mapping[str, Any], *, create: bool) -> bool:
+        """Add to what a namespace's file says what probes have found since; whether that changed anything.
+
+        Another file takes its place, as files are never modified. Where there is none, `create` makes one.
+        """
+        before = self.fingerprint(namespace.hex())
+        if not before:
+            if create:
+                self.prepare(namespace, fingerprint)
+            return False
+        found = before.get("probed")
+        probed = {**(found if isinstance(found, dict) else {}), **fingerprint.get("probed", {})}
+        if probed == found:
+            return False
+        text = json.dumps({**before, "probed": probed}, indent=1, sort_keys=True)
+        self._write_new(os.path.join(self.folder(namespace), FINGERPRINT), text.encode(), replaces=True)
+        return True
+
+    def enter(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> Descriptor | None:
+        """Make a namespace's folder, and count as a user, as long as the result exists.
+
+        None if others delete it again and again. Needed by whoever writes: a new namespace is the first that
+        goes when somebody makes room.
+
+        Raises
+        ------
+        StrangeFileError
+            If the namespace's folder, or what says what it stands for, is something else.
+        """
+        path = os.path.join(self.folder(namespace), FINGERPRINT)
+        for _ in range(_ENTRIES):
+            with contextlib.suppress(FileNotFoundError, FileExistsError):  # it is deleted meanwhile
+                self.prepare(namespace, fingerprint)
+            try:
+                held = self.hold(namespace)
+                if held is not None and self.fs.same(held, path):
+                    return held
+            except StrangeFileError:
+                raise
+            except OSError:
+                pass
+        return None
+
+    def hold(self, namespace: bytes, *, patient: bool = True) -> Descriptor | None:
+        """Count as a user of a namespace, as long as the result exists; None if it has no files.
+
+        Also None while somebody else has claimed it; who is `patient` waits for some milliseconds.
+        """
+        path = os.path.join(self.folder(namespace), FINGERPRINT)
+        try:
+            file = self.fs.open(path)
+        except FileNotFoundError:
+            return None
+        for left in reversed(range(_TRIES if patient else 1)):
+            if self.fs.lock(file, exclusive=False) is not False:
+                return file
+            if left:
+                time.sleep(_BETWEEN_TRIES)  # somebody asks whether it is in use, and lets go at once
+        return None  # somebody deletes it
+
+    @contextlib.contextmanager
+    def claimed(self, namespace: str) -> Iterator[bool | None]:
+        """Whether no process uses a namespace, and none can begin to until the end.
+
+        False if that is unknown; None if it has no ``fingerprint.json`` by which one could tell.
+        """
+        path = os.path.join(self.path, namespace, FINGERPRINT)
+        try:
+            file = self.fs.open(path)
+        except (FileNotFoundError, StrangeFileError):
+            yield None
+            return
+        locked = self.fs.lock(file, exclusive=True)
+        for _ in range(_CLAIMS):
+            if locked is False:
+                time.sleep(_BETWEEN_TRIES)  # somebody may ask the same
+                locked = self.fs.lock(file, exclusive=True)
+        try:
+            yield bool(locked) and self.fs.same(file, path)
+        finally:
+            self.fs.unlock(file)  # closing does not, if a child was forked meanwhile
+
+    def set_aside(self, path: str) -> None:
+        """Give a damaged segment a name under which nobody reads it; one that had it is gone."""
+        if self.fs.exists(path + CORRUPT) and not self.fs.is_file(path + CORRUPT):
+            raise StrangeFileError(path + CORRUPT)
+        self.fs.rename(path, path + CORRUPT)
+
+    def lock_path(self) -> str:
+        """The file that is locked by whoever deletes.
+
+        Raises
+        ------
+        StrangeFileError
+            If that is something else, or a link.
+        """
+        path = os.path.join(self.path, LOCK)
+        if not self.fs.is_file(path):
+            with contextlib.suppress(FileExistsError):
+                self.fs.create(path)
+            if not self.fs.is_file(path):
+                raise StrangeFileError(path)
+        return path
+
+    def is_writable(self) -> bool:
+        """Whether files can be made beside the namespaces, as they are in them."""
+        try:
+            self._make_folder(self.path)
+            self.fs.entries(self.path)
+            file, first = self._new_file(os.path.join(self.path, TAG))
+            second = os.path.join(self.path, f"{TAG}.{ulid()}")
+            try:
+                self.fs.write_all(file, [_PROBE], 0)
+                self.fs.sync(file)
+                self.fs.rename(first, second)
+                self.fs.sync_folder(self.path)
+            finally:
+                for path in (first, second):
+                    with contextlib.suppress(FileNotFoundError):
+                        self.fs.remove(path)
+        except OSError:
+            return False
+        return True
+
+    def remove_leftovers(self) -> None:
+        """Delete what dead writers left; what somebody else has the rights to stays."""
+        tags = [e for e in self.fs.entries(self.path) if e.name.startswith(f"{TAG}.") and is_ours(e)]
+        found = [(os.path.join(self.path, entry.name), entry.mtime) for entry in tags]
+        for contents in self.scan():
+            folder = os.path.join(self.path, contents.namespace)
+            found += [(os.path.join(folder, entry.name), entry.mtime) for entry in contents.temporary]
+        for path, mtime in found:
+            try:
+                file = self.fs.open(path)
+                locked = self.fs.lock(file, exclusive=True)
+                if locked or (locked is None and time.time() - mtime > _OLD):
+                    self.fs.remove(path)
+            except (FileNotFoundError, StrangeFileError, PermissionError):
+                continue
+
+    def format(self) -> int | None:
+        """The format that the directory says it has; None if it does not say that it is a cache."""
+        try:
+            return stated_format(self.fs.read_file(os.path.join(self.path, TAG), _MOST_TEXT))
+        except (FileNotFoundError, NotADirectoryError, StrangeFileError, ShortFileError):
+            return None
+
+    def _make_folder(self, path: str) -> bool:
+        """Make a folder, and those above it, so that a power cut does not take their names.
+
+        Returns whether it is new.
+        """
+        missing = []
+        while path and not self.fs.exists(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for path in reversed(missing):
+            self.fs.make_folder(path)
+            self.fs.sync_folder(os.path.dirname(path))
+        return bool(missing)
+
+    def _write_new(self, path: str, data: bytes, *, replaces: bool = False) -> None:
+        """Write a small file that is whole or not there; whoever comes first, or who `replaces` another."""
+        file, temporary = self._new_file(path)
+        try:
+            self.fs.write_all(file, [memoryview(data)], 0)
+            self.fs.sync(file)
+            if replaces:
+                self.fs.unlock(file)  # who uses the namespace wants to hold this file
+                self.fs.rename(temporary, path)
+            else:
+                self.fs.link(temporary, path)
+        except FileExistsError:
+            pass
+        finally:
+            with contextlib.suppress(OSError):
+                self.fs.remove(temporary)
+
+    def _new_file(self, path: str) -> tuple[Descriptor, str]:
+        """A temporary file beside a path, and its own path."""
+        while True:
+            temporary = f"{path}.{ulid()}"
+            file = self.fs.create(temporary)
+            if self.fs.lock(file, exclusive=True) is not False and self.fs.links(file):
+                return file, temporary
+            # Somebody took it for a dead writer's.

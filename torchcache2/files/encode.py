@@ -1,0 +1,261 @@
+"""Rows as a segment: `encode` makes its bytes, and `write` a file of them that is whole or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from torchcache2.core.gather import as_bytes, moved
+from torchcache2.core.keys import Keys
+from torchcache2.core.rows import Rows, Schema
+from torchcache2.files.codec import Codec, Lane, Plain, lane
+from torchcache2.files.filesystem import Descriptor, FileSystem
+from torchcache2.files.layout import BLOCK_BYTES, Layout, schema_text
+
+__all__ = ["SEGMENT", "TEMPORARY", "Encoded", "encode", "row_checksums", "ulid", "write", "write_whole"]
+
+SEGMENT = ".safetensors"
+TEMPORARY = ".tmp"  # behind the name of a segment that is being written
+_LEAST_SAVED = 0.1  # of the bytes; a codec that saves less costs more time than the room is worth
+_HOPELESS = 0.98  # a sample that keeps more than this share of its bytes
+_MOST_PART = (1 << 31) - 64  # bytes of a leaf in a row that a codec takes
+_SAMPLES = 32
+_FEW = 4  # blocks
+_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+Bytes1D = np.ndarray[Any, np.dtype[np.uint8]]
+Bytes2D = np.ndarray[Any, np.dtype[np.uint8]]
+Batch = tuple[Keys, Rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """The bytes of a segment.
+
+    Attributes
+    ----------
+    layout : Layout
+    head : bytes
+        Header and index.
+    data : sequence of memoryview
+        The rows, as they follow in the file.
+    checksums : ndarray of uint64, shape (n,)
+    index : mapping of str to ndarray
+        ``block_checksums``, ``offsets``, ``shapes`` where there are any.
+    """
+
+    layout: Layout
+    head: bytes
+    data: Sequence[memoryview]
+    checksums: np.ndarray[Any, np.dtype[np.uint64]]
+    index: dict[str, np.ndarray[Any, Any]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return len(self.head) + self.layout.row_data_bytes
+
+
+def encode(batches: Sequence[Batch], codec: Codec, *, library: str = "") -> Encoded:
+    """The bytes of a segment with these rows.
+
+    Parameters
+    ----------
+    batches : sequence of (Keys, Rows)
+        Of one namespace, on the CPU, at least one row; their schemas differ in the shapes of rows at most.
+    codec : Codec
+        Codec ``none`` is used instead where this one does not save 10 %.
+    library : str
+        The version to name as the writer.
+
+    Raises
+    ------
+    UnserialisableError
+        If the schema has no JSON form, or too long a one.
+    """
+    schemas = [rows.schema for _, rows in batches]
+    schema = _common(schemas)
+    schema_text(schema)  # can it be read again?
+    pieces = [_columns(rows) for _, rows in batches]
+    counts = [len(keys) for keys, _ in batches]
+    layout = Layout(batches[0][0].namespace, schema, "none", sum(counts), library=library)
+    pairs = zip(pieces, counts, strict=True)
+    checksums = np.concatenate([row_checksums(columns, range(count)) for columns, count in pairs])
+    lanes = [lane(leaf.stored) for leaf in schema.leaves]
+    if any(column.shape[1] > _MOST_PART for columns in pieces for column in columns):
+        codec = Plain()
+    index: dict[str, np.ndarray[Any, Any]] = {}
+    data: list[Any] = []
+    if layout.extents:
+        index["shapes"] = _shapes(schema, schemas, counts)
+        layout = dataclasses.replace(layout, rows_per_block=1)
+        blocks = _encoded(_blocks(pieces, 1), codec, lanes, limit=None)
+        assert blocks is not None
+        layout = dataclasses.replace(layout, codec=codec.name)
+        data = blocks
+    else:
+        for i in layout.column_order:
+            data += [columns[i].reshape(-1) for columns in pieces]
+        if codec.name != "none" and schema.row_bytes:
+            per_block = max(1, BLOCK_BYTES // schema.row_bytes)
+            limit = int(layout.row_data_bytes * (1 - _LEAST_SAVED))
+            if _is_promising(pieces, per_block, codec, lanes):
+                blocks = _encoded(_blocks(pieces, per_block), codec, lanes, limit=limit)
+                if blocks is not None:
+                    layout = dataclasses.replace(layout, codec=codec.name, rows_per_block=per_block)
+                    data = blocks
+    if layout.rows_per_block:
+        ends = np.cumsum([0, *map(len, data)], dtype=np.int64)
+        index["offsets"] = ends
+        index["block_checksums"] = np.array([xxh3_64_intdigest(block) for block in data], np.uint64)
+        layout = dataclasses.replace(layout, payload_bytes=int(ends[-1]))
+    index["keys"] = np.concatenate([keys.data for keys, _ in batches])
+    index["checksums"] = checksums
+    head = layout.header([np.ascontiguousarray(index[name]).tobytes() for name in layout.index])
+    return Encoded(layout, head, [memoryview(block) for block in data], checksums, index)
+
+
+def write(fs: FileSystem, folder: str, name: str, encoded: Encoded) -> None:
+    """Write a segment that is whole or not there."""
+    buffers = [memoryview(encoded.head), *encoded.data]
+    write_whole(fs, folder, name, lambda file, _: fs.write_all(file, buffers, 0))
+
+
+def write_whole(fs: FileSystem, folder: str, name: str, fill: Callable[[Descriptor, str], object]) -> None:
+    """Write a file that is whole or not there: a temporary one, which is synced and renamed.
+
+    Whoever deletes what dead writers left sees by its lock that this one lives.
+
+    Parameters
+    ----------
+    fs : FileSystem
+    folder, name : str
+        Where the file will be.
+    fill : callable
+        Writes the bytes; is told the open file and its temporary path. If it raises, there is no file.
+    """
+    while True:
+        temporary = os.path.join(folder, ulid() + SEGMENT + TEMPORARY)
+        file = fs.create(temporary)
+        if fs.lock(file, exclusive=True) is not False and fs.links(file):
+            break  # else somebody took it for a dead writer's, before it was locked
+    try:
+        fill(file, temporary)
+        fs.sync(file)
+        fs.rename(temporary, os.path.join(folder, name))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            fs.remove(temporary)
+        raise
+    fs.sync_folder(folder)
+
+
+def row_checksums(
+    columns: Sequence[Bytes2D], rows: Sequence[int] | range
+) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """xxh3-64 of some rows, leaf after leaf; columns are contiguous uint8 ``(n, bytes)``."""
+    views = [(column.reshape(-1).data, column.shape[1]) for column in columns if column.shape[1]]
+    if len(views) == 1:
+        view, size = views[0]
+        digests = [xxh3_64_intdigest(view[row * size : row * size + size]) for row in rows]
+    else:
+        digests = []
+        for row in rows:
+            state = xxh3_64()
+            for view, size in views:
+                state.update(view[row * size : row * size + size])
+            digests.append(state.intdigest())
+    return np.array(digests, np.uint64)
+
+
+def ulid() -> str:
+    """A name that no other writer uses and that sorts by time: 48 bits of milliseconds, 80 random ones.
+
+    As in the ULID specification (github.com/ulid/spec).
+    """
+    number = (int(time.time() * 1000) & (2**48 - 1)) << 80 | secrets.randbits(80)
+    return "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5))
+
+
+def _common(schemas: Sequence[Schema]) -> Schema:
+    """The schema of all rows, with -1 for extents that differ."""
+    first, shapes = schemas[0], []
+    for i, leaf in enumerate(first.leaves):
+        others = np.array([schema.leaves[i].shape for schema in schemas], np.int64)
+        same = (others == others[0]).all(axis=0)
+        shapes.append(tuple(n if s else -1 for n, s in zip(leaf.shape, same.tolist(), strict=True)))
+    return first.with_shapes(shapes)
+
+
+def _columns(rows: Rows) -> list[Bytes2D]:
+    pairs = zip(rows.schema.leaves, rows.columns, strict=True)
+    logical = [moved(column, -1, 1) if leaf.channels_last else column for leaf, column in pairs]
+    return [as_bytes(column).numpy() for column in logical]
+
+
+def _shapes(schema: Schema, schemas: Sequence[Schema], counts: Sequence[int]) -> np.ndarray[Any, Any]:
+    rows = []
+    for other in schemas:
+        pairs = zip(schema.leaves, other.leaves, strict=True)
+        rows.append([n for mine, leaf in pairs for m, n in zip(mine.shape, leaf.shape, strict=True) if m < 0])
+    return np.repeat(np.array(rows, np.int64), counts, axis=0)
+
+
+def _blocks(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> Iterator[list[Bytes1D]]:
+    """The rows of each block, leaf by leaf."""
+    left: list[list[Bytes2D]] = []  # rows of a block that is not full
+    held = 0
+    for columns in pieces:
+        count, start = len(columns[0]), 0
+        while start < count:
+            take = min(per_block - held, count - start)
+            left.append([column[start : start + take] for column in columns])
+            held, start = held + take, start + take
+            if held == per_block:
+                yield _joined(left)
+                left, held = [], 0
+    if left:
+        yield _joined(left)
+
+
+def _joined(parts: Sequence[Sequence[Bytes2D]]) -> list[Bytes1D]:
+    if len(parts) == 1:
+        return [column.reshape(-1) for column in parts[0]]
+    return [np.concatenate(columns).reshape(-1) for columns in zip(*parts, strict=True)]
+
+
+def _encoded(
+    blocks: Iterator[list[Bytes1D]], codec: Codec, lanes: Sequence[Lane], limit: int | None
+) -> list[bytes] | None:
+    """Encoded blocks; None if they are longer than `limit` together."""
+    done, size = [], 0
+    for block in blocks:
+        done.append(codec.encode(block, lanes))
+        size += len(done[-1])
+        if limit is not None and size > limit:
+            return None
+    return done
+
+
+def _is_promising(
+    pieces: Sequence[Sequence[Bytes2D]], per_block: int, codec: Codec, lanes: Sequence[Lane]
+) -> bool:
+    """Whether some blocks, evenly spread, leave hope that all of them shrink enough."""
+    counts = [len(columns[0]) for columns in pieces]
+    if sum(counts) <= per_block * _FEW:
+        return True  # a sample would be all of them, such as one row of hundreds of MB
+    step = max(1, sum(counts) // _SAMPLES)
+    before = after = 0
+    for columns in pieces[:: max(1, len(pieces) // _SAMPLES)]:
+        for start in range(0, len(columns[0]), step):
+            block = [column[start : start + per_block].reshape(-1) for column in columns]
+            before += sum(map(len, block))
+            after += len(codec.encode(block, lanes))
+    return after <= _HOPELESS * before

@@ -1,0 +1,105 @@
+"""Which files in a cache directory are the cache's own, and what ``CACHEDIR.TAG`` says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from torchcache2.files.encode import SEGMENT, TEMPORARY
+from torchcache2.files.filesystem import Entry
+from torchcache2.files.layout import FORMAT_VERSION
+
+__all__ = [
+    "CORRUPT",
+    "FINGERPRINT",
+    "LOCK",
+    "NAMESPACE_NAME",
+    "SEGMENT_NAME",
+    "TAG",
+    "TAG_TEXT",
+    "Contents",
+    "contents_of",
+    "is_left_over",
+    "is_ours",
+    "stated_format",
+]
+
+TAG = "CACHEDIR.TAG"
+LOCK = ".lock"
+FINGERPRINT = "fingerprint.json"
+CORRUPT = ".corrupt"
+TAG_TEXT = f"""Signature: 8a477f597d28d172789f06886806bc55
+# This folder is a cache of torchcache2, format {FORMAT_VERSION}. Deleting it loses nothing but time.
+# For cache directory tags, see https://bford.info/cachedir/
+"""
+_IS_OURS = re.compile(rb"^# This folder is a cache of torchcache2, format (\d+)", re.MULTILINE)
+_MOST_DIGITS = 9
+NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
+SEGMENT_NAME = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}" + re.escape(SEGMENT))
+_TEMPORARY_TEXT = re.compile(f"({re.escape(FINGERPRINT)}|{re.escape(TAG)})" + r"\.[0-9A-Z]{26}")
+_LEFT_OVER = re.compile(f"{SEGMENT_NAME.pattern}({re.escape(TEMPORARY)}|{re.escape(CORRUPT)})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """The files of one namespace.
+
+    Attributes
+    ----------
+    namespace : str
+        32 hexadecimal digits.
+    segments, corrupt, temporary : list of Entry
+        Segments, those that were found damaged, and those that are being written.
+    others : list of Entry
+        ``fingerprint.json``.
+    """
+
+    namespace: str
+    segments: list[Entry]
+    corrupt: list[Entry]
+    temporary: list[Entry]
+    others: list[Entry]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(e.size for e in (*self.segments, *self.corrupt, *self.temporary, *self.others))
+
+    @property
+    def last_used(self) -> float:
+        """When a segment was last read or written, in seconds since the epoch; 0.0 if there is none."""
+        return max((entry.mtime for entry in self.segments), default=0.0)
+
+
+def contents_of(namespace: str, entries: list[Entry]) -> Contents:
+    """The files of a namespace among what is in its folder."""
+    found = Contents(namespace, [], [], [], [])
+    for entry in entries:
+        if entry.is_folder:
+            continue
+        if SEGMENT_NAME.fullmatch(entry.name):
+            found.segments.append(entry)
+        elif entry.name == FINGERPRINT:
+            found.others.append(entry)
+        elif is_left_over(entry.name):
+            (found.corrupt if entry.name.endswith(CORRUPT) else found.temporary).append(entry)
+    return found
+
+
+def is_ours(entry: Entry) -> bool:
+    """Whether something in the directory is the cache's own."""
+    if entry.is_folder:
+        return NAMESPACE_NAME.fullmatch(entry.name) is not None
+    return entry.name in (TAG, LOCK) or _TEMPORARY_TEXT.fullmatch(entry.name) is not None
+
+
+def is_left_over(name: str) -> bool:
+    """Whether a file of this name was set aside, or is being written, or was when its writer died."""
+    return bool(_LEFT_OVER.fullmatch(name) or _TEMPORARY_TEXT.fullmatch(name))
+
+
+def stated_format(tag: bytes) -> int | None:
+    """The format that a ``CACHEDIR.TAG`` states; None if it is another program's."""
+    match = _IS_OURS.search(tag)
+    # Python makes no number of thousands of digits; the first ones are enough for a format that is not known.
+    return int(match[1][:_MOST_DIGITS]) if match else None

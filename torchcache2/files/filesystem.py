@@ -1,0 +1,287 @@
+"""`FileSystem`: every call that the cache makes to the operating system about files.
+
+It is passed as an argument, so that tests can have each call fail, and unsynced bytes get lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from torchcache2.files.descriptors import Descriptor, Descriptors
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Descriptor", "Entry", "FileSystem", "ShortFileError", "StrangeFileError", "is_read_only"]
+
+_MOST_BUFFERS = 1024  # of one call; IOV_MAX of Linux
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
+# Nothing waits: a pipe without a writer, or a terminal, would never answer.
+_READING = (
+    os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+)
+T = TypeVar("T")
+
+
+class ShortFileError(Exception):
+    """A file ends before what was to be read."""
+
+
+class StrangeFileError(OSError):
+    """Something that is no regular file, nor a link to one, has the name of a file."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(errno.EINVAL, "is not a regular file", path)
+
+
+class Entry(NamedTuple):
+    """A name in a folder."""
+
+    name: str
+    is_folder: bool
+    size: int
+    mtime: float
+
+
+def is_read_only(error: OSError) -> bool:
+    """Whether an error says that nothing can be written here."""
+    return error.errno in _READ_ONLY
+
+
+class FileSystem:
+    """The operating system's. All methods raise `OSError` as it does."""
+
+    def open(self, path: str) -> Descriptor:
+        """Open a regular file for reading; never waits.
+
+        Raises
+        ------
+        StrangeFileError
+            If it is a folder, a pipe, a device, a link that leads to no file, or another thing that is there.
+        """
+        try:
+            # First: opening a device may do something.
+            is_regular = stat.S_ISREG(os.stat(path).st_mode)
+        except FileNotFoundError:
+            if os.path.islink(path):
+                raise StrangeFileError(path) from None
+            raise
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise StrangeFileError(path) from None
+            raise
+        if is_regular:
+            file = _opened(lambda: Descriptor(os.open(path, _READING)))
+            if stat.S_ISREG(os.fstat(file.number).st_mode):
+                return file
+        raise StrangeFileError(path)
+
+    def create(self, path: str) -> Descriptor:
+        """Open a new file for writing, with the rights that the umask leaves; it must not exist."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+        return _opened(lambda: Descriptor(os.open(path, flags, 0o666)))
+
+    def size(self, file: Descriptor) -> int:
+        """Bytes of an open file."""
+        return os.fstat(file.number).st_size
+
+    def links(self, file: Descriptor) -> int:
+        """Names of an open file; 0 if it has been deleted."""
+        return os.fstat(file.number).st_nlink
+
+    def same(self, file: Descriptor, path: str) -> bool:
+        """Whether a path still names an open file."""
+        try:
+            return os.path.samestat(os.fstat(file.number), os.stat(path))
+        except FileNotFoundError:
+            return False
+
+    def read(self, file: Descriptor, buffers: Sequence[Any], offset: int) -> int:
+        """Read into writable buffers, one after another; may read less."""
+        return os.preadv(file.number, buffers, offset)
+
+    def write(self, file: Descriptor, buffers: Sequence[Any], offset: int) -> int:
+        """Write buffers, one after another; may write less."""
+        return os.pwritev(file.number, buffers, offset)
+
+    def will_need(self, file: Descriptor, offset: int, size: int) -> None:
+        """Have a range read ahead."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.number, offset, size, os.POSIX_FADV_WILLNEED)
+
+    def sync(self, file: Descriptor) -> None:
+        """Return when the file's bytes are on the disk."""
+        os.fsync(file.number)
+
+    def sync_folder(self, path: str) -> None:
+        """Return when the names in a folder are on the disk."""
+        file = _opened(lambda: Descriptor(os.open(path, _READING | getattr(os, "O_DIRECTORY", 0))))
+        try:
+            os.fsync(file.number)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that has no such thing
+                raise
+
+    def lock(self, file: Descriptor, *, exclusive: bool) -> bool | None:
+        """Lock an open file until it is closed; False if another one has it locked.
+
+        None if the file system has no locks.
+
+        The system lets go of the lock when the process ends, however it ends.
+        """
+        if fcntl is None:
+            return None
+        try:
+            fcntl.flock(file.number, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+                raise
+            return None
+        return True
+
+    def unlock(self, file: Descriptor) -> None:
+        """Let go of a lock at once, though a forked child may have the file open too."""
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file.number, fcntl.LOCK_UN)
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another name; what had that name is gone."""
+        os.rename(old, new)
+
+    def link(self, old: str, new: str) -> None:
+        """Give a file one more name, which must be free."""
+        try:
+            os.link(old, new)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system that has no second names
+            if os.path.lexists(new):
+                raise FileExistsError(new) from None
+            os.rename(old, new)
+
+    def remove(self, path: str) -> None:
+        """Delete a file."""
+        os.unlink(path)
+
+    def make_folder(self, path: str) -> None:
+        """Make a folder and those above it; it may exist."""
+        os.makedirs(path, exist_ok=True)
+
+    def remove_folder(self, path: str) -> None:
+        """Delete an empty folder."""
+        os.rmdir(path)
+
+    def exists(self, path: str) -> bool:
+        """Whether there is anything of this name, be it a link that leads nowhere."""
+        return os.path.lexists(path)
+
+    def is_file(self, path: str) -> bool:
+        """Whether a name is that of a regular file itself, not of a link to one."""
+        try:
+            return stat.S_ISREG(os.lstat(path).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def touch(self, path: str) -> None:
+        """Set a file's time of modification to now."""
+        os.utime(path)
+
+    def changed(self, path: str) -> int:
+        """When names in a folder changed last, in nanoseconds."""
+        return os.stat(path).st_mtime_ns
+
+    def entries(self, path: str) -> list[Entry]:
+        """The names in a folder, without those that vanish meanwhile; symbolic links are no files."""
+        found = []
+        with _opened(lambda: os.scandir(path)) as names:
+            for name in names:
+                try:
+                    status = name.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                kind = stat.S_IFMT(status.st_mode)
+                if kind in (stat.S_IFREG, stat.S_IFDIR):
+                    found.append(Entry(name.name, kind == stat.S_IFDIR, status.st_size, status.st_mtime))
+        return sorted(found)
+
+    def read_file(self, path: str, limit: int) -> bytes:
+        """A small file's bytes.
+
+        Raises
+        ------
+        ShortFileError
+            If it has more than `limit` bytes: it is not what it is taken for.
+        """
+        file = self.open(path)
+        size = self.size(file)
+        if size > limit:
+            raise ShortFileError(f"{path} has {size} bytes, expected at most {limit}")
+        data = bytearray(size)
+        self.read_all(file, [memoryview(data)], 0)
+        return bytes(data)
+
+    def read_all(self, file: Descriptor, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill buffers from one range of a file.
+
+        Raises
+        ------
+        ShortFileError
+            If the file ends before.
+        """
+        for first in range(0, len(buffers), _MOST_BUFFERS):
+            some = buffers[first : first + _MOST_BUFFERS]
+            size = sum(len(buffer) for buffer in some)
+            done = self.read(file, some, offset)
+            while done < size:
+                rest = _after(some, done)
+                more = self.read(file, rest, offset + done)
+                if more == 0:
+                    raise ShortFileError(f"nothing at byte {offset + done}")
+                done += more
+            offset += size
+
+    def write_all(self, file: Descriptor, buffers: Sequence[memoryview], offset: int) -> int:
+        """Write buffers to one range of a file; the offset behind it."""
+        for first in range(0, len(buffers), _MOST_BUFFERS):
+            some = [buffer for buffer in buffers[first : first + _MOST_BUFFERS] if len(buffer)]
+            size = sum(len(buffer) for buffer in some)
+            done = 0
+            while done < size:
+                more = self.write(file, _after(some, done), offset + done)
+                if more == 0:
+                    raise OSError(errno.EIO, "nothing was written")
+                done += more
+            offset += size
+        return offset
+
+
+def _opened(make: Callable[[], T]) -> T:
+    """What `make` opens; files that the cache can spare are closed if the process may open no more."""
+    try:
+        return make()
+    except OSError as error:
+        if error.errno not in _TOO_MANY_OPEN or not Descriptors.spare():
+            raise
+    return make()
+
+
+def _after(buffers: Sequence[memoryview], skip: int) -> list[memoryview]:
+    rest = []
+    for buffer in buffers:
+        if skip >= len(buffer):
+            skip -= len(buffer)
+        else:
+            rest.append(buffer[skip:])
+            skip = 0
+    return rest

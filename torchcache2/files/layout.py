@@ -1,0 +1,261 @@
+"""The format of a segment, version 1: an immutable file with rows of one namespace.
+
+A segment is a safetensors file: a little-endian u64 H, a header of H bytes of JSON, and the tensors, one
+after another without gaps. Everything up to the rows themselves is the *index*; opening a segment reads
+that and no more.
+
+=====================  ===========================  ==========================================================
+tensor                 dtype, shape                 holds
+=====================  ===========================  ==========================================================
+``keys``               U8 ``(n, 16)``               key of each row
+``checksums``          U64 ``(n,)``                 xxh3-64 of each row's bytes, leaf after leaf
+``block_checksums``    U64 ``(blocks,)``            with a payload: xxh3-64 of each block as stored
+``offsets``            I64 ``(blocks + 1,)``        with a payload: where blocks begin and end in it
+``shapes``             I64 ``(n, dims)``            ragged rows: the extents that the schema leaves open
+``output…``            the leaf's ``(n, *shape)``   codec ``none``: one tensor for each leaf
+``payload``            U8 ``(bytes,)``              other codecs, and ragged rows: blocks of rows
+=====================  ===========================  ==========================================================
+
+The index comes first, in this order; then the output tensors, those with the widest elements first, or
+the payload. Spaces behind the JSON make the rows begin at a multiple of 8 bytes, and of 4,096 where they
+have a megabyte or more.
+
+``__metadata__`` holds, all as text: ``checksum`` (16 hexadecimal digits: xxh3-64 of all bytes before the
+rows, with these digits as zeros), ``format`` (``torchcache2``), ``format_version``, ``library``,
+``namespace`` (32 hexadecimal digits), ``codec``, ``rows_per_block``, and ``schema`` (see
+`torchcache2.files.schemajson`).
+
+Rows lie as they are in memory, little-endian, contiguous in the order of their dimensions. A block is
+`rows_per_block` rows (the last one may have fewer), for each leaf its rows one after another, as
+`torchcache2.files.codec` stores them. Ragged rows have a block each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from xxhash import xxh3_64_hexdigest
+
+from torchcache2.core.rows import Schema
+from torchcache2.files.schemajson import UnserialisableError, schema_to_json
+
+__all__ = [
+    "FORMAT_VERSION",
+    "DamagedError",
+    "Layout",
+    "NewerFormatError",
+    "TooLargeError",
+    "ragged_extents",
+    "schema_text",
+]
+
+FORMAT_VERSION = 1
+_MOST_SCHEMA_BYTES = 2 << 20  # a header has it with escapes, and paths once more
+BLOCK_BYTES = 8192  # rows share a block up to this size
+FORMAT = "torchcache2"
+ZEROS = b"0" * 16
+_PAGE = 4096
+_ALIGNED = 1 << 20
+_DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}  # what every reader of safetensors can read; other leaves are stored as their bytes
+
+
+class DamagedError(Exception):
+    """A file that is not what was written: what does not hold."""
+
+
+class NewerFormatError(Exception):
+    """A file of a later version of the format."""
+
+
+class TooLargeError(Exception):
+    """A segment with rows of more bytes than the reader allows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where everything is in a segment.
+
+    Attributes
+    ----------
+    namespace : bytes
+    schema : Schema
+        Of the rows; extents that differ between them are -1.
+    codec : str
+    count : int
+        Rows.
+    rows_per_block : int
+        0 for columns, one for each leaf; else there is a payload.
+    payload_bytes : int
+    library : str
+        The version that wrote the segment.
+    """
+
+    namespace: bytes
+    schema: Schema
+    codec: str
+    count: int
+    rows_per_block: int = 0
+    payload_bytes: int = 0
+    library: str = ""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the payload."""
+        return -(-self.count // self.rows_per_block) if self.rows_per_block else 0
+
+    @property
+    def extents(self) -> int:
+        """Extents that differ between rows."""
+        return ragged_extents(self.schema)
+
+    @property
+    def index(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of the tensors that are not rows, in the order in which they lie."""
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+            "keys": ("U8", (self.count, 16)),
+            "checksums": ("U64", (self.count,)),
+        }
+        if self.rows_per_block:
+            tensors["block_checksums"] = ("U64", (self.blocks,))
+            tensors["offsets"] = ("I64", (self.blocks + 1,))
+        if self.extents:
+            tensors["shapes"] = ("I64", (self.count, self.extents))
+        return tensors
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of those tensors."""
+        return sum(math.prod(shape) * (1 if dtype == "U8" else 8) for dtype, shape in self.index.values())
+
+    @property
+    def columns(self) -> list[str]:
+        """The name of each leaf's tensor."""
+        names: dict[str, None] = {}
+        for leaf in self.schema.leaves:
+            path = re.sub(r"\['?|'?\]", ".", leaf.path).replace("..", ".").strip(".")
+            plain = name = f"output.{path}" if path else "output"
+            number = len(names)
+            while name in names:
+                name, number = f"{plain} {number}", number + 1
+            names[name] = None
+        return list(names)
+
+    @property
+    def column_starts(self) -> list[int]:
+        """Where each leaf's tensor begins, from the first row on."""
+        starts = [0] * len(self.schema.leaves)
+        position = 0
+        for i in self.column_order:
+            starts[i] = position
+            position += self.count * self.schema.leaves[i].row_bytes
+        return starts
+
+    @property
+    def column_order(self) -> list[int]:
+        """The leaves as their tensors lie in the file: so that each is aligned to its elements."""
+        leaves = self.schema.leaves
+        return sorted(range(len(leaves)), key=lambda i: -_item_bytes(str(leaves[i].stored)[6:]))
+
+    @property
+    def row_data_bytes(self) -> int:
+        """Bytes of the rows as stored."""
+        return self.payload_bytes if self.rows_per_block else self.count * self.schema.row_bytes
+
+    def tensors(self) -> dict[str, Any]:
+        """The header's entries, without metadata."""
+        entries: dict[str, Any] = {}
+        position = 0
+
+        def add(name: str, dtype: str, shape: Sequence[int], size: int) -> None:
+            nonlocal position
+            entries[name] = {
+                "dtype": dtype,
+                "shape": list(shape),
+                "data_offsets": [position, position + size],
+            }
+            position += size
+
+        for name, (dtype, shape) in self.index.items():
+            add(name, dtype, shape, math.prod(shape) * (1 if dtype == "U8" else 8))
+        if self.rows_per_block:
+            add("payload", "U8", (self.payload_bytes,), self.payload_bytes)
+            return entries
+        names = self.columns
+        for i in self.column_order:
+            leaf = self.schema.leaves[i]
+            dtype = _DTYPES.get(str(leaf.stored)[6:], "")
+            shape = leaf.shape if dtype else (leaf.row_bytes,)
+            add(names[i], dtype or "U8", (self.count, *shape), self.count * leaf.row_bytes)
+        return entries
+
+    def header(self, index: Sequence[bytes]) -> bytes:
+        """The file's bytes up to the rows.
+
+        Parameters
+        ----------
+        index : sequence of bytes
+            The tensors of `index`, in its order.
+        """
+        metadata = {
+            "checksum": ZEROS.decode(),
+            "format": FORMAT,
+            "format_version": str(FORMAT_VERSION),
+            "library": self.library,
+            "namespace": self.namespace.hex(),
+            "codec": self.codec,
+            "rows_per_block": str(self.rows_per_block),
+            "schema": schema_text(self.schema),
+        }
+        text = json.dumps({"__metadata__": metadata, **self.tensors()}, separators=(",", ":")).encode()
+        unit = _PAGE if self.row_data_bytes >= _ALIGNED else 8
+        text += b" " * (-(8 + len(text) + self.index_bytes) % unit)
+        start = len(text).to_bytes(8, "little")
+        digits = xxh3_64_hexdigest(b"".join([start, text, *index])).encode()
+        return b"".join([start, text.replace(ZEROS, digits, 1), *index])
+
+
+def schema_text(schema: Schema) -> str:
+    """The JSON of a schema.
+
+    Raises
+    ------
+    UnserialisableError
+        If it has none, or one so long that the header could not be read again.
+    """
+    text = json.dumps(schema_to_json(schema), separators=(",", ":"))
+    if len(text) > _MOST_SCHEMA_BYTES:
+        raise UnserialisableError(f"a structure that takes {len(text):,} bytes to write down")
+    return text
+
+
+def ragged_extents(schema: Schema) -> int:
+    """Extents that differ between the rows."""
+    return sum(leaf.shape.count(-1) for leaf in schema.leaves)
+
+
+def _item_bytes(dtype: str) -> int:
+    name = _DTYPES.get(dtype, "U8")
+    if name in ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"):
+        return 1
+    return int(name.lstrip("BFIU")) // 8

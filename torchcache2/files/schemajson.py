@@ -1,0 +1,305 @@
+"""`Schema` as JSON and back, so that a file can carry it.
+
+A node of the structure is ``null`` for a leaf, else an object with one tag::
+
+    {"tuple": [child, ...]}                            {"deque": [maxlen, [child, ...]]}
+    {"list": [child, ...]}                             {"namedtuple": [class, fields, [child, ...]]}
+    {"dict": [[key, child], ...]}                      {"node": [class, fields, context, [child, ...]]}
+    {"OrderedDict": [[key, child], ...]}               {"defaultdict": [factory, [[key, child], ...]]}
+
+A key or context is itself, an array for a list, or an object with one tag: ``tuple``, ``dict``, ``bytes``,
+``text`` (one with surrogates), ``float`` (not a finite one), ``class``. A class is ``module:qualname``, and
+its fields are the names that it had when it was written.
+
+Reading imports nothing and calls nothing that the JSON names: a class is looked up among the modules that
+are imported already, through their plain attributes, and must be a node type of the pytree registry.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from torchcache2.core.rows import BARE, Schema
+from torchcache2.files.classnames import (
+    BUILTINS,
+    check_fields,
+    class_of,
+    fields_of,
+    is_namedtuple,
+    is_registered,
+    is_storable,
+    name_of,
+    one_of,
+    qualified,
+)
+from torchcache2.files.jsonparts import (
+    SchemaError,
+    UnknownClassError,
+    UnserialisableError,
+    from_hex,
+    items_of,
+    list_of,
+    members_of,
+    tagged,
+    text_from_json,
+    text_to_json,
+)
+from torchcache2.files.leafjson import NEEDED, POSSIBLE, leaf_from_json, leaf_to_json
+
+__all__ = [
+    "SchemaError",
+    "UnknownClassError",
+    "UnserialisableError",
+    "schema_from_json",
+    "schema_to_json",
+]
+
+MAX_LEAVES = 10_000
+MAX_DEPTH = 100
+MAX_ELEMENTS = 100_000
+
+_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in BUILTINS}
+_SEQUENCES: dict[str, Any] = {"tuple": tuple, "list": list}
+_MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": collections.OrderedDict}
+_TAGGED = (*_SEQUENCES.values(), *_MAPPINGS.values(), collections.defaultdict, collections.deque)
+
+
+def schema_to_json(schema: Schema) -> dict[str, Any]:
+    """A schema as what ``json.dumps`` takes, the same for the same schema.
+
+    Raises
+    ------
+    UnserialisableError
+        If the output has a class that cannot be found by its name, or a node that keeps something
+        other than plain values and node classes, or is too large.
+    """
+    data = {
+        "structure": _Writer().node(schema.structure, "output", 0),
+        "leaves": [leaf_to_json(leaf) for leaf in schema.leaves],
+    }
+    try:  # so that the limits of the reader are those of the writer too
+        schema_from_json(data)
+    except (SchemaError, UnknownClassError) as error:
+        raise UnserialisableError(f"the schema of the output could not be read back: {error}") from None
+    return data
+
+
+def schema_from_json(data: Any, *, structured: bool = True) -> Schema:
+    """The schema that `schema_to_json` made the JSON from.
+
+    Parameters
+    ----------
+    data : JSON
+        As ``json.loads`` returns it. It may be any JSON.
+    structured : bool
+        False: the structure is a list of the leaves, whatever classes the JSON names. That is enough to
+        check rows.
+
+    Raises
+    ------
+    SchemaError
+        If no version of this library wrote it.
+    UnknownClassError
+        If it names a class, dtype or device that this process does not know (yet).
+    """
+    members = members_of(data, {"structure", "leaves"})
+    leaves = list_of(members["leaves"])
+    if len(leaves) > MAX_LEAVES:
+        raise SchemaError(f"more than {MAX_LEAVES} leaves")
+    if not structured:
+        structure = pytree.tree_flatten([0] * len(leaves))[1]
+        named = [members_of(leaf, NEEDED, POSSIBLE) for leaf in leaves]
+        leaves = [{name: leaf[name] for name in leaf if name != "device"} for leaf in named]
+        return Schema(structure, tuple([leaf_from_json(leaf) for leaf in leaves]))
+    structure = _Reader().node(members["structure"], 0)
+    if structure.num_leaves != len(leaves):
+        raise SchemaError(f"{len(leaves)} leaves for a structure of {structure.num_leaves}")
+    return Schema(structure, tuple([leaf_from_json(leaf) for leaf in leaves]))
+
+
+class _Counter:
+    """Counts the elements of one structure, and bounds their number and depth."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self._error = error
+        self._left = MAX_ELEMENTS
+
+    def count(self, depth: int) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise self._error(f"the output's structure has more than {MAX_ELEMENTS} elements")
+        if depth > MAX_DEPTH:
+            raise self._error(f"the output's structure is nested more than {MAX_DEPTH} deep")
+
+
+class _Writer(_Counter):
+    def __init__(self) -> None:
+        super().__init__(UnserialisableError)
+
+    def node(self, spec: pytree.TreeSpec, where: str, depth: int) -> Any:
+        self.count(depth)
+        kind, context = spec.type, spec.context
+        specs = spec.children() if hasattr(spec, "children") else spec.children_specs
+
+        def children(steps: list[str]) -> list[Any]:
+            if len(steps) != len(specs):
+                raise UnserialisableError(f"{where} has {len(specs)} children for {len(steps)} names")
+            return [
+                self.node(child, where + step, depth + 1) for step, child in zip(steps, specs, strict=True)
+            ]
+
+        def pairs(keys: list[Any]) -> list[list[Any]]:
+            nodes = children([_step(key) for key in keys])
+            return [[self.key(key, where, depth + 1), node] for key, node in zip(keys, nodes, strict=True)]
+
+        numbers = [_step(i) for i in range(len(specs))]
+        if kind is None:
+            return None
+        if one_of(kind, _SEQUENCES.values()):
+            return {kind.__name__: children(numbers)}
+        if one_of(kind, _MAPPINGS.values()):
+            return {kind.__name__: pairs(context)}
+        if kind is collections.defaultdict:
+            factory, keys = context
+            if factory is not None and not one_of(factory, BUILTINS):
+                raise UnserialisableError(
+                    f"{where} is a defaultdict of {qualified(factory)}, not of a builtin type"
+                )
+            return {"defaultdict": [factory and factory.__name__, pairs(keys)]}
+        if kind is collections.deque:
+            return {"deque": [context, children(numbers)]}
+        if kind is collections.namedtuple:
+            fields = list(context._fields)
+            return {"namedtuple": [name_of(context, where), fields, children([f".{f}" for f in fields])]}
+        what = f"what {where} of type {qualified(kind)} keeps beside its children"
+        return {
+            "node": [
+                name_of(kind, where),
+                fields_of(kind),
+                self.value(context, what, depth + 1),
+                children(numbers),
+            ]
+        }
+
+    def key(self, value: Any, where: str, depth: int) -> Any:
+        if not _is_key(value, MAX_DEPTH):
+            raise UnserialisableError(
+                f"{where} has a key of type {qualified(type(value))}, or with one inside"
+            )
+        return self.value(value, where, depth)
+
+    def value(self, value: Any, where: str, depth: int) -> Any:
+        self.count(depth)
+        kind = type(value)
+        if value is None or kind is bool or (kind is int and -(2**63) <= value < 2**63):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if kind is str:
+            return text_to_json(value)
+        if kind is bytes:
+            return {"bytes": value.hex()}
+        if kind is list or kind is tuple:
+            items = [self.value(item, where, depth + 1) for item in value]
+            return items if kind is list else {"tuple": items}
+        if kind is dict:
+            keys = [self.key(key, where, depth + 1) for key in value]
+            items = [self.value(item, where, depth + 1) for item in value.values()]
+            return {"dict": [[key, item] for key, item in zip(keys, items, strict=True)]}
+        if issubclass(kind, type):
+            return {"class": name_of(value, where)}
+        what = "an int of more than 64 bits" if kind is int else f"of type {qualified(kind)}"
+        raise UnserialisableError(f"{where} is {what}, or has one inside")
+
+
+class _Reader(_Counter):
+    def __init__(self) -> None:
+        super().__init__(SchemaError)
+
+    def node(self, data: Any, depth: int) -> pytree.TreeSpec:
+        self.count(depth)
+        if data is None:
+            return BARE  # one object for all leaves, as in the pytree module
+        tag, body = tagged(data)
+        items = list_of(body)
+        if tag in _SEQUENCES:
+            return pytree.TreeSpec(_SEQUENCES[tag], None, self.nodes(items, depth))
+        if tag in _MAPPINGS:
+            keys, nodes = self.pairs(items, depth, self.node)
+            return pytree.TreeSpec(_MAPPINGS[tag], keys, nodes)
+        if tag == "defaultdict":
+            factory, items = items_of(items, 2)
+            if factory is not None and (type(factory) is not str or factory not in _FACTORIES):
+                raise SchemaError("a defaultdict of no builtin type")
+            keys, nodes = self.pairs(items, depth, self.node)
+            return pytree.TreeSpec(collections.defaultdict, [factory and _FACTORIES[factory], keys], nodes)
+        if tag == "deque":
+            length, items = items_of(items, 2)
+            nodes = self.nodes(items, depth)
+            if length is not None and not (type(length) is int and len(nodes) <= length < 2**63):
+                raise SchemaError("a deque without room for its items")
+            return pytree.TreeSpec(collections.deque, length, nodes)
+        if tag == "namedtuple":
+            name, fields, items = items_of(items, 3)
+            cls, nodes = class_of(name, is_namedtuple), self.nodes(items, depth)
+            check_fields(cls, name, fields, len(nodes))
+            return pytree.TreeSpec(collections.namedtuple, cls, nodes)
+        if tag == "node":
+            name, fields, context, items = items_of(items, 4)
+            cls = class_of(name, lambda cls: is_registered(cls) and not one_of(cls, _TAGGED))
+            context, nodes = self.value(context, depth + 1), self.nodes(items, depth)
+            check_fields(cls, name, fields, len(nodes))
+            return pytree.TreeSpec(cls, context, nodes)
+        raise SchemaError("a node of no known kind")
+
+    def nodes(self, items: Any, depth: int) -> list[Any]:
+        return [self.node(item, depth + 1) for item in list_of(items)]
+
+    def pairs(self, items: Any, depth: int, read: Callable[[Any, int], Any]) -> tuple[list[Any], list[Any]]:
+        pairs = [items_of(list_of(item), 2) for item in list_of(items)]
+        keys = [self.value(key, depth + 1) for key, _ in pairs]
+        if not all(_is_key(key, MAX_DEPTH) for key in keys):
+            raise SchemaError("a key of a type that keys do not have")
+        if len(set(keys)) != len(keys):
+            raise SchemaError("two equal keys")
+        return keys, [read(value, depth + 1) for _, value in pairs]
+
+    def value(self, data: Any, depth: int) -> Any:
+        self.count(depth)
+        kind = type(data)
+        if data is None or kind is bool or (kind is int and -(2**63) <= data < 2**63):
+            return data
+        if kind is str or (kind is float and math.isfinite(data)):
+            return data
+        if kind is list:
+            return [self.value(item, depth + 1) for item in data]
+        tag, body = tagged(data)
+        if tag == "text":
+            return text_from_json(data)
+        if tag == "bytes":
+            return from_hex(body)
+        if tag == "float" and body in ("nan", "inf", "-inf"):
+            return math.nan if body == "nan" else float(body)
+        if tag == "tuple":
+            return tuple([self.value(item, depth + 1) for item in list_of(body)])
+        if tag == "dict":
+            keys, values = self.pairs(body, depth, self.value)
+            return dict(zip(keys, values, strict=True))
+        if tag == "class":
+            return class_of(body, is_storable)
+        raise SchemaError("a value of no known kind")
+
+
+def _is_key(value: Any, depth: int) -> bool:
+    if type(value) is tuple:
+        return depth > 0 and all(_is_key(item, depth - 1) for item in value)
+    return value is None or type(value) in (str, int, float, bool, bytes)
+
+
+def _step(key: Any) -> str:
+    return f"[{key!r}]" if type(key) in (str, int, float, bool, bytes) else f"[{type(key).__qualname__}]"

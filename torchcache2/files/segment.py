@@ -1,0 +1,297 @@
+"""`Segment`: an open segment. What is read is checked, every row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from xxhash import xxh3_64_intdigest
+
+from torchcache2.core.gather import empty_bytes, moved
+from torchcache2.core.rows import Rows, Schema
+from torchcache2.files import codec as codecs
+from torchcache2.files.codec import CorruptError, lane
+from torchcache2.files.descriptors import Descriptors
+from torchcache2.files.encode import Encoded, row_checksums
+from torchcache2.files.filesystem import Descriptor, FileSystem, ShortFileError
+from torchcache2.files.header import checked, parse, read_size, stated
+from torchcache2.files.layout import DamagedError, Layout, TooLargeError
+
+__all__ = ["Descriptors", "Segment", "empty_columns", "rows_of"]
+
+_CHECKED_AT_ONCE = 8 << 20  # bytes
+_MOST_EXTENT = 1 << 48
+_FIRST_READ = 64 << 10  # bytes of a file that are read at once: most headers are shorter
+Array = np.ndarray[Any, np.dtype[Any]]
+Columns = list[np.ndarray[Any, np.dtype[np.uint8]]]
+
+
+class Segment:
+    """The index of one segment, and its rows when they are asked for.
+
+    Attributes
+    ----------
+    path : str
+    layout : Layout
+    nbytes : int
+        Of the file.
+    keys : ndarray of uint8, shape (n, 16), or None
+        Until somebody takes them.
+    """
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        descriptors: Descriptors,
+        path: str,
+        layout: Layout,
+        start: int,
+        index: dict[str, Array],
+    ) -> None:
+        self._fs = fs
+        self._descriptors = descriptors
+        self.path = path
+        self.layout = layout
+        self._start = start  # of the rows
+        self.nbytes = start + layout.row_data_bytes
+        self.keys: Array | None = index["keys"]
+        self._checksums = index["checksums"]
+        self._shapes = index.get("shapes")
+        self._offsets = index.get("offsets")
+        if self._offsets is not None and layout.payload_bytes < 1 << 32:
+            self._offsets = self._offsets.astype(np.uint32)
+        self._block_checksums = index.get("block_checksums")
+        if self._block_checksums is not None:  # half of each: rows have checksums too
+            self._block_checksums = self._block_checksums.astype(np.uint32)
+        self._codec = codecs.codec(layout.codec)
+        self._lanes = [lane(leaf.stored) for leaf in layout.schema.leaves]
+        self._starts = layout.column_starts if layout.rows_per_block == 0 else []
+
+    def __len__(self) -> int:
+        return self.layout.count
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes that are kept in memory for the rows, their keys left out."""
+        arrays = (self._checksums, self._shapes, self._offsets, self._block_checksums)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    @classmethod
+    def open(
+        cls, fs: FileSystem, descriptors: Descriptors, path: str, *, limit: int, structured: bool = True
+    ) -> Segment:
+        """Read and check the index of a segment; `limit` are the bytes that a row may have.
+
+        Without `structured`, its rows can be checked whatever classes they have; see `schema_from_json`.
+
+        Raises
+        ------
+        OSError
+            As the file system does.
+        DamagedError, NewerFormatError, TooLargeError, UnknownClassError
+            See `torchcache2.files.header.parse`.
+        OptionError
+            If its codec is not installed.
+        """
+        file = fs.open(path)
+        size = fs.size(file)
+        try:
+            first = _read(fs, file, 0, min(size, _FIRST_READ))
+            end = 8 + read_size(first[:8], size)
+            if end > len(first):
+                first += _read(fs, file, len(first), end - len(first))
+            start, checksum = stated(first[8:end], size)
+            if start > len(first):
+                first += _read(fs, file, len(first), start - len(first))
+        except ShortFileError as error:
+            raise DamagedError(str(error)) from None
+        if not checked(first[:start], checksum):
+            raise DamagedError("another checksum")
+        layout = parse(first[8:end], size, limit, structured=structured)
+        index, position = {}, end
+        for name, (dtype, shape) in layout.index.items():
+            kind = {"U8": "<u1", "U64": "<u8", "I64": "<i8"}[dtype]
+            array = np.frombuffer(first, kind, int(np.prod(shape)), position).reshape(shape)
+            index[name] = array.copy()  # not a part of memory that is kept for keys of others
+            position += array.nbytes
+        _check_index(layout, index, limit)
+        return cls(fs, descriptors, path, layout, start, index)
+
+    @classmethod
+    def written(cls, fs: FileSystem, descriptors: Descriptors, path: str, encoded: Encoded) -> Segment:
+        """The segment that has just been written."""
+        return cls(fs, descriptors, path, encoded.layout, len(encoded.head), dict(encoded.index))
+
+    def schemas(self, rows: Array) -> Iterator[tuple[Schema, Array]]:
+        """The schemas of some rows, and for each which of them have it."""
+        if self._shapes is None:
+            yield self.layout.schema, np.arange(len(rows))
+            return
+        distinct, inverse = np.unique(self._shapes[rows], axis=0, return_inverse=True)
+        for i, extents in enumerate(distinct.tolist()):
+            yield self._schema_of(extents), np.flatnonzero(inverse.reshape(-1) == i)
+
+    def read_ahead(self, rows: Array) -> None:
+        """Have the system fetch rows that will be read."""
+        file = self._descriptors.get(self.path)
+        if self._offsets is not None:
+            blocks = np.unique(rows // self.layout.rows_per_block)
+            ranges = list(zip(*self._ranges(blocks), strict=True))
+        else:
+            rows = np.sort(rows)
+            firsts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+            lengths = np.diff(np.append(firsts, len(rows))).tolist()
+            runs = list(zip(rows[firsts].tolist(), lengths, strict=True))
+            ranges = []
+            for leaf, start in zip(self.layout.schema.leaves, self._starts, strict=True):
+                base, size = self._start + start, leaf.row_bytes
+                ranges += [(base + row * size, length * size) for row, length in runs if size]
+        for offset, size in ranges:
+            self._fs.will_need(file, offset, size)
+
+    def read(self, rows: Array, columns: Columns, targets: Array) -> bool:
+        """Read rows of one schema into columns, uint8 ``(m, bytes)``, at `targets`; False if one is damaged.
+
+        Raises
+        ------
+        OSError
+            As the file system does.
+        """
+        if len(rows) == 0:
+            return True
+        file = self._descriptors.get(self.path)
+        order = np.argsort(rows, kind="stable")
+        rows, targets = rows[order], targets[order]
+        try:
+            if self._offsets is None:
+                self._read_columns(file, rows, columns, targets)
+            else:
+                self._read_blocks(file, rows, columns, targets)
+        except (ShortFileError, CorruptError, DamagedError):
+            return False
+        found = row_checksums(columns, targets.tolist())
+        return bool((found == self._checksums[rows]).all())
+
+    def check(self) -> int:
+        """Read everything; how many rows are damaged."""
+        damaged = 0
+        row_bytes = max(1, self.layout.schema.row_bytes)
+        step = 1 if self._shapes is not None else max(1, _CHECKED_AT_ONCE // row_bytes)
+        for first in range(0, len(self), step):
+            rows = np.arange(first, min(len(self), first + step))
+            for schema, which in self.schemas(rows):
+                columns = empty_columns(schema, len(which))
+                if not self.read(rows[which], columns, np.arange(len(which))):
+                    damaged += self._count_damaged(schema, rows[which])
+        return damaged
+
+    def _count_damaged(self, schema: Schema, rows: Array) -> int:
+        columns = empty_columns(schema, 1)
+        return sum(not self.read(rows[i : i + 1], columns, np.zeros(1, np.int64)) for i in range(len(rows)))
+
+    def _read_columns(self, file: Descriptor, rows: Array, columns: Columns, targets: Array) -> None:
+        firsts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+        ends = np.append(firsts[1:], len(rows)).tolist()
+        runs = list(zip(firsts.tolist(), ends, rows[firsts].tolist(), strict=True))
+        places = targets.tolist()
+        for column, start in zip(columns, self._starts, strict=True):
+            size = column.shape[1]
+            if size == 0:
+                continue
+            view = column.reshape(-1).data
+            base = self._start + start
+            for first, end, row in runs:
+                buffers = [view[place * size : place * size + size] for place in places[first:end]]
+                self._fs.read_all(file, buffers, base + row * size)
+
+    def _read_blocks(self, file: Descriptor, rows: Array, columns: Columns, targets: Array) -> None:
+        assert self._offsets is not None and self._block_checksums is not None
+        per_block = self.layout.rows_per_block
+        numbers = rows // per_block
+        firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
+        ends = np.append(firsts[1:], len(rows)).tolist()
+        blocks = numbers[firsts].tolist()
+        starts, sizes = self._ranges(numbers[firsts])
+        checksums = self._block_checksums[blocks].tolist()
+        for i, first in enumerate(firsts.tolist()):
+            data = memoryview(bytearray(sizes[i]))
+            self._fs.read_all(file, [data], starts[i])
+            if xxh3_64_intdigest(data) & 0xFFFFFFFF != checksums[i]:
+                raise CorruptError("another checksum")
+            if per_block == 1:
+                place = targets[first]
+                self._codec.decode(data, [column[place] for column in columns], self._lanes)
+                if ends[i] - first > 1:  # a row that was asked for several times
+                    for column in columns:
+                        column[targets[first + 1 : ends[i]]] = column[place]
+                continue
+            held = min(per_block, len(self) - blocks[i] * per_block)
+            outs = [np.empty((held, column.shape[1]), np.uint8) for column in columns]
+            self._codec.decode(data, [out.reshape(-1) for out in outs], self._lanes)
+            chosen = rows[first : ends[i]] - blocks[i] * per_block
+            for column, out in zip(columns, outs, strict=True):
+                column[targets[first : ends[i]]] = out[chosen]
+
+    def _ranges(self, blocks: Array) -> tuple[list[int], list[int]]:
+        """Where blocks begin in the file, and how long they are."""
+        assert self._offsets is not None
+        starts, ends = self._offsets[blocks].astype(np.int64), self._offsets[blocks + 1].astype(np.int64)
+        return (self._start + starts).tolist(), (ends - starts).tolist()
+
+    def _schema_of(self, extents: list[int]) -> Schema:
+        rest = iter(extents)
+        shapes = []
+        for leaf in self.layout.schema.leaves:
+            shapes.append(tuple(next(rest) if n < 0 else n for n in leaf.shape))
+        return self.layout.schema.with_shapes(shapes)
+
+
+def empty_columns(schema: Schema, count: int) -> Columns:
+    """Fresh columns, uint8 ``(count, bytes)``, for rows of a schema."""
+    sizes = [leaf.row_bytes for leaf in schema.leaves]
+    return [empty_bytes(count * size).numpy().reshape(count, size) for size in sizes]
+
+
+def rows_of(schema: Schema, columns: Columns, count: int) -> Rows:
+    """Columns of bytes as rows."""
+    plain = schema.in_logical_order
+    tensors = []
+    for leaf, column in zip(plain.leaves, columns, strict=True):
+        flat = torch.from_numpy(column.reshape(-1))
+        tensors.append(flat.view(leaf.stored).view(count, *leaf.shape))
+    rows = Rows(plain, tensors, count)
+    if not any(leaf.channels_last for leaf in schema.leaves):
+        return rows
+    pairs = zip(schema.leaves, tensors, strict=True)
+    return Rows(schema, [moved(t, 1, -1) if leaf.channels_last else t for leaf, t in pairs], count)
+
+
+def _read(fs: FileSystem, file: Descriptor, offset: int, size: int) -> bytes:
+    data = bytearray(size)
+    fs.read_all(file, [memoryview(data)], offset)
+    return bytes(data)
+
+
+def _check_index(layout: Layout, index: dict[str, Array], limit: int) -> None:
+    """Whether offsets and shapes are possible: a later version may have written them, or a stranger."""
+    if "offsets" in index:
+        offsets = index["offsets"]
+        if offsets[0] != 0 or offsets[-1] != layout.payload_bytes or (offsets[1:] < offsets[:-1]).any():
+            raise DamagedError("offsets that do not grow")
+    if "shapes" in index:
+        shapes = index["shapes"]
+        if (shapes < 0).any() or (shapes > _MOST_EXTENT).any():
+            raise DamagedError("impossible shapes")
+        column = 0
+        sizes = np.zeros(layout.count)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for leaf in layout.schema.leaves:
+                sizes_of_leaf = np.full(layout.count, float(leaf.stored.itemsize))
+                for extent in leaf.shape:
+                    sizes_of_leaf *= shapes[:, column] if extent < 0 else extent
+                    column += extent < 0
+                sizes += sizes_of_leaf
+        if not (sizes <= limit).all():
+            raise TooLargeError(f"a row of more than {limit} bytes")

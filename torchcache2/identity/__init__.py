@@ -1,0 +1,1 @@
+"""Who computes, and which item: namespaces of modules, arguments of calls, keys of items."""

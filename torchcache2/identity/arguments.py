@@ -1,0 +1,258 @@
+"""The arguments of a call: what is batched, and canonical bytes of everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchcache2.core.errors import OptionError
+from torchcache2.core.gather import select
+from torchcache2.core.modes import modes
+from torchcache2.identity.argumentwalk import ArgumentEncoder, UncachedArgumentError, batch_size_of
+from torchcache2.identity.encoding import UnencodableError, sized, text_bytes
+from torchcache2.identity.entries import (
+    Digests,
+    Lengths,
+    ValueEncoder,
+    entry_digests,
+    is_sequence,
+    take_entries,
+    take_mapping,
+)
+
+__all__ = ["BoundCall", "Signature", "UncachedArgumentError"]
+
+_DEFAULT = b"default"
+_KINDS = inspect.Parameter
+_UNCHANGING = (Tensor, torch.nn.Parameter, type(None), bool, int, float, complex, str, bytes, torch.dtype)
+_MARKS = ("_dynamo", "_is_")  # what torch puts on tensors, as it does `persistent` on buffers
+_MISSING = object()
+_VARIADIC = (_KINDS.VAR_POSITIONAL, _KINDS.VAR_KEYWORD)
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundCall:
+    """One call of a forward.
+
+    Attributes
+    ----------
+    args, kwargs
+        As the caller gave them.
+    names : tuple of str
+        The parameter that each of `args` goes to.
+    leaves : list of (str, Tensor)
+        Batched tensors with their paths.
+    entries : list of (str, ndarray of uint8, shape (n, 16))
+        Sequences with one entry per item, each with the digests of its entries.
+    lengths : ndarray of int64, shape (n,), or None
+        Bytes of the entries of each item; None if there are no such sequences.
+    aligned : list of (str, ndarray of uint8, shape (n, 16))
+        Sequences as long as the batch that nobody has said this of: an entry may belong to an item, or not.
+    context : bytes
+        Canonical bytes of the other arguments, `aligned` ones included.
+    batch_size : int
+    taken, aligned_ids : set of int
+        The identities of the sequences of `entries` and of `aligned`.
+    shared : tuple of str
+        Parameters whose tensors belong to the whole batch.
+    shared_tensors : list of Tensor
+        Tensors that belong to the whole batch, or are in entries.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    names: tuple[str, ...]
+    leaves: list[tuple[str, Tensor]]
+    entries: list[tuple[str, Digests]]
+    lengths: Lengths | None
+    aligned: list[tuple[str, Digests]]
+    context: bytes
+    batch_size: int
+    taken: set[int]
+    aligned_ids: set[int]
+    shared: tuple[str, ...]
+    shared_tensors: list[Tensor]
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the first batched tensor; None if there is none."""
+        return self.leaves[0][1].device if self.leaves else None
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether an argument requires grad."""
+        tensors = [*self.shared_tensors, *(tensor for _, tensor in self.leaves)]
+        return any(tensor.requires_grad for tensor in tensors)
+
+    @property
+    def can_change(self) -> bool:
+        """Whether an argument may be changed in place and is no tensor."""
+        return any(type(value) not in _UNCHANGING for value in (*self.args, *self.kwargs.values()))
+
+    def take(self, positions: Tensor, *, aligned: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments for a call with the items at `positions` (int64, CPU) alone.
+
+        With `aligned`, the arguments as long as the batch are taken too, as if they had one entry per item.
+        """
+        index = {device: positions.to(device) for device in {t.device for _, t in self.leaves}}
+        picked = {id(t): select(t, index[t.device]) for _, t in self.leaves}
+        taken = self.taken | self.aligned_ids if aligned else self.taken
+
+        def has_entries(value: Any) -> bool:
+            return id(value) in taken
+
+        def replaced(leaf: Any) -> Any:
+            if has_entries(leaf):
+                return take_entries(leaf, positions)
+            if isinstance(leaf, UserDict):
+                return take_mapping(leaf, positions, each)
+            return picked.get(id(leaf), leaf)
+
+        def each(value: Any) -> Any:
+            return pytree.tree_map(replaced, value, is_leaf=has_entries)
+
+        def pick(name: str, value: Any) -> Any:
+            if name in self.shared:
+                return value
+            if isinstance(value, Tensor):
+                return picked[id(value)]
+            return each(value)
+
+        args = tuple([pick(name, value) for name, value in zip(self.names, self.args, strict=True)])
+        return args, {name: pick(name, value) for name, value in self.kwargs.items()}
+
+    def is_changed(self, now: BoundCall, positions: Tensor) -> bool:
+        """Whether arguments that were taken at some positions, and are `now` bound again, have changed."""
+        entries = [digests[positions.numpy()] for _, digests in self.entries]
+        same = len(entries) == len(now.entries) and all(
+            np.array_equal(before, after) for before, (_, after) in zip(entries, now.entries, strict=True)
+        )
+        return not same or self.context != now.context
+
+
+class Signature:
+    """How the arguments of a function are named.
+
+    Parameters
+    ----------
+    function : callable
+        The forward; of a module, bound to it.
+    shared, item_args : tuple of str
+        Parameters whose tensors belong to the whole batch, and those with one entry per item.
+
+    Raises
+    ------
+    OptionError
+        If one of these is not a parameter.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *, shared: tuple[str, ...], item_args: tuple[str, ...] = ()
+    ) -> None:
+        self._signature = inspect.signature(function)
+        parameters = list(self._signature.parameters.values())
+        self._shared = shared
+        self._item_args = item_args
+        self._variadic = None
+        self._keywords = None
+        positional = []
+        for parameter in parameters:
+            if parameter.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD):
+                positional.append(parameter.name)
+            elif parameter.kind == _KINDS.VAR_POSITIONAL:
+                self._variadic = parameter.name
+            elif parameter.kind == _KINDS.VAR_KEYWORD:
+                self._keywords = parameter.name
+        self._positional = tuple(positional)
+        # What has to be given by position, if nothing is given by name.
+        required = [p for p in parameters if p.default is _KINDS.empty and p.kind not in _VARIADIC]
+        is_simple = all(p.kind is not _KINDS.KEYWORD_ONLY for p in required)
+        self._required = len(required) if is_simple else len(positional) + 1
+        names = [parameter.name for parameter in parameters]
+        for option, given in (("shared_args", shared), ("item_args", item_args)):
+            for name in given:
+                if name not in names and self._keywords is None:
+                    raise OptionError(
+                        f"{option}: forward has no parameter {name!r}; it has {', '.join(names)}"
+                    )
+        if self._variadic in item_args:
+            raise OptionError(f"item_args: *{self._variadic} is not one sequence with one entry per item")
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
+        """Name the arguments of a call, and tell batched tensors from the rest.
+
+        Raises
+        ------
+        TypeError
+            If the arguments do not fit the signature, as Python would.
+        InputError
+            If nothing is batched, or batch sizes differ.
+        UnhashableArgumentError
+            If an argument cannot be put in a key.
+        UncachedArgumentError
+            If an argument is of a subclass of Tensor, or has no data.
+        """
+        if kwargs or len(args) > len(self._positional) or len(args) < self._required:
+            arguments: Mapping[str, Any] = self._signature.bind(*args, **kwargs).arguments
+        else:
+            arguments = dict(zip(self._positional, args, strict=False))
+        encoder = ArgumentEncoder()
+        parts = []
+        for name, parameter in self._signature.parameters.items():
+            value = arguments.get(name, _MISSING)
+            if value is _MISSING:
+                if parameter.default is _KINDS.empty:
+                    continue  # *args or **kwargs without any
+                data = self._encode_default(parameter)
+                parts += [name.encode(), data]
+                if is_sequence(parameter.default) and name not in self._shared and data != _DEFAULT:
+                    encoder.sequences.append((name, parameter.default))
+            elif name == self._keywords:
+                for keyword, argument in value.items():
+                    path = f"{name}[{keyword!r}]"
+                    parts += [path.encode(), self._encode(encoder, keyword, argument, path)]
+            else:
+                parts += [name.encode(), self._encode(encoder, name, value, name)]
+        batch_size = batch_size_of(encoder.leaves, encoder.entries)
+        aligned = [(path, value) for path, value in encoder.sequences if len(value) == batch_size > 0]
+        extra = len(args) - len(self._positional)
+        names = self._positional[: len(args)]
+        if extra > 0:
+            names += (self._variadic or "",) * extra
+        kinds = {tensor.device.type for _, tensor in encoder.leaves}
+        context = b"".join(map(sized, [*parts, text_bytes(modes(kinds))]))
+        return BoundCall(
+            args,
+            kwargs,
+            names,
+            encoder.leaves,
+            encoder.entries,
+            sum(encoder.lengths[1:], encoder.lengths[0]) if encoder.lengths else None,
+            [(path, entry_digests(value, path, ValueEncoder().encode)[0]) for path, value in aligned],
+            context,
+            batch_size,
+            encoder.taken,
+            {id(value) for _, value in aligned},
+            self._shared,
+            encoder.shared,
+        )
+
+    def _encode(self, encoder: ArgumentEncoder, name: str, value: Any, path: str) -> bytes:
+        if name in self._item_args and not isinstance(value, Tensor) and value is not None:
+            return encoder.item_argument(value, path)
+        return encoder.argument(value, path, name in self._shared)
+
+    def _encode_default(self, parameter: inspect.Parameter) -> bytes:
+        # The value is part of the namespace; here it only has to equal the same value given by hand.
+        try:
+            return ValueEncoder().encode(parameter.default, parameter.name)
+        except UnencodableError:
+            return _DEFAULT

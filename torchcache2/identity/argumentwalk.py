@@ -1,0 +1,200 @@
+"""`ArgumentEncoder`: collects what is batched among the arguments of a call, and writes down the rest."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchcache2.core.errors import InputError, UnhashableArgumentError, hint
+from torchcache2.core.gather import is_channels_last
+from torchcache2.identity.encoding import Encoder, UnencodableError, sized
+from torchcache2.identity.entries import (
+    Digests,
+    Lengths,
+    ValueEncoder,
+    entry_digests,
+    is_plain_sequence,
+    is_sequence,
+    mapping_state,
+)
+
+__all__ = ["ArgumentEncoder", "UncachedArgumentError", "batch_size_of"]
+
+_MARKS = ("_dynamo", "_is_")  # what torch puts on tensors, as it does `persistent` on buffers
+
+
+class UncachedArgumentError(Exception):
+    """An argument of a kind that is passed to the plain forward; where it is, and what."""
+
+
+class ArgumentEncoder(ValueEncoder):
+    """Collects what is batched, or may be, and encodes the rest.
+
+    Attributes
+    ----------
+    leaves : list of (str, Tensor)
+        Batched tensors.
+    shared : list of Tensor
+        Tensors that count by content.
+    entries : list of (str, ndarray)
+        Sequences with one entry per item, and the digests of their entries.
+    taken : set of int
+        The identities of those that `item_args` names.
+    sequences : list of (str, sequence)
+        Others, without tensors, that may have one entry per item.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaves: list[tuple[str, Tensor]] = []
+        self.shared: list[Tensor] = []
+        self.entries: list[tuple[str, Digests]] = []
+        self.lengths: list[Lengths] = []
+        self.taken: set[int] = set()
+        self.sequences: list[tuple[str, Any]] = []
+        self._is_shared = False
+        self._unregistered = ""
+
+    def argument(self, value: Any, path: str, is_shared: bool) -> bytes:
+        """Collect what is batched in an argument; the bytes of the rest."""
+        self._is_shared = is_shared
+        return self._checked(lambda: self.encode(value, path))
+
+    def item_argument(self, value: Any, path: str) -> bytes:
+        """List the entries of a sequence; the bytes of what it is besides."""
+        if not is_plain_sequence(value):
+            raise InputError(
+                f"argument {path} is a {type(value).__qualname__}: item_args expects a list, tuple or array "
+                "with one entry per item"
+            )
+        self._is_shared = True
+        return self._checked(lambda: self._list_entries(value, path))
+
+    def _add_entries(self, value: Any, path: str) -> None:
+        digests, lengths = entry_digests(value, path, self.encode)
+        self.entries.append((path, digests))
+        self.lengths.append(lengths)
+
+    def _list_entries(self, value: Any, path: str) -> bytes:
+        self._add_entries(value, path)
+        self.taken.add(id(value))
+        return b"E" + self.kind(type(value), path)
+
+    def _checked(self, encode: Callable[[], bytes]) -> bytes:
+        try:
+            return encode()
+        except UnencodableError as error:
+            raise UnhashableArgumentError(
+                f"argument {error.path} is a {type(error.value).__qualname__}"
+                f"{f' ({error.reason})' if error.reason else ''}, which cannot be put in a key. Pass "
+                "tensors, numbers, texts, and containers of them; keep other objects as attributes of "
+                f"the module{hint(error.value)}"
+            ) from None
+
+    def tensor(self, value: Tensor, path: str) -> bytes:
+        """List a batched tensor; of one that belongs to the whole batch, its content."""
+        if value.is_nested or value.layout != torch.strided or value.is_quantized:
+            kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
+            raise UnencodableError(path, value, f"{kind}, not dense")
+        if type(value) not in (Tensor, torch.nn.Parameter):
+            raise UncachedArgumentError(f"argument {path} is a {type(value).__qualname__}, a kind of Tensor")
+        if value.is_meta:
+            raise UncachedArgumentError(f"argument {path} is a meta tensor, without data")
+        if self._is_shared:
+            self.shared.append(value)
+            # Convolutions pass it on, as with batched tensors.
+            is_last = value.dim() in (4, 5) and is_channels_last(value)
+            return super().tensor(value, path) + (b"channels last" if is_last else b"")
+        if self._unregistered:
+            raise UnencodableError(
+                path, value, f"inside of {self._unregistered}, which is not a registered pytree node"
+            )
+        if any(name != "persistent" and not name.startswith(_MARKS) for name in vars(value)):
+            raise UncachedArgumentError(f"argument {path} is a tensor with attributes of its own")
+        for other, leaf in self.leaves:
+            if leaf is value:
+                return b"the same as " + other.encode()  # forwards ask ``query is key``
+        self.leaves.append((path, value))
+        return path.encode()
+
+    def inside_itself(self, value: Any, path: str) -> bytes:
+        """Refuse what holds itself, which could not be taken in part."""
+        raise UnencodableError(path, value, "that holds itself")
+
+    def _encode_compound(self, value: Any, kind: type, path: str) -> bytes:
+        found = len(self.leaves)
+        data = super()._encode_compound(value, kind, path)
+        if is_sequence(value) and not self._is_shared and len(self.leaves) == found:
+            self.sequences.append((path, value))
+        return data
+
+    def compound(self, value: Any, kind: type, path: str) -> bytes:
+        """Go into what `take` can rebuild: mappings, and registered pytree nodes."""
+        if isinstance(value, UserDict):
+            return self._mapping(value, kind, path)
+        node = pytree.SUPPORTED_NODES.get(kind)
+        if node is None:
+            with self._outside_pytree(value):
+                return super().compound(value, kind, path)
+        children, context = node.flatten_fn(value)
+        head = self.kind(kind, path) + sized(self.encode(context, path))
+        return b"P" + head + self.items([(c, f"{path}[{i}]") for i, c in enumerate(children)])
+
+    def _mapping(self, value: UserDict[Any, Any], kind: type, path: str) -> bytes:
+        """A mapping that is no dict, such as a tokenizer's output."""
+        state, entries = mapping_state(value)
+        if entries is not None:
+            self._add_entries(entries, f"{path}.entries")
+        with self._outside_pytree(value):
+            besides = self.encode(state, path)
+        return b"U" + self.kind(kind, path) + sized(besides) + Encoder.contents(self, value.data, path)
+
+    def contents(self, value: Any, path: str) -> bytes:
+        """Go into containers."""
+        with self._outside_pytree(value):
+            return super().contents(value, path)
+
+    @contextlib.contextmanager
+    def _outside_pytree(self, value: Any) -> Iterator[None]:
+        """While inside of something that `take` cannot rebuild, tensors are an error."""
+        outer = self._unregistered
+        if type(value) not in pytree.SUPPORTED_NODES:
+            leaves = pytree.tree_leaves(value)  # named tuples are nodes though not registered
+            if len(leaves) == 1 and leaves[0] is value:
+                self._unregistered = type(value).__qualname__
+        try:
+            yield
+        finally:
+            self._unregistered = outer
+
+
+def batch_size_of(leaves: list[tuple[str, Tensor]], entries: list[tuple[str, Digests]]) -> int:
+    """How many items a call has; raises if nothing is batched, or batch sizes differ."""
+    if not leaves and not entries:
+        raise InputError(
+            "no batched tensor among the arguments: the first dimension of at least one must be the "
+            "batch, and its name not in shared_args. Name lists with one entry per item in item_args"
+        )
+    sizes = []
+    for path, tensor in leaves:
+        if tensor.dim() == 0:
+            raise InputError(
+                f"argument {path} is a tensor without dimensions: the batch must be its first. Pass it as "
+                "a number, or name it in shared_args"
+            )
+        sizes.append((tensor.shape[0], path, f"shape {tuple(tensor.shape)}"))
+    sizes += [(len(digests), path, f"{len(digests)} entries") for path, digests in entries]
+    count, first, what = sizes[0]
+    for size, path, other in sizes:
+        if size != count:
+            raise InputError(
+                f"batch sizes differ: {first} has {what}, {path} has {other}. Name arguments that belong "
+                "to the whole batch in shared_args"
+            )
+    return count

@@ -1,0 +1,306 @@
+"""`CodeWalk`: classes and functions as named parts, with everything that their code names."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import types
+from collections.abc import Collection
+from dataclasses import MISSING
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+
+from torchcache2.identity import sourcecode
+from torchcache2.identity.compiled import CompiledTexts
+from torchcache2.identity.encoding import qualified_name, sized, text_bytes
+from torchcache2.identity.installed import InstalledCode
+from torchcache2.identity.lateimports import is_plain
+from torchcache2.identity.namewalk import NameWalk, values_of
+from torchcache2.identity.writeonly import assigned_for_others
+
+__all__ = [
+    "ADDED_ATTRIBUTE",
+    "BINDING",
+    "ORIGINAL_ATTRIBUTE",
+    "CodeWalk",
+    "cache_options",
+    "is_ours",
+    "original",
+]
+
+ORIGINAL_ATTRIBUTE = "_torchcache_original"  # of a wrapper: what it wraps
+BINDING = "_torchcache_binding"  # of a decorated class
+ADDED_ATTRIBUTE = "_torchcache_added"  # of what the decorator put where there was nothing
+
+
+# What a class statement leaves behind besides the code and values in it.
+_CLASS_NOISE = frozenset(
+    (
+        "__module__",
+        "__dict__",
+        "__weakref__",
+        "__doc__",
+        "__qualname__",
+        "__firstlineno__",
+        "__static_attributes__",
+        "__annotations__",
+        "__annotate__",
+        "__annotate_func__",
+        "__annotations_cache__",
+        "__parameters__",
+        "__orig_bases__",
+        "__abstractmethods__",
+        "_abc_impl",
+        "__slots__",
+        "__slotnames__",
+        "__match_args__",
+        "__dataclass_fields__",
+        "__dataclass_params__",
+        "__signature__",
+        "__classdictcell__",
+        "_member_map_",
+        "_value2member_map_",
+        "_unhashable_values_",
+        "_hashable_values_",
+        "_value_repr_",
+        "__new_member__",
+        "_generate_next_value_",
+    )
+)
+_FUNCTION_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_WRAPPER_FIELDS = attrgetter("__dict__", "__code__")
+
+
+class CodeWalk(NameWalk):
+    """The part of a walk that reads code.
+
+    Project code is read function by function: source, defaults, closure, and the globals that it names.
+    Each class and function becomes one part, under a label that does not depend on where its file is.
+
+    Attributes
+    ----------
+    cells : list of (cell, value)
+        Closure cells that were read, and what was in them.
+    assigned : set of str
+        Attributes and variables left out because code assigns them for others to read.
+    """
+
+    def __init__(self, texts: CompiledTexts | None = None) -> None:
+        super().__init__(texts)
+        self.cells: list[tuple[types.CellType, Any]] = []
+        self.assigned: set[str] = set()
+        self._code_of_others = InstalledCode(self.origins)
+        self._put: set[str] = set()
+
+    def klass(self, kind: type, path: str) -> bytes:
+        """Write down a class and its bases; the label of its part."""
+        known = self._labels.get(id(kind))
+        if known is not None:
+            return known
+        reference = self.label(kind, f"class {_short_name(kind)}")
+        where = self.origins.of(kind)
+        if where in ("torch", "builtin"):
+            parts = [text_bytes(qualified_name(kind))]
+        else:
+            metaclass = [type(kind)] if type(kind) is not type else []
+            parts = [self.items([(base, path) for base in (*kind.__bases__, *metaclass)])]
+            if where == "installed":
+                parts.append(self.installed(kind, qualified_name(kind)))
+                code = {name for name, value in vars(kind).items() if isinstance(value, types.FunctionType)}
+                if not issubclass(kind, nn.Module):  # of which those are watched that a forward takes
+                    self.watch_names(vars(kind), code)
+            else:
+                parts += [text_bytes(kind.__name__), self._fields(kind)]
+        # The file of an installed class does not tell what a function that makes classes was given.
+        is_made = where == "installed" and "<locals>" in kind.__qualname__
+        parts += self._class_contents(kind, everything=where == "project" or is_made)
+        if where != "project" and issubclass(kind, nn.Module) and kind is not nn.Module:
+            parts.append(self._reached_by(kind))
+        self.parts[reference.decode()] = b"".join(map(sized, parts))
+        return reference
+
+    def _fields(self, kind: type) -> bytes:
+        """Bytes of the fields of a dataclass, and of what their defaults are made by."""
+        fields = vars(kind).get("__dataclass_fields__", {})
+        defaults = [
+            [name, *(None if one is MISSING else one for one in (field.default, field.default_factory))]
+            for name, field in fields.items()
+        ]
+        return self.encode(defaults, f"{kind.__name__} fields")
+
+    def _reached_by(self, kind: type) -> bytes:
+        """Bytes of what somebody has put where the forward of a class of others finds it."""
+        names = self._code_of_others.reach(kind)
+        if "forward" in vars(kind):
+            self.scopes.append((vars(kind), "forward", vars(kind)["forward"]))
+        if self.origins.of(kind) != "installed":
+            return b""
+        self.dicts.append(vars(kind))
+        pairs = []
+        for base in kind.__mro__:
+            if self.origins.of(base) == "installed":
+                own = {name: vars(base)[name] for name in names & vars(base).keys() - _CLASS_NOISE}
+                plain = {
+                    name: value for name, value in own.items() if is_plain(value) and not _is_path(value)
+                }
+                self.watch_names(vars(base), plain)
+                pairs += [(item, f"{base.__name__}.{item[0]}") for item in sorted(plain.items())]
+        return self.items(pairs)
+
+    def finish(self) -> None:
+        """Write down what the user has put into the code of others."""
+        while True:
+            super().finish()
+            found = self._code_of_others.found
+            new = sorted(found.keys() - self._put)
+            for path in new:
+                self._put.add(path)
+                self.parts[f"global {path}"] = self.encode(found[path], path)
+            if not new:
+                break
+        for scope, names in self._code_of_others.scopes:
+            self.watch_names(scope, names)
+        for registry in self._code_of_others.registries:
+            self.dicts.append(registry)
+            self.reads.append((values_of, registry))
+
+    def _class_contents(self, kind: type, *, everything: bool) -> list[bytes]:
+        parts = []
+        for name, value in sorted(vars(kind).items()):
+            if name in _CLASS_NOISE or name.startswith(("torchcache_", "_torchcache_")):
+                continue
+            raw = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+            is_function = isinstance(raw, types.FunctionType)
+            marks = vars(raw) if is_function else vars(type(raw))
+            if ADDED_ATTRIBUTE in marks and is_ours(raw):
+                continue
+            if ORIGINAL_ATTRIBUTE in marks and is_ours(raw):
+                value = marks[ORIGINAL_ATTRIBUTE]
+                self.reads.append((_WRAPPER_FIELDS, raw))  # which a reload in a notebook replaces
+                self.scopes.append((marks, ORIGINAL_ATTRIBUTE, value))
+            code = getattr(inspect.unwrap(raw), "__code__", None) if is_function else None
+            has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
+            if code is not None and code.co_filename == "<string>" and has_fields:
+                continue  # made from the fields, which are covered
+            if everything or self._is_put_there(kind, name, value):
+                if name == "__init__" and issubclass(kind, nn.Module):
+                    self._constructors.add(id(value))
+                parts += [name.encode(), self.encode(value, f"{kind.__name__}.{name}")]
+                self.scopes.append((vars(kind), name, vars(kind)[name]))
+        if everything:
+            self.dicts.append(vars(kind))
+        return parts
+
+    def _is_put_there(self, kind: type, name: str, value: Any) -> bool:
+        """Whether an attribute of a class of others is code that is not in its file."""
+        raw = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if not isinstance(raw, types.FunctionType):
+            return False
+        if self.origins.of(raw) == "project":
+            return True
+        if name != "forward" or self.origins.of(kind) != "installed" or hasattr(raw, "__wrapped__"):
+            return False
+        return (raw.__module__, raw.__qualname__) != (kind.__module__, f"{kind.__qualname__}.{name}")
+
+    def function(self, function: types.FunctionType, path: str) -> bytes:
+        """Write down a function and what it names; the label of its part."""
+        options = cache_options(function) if is_ours(function) else []
+        if is_ours(function) and (own := _own_attributes(function)):
+            # A cached function may keep values as its own attributes, such as a count of its calls.
+            self.parts[f"attributes of {_short_name(function)} at {path}"] = self.encode(own, path)
+            self.scopes += [(vars(function), *item) for item in own.items()]
+            self.dicts.append(vars(function))
+        function = original(function)
+        if options:
+            self.parts[f"cached {_short_name(function)} at {path}"] = self.encode(options, path)
+        known = self._labels.get(id(function))
+        if known is not None:
+            return known
+        reference = self.label(function, f"function {_short_name(function)}")
+        name = function.__name__
+        where = self.origins.of(function)
+        wrapped = getattr(function, "__wrapped__", None)
+        if where in ("torch", "builtin"):
+            module = sourcecode.defining_module(function)
+            parts = [text_bytes(f"{module} {function.__qualname__} {function.__code__.co_name}")]
+            parts += [self.encode(wrapped, path), self._closure(function, path)]
+        elif where == "installed":
+            parts = [self.installed(function, name), self._closure(function, path), self._defaults(function)]
+            self.reads.append((_FUNCTION_FIELDS, function))
+        else:
+            source = sourcecode.function_source(function, self._texts)
+            if source is None:
+                token = self.unreadable(function, f"{path or name} (no source)")
+                source = sourcecode.instructions(function.__code__) + token.hex()
+            _, left_out = assigned_for_others(source)
+            self.assigned |= left_out
+            parts = [
+                source.encode("utf-8", "surrogatepass"),
+                self.encode(function.__defaults__, f"{name}.__defaults__"),
+                self.encode(function.__kwdefaults__, f"{name}.__kwdefaults__"),
+                self._closure(function, path, left_out),
+                self.encode(_own_attributes(function), name),
+            ]
+            self.named_globals(function, left_out, f"of {reference.decode()}")
+            self.reads.append((_FUNCTION_FIELDS, function))
+            self.dicts.append(vars(function))
+            self.scopes += [(vars(function), *item) for item in _own_attributes(function).items()]
+        self.parts[reference.decode()] = b"".join(map(sized, parts))
+        return reference
+
+    def _defaults(self, function: types.FunctionType) -> bytes:
+        """Bytes of the defaults of an installed function: all if it was made by another, else plain ones."""
+        values = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())]
+        if "<locals>" not in function.__qualname__:
+            values = [value if is_plain(value) else None for value in values]
+        return self.encode(values, f"{function.__name__}.__defaults__")
+
+    def _closure(self, function: types.FunctionType, path: str, left_out: Collection[str] = ()) -> bytes:
+        pairs = []
+        names = function.__code__.co_freevars
+        for name, cell in zip(names, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            if name in left_out:
+                continue
+            self.cells.append((cell, value))
+            pairs += [(name, path), (value, f"{function.__name__}.{name}")]
+        return self.items(pairs)
+
+
+def is_ours(value: Any) -> bool:
+    """Whether the decorator has made a wrapper, whose marks `functools.wraps` copies to those of others."""
+    module = getattr(value, "__globals__", {}).get("__name__", type(value).__module__)
+    return str(module).startswith(f"{__name__.partition('.')[0]}.decorator.")
+
+
+def original(value: Any) -> Any:
+    """What a wrapper of the decorator wraps; anything else is itself."""
+    return getattr(value, ORIGINAL_ATTRIBUTE, value) if is_ours(value) else value
+
+
+def cache_options(obj: Any) -> list[Any]:
+    """The options of what is cached itself that change what it returns; empty if all are usual."""
+    settings = getattr(vars(obj).get("cache_instance"), "settings", None)
+    if settings is None:
+        settings = getattr(getattr(type(obj), BINDING, None), "settings", None)
+    names = ("cache_dtype", "subsample_count", "persistent_module_hash")
+    values = [vars(obj).get(f"torchcache_{name}", getattr(settings, name, None)) for name in names]
+    return values if any(value is not None for value in values) else []
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and os.path.isabs(value)  # which differs between machines
+
+
+def _short_name(obj: Any) -> str:
+    return str(obj.__qualname__).rpartition("<locals>.")[2]
+
+
+def _own_attributes(function: types.FunctionType) -> dict[str, Any]:
+    ours = ("__wrapped__", "cache_instance", ORIGINAL_ATTRIBUTE, ADDED_ATTRIBUTE)
+    return {name: value for name, value in vars(function).items() if name not in ours}

@@ -1,0 +1,189 @@
+"""What a source file compiles to, and whether code that runs is what the file says now."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import dis
+import re
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torchcache2.core.locks import ProcessLock
+
+__all__ = [
+    "CompiledText",
+    "CompiledTexts",
+    "code_objects",
+    "is_rewritten",
+    "names_in",
+    "parse",
+    "stored_names",
+]
+
+_PARSING = ProcessLock()
+_PARSED_AGAIN = 10
+_MOST_TEXTS = 1000
+_BEGINS = re.compile(r"[^\s#)\]}]")  # a statement that is not within another one
+_FUTURE = 0
+for _name in __future__.all_feature_names:
+    _FUTURE |= getattr(__future__, _name).compiler_flag
+_FIELDS = (
+    *("co_name", "co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars"),
+    *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount"),
+)
+
+
+class CompiledText(NamedTuple):
+    """What a text compiles to.
+
+    Attributes
+    ----------
+    codes : dict of str to list of code
+        Code objects by name.
+    constants : dict of str to list
+        Values that the text itself assigns to each of its global names, as in ``SCALE = 2``.
+    imports : dict of str to str
+        The modules that it takes global names from, as in ``from module import name``.
+    """
+
+    codes: dict[str, list[types.CodeType]]
+    constants: dict[str, list[Any]]
+    imports: dict[str, str]
+
+    def has(self, code: types.CodeType, above: int) -> bool:
+        """Whether the text, with so many lines above it in its file, has this code at the same line."""
+        return any(
+            other.co_firstlineno + above == code.co_firstlineno and _same(other, code)
+            for other in self.codes.get(code.co_name, ())
+        )
+
+
+class CompiledTexts:
+    """Compiles each text once, as long as there are not too many."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int, int], tuple[str, CompiledText | None]] = {}
+
+    def have(self, code: types.CodeType, lines: list[str]) -> bool:
+        """Whether code is what these lines of its file compile to.
+
+        Looks at the statement that the code is in, where that is easily told, for a file takes longer.
+        """
+        for first, last in (_statement(lines, code.co_firstlineno - 1), (0, len(lines))):
+            # A notebook's cells have the ``from __future__`` imports of earlier cells.
+            found = self.get(code.co_filename, "".join(lines[first:last]), code.co_flags, first)
+            if found is not None and found.has(code, first):
+                return True
+        return False
+
+    def get(self, file: str, text: str, flags: int = 0, above: int = 0) -> CompiledText | None:
+        """What a text compiles to that has so many lines above it in its file; None if it does not."""
+        key = file, flags & _FUTURE, above
+        known = self._known.get(key)
+        if known is not None and known[0] == text:
+            return known[1]
+        if len(self._known) >= _MOST_TEXTS:
+            self._known.clear()
+        found = _compiled(file, text, flags & _FUTURE)
+        self._known[key] = text, found
+        return found
+
+
+def _statement(lines: list[str], position: int) -> tuple[int, int]:
+    """First line, and the one after the last, of what seems to be the outermost statement around a line."""
+    first = min(position, len(lines) - 1)
+    while first > 0 and not _BEGINS.match(lines[first]):
+        first -= 1
+    last = first + 1
+    while last < len(lines) and (lines[last - 1].startswith("@") or not _BEGINS.match(lines[last])):
+        last += 1
+    return max(first, 0), last
+
+
+def _compiled(file: str, text: str, flags: int) -> CompiledText | None:
+    flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # as in the cells of a notebook
+    try:
+        with warnings.catch_warnings():  # which the first compilation has given
+            warnings.simplefilter("ignore")
+            code = compile(text, file, "exec", flags=flags, dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    codes: dict[str, list[types.CodeType]] = {}
+    for inner in code_objects(code):
+        codes.setdefault(inner.co_name, []).append(inner)
+    return CompiledText(codes, *stored_names(code))
+
+
+def stored_names(code: types.CodeType) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """The names that the code of a file or class assigns, with constants; and those that it imports."""
+    constants: dict[str, list[Any]] = {}
+    imports: dict[str, str] = {}
+    before, module = None, ""
+    for step in dis.get_instructions(code):
+        if step.opname in ("STORE_NAME", "STORE_GLOBAL"):
+            values = constants.setdefault(str(step.argval), [])
+            if before is not None and before.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+                values.append(before.argval)
+            elif before is not None and before.opname == "IMPORT_FROM":
+                imports[str(step.argval)] = module
+        elif step.opname == "IMPORT_NAME":
+            module = str(step.argval)
+        if step.opname not in ("CACHE", "EXTENDED_ARG"):
+            before = step
+    return constants, imports
+
+
+def _same(left: types.CodeType, right: types.CodeType) -> bool:
+    """Whether two code objects do the same; Python's own comparison looks at lines and columns too."""
+    return all(getattr(left, name) == getattr(right, name) for name in _FIELDS) and _alike(
+        left.co_consts, right.co_consts
+    )
+
+
+def _alike(left: Any, right: Any) -> bool:
+    """Whether two constants of code are the same, and of one type."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, types.CodeType):
+        return _same(left, right)
+    if isinstance(left, tuple):
+        return len(left) == len(right) and all(map(_alike, left, right))
+    if isinstance(left, frozenset):
+        return sorted(map(repr, left)) == sorted(map(repr, right))
+    return repr(left) == repr(right)  # 0.0 and -0.0 are equal
+
+
+def is_rewritten(code: types.CodeType) -> bool:
+    """Whether pytest has rewritten the assertions in a function, so that no text compiles to it."""
+    names = {name for inner in code_objects(code) for name in (*inner.co_names, *inner.co_varnames)}
+    return any(name.startswith("@py") for name in names)
+
+
+def code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A code object and those nested in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from code_objects(constant)
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """Every name that code takes: of a global, an attribute, or an import."""
+    return {name for inner in code_objects(code) for name in inner.co_names}
+
+
+def parse(text: str) -> ast.Module:
+    """The syntax tree of source code; safe under threads.
+
+    Before Python 3.12, parsing counts its depth for all threads together, and notices by a `SystemError`.
+    """
+    with _PARSING():
+        for _ in range(_PARSED_AGAIN):
+            try:
+                return ast.parse(text)
+            except SystemError:  # another library has parsed at the same time
+                pass
+        return ast.parse(text)

@@ -1,0 +1,124 @@
+"""Attributes of known packages that no forward reads, and that differ where nothing else does.
+
+They are left out of a namespace, unless somebody else's code names them: the user's own, or that of a
+package that is not known to read nothing of them.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import re
+import types
+from typing import NamedTuple
+
+from torchcache2.identity import sourcecode
+from torchcache2.identity.compiled import code_objects
+
+__all__ = ["LeftOut", "left_out"]
+
+# These packages use such names only to save models and to write about them, not to compute.
+_RELATED = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
+
+
+class LeftOut(NamedTuple):
+    """Attributes of a class, or keys if it is a mapping, that are left out.
+
+    Behind a dot is a key of a dict that is an attribute.
+    """
+
+    package: str
+    class_name: str
+    attributes: tuple[str, ...]
+    reason: str
+    is_called: bool = False  # by its package, whatever that returns
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Packages whose forwards read nothing of it."""
+        return (self.package, *_RELATED)
+
+    def is_in_code(self, code: types.CodeType) -> bool:
+        """Whether code names it, or has a text that does."""
+        return any(
+            self._is_in(text)
+            for part in code_objects(code)
+            for text in (*part.co_names, *part.co_consts)
+            if isinstance(text, str)
+        )
+
+    def is_in_file(self, path: str) -> bool:
+        """Whether a source file names it; one that cannot be read may."""
+        if path.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
+            return False
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                return self._is_in(file.read())
+        except OSError:
+            return True
+
+    def _is_in(self, text: str) -> bool:
+        words = {name.rpartition(".")[2].lstrip("_") for name in self.attributes if not self.is_called}
+        return any(word in text and re.search(rf"\b_*{word}\b", text) for word in words)
+
+
+_PLACE = "where something was loaded from; weights and vocabularies count by content, classes by code"
+_TOKENIZER = ("name_or_path", "vocab_file", "tokenizer_file")
+_TABLE = (
+    LeftOut(
+        "transformers",
+        "GenerationConfig",
+        ("_original_object_hash",),
+        "Python's hash of a text, another in each process; tells save_pretrained of changes",
+    ),
+    LeftOut("transformers", "PreTrainedConfig", ("_name_or_path",), _PLACE),
+    LeftOut("transformers", "PretrainedConfig", ("_name_or_path",), _PLACE),  # before version 5
+    LeftOut("transformers", "PreTrainedModel", ("name_or_path",), _PLACE),
+    LeftOut(
+        "transformers",
+        "PreTrainedTokenizerBase",
+        (*_TOKENIZER, *[f"init_kwargs.{name}" for name in _TOKENIZER]),
+        _PLACE,
+    ),
+    LeftOut(
+        "diffusers",
+        "FrozenDict",
+        ("_use_default_values",),
+        "a list in the order of a set, another in each process; read when a config is loaded",
+    ),
+    LeftOut("diffusers", "FrozenDict", ("_name_or_path",), _PLACE),
+    LeftOut("peft", "PeftConfigMixin", ("base_model_name_or_path",), _PLACE),
+    LeftOut(
+        "torch",
+        "RemovableHandle",
+        ("id", "hooks_dict_ref", "extra_dict_ref"),
+        "a count of the hooks of the process, to remove one; hooks count where they run",
+    ),
+    *[  # one by one, as other people's classes have a `graph` too
+        LeftOut("torch", "GraphModule", (name,), "notes of tools about a graph, whose code counts")
+        for name in (
+            *("_code", "_graph", "_lineno_map", "_prologue_start", "_tracer_cls", "_tracer_extras"),
+            *("_create_node_hooks", "_erase_node_hooks", "_replace_hooks", "_deepcopy_hooks"),
+            *("meta", "range_constraints", "shape_env"),
+        )
+    ],
+    LeftOut(
+        "torch",
+        "GuardsFn",
+        ("forward",),
+        "raises where arguments are not as they were exported, and returns nothing",
+        is_called=True,
+    ),
+)
+_CLASSES = frozenset(entry.class_name for entry in _TABLE)
+
+
+def left_out(kind: type) -> dict[str, LeftOut]:
+    """What is left out of instances of a class, by name of the attribute or key."""
+    found = {}
+    for base in kind.__mro__:
+        if base.__qualname__ in _CLASSES and sourcecode.origin(base) in ("installed", "torch"):
+            package = sourcecode.defining_module(base).partition(".")[0]
+            for entry in _TABLE:
+                if (entry.package, entry.class_name) == (package, base.__qualname__):
+                    found.update(dict.fromkeys(entry.attributes, entry))
+    return found

@@ -1,0 +1,378 @@
+"""The namespace of a module or function: a digest of *who computes*.
+
+`Walk` visits everything that the outcome of a forward depends on and writes it down as named parts:
+code by source, attributes by value, hooks, closures and the globals that code names. Tensors are listed,
+not read, so that a walk is cheap. `fingerprint` reads them and makes the namespace.
+
+The source of the user's own code counts, wherever the file is; see `torchcache2.identity.sourcecode` for the
+rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchcache2.identity import sourcecode
+from torchcache2.identity.codewalk import cache_options, original
+from torchcache2.identity.compiled import CompiledTexts, code_objects, names_in
+from torchcache2.identity.describe import describe
+from torchcache2.identity.encoding import (
+    Encoder,
+    UnencodableError,
+    attributes,
+    digest,
+    qualified_name,
+    tensor_digest,
+    text_bytes,
+)
+from torchcache2.identity.objectwalk import ObjectWalk
+from torchcache2.identity.programs import SCRIPT_FIELDS, ScriptState, script_code
+from torchcache2.identity.writeonly import assigned_for_others
+
+__all__ = ["FORMAT", "INIT_ATTRIBUTE", "Fingerprint", "Walk", "argument_digests"]
+
+FORMAT = 2
+INIT_ATTRIBUTE = "_torchcache_init"  # of an instance: what stands for its constructor arguments
+
+_INTERNAL = frozenset(vars(nn.Module())) | {
+    INIT_ATTRIBUTE,
+    "cache_instance",
+    "_replicate_for_data_parallel",
+}
+# What the compiler leaves on modules and tensors.
+_COMPILED = (
+    "_dynamo",
+    "_torchdynamo",
+    "_is_torch_compile",
+    "_compiled_call_impl",
+    "dynamo_ctx",
+    "get_compiler_config",
+)
+_NOISE = ("torchcache_", *_COMPILED)
+_PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
+_SMALL = 1 << 16
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_HOOK_FLAGS = ("with_kwargs", "always_called")
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    torch.nn.modules.module._global_forward_pre_hooks,
+    torch.nn.modules.module._global_forward_hooks,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """The named parts behind a namespace.
+
+    Attributes
+    ----------
+    namespace : bytes
+        16 bytes.
+    parts : mapping of str to bytes
+        Digest of each part by its name, such as ``attribute blocks.0.heads``.
+    values : mapping of str to str
+        The parts that are short values, for people; not part of the namespace.
+    """
+
+    namespace: bytes
+    parts: Mapping[str, bytes]
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def code(self) -> bytes:
+        """A digest of everything but the content of tensors."""
+        names = sorted(name for name in self.parts if not name.startswith("weights "))
+        return digest([data for name in names for data in (name.encode(), self.parts[name])])
+
+    @classmethod
+    def of_parts(cls, parts: Mapping[str, bytes], values: Mapping[str, str] | None = None) -> Fingerprint:
+        """The fingerprint made of some parts."""
+        names = sorted(parts)
+        namespace = digest([data for name in names for data in (name.encode(), parts[name])])
+        return cls(namespace, dict(parts), values or {})
+
+
+class Walk(ObjectWalk):
+    """Everything that a module or function computes with, as named parts.
+
+    Parameters
+    ----------
+    root : nn.Module or function
+    tokens : dict
+        Random bytes that stand for objects that cannot be read, by id; a caller that walks again
+        passes it again, so that the same object keeps its token.
+    texts : CompiledTexts, optional
+        What source files compile to, which such a caller passes again as well.
+    labels : dict, optional
+        What another walk has met, by id: this one reads something that the other has met.
+
+    Attributes
+    ----------
+    tensors : dict of str to Tensor
+        Parameters, buffers and other tensors by path: their content is part of the namespace too.
+    modules : list of (nn.Module, tuple of str, set of str)
+        Every module that was met, the attributes of it that were read, and those left out.
+    """
+
+    def __init__(
+        self,
+        root: Any,
+        tokens: MutableMapping[int, tuple[object, bytes]],
+        texts: CompiledTexts | None = None,
+        labels: Mapping[int, bytes] | None = None,
+    ) -> None:
+        super().__init__(tokens, texts)
+        self._is_inner = labels is not None
+        self._labels.update(labels or {})
+        self.tensors: dict[str, Tensor] = {}
+        self._tensor_names: dict[int, str] = {}
+        self.modules: list[tuple[nn.Module, tuple[str, ...], set[str]]] = []
+        self._assigned_of: dict[type, set[str]] = {}
+        self._hooked: bool | None = None
+        self.parts["format"] = str(FORMAT).encode()
+        self.parts["root"] = self.encode(root, "")
+        for hooks in GLOBAL_HOOKS:
+            for number, hook in enumerate(hooks.values()):
+                self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
+        self.finish()
+        if self.count_what_is_named():
+            self.finish()
+
+    def other(self, value: Any, path: str) -> bytes:
+        """Walk modules, code and objects."""
+        return self._module(value, path) if isinstance(value, nn.Module) else super().other(value, path)
+
+    def tensor(self, value: Tensor, path: str) -> bytes:
+        """List a tensor, to be read later."""
+        if hasattr(value, "__tensor_flatten__"):
+            names, context = value.__tensor_flatten__()
+            return b"s" + self.items(
+                [(type(value), path), (context, path)]
+                + [(getattr(value, name), f"{path}.{name}") for name in names]
+            )
+        if not is_lazy(value) and (value.layout != torch.strided or value.is_quantized or value.is_nested):
+            return self._parts_of(value, path)
+        if value.is_meta:
+            return b"meta" + self.encode([value.dtype, tuple(value.shape)], path)
+        tied = self._tensor_names.get(id(value))
+        if tied is not None:
+            return b"the same as " + text_bytes(tied)
+        name = path
+        while name in self.tensors:
+            name += "'"
+        self._tensor_names[id(value)] = name
+        self.tensors[name] = value
+        state = {k: v for k, v in attributes(value).items() if not k.startswith(_COMPILED)}
+        return text_bytes(name) + (self.state(state, path) if state else b"")
+
+    def _parts_of(self, value: Tensor, path: str) -> bytes:
+        """A tensor that is not dense, as the dense ones that it is made of."""
+        if value.layout == torch.sparse_coo:
+            parts: list[Any] = [value._indices(), value._values()]
+        elif value.layout == torch.sparse_csr:
+            parts = [value.crow_indices(), value.col_indices(), value.values()]
+        elif value.is_quantized and value.qscheme() == torch.per_tensor_affine:
+            parts = [value.q_scale(), value.q_zero_point(), value.int_repr()]
+        elif value.is_quantized and value.qscheme() in _PER_CHANNEL:
+            scales, points = value.q_per_channel_scales(), value.q_per_channel_zero_points()
+            parts = [scales, points, value.q_per_channel_axis(), value.int_repr()]
+        else:
+            return self.unreadable(value, path)
+        return b"S" + self.encode([str(value.layout), tuple(value.shape), *parts], path)
+
+    def kind(self, kind: type, path: str) -> bytes:
+        """Walk a class."""
+        return self.klass(kind, path)
+
+    def rank(self, element: Any) -> bytes:
+        """By label, by content, or by what a walk of its own writes."""
+        if id(element) in self._labels:
+            return self._labels[id(element)]
+        try:
+            return Encoder().encode(element, "")
+        except UnencodableError:
+            pass
+        if self._is_inner:
+            return b""  # the element may hold the set
+        walk = Walk(element, self._tokens, self._texts, self._labels)
+        small = [tensor for tensor in walk.tensors.values() if tensor.nbytes <= _SMALL]
+        return digest([Fingerprint.of_parts(walk.parts).namespace, *map(tensor_digest, small)])
+
+    def _module(self, module: nn.Module, path: str) -> bytes:
+        known = self._labels.get(id(module))
+        if known is not None:
+            return known
+        before, self.is_foreign = self.is_foreign, sourcecode.origin(type(module)) == "installed"
+        try:
+            return self._new_module(module, path)
+        finally:
+            self.is_foreign = before
+
+    def _new_module(self, module: nn.Module, path: str) -> bytes:
+        reference = self.label(module, f"module {path}")
+        path = reference.decode().removeprefix("module ")  # which no other module has
+        kind = type(module)
+        where = f"{path}." if path else ""
+        # What an instance has of its own code, hooks included, may read anything.
+        own_code = any(isinstance(value, types.FunctionType) for value in vars(module).values())
+        skipped = set() if own_code or self._has_hooks(module) else self._assigned_by_forward(kind)
+        if path:
+            self._hooks(module, where)
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    self.parts[f"tensor {where}{name}"] = self.encode(tensor, f"{where}{name}")
+        for name, child in module._modules.items():
+            if child is not None:
+                self.parts[f"child {where}{name}"] = self._module(child, f"{where}{name}")
+        # After the submodules, which have names of their own wherever an attribute refers to them.
+        fields = self._made_by_tools(module, path)
+        fields = {
+            name: value
+            for name, value in sorted(fields.items())
+            if name not in _INTERNAL and name not in skipped and not name.startswith(_NOISE)
+        }
+        # The root's own forward refers to the cache, which would then refer to itself.
+        names = [name for name in fields if path or name != "forward"]
+        for name, value in self.without_skipped(kind, fields, path).items():
+            value = original(value) if name == "forward" else value
+            self.parts[f"attribute {where}{name}"] = self.encode(value, f"{where}{name}")
+        self.modules.append((module, tuple(names), skipped))
+        if path and (options := cache_options(module)):
+            self.parts[f"cached {path}"] = self.encode(options, path)
+        init, unread = vars(module).get(INIT_ATTRIBUTE, ({}, ()))
+        self.unread += unread
+        for name, data in init.items():
+            self.parts[f"constructor argument {where}{name}"] = data
+        self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
+        self.parts[reference.decode()] = b"".join(
+            [self.klass(kind, path), Encoder().encode([name for name, _ in module._modules.items()], path)]
+        )
+        if not path:
+            # They run at every call, outside of the forward: what they collect is not its state.
+            containers = dict(self.containers)
+            self._hooks(module, where)
+            self.containers = containers
+        return reference
+
+    def _hooks(self, module: nn.Module, where: str) -> None:
+        for hooks in _HOOKS:
+            for number, (key, hook) in enumerate(vars(module).get(hooks, {}).items()):
+                name = f"{where}{hooks}[{number}]"
+                flags = [key in vars(module).get(f"{hooks}_{flag}", ()) for flag in _HOOK_FLAGS]
+                self.parts[f"hook {name}"] = self.encode([hook, *flags], name)
+
+    def _made_by_tools(self, module: nn.Module, path: str) -> dict[str, Any]:
+        """The attributes of a module, less those that stand for its code, which is written down here."""
+        fields = vars(module)
+        if isinstance(module, torch.fx.GraphModule):
+            _ = module.code  # some make the code of their class at the first call: now is the time
+            # The class may have the code of an earlier graph; an interpreter runs the graph as it is now.
+            self.parts[f"graph {path}".rstrip()] = self.encode(module.graph, path)
+        if not isinstance(module, torch.jit.ScriptModule) or "_c" not in fields:
+            return fields
+        state = ScriptState(module)
+        methods = state.methods()
+        code = script_code(methods) if state.is_plain else None
+        part = f"script {path}".rstrip()
+        if code is None:
+            self.parts[part] = self.unreadable(module, path)
+        else:
+            tensors = {*module._parameters.keys(), *module._buffers.keys()}
+            plain = {name: value for name, value in state.values.items() if name not in tensors}
+            self.parts[part] = self.encode([code, state.constants, plain], path)
+            self.reads.append((state, module))
+        own = SCRIPT_FIELDS.union(method.name for method in methods)
+        return {name: value for name, value in fields.items() if name not in own}
+
+    def _has_hooks(self, module: nn.Module) -> bool:
+        """Whether the first module that was met, which contains the others, has hooks anywhere."""
+        if self._hooked is None:
+            self._hooked = any(vars(part).get(hooks) for part in module.modules() for hooks in _HOOKS)
+        return self._hooked
+
+    def _assigned_by_forward(self, kind: type) -> set[str]:
+        known = self._assigned_of.get(kind)
+        if known is not None:
+            return known
+        names: set[str] = set()
+        reached = _reached_by_forward(kind)
+        text = {method: sourcecode.function_source(method) or "" for method in reached or ()}
+        for forward in [method for method in text if method.__name__ == "forward"]:
+            others = [text[other] for other in text if other is not forward]
+            names |= assigned_for_others(text[forward], others)[0]
+        # Also by name, as in ``getattr(self, "calls")``.
+        texts = {constant for method in text for constant in _texts(method)}
+        self._assigned_of[kind] = names = names - texts
+        self.assigned |= {f"{kind.__name__}.{name}" for name in names}
+        return names
+
+
+def _reached_by_forward(kind: type) -> list[types.FunctionType] | None:
+    """The forwards of a class, and the methods that they may call; None if that cannot be told."""
+    bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
+    if any(sourcecode.origin(base) in ("torch", "builtin") for base in bases):
+        return None  # whose methods may read anything
+    if any("__getattr__" in vars(base) or "__getattribute__" in vars(base) for base in bases):
+        return None
+    reached: list[types.FunctionType] = []
+    queue = ["forward"]
+    seen = set()
+    while queue:
+        name = queue.pop()
+        seen.add(name)
+        for value in [vars(base)[name] for base in bases if name in vars(base)]:
+            method = value.fget if isinstance(value, property) else value
+            method = original(method) if isinstance(method, types.FunctionType) else method
+            if isinstance(method, types.FunctionType) and not hasattr(method, "__wrapped__"):
+                reached.append(method)
+                found = {*_texts(method)}
+                found |= names_in(method.__code__)
+                queue += found - seen
+            elif {"__call__", "__get__"} & set(dir(type(method))):
+                return None
+    return reached
+
+
+def _texts(function: types.FunctionType) -> set[str]:
+    codes = code_objects(function.__code__)
+    return {constant for code in codes for constant in code.co_consts if isinstance(constant, str)}
+
+
+class _Arguments(Walk):
+    """Constructor arguments: tensors by content, modules by class (they are walked where they are kept)."""
+
+    def tensor(self, value: Tensor, path: str) -> bytes:
+        """Read a tensor at once."""
+        if is_lazy(value):
+            return b"lazy"
+        try:
+            return Encoder.tensor(self, value, path)
+        except (UnencodableError, NotImplementedError, RuntimeError, TypeError):
+            return self.unreadable(value, path)
+
+    def _module(self, module: nn.Module, path: str) -> bytes:
+        return text_bytes(qualified_name(type(module)))
+
+
+def argument_digests(
+    arguments: Mapping[str, Any],
+) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """What stands for each constructor argument, short values as they are; and what cannot be read."""
+    digests: dict[str, bytes] = {}
+    unreadable: list[str] = []
+    texts = CompiledTexts()
+    for name, value in arguments.items():
+        walk = _Arguments(value, {}, texts)
+        root = walk.parts["root"]
+        is_whole = walk.parts.keys() == {"format", "root"} and describe(root) is not None
+        digests[name] = root if is_whole else b"#" + Fingerprint.of_parts(walk.parts).namespace
+        unreadable += [f"argument {path or name}" for path in walk.unread]
+    return digests, tuple(unreadable)

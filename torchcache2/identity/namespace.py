@@ -1,0 +1,259 @@
+"""`NamespaceKeeper`: the namespace of one module or function, kept true while it changes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from torchcache2.core.locks import ProcessLock
+from torchcache2.core.logs import listed, logger
+from torchcache2.core.modes import autocast_keeps_weights
+from torchcache2.core.settings import CacheSettings
+from torchcache2.identity.attributes import Attributes
+from torchcache2.identity.compiled import CompiledTexts
+from torchcache2.identity.describe import describe
+from torchcache2.identity.encoding import digest
+from torchcache2.identity.mixing import Reason, depends_on_batch
+from torchcache2.identity.modulewalk import Fingerprint, Walk
+from torchcache2.identity.tensorwatch import TensorWatch
+from torchcache2.identity.watch import Watch
+
+__all__ = ["History", "NamespaceKeeper", "Seen"]
+
+_NONE = bytes(16)
+_MOST_REMEMBERED = 16
+# Each is one encoded value.
+_PLAIN_PARTS = ("attribute ", "child ", "constructor argument ", "global ", "training")
+_DEVICES = ("cpu", "cuda")
+_UNCOUNTED = (
+    "inference",
+    "weights made under torch.inference_mode have no version counters, and more than 500 kB of them are too "
+    "many to be read at every call",
+)
+_OLD_PARAMETERS = "parametrize", "parametrize.cached() keeps weights that may have changed"
+_OLD_CASTS = "autocast", "weights have changed while autocast is on, which keeps its copies of the old ones"
+
+
+class Seen(NamedTuple):
+    """A namespace, and the tensors as they were when it was made.
+
+    `doubt` says why the forward may not compute with those tensors.
+    """
+
+    namespace: bytes
+    tensors: TensorWatch
+    generation: int
+    doubt: Reason | None = None
+
+
+class History:
+    """The fingerprint that came before each one: of the same module, else of another of its kind."""
+
+    def __init__(self) -> None:
+        self._lock = ProcessLock()
+        self._before: dict[bytes, Fingerprint] = {}
+        self._last: Fingerprint | None = None
+
+    def add(self, before: Fingerprint, now: Fingerprint) -> None:
+        """A module that had one fingerprint, without parts if none, has another."""
+        with self._lock():
+            previous = before if before.parts else self._last
+            if previous is not None and previous.namespace != now.namespace:
+                self._before.pop(now.namespace, None)
+                self._before[now.namespace] = previous
+                while len(self._before) > _MOST_REMEMBERED:
+                    del self._before[next(iter(self._before))]
+            self._last = now
+
+    def before(self, now: Fingerprint) -> Fingerprint | None:
+        """The fingerprint before this one."""
+        with self._lock():
+            return self._before.get(now.namespace)
+
+
+class NamespaceKeeper:
+    """Walks a module when its structure has changed, and reads its tensors when their content may have.
+
+    Safe under threads.
+
+    Parameters
+    ----------
+    name : str
+        What to call the module in messages.
+    settings : CacheSettings
+    history : History, optional
+        Of the namespaces of other modules too.
+
+    Attributes
+    ----------
+    fingerprint : Fingerprint
+        As of the last look.
+    generators : list
+        Random generators that the module refers to.
+    walks : int
+        How often code and attributes have been read.
+    """
+
+    def __init__(self, name: str, settings: CacheSettings, history: History | None = None) -> None:
+        self.name = name
+        self.history = history if history is not None else History()
+        self.fingerprint = Fingerprint(_NONE, {})
+        self.generators: list[Any] = []
+        self.walks = 0
+        self._settings = settings
+        self._lock = ProcessLock(threading.RLock)
+        self._tokens: dict[int, tuple[object, bytes]] = {}
+        self._texts = CompiledTexts()
+        self._told: set[str] = set()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what has been seen: the next look reads everything."""
+        with self._lock():
+            self._watch: Watch | None = None
+            self._tensors = TensorWatch({})
+            self._reason: Reason | None = None
+            self._parts: dict[str, bytes] = {}
+            self._values: dict[str, str] = {}
+            self._is_known = False
+            self._has_old_casts = False
+            self._is_parametrized = False
+
+    def reason_to_bypass(self, root: Any) -> Reason | None:
+        """Why a call of the module now cannot be cached, whatever its arguments are."""
+        with self._lock():
+            if self._lock.was_torn():
+                self.reset()
+            self._notice_structure(root)
+            if self._is_parametrized and parametrize._cache_enabled:
+                return _OLD_PARAMETERS
+            return self._reason_grad() or self._reason
+
+    def look(self, root: Any) -> Seen:
+        """The namespace as of now."""
+        with self._lock():
+            if self._lock.was_torn():
+                self.reset()
+            self._notice_structure(root)
+            return self.look_at_tensors()
+
+    def look_at_tensors(self) -> Seen:
+        """The namespace as of now, after `reason_to_bypass` has looked at everything else."""
+        with self._lock():
+            keeps_casts = autocast_keeps_weights(_DEVICES)
+            if not (self._is_known and self._tensors.same()):
+                before = self.fingerprint.namespace
+                self._read()
+                trains = any(tensor.requires_grad for tensor in self._tensors.tensors)
+                if keeps_casts and trains and before not in (_NONE, self.fingerprint.namespace):
+                    self._has_old_casts = True
+            self._has_old_casts = self._has_old_casts and keeps_casts
+            doubt = _OLD_CASTS if self._has_old_casts else None
+            return Seen(self.fingerprint.namespace, self._tensors, self._tensors.generation, doubt)
+
+    def changed_since(self, seen: Seen, root: Any) -> bool:
+        """Whether the module, or a tensor of it, has changed since it was looked at."""
+        with self._lock():
+            if seen.tensors.moved() or seen.tensors.generation != seen.generation:
+                return True  # written to by the forward or, while it ran, by another thread
+            if self.fingerprint.namespace != seen.namespace:
+                return True
+            if self._watch is not None and self._watch.same(_module(root)):
+                if self._watch.contents_same():
+                    return False
+                self._watch = None
+            # Something was touched, perhaps only to be what it was: pruning does so at every call.
+            return self.look(root).namespace != seen.namespace
+
+    def attributes(self, root: Any) -> Attributes:
+        """The attributes of the module and its submodules, as they are now."""
+        with self._lock():
+            module = _module(root)
+            if self._watch is not None:
+                return self._watch.attributes(module)
+            return Attributes([module] if module is not None else [])
+
+    def distrust_tensors(self) -> None:
+        """Have the tensors read again: an optimizer may step now, which not every tensor tells."""
+        with self._lock():
+            self._tensors.forget()
+
+    def _reason_grad(self) -> Reason | None:
+        if torch.is_grad_enabled():
+            for tensor in self._tensors.tensors:
+                if tensor.requires_grad:
+                    return "grad", "grad mode is on and a parameter requires grad"
+        return None
+
+    def _notice_structure(self, root: Any) -> bool:
+        """Walk the module again if anything but the content of its tensors has changed; whether it did."""
+        module = _module(root)
+        if self._watch is not None and not self._tensors.has_lazy and self._watch.same(module):
+            return False
+        self._watch = None  # should the walk be interrupted
+        self.walks += 1
+        walk = Walk(root, self._tokens, self._texts)
+        self._parts = {name: digest([data]) for name, data in walk.parts.items()}
+        plain = [name for name in walk.parts if name.startswith(_PLAIN_PARTS)]
+        self._values = {name: text for name in plain if (text := describe(walk.parts[name])) is not None}
+        self._parts["option cache_dtype"] = str(self._settings.cache_dtype).encode()
+        self._values["option cache_dtype"] = str(self._settings.cache_dtype)
+        self._tensors = TensorWatch(walk.tensors, self._tensors)
+        self.generators = walk.generators
+        self._is_known = False
+        self._reason = None
+        if self._tensors.has_lazy:
+            self._reason = "lazy", "a parameter is uninitialised"
+        elif self._tensors.is_blind and self._settings.persistent_module_hash is None:
+            self._reason = _UNCOUNTED
+        self._is_parametrized = any("parametrizations" in part._modules for part, _, _ in walk.modules)
+        for part, _, _ in walk.modules:
+            self._reason = self._reason or depends_on_batch(part)
+        for name in sorted(walk.assigned):
+            self._tell(logger.info, f"{name} is assigned by forward and not part of the key")
+        if walk.unread and self._settings.persistent_module_hash is None:
+            names = listed(sorted(set(walk.unread)))
+            self._tell(
+                logger.warning,
+                f"cannot read {names}: the cache is good for this process only, and changes there are "
+                "not noticed. Keep such objects out of the module, or set persistent_module_hash",
+            )
+        self._watch = Watch(walk, module)
+        return True
+
+    def _read(self) -> None:
+        """Read the tensors, and make the namespace."""
+        name = self._settings.persistent_module_hash
+        self._is_known = False  # should reading be interrupted
+        self._tensors.refresh(read=name is None)
+        if self._tensors.unreadable:
+            self._tell(
+                logger.warning,
+                f"cannot read the tensors {listed(self._tensors.unreadable)}: they count as new whenever "
+                "they may have changed, and the cache is good for this process only",
+            )
+        parts = dict(self._parts)
+        parts |= {f"weights {path}": data for path, data in self._tensors.digests.items()}
+        if name is not None:
+            parts = {part: self._parts[part] for part in ("format", "option cache_dtype")}
+            parts["persistent_module_hash"] = name.encode()
+        fingerprint = Fingerprint.of_parts(parts, self._values)
+        if fingerprint.namespace != self.fingerprint.namespace:
+            logger.info("%s: namespace %s", self.name, fingerprint.namespace.hex())
+            self.history.add(self.fingerprint, fingerprint)
+        self.fingerprint = fingerprint
+        self._is_known = True
+
+    def _tell(self, log: Callable[[str, str, str], None], text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            log("%s: %s", self.name, text)
+
+
+def _module(root: Any) -> nn.Module | None:
+    return root if isinstance(root, nn.Module) else None

@@ -1,0 +1,280 @@
+"""`NameWalk`: what code names, wherever it is: globals, modules as a whole, imports, installed packages."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+import types
+from collections.abc import Callable, Collection, Mapping
+from operator import itemgetter
+from typing import Any
+
+from torchcache2.identity import sourcecode
+from torchcache2.identity.codenames import names_of
+from torchcache2.identity.compiled import CompiledTexts, names_in
+from torchcache2.identity.containers import MUTABLE
+from torchcache2.identity.encoding import Encoder, text_bytes
+from torchcache2.identity.imports import files_of, place_of, resolved
+from torchcache2.identity.lateimports import fields_of_code, is_plain, reached
+from torchcache2.identity.operators import (
+    OPERATOR_FIELDS,
+    definition,
+    is_operator,
+    operator_name,
+    registered_otherwise,
+)
+
+__all__ = ["NameWalk", "values_of"]
+
+_MISSING = object()
+# Functions that reach what is named nowhere. `locals` gives what the code itself has, which is covered.
+_UNFOLLOWED = (eval, exec, globals, sys.modules)
+
+
+class NameWalk(Encoder):
+    """The part of a walk that goes from code to what it names.
+
+    Attributes
+    ----------
+    parts : dict of str to bytes
+        Canonical bytes of each part.
+    scopes : list of (mapping, name, value)
+        Globals and attributes that were read, and what they were.
+    reads : list of (callable, object)
+        ``callable(object)`` is a tuple of what else was read off an object.
+    dicts : list of mapping
+        Attributes of objects and classes, which may get more.
+    """
+
+    def __init__(self, texts: CompiledTexts | None = None) -> None:
+        super().__init__()
+        self.parts: dict[str, bytes] = {}
+        self.scopes: list[tuple[Mapping[str, Any], str, Any]] = []
+        self.reads: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
+        self.dicts: list[Collection[Any]] = []
+        self._texts = texts if texts is not None else CompiledTexts()
+        self.origins = sourcecode.Origins()
+        self._versions: dict[str, str] = {}
+        self._files: dict[tuple[str, int], bytes] = {}
+        self.project_files: set[str] = set()  # of modules that count as a whole, and of what those import
+        self._names: set[str] = set()  # that project code takes
+        self._whole: dict[int, types.ModuleType] = {}  # project modules that code takes as a whole
+        self._constructors: set[int] = set()  # of modules, which are walked as they came out
+        self._exempt: set[str] = set()
+        self._labels: dict[int, bytes] = {}  # of classes, functions and modules that were met
+        self._taken: dict[str, int] = {}
+        self._held: list[Any] = []  # keeps ids valid
+
+    def unreadable(self, value: Any, path: str) -> bytes:
+        """Bytes that stand for what cannot be read."""
+        raise NotImplementedError
+
+    def named_globals(self, function: types.FunctionType, left_out: Collection[str], owner: str) -> None:
+        """Write down what a function names: one part for each global and each import."""
+        names = names_of(function.__code__)
+        scope = function.__globals__
+        taken = names_in(function.__code__)
+        self._names |= taken
+        package = scope.get("__package__")
+        if id(function) in self._constructors:
+            self._exempt.add(owner)
+        for name in names.imports:
+            self.parts[f"import {name} {owner}"] = self._imported(name, package, taken)
+        for chain in names.chains:
+            if chain[0] not in left_out:
+                self._chain(chain, function, owner)
+        for chain in names.looked_up:
+            value: Any = scope.get(chain[0])
+            for attribute in chain[1:]:
+                value = vars(value).get(attribute) if isinstance(value, types.ModuleType) else None
+            if isinstance(value, types.ModuleType) and self.origins.of(value) == "project":
+                self._unfollowed(function, f"attributes of {'.'.join(chain)} by computed names", owner)
+        for name in names.unfollowed:
+            self._unfollowed(function, name, owner)
+
+    def _chain(self, chain: tuple[str, ...], function: types.FunctionType, owner: str) -> None:
+        name, *attributes = chain
+        scope: Mapping[str, Any] = function.__globals__
+        value = scope.get(name, _MISSING)
+        path = name
+        self.scopes.append((scope, name, None if value is _MISSING else value))
+        if value is _MISSING:  # a builtin, or a name that does not exist yet: reading it would fail
+            if any(getattr(builtins, name, None) is one for one in _UNFOLLOWED):
+                self._unfollowed(function, name, owner)
+            return
+        inside = value
+        while attributes and isinstance(value, types.ModuleType):
+            inside, scope, attribute = value, vars(value), attributes.pop(0)
+            path += f".{attribute}"
+            if type(value).__module__ == "torch._ops":
+                getattr(value, attribute, None)  # looks up operators as they are asked for
+            value = scope if attribute == "__dict__" else scope.get(attribute, None)
+            self.scopes.append((scope, attribute, scope.get(attribute)))
+        if any(value is one for one in _UNFOLLOWED):
+            self._unfollowed(function, path, owner)
+        elif isinstance(inside, types.ModuleType) and path.endswith(".__dict__"):
+            if self.origins.of(inside) == "project":
+                self._unfollowed(function, path, owner)
+        elif not isinstance(inside, types.ModuleType) or self.origins.of(inside) == "project":
+            self.parts[f"global {path} {owner}"] = self.encode(value, path)
+        else:
+            self.parts[f"global {path} {owner}"] = self._in_package(inside, value, path)
+
+    def _in_package(self, module: types.ModuleType, value: Any, path: str) -> bytes:
+        """Bytes of what others have in a module: its name, unless somebody has put other code there."""
+        known = self.python_module(module, path)
+        is_function = isinstance(value, types.FunctionType)
+        if is_operator(value) or (is_function and self.origins.of(value) == "project"):
+            return self.encode(value, path)
+        if self.origins.of(module) == "installed" and (
+            is_function or isinstance(value, type) or is_plain(value)
+        ):
+            return known + self.encode(value, path)
+        return known
+
+    def python_module(self, module: types.ModuleType, path: str) -> bytes:
+        """Bytes of a Python module that code uses as a whole."""
+        where = self.origins.of(module)
+        if where != "project":
+            version = self.installed(module, "") if where == "installed" else b""
+            return b"M" + text_bytes(module.__name__) + version
+        if getattr(module, "__file__", None) is None and not hasattr(module, "__path__"):
+            return self.unreadable(module, path)
+        self._whole[id(module)] = module
+        self._held.append(module)
+        return b"M" + self._files_of(module.__name__, module)
+
+    def _files_of(self, name: str, module: types.ModuleType | None) -> bytes:
+        """Bytes of the files of a project module, and of those that it imports; empty if it is no such."""
+        key = name, id(module)
+        if key not in self._files:
+            files = files_of(name, module)
+            self.reads.append((_loaded, sorted(files)))  # importing one shows what it holds
+            self.project_files |= {place_of(found) or "" for found in files}
+            loaded = {found: sys.modules.get(found) for found in files} | ({name: module} if files else {})
+            data = b"".join([text_bytes(part) for item in sorted(files.items()) for part in item])
+            for found, other in sorted(loaded.items()):
+                if not files[found]:
+                    data += self.unreadable(other or files, f"{found} (no file)")
+                elif other is not None and sourcecode.loaded_differs(other, self._texts):
+                    data += self.unreadable(other, f"{found} (its file has been changed)")
+            self._files[key] = data
+        return self._files[key]
+
+    def _imported(self, name: str, package: str | None, names: Collection[str]) -> bytes:
+        """Bytes of a module that code imports, or of a name that it takes from one."""
+        data = name.encode()
+        for full in resolved(name, package):
+            module = sys.modules.get(full)
+            files = self._files_of(full, module)
+            data += files or self._file_of_package(full)
+            if module is None:
+                self.reads.append((_loaded, [full]))
+            else:
+                data += self._replaced(module, names)
+        return data
+
+    def _file_of_package(self, name: str) -> bytes:
+        """Bytes of the file of an installed module, whether it has been imported yet or not."""
+        if sourcecode.is_known_root(name):
+            return b""
+        key = f"import {name}"
+        if key not in self._versions:
+            self._versions[key] = sourcecode.file_digest(place_of(name) or "")
+        return text_bytes(self._versions[key])
+
+    def _replaced(self, module: types.ModuleType, names: Collection[str]) -> bytes:
+        """Bytes of what code reaches in a project module that is not, or may not be, what its file says."""
+        data = b""
+        for one in reached(module, names, self._texts):
+            self.scopes.append((vars(one.module), one.name, one.value))
+            if one.is_said and isinstance(one.value, (types.FunctionType, type)):
+                self.reads.append((fields_of_code, one.value))
+            name = f"{one.module.__name__}.{one.name}"
+            if not one.is_said:
+                data += text_bytes(name) + self.encode(one.value, name)
+            elif isinstance(one.value, MUTABLE):
+                self.encode(one.value, name)  # to have it watched
+        return data
+
+    def _unfollowed(self, function: types.FunctionType, what: str, owner: str) -> None:
+        if owner in self._exempt:
+            return
+        token = self.unreadable(function, f"what {owner.removeprefix('of ')} reaches by {what}")
+        self.parts[f"unfollowed {what} {owner}"] = token
+
+    def operator(self, value: Any, path: str) -> bytes:
+        """Write down an operator of torch: its name, and the user's functions if it is a custom one."""
+        name = operator_name(value)
+        state = definition(value)
+        if state is None:
+            unknown = self.unreadable(value, path) if registered_otherwise(name) else b""
+            return b"u" + text_bytes(str(value)) + unknown
+        part = f"operator {name}"
+        if part not in self.parts:
+            self.parts[part] = b""  # its functions refer to it
+            kept = {field: state[field] for field in OPERATOR_FIELDS if field in state}
+            self.scopes += [(state, field, content) for field, content in kept.items()]
+            self.dicts += [content for content in kept.values() if isinstance(content, (dict, set))]
+            self.reads += [(values_of, content) for content in kept.values() if isinstance(content, dict)]
+            self.parts[part] = self.encode(kept, name)
+        return b"u" + text_bytes(str(value))
+
+    def installed(self, obj: Any, name: str) -> bytes:
+        """Bytes of code of an installed package: its name, the package's version, and the file."""
+        module = sourcecode.defining_module(obj)
+        if module not in self._versions:
+            file = getattr(sys.modules.get(module), "__file__", None) or ""
+            version = sourcecode.package_version(module.partition(".")[0])
+            self._versions[module] = f"{version} {sourcecode.file_digest(file)}"
+            loaded = sys.modules.get(module)
+            if (
+                loaded is not None
+                and sourcecode.is_newer(file)
+                and sourcecode.loaded_differs(loaded, self._texts)
+            ):
+                self._versions[module] += self.unreadable(
+                    loaded, f"{module} (its file has been changed)"
+                ).hex()
+        return text_bytes(f"{module} {name} {self._versions[module]}")
+
+    def watch_names(self, scope: Mapping[str, Any], names: Collection[str]) -> None:
+        """Have it noticed when names of a scope stand for other objects."""
+        if names:
+            # Two names at least, for a tuple in any case.
+            self.reads.append((itemgetter(*sorted(names), min(names)), scope))
+
+    def finish(self) -> None:
+        """Write down what project code takes from the modules that it has as a whole."""
+        done: set[tuple[int, str]] = set()
+        while True:
+            new = [
+                (module, name)
+                for module in self._whole.values()
+                for name in sorted(self._names & vars(module).keys())
+                if not name.startswith("__") and (id(module), name) not in done
+            ]
+            if not new:
+                return
+            for module, name in new:
+                done.add((id(module), name))
+                value = vars(module).get(name)
+                self.scopes.append((vars(module), name, value))
+                path = f"{module.__name__}.{name}"
+                self.parts[f"global {path}"] = self.encode(value, path)
+
+    def label(self, obj: Any, label: str) -> bytes:
+        """A name for something that is met for the first time; deterministic, unique in this walk."""
+        self._held.append(obj)
+        count = self._taken[label] = self._taken.get(label, 0) + 1
+        self._labels[id(obj)] = (label if count == 1 else f"{label} ({count})").encode()
+        return self._labels[id(obj)]
+
+
+def _loaded(names: list[str]) -> tuple[Any, ...]:
+    return tuple(map(sys.modules.get, names))
+
+
+def values_of(registry: dict[Any, Any]) -> tuple[Any, ...]:
+    """The values of a dict, to be compared by identity."""
+    return tuple(registry.values())

@@ -1,0 +1,311 @@
+"""`ObjectWalk`: arbitrary objects as canonical bytes: their class, and the state that they have."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import random
+import re
+import threading
+import types
+import weakref
+from collections import defaultdict
+from collections.abc import Mapping, MutableMapping
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchcache2.identity import sourcecode
+from torchcache2.identity.annotations import parts_of_type
+from torchcache2.identity.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
+from torchcache2.identity.compiled import CompiledTexts
+from torchcache2.identity.containers import MUTABLE, content
+from torchcache2.identity.encoding import CONTAINERS, attributes, qualified_name, sized, text_bytes
+from torchcache2.identity.leftout import left_out
+from torchcache2.identity.operators import is_operator
+from torchcache2.identity.ownerwalk import OwnerWalk
+from torchcache2.identity.programs import graph_code, script_code
+
+__all__ = ["ObjectWalk"]
+
+_MOST_OBJECTS = 100_000
+_NO_STATE = (type(threading.Lock()), type(threading.RLock()))
+# Each thread, or what else is alive, decides about their content.
+_FLEETING = (threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+_LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_BUILTIN_CODE = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodWrapperType,
+    np.ufunc,
+)
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
+
+
+class ObjectWalk(OwnerWalk):
+    """The part of a walk that reads objects.
+
+    Parameters
+    ----------
+    tokens : dict
+        Random bytes that stand for objects that cannot be read, by id; a caller that walks again
+        passes it again, so that the same object keeps its token.
+    texts : CompiledTexts, optional
+        What source files compile to, which such a caller passes again as well.
+
+    Attributes
+    ----------
+    generators : list
+        Random generators that were met; their state is not part of the namespace.
+    unread : list of str
+        Where something was met that cannot be read.
+    containers : dict of int to (container, tuple)
+        Lists, dicts and the like that were read, by id, and what they held.
+    """
+
+    def __init__(
+        self, tokens: MutableMapping[int, tuple[object, bytes]], texts: CompiledTexts | None = None
+    ) -> None:
+        super().__init__(texts)
+        self.generators: list[Any] = []
+        self.unread: list[str] = []
+        self.containers: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        self._tokens = tokens
+        self._objects = 0
+        self._too_much = os.urandom(16)
+
+    def encode(self, value: Any, path: str) -> bytes:
+        """The bytes of `value`, or a token if there is too much of it."""
+        if isinstance(value, (str, int, float, bytes)):
+            return super().encode(value, path)
+        self._objects += 1
+        if self._objects > _MOST_OBJECTS:
+            if self._objects == _MOST_OBJECTS + 1:
+                self.unread.append(f"{path} (more than {_MOST_OBJECTS} objects)")
+            return self._too_much
+        if issubclass(type(value), MUTABLE):  # not what only says that it is one
+            self.containers.setdefault(id(value), (value, content(value)))
+        try:
+            return super().encode(value, path)
+        except RecursionError:
+            return self.unreadable(value, f"{path} (too deep)")
+
+    def kind(self, kind: type, path: str) -> bytes:
+        """Walk a class."""
+        return self.klass(kind, path)
+
+    def contents(self, value: Any, path: str) -> bytes:
+        """Read a set in an order that does not depend on the process: it decides about names."""
+        if isinstance(value, (set, frozenset)):
+            ordered = sorted(value, key=self.rank)
+            return b"".join(map(sized, sorted(self.encode(element, f"{path}{{…}}") for element in ordered)))
+        if isinstance(value, dict) and left_out(type(value)):
+            value = self.without_skipped(type(value), dict(value), path)
+        return super().contents(value, path)
+
+    def rank(self, element: Any) -> bytes:
+        """Bytes to sort the elements of a set by."""
+        raise NotImplementedError
+
+    def compound(self, value: Any, kind: type, path: str) -> bytes:
+        """Walk a subclass of a container or a dataclass, with the attributes that it has besides."""
+        if not hasattr(kind, "__dataclass_fields__") and not isinstance(value, CONTAINERS):
+            return self.other(value, path)
+        return super().compound(value, kind, path)
+
+    def fields(self, value: Any, path: str) -> dict[str, Any]:
+        """Without what is left out."""
+        return self.without_skipped(type(value), super().fields(value, path), path)
+
+    def besides(self, value: Any, path: str) -> bytes:
+        """Slots too, and have them watched."""
+        fields = getattr(type(value), "__dataclass_fields__", ())
+        state = {name: item for name, item in attributes(value).items() if name not in fields}
+        self.watch(value, attributes(value))
+        state = self.without_skipped(type(value), state, path)
+        if isinstance(value, defaultdict):
+            state["default_factory"] = value.default_factory
+        return self.state(state, path)
+
+    def other(self, value: Any, path: str) -> bytes:
+        """Walk code and objects."""
+        if hasattr(type(value), ADDED_ATTRIBUTE):
+            # A cache or a cached forward, which others may keep where they wrap it.
+            return b"z" + self.encode(getattr(value, ORIGINAL_ATTRIBUTE, None), path)
+        if (parts := parts_of_type(value)) is not None:
+            return b"t" + self.encode(parts, path)
+        if isinstance(value, type):
+            return self.klass(value, path)
+        if isinstance(value, types.FunctionType):
+            compiled = vars(value).get("_torchdynamo_orig_callable")  # by torch.compile
+            return self.function(value, path) if compiled is None else self.encode(compiled, path)
+        if isinstance(value, types.MethodType):
+            return b"m" + self.items([(value.__func__, path), (value.__self__, path)])
+        if isinstance(value, types.ModuleType):
+            return self.python_module(value, path)
+        if isinstance(value, _BUILTIN_CODE):
+            owner = getattr(value, "__self__", None)
+            bound = owner is not None and not isinstance(owner, (types.ModuleType, type))
+            name = text_bytes(qualified_name(value) + repr(getattr(value, "__objclass__", "")))
+            return b"u" + name + (self.encode(owner, path) if bound else b"")
+        if isinstance(value, (staticmethod, classmethod)):
+            return b"h" + self.items([(type(value).__name__, path), (value.__func__, path)])
+        if isinstance(value, property):
+            return b"h" + self.items([(value.fget, path), (value.fset, path)])
+        if isinstance(value, functools.cached_property):
+            return b"h" + self.encode(value.func, path)
+        if isinstance(value, functools._lru_cache_wrapper):
+            return b"h" + self.encode(value.__wrapped__, path)
+        if isinstance(value, weakref.ReferenceType):
+            return b"w" + self.encode(value(), path)
+        if isinstance(value, logging.Logger):
+            return self._logger(value, path)
+        if is_operator(value):
+            return self.operator(value, path)
+        if isinstance(value, torch.jit.ScriptFunction):
+            code = script_code([value])
+            return self.unreadable(value, path) if code is None else b"J" + self.encode(code, path)
+        if isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
+            return b"B" + self.encode(_as_tensor(value), path)
+        if isinstance(value, torch.fx.Graph):
+            return b"G" + self.encode(graph_code(value), path)
+        if isinstance(value, torch.fx.Node):
+            return b"G" + self.encode([value.name, value.graph], path)
+        if isinstance(value, random.SystemRandom):
+            return b"z" + text_bytes(qualified_name(type(value)))
+        if isinstance(value, _GENERATORS):
+            self.generators.append(value)
+            return b"z" + text_bytes(qualified_name(type(value)))
+        if isinstance(value, _FLEETING):
+            return self._fleeting(value, path)
+        if isinstance(value, _NO_STATE) or type(value) is object:
+            return b"z" + text_bytes(qualified_name(type(value)))
+        return self._object(value, path)
+
+    def _logger(self, value: logging.Logger, path: str) -> bytes:
+        """A logger by its name; one with more to it than the standard library's is unreadable."""
+        self.dicts.append(vars(value))
+        state = {name: item for name, item in vars(value).items() if name not in _LOGGER_FIELDS}
+        head = b"h" + text_bytes(value.name)
+        origin = sourcecode.origin(type(value))
+        if origin == "installed" or (origin == "builtin" and not state):
+            return head
+        self.watch(value, state)
+        return head + self.unreadable(value, path) + self.klass(type(value), path) + self.state(state, path)
+
+    def _fleeting(self, value: Any, path: str) -> bytes:
+        """What has another content in each thread, or refers to others weakly."""
+        head = b"z" + text_bytes(qualified_name(type(value)))
+        if self.is_foreign:  # such as the cache of functools.singledispatch
+            return head
+        if not isinstance(value, threading.local):
+            self.reads.append((_is_empty, value))
+            return self.unreadable(value, path) if len(value) else head
+        self.reads.append((_of_this_thread, value))
+        if not vars(value) and type(value) is threading.local:
+            return head
+        token = self.unreadable(value, path)
+        return token + self.klass(type(value), path) + self.state(dict(vars(value)), path)
+
+    def _object(self, value: Any, path: str) -> bytes:
+        before = self.is_foreign
+        origin = sourcecode.origin(type(value))
+        self.is_foreign = origin in ("installed", "torch") or (before and origin == "builtin")
+        try:
+            return self._object_of_class(value, path)
+        finally:
+            self.is_foreign = before
+
+    def _object_of_class(self, value: Any, path: str) -> bytes:
+        kind = type(value)
+        state = attributes(value)
+        if hasattr(kind, "__enter__") and sourcecode.origin(kind) == "torch":
+            # What a context manager has to go back to changes while it is used.
+            state = {name: item for name, item in state.items() if not name.startswith("prev")}
+        self.watch(value, state)
+        if hasattr(kind, "set_truncation_and_padding") and hasattr(state.get("_tokenizer"), "to_str"):
+            # Each call of such a tokenizer sets these two anew: here is what the last one has left.
+            text = state["_tokenizer"].to_str()  # "truncation", "padding", "added_tokens", …
+            state["_tokenizer"] = text[max(0, text.find('"added_tokens"')) :]
+        state = self.without_skipped(kind, state, path)
+        head = self.klass(kind, path) + self.state(state, path)
+        if all(_made_by_class_statement(base) for base in kind.__mro__[:-1]):
+            return b"o" + head
+        if hasattr(kind, "__next__"):
+            return self.unreadable(value, path)  # where it stands changes as it is used
+        try:
+            reduced = value.__reduce_ex__(4)  # the state that only C code can see
+        except Exception:
+            reduced = None
+        if isinstance(reduced, str):
+            return b"R" + head + text_bytes(reduced)
+        if isinstance(reduced, tuple):
+            parts = [list(part) if hasattr(part, "__next__") else part for part in reduced]
+            return b"R" + head + self.encode(parts, path)
+        text = repr(value)
+        if sourcecode.origin(kind) != "torch" or _ADDRESS.search(text):
+            return self.unreadable(value, path)
+        return b"r" + head + text_bytes(text)  # such as torch.finfo
+
+    def state(self, state: Mapping[str, Any], path: str) -> bytes:
+        """Bytes of named values."""
+        names = sorted(state)
+        pairs = [(state[name], f"{path}.{name}") for name in names]
+        return text_bytes(" ".join(names)) + self.items(pairs)
+
+    def watch(self, value: Any, state: Mapping[str, Any]) -> None:
+        """Have changed attributes of an object noticed."""
+        scope = getattr(value, "__dict__", None)
+        if type(scope) is not dict:
+            scope = {}
+        else:
+            self.dicts.append(scope)
+            self.reads.append((_class_of, value))
+        self.scopes += [(scope, name, item) for name, item in state.items() if name in scope]
+        slots = [name for name in state if name not in scope and hasattr(value, name)]
+        if slots:
+            # Two names at least, for a tuple in any case.
+            self.reads.append((attrgetter("__class__", *slots), value))
+
+    def unreadable(self, value: Any, path: str) -> bytes:
+        """A token that stands for this object in this process."""
+        self.unread.append(path or type(value).__qualname__)
+        _, token = self._tokens.setdefault(id(value), (value, os.urandom(16)))
+        return b"?" + token
+
+
+def _as_tensor(storage: torch.UntypedStorage | torch.TypedStorage) -> Tensor:
+    if isinstance(storage, torch.TypedStorage):
+        return torch.empty(0, dtype=storage.dtype, device=storage.device).set_(storage._untyped_storage)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _class_of(value: Any) -> tuple[type]:
+    return (type(value),)
+
+
+def _is_empty(value: Any) -> tuple[bool]:
+    return (len(value) == 0,)
+
+
+def _of_this_thread(value: threading.local) -> tuple[Any, ...]:
+    content = vars(value)
+    return (len(content), *content, *content.values())
+
+
+def _made_by_class_statement(kind: type) -> bool:
+    """Whether a class has no state but attributes; classes made in C have methods made in C."""
+    return not any(
+        isinstance(value, (types.MethodDescriptorType, types.WrapperDescriptorType))
+        and value.__objclass__ is kind
+        for value in vars(kind).values()
+    )

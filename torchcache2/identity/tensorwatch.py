@@ -1,0 +1,256 @@
+"""`TensorWatch`: the content of tensors, read once, and again where it may have changed.
+
+Tensors are compared by storage address, shape, strides and version counter, and, because ``.data`` edits and
+numpy writes move none of them, by the first bytes of each tensor and in turn by the first 4 KB of one. What
+this does not see: an edit of a part of one tensor through ``.data``, until its turn comes and only if it is
+within the first 4 KB. Tensors made under `torch.inference_mode` have no version counters: they are compared
+byte by byte, as long as they are small.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from xxhash import xxh3_64_digest
+
+from torchcache2.identity.encoding import UnencodableError, tensor_digest
+
+__all__ = ["TensorWatch"]
+
+_HEAD = 64
+_PROBE = 4096
+_SPREAD = 64  # bytes beyond that which are compared before a digest is used again
+_COPIED = 16 << 20
+_MOST_UNCOUNTED = 500_000  # bytes, some 40 µs at every call
+
+# Arrays are buffers, which older type checkers do not know.
+Bytes1D = Any
+
+_State = tuple[list[int], list[Any], list[Any], list[torch.dtype], list[int], list[bytes]]
+
+_dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
+_version: Callable[[Tensor], int] = attrgetter("_version")
+
+
+class _Known(NamedTuple):
+    """The content of a tensor that was read, and what would tell that it is another."""
+
+    digest: bytes
+    mark: tuple[Any, ...]
+    sample: bytes
+    is_gone: Callable[[], bool]  # whether its storage is, so that other content may have its address
+
+
+class TensorWatch:
+    """The content of some tensors: read once, and again when it may have changed.
+
+    Parameters
+    ----------
+    tensors : dict of str to Tensor
+        Tensors by path.
+    before : TensorWatch, optional
+        Another one, perhaps of some of these tensors: what it has read is not read again.
+
+    Attributes
+    ----------
+    digests : dict of str to bytes
+        Digest of each tensor by its path, as of the last `refresh`.
+    unreadable : list of str
+        Tensors whose content cannot be read.
+    dtypes : set of torch.dtype
+        Of all tensors.
+    is_blind : bool
+        Whether there are tensors without version counters that are too large to be compared at every call.
+    generation : int
+        How often `refresh` has been called.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], before: TensorWatch | None = None) -> None:
+        self.digests: dict[str, bytes] = {}
+        self.unreadable: list[str] = []
+        self.generation = 0
+        self._named = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
+        self.tensors = list({id(tensor): tensor for tensor in self._named.values()}.values())
+        self.dtypes = {tensor.dtype for tensor in self.tensors}
+        self.has_lazy = len(self._named) < len(tensors)
+        self._counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
+        self._uncounted = [tensor for tensor in self.tensors if tensor.is_inference()]
+        total = sum(map(_span, self._uncounted))
+        self.is_blind = total > _MOST_UNCOUNTED or not all(map(_is_plain, self._uncounted))
+        self._state: _State | None = None
+        self._follows = False
+        self._heads: list[Bytes1D] = []
+        self._head_bytes = b""
+        self._wholes: list[Bytes1D] = []
+        self._away: list[Tensor] = []
+        self._probes: list[bytes] = []
+        self._turn = 0
+        known: dict[int, _Known] = {} if before is None else before._known
+        mine = [id(tensor) for tensor in self.tensors]  # ids of others may soon be those of new tensors
+        self._known: dict[int, _Known] = {key: known[key] for key in mine if key in known}
+        if before is not None and before._follows:
+            self._follow_optimizers()
+
+    def moved(self) -> bool:
+        """Whether a tensor has other storage, or was written to, since the last `refresh`."""
+        return self._look() != self._state
+
+    def same(self) -> bool:
+        """Whether every tensor seems to have the content that was read."""
+        if self.moved() or b"".join(self._heads) != self._head_bytes:
+            return False
+        if self.tensors:
+            self._turn = (self._turn + 1) % len(self.tensors)
+            return _probe(self.tensors[self._turn]) == self._probes[self._turn]
+        return True
+
+    def refresh(self, *, read: bool = True) -> None:
+        """Read tensors that may have changed; without `read`, only remember what could tell of a change."""
+        if not self._follows and any(tensor.requires_grad for tensor in self.tensors):
+            self._follow_optimizers()
+        whole = [] if self.is_blind else self._uncounted
+        self._wholes = [memoryview(_content(tensor)) for tensor in whole if tensor.device.type == "cpu"]
+        self._away = [tensor for tensor in whole if tensor.device.type != "cpu"]
+        state, self._state = self._look(), None  # should reading be interrupted
+        self.generation += 1
+        self.unreadable = []
+        # These are taken before the tensors are read, because other threads may write to them meanwhile.
+        marks = self._marks()
+        samples = {id(tensor): _sample(tensor) for tensor in self.tensors} if read else {}
+        known, self._known = self._still_known(marks, samples), {}
+        digests: dict[int, bytes] = {}
+        for name, tensor in self._named.items() if read else ():
+            key = id(tensor)
+            if key in digests:  # tied weights have several names
+                continue
+            try:
+                digests[key] = known[key].digest if key in known else tensor_digest(tensor)
+            except (RuntimeError, TypeError, NotImplementedError, UnencodableError):
+                self.unreadable.append(name)
+                digests[key] = os.urandom(16)
+                continue
+            if key in marks:
+                known[key] = _Known(digests[key], marks[key], samples[key], _storage_is_gone(tensor))
+        self.digests = {n: digests[id(t)] for n, t in self._named.items() if id(t) in digests}
+        # Views of arrays are read in half the time.
+        self._heads = [memoryview(_first_bytes(t, _HEAD)) for t in self.tensors if t.device.type == "cpu"]
+        self._head_bytes = b"".join(self._heads)
+        self._probes = list(map(_probe, self.tensors))
+        self._known, self._state = known, state
+
+    def forget(self) -> None:
+        """Have the next `same` say no and all be read, and let go of the storage that is watched."""
+        self._heads, self._wholes, self._known, self._state = [], [], {}, None
+
+    def small_buffers(self) -> list[Tensor]:
+        """Tensors that a forward may write to and that are cheap to copy."""
+        buffers = [tensor for tensor in self.tensors if type(tensor) is not nn.Parameter]
+        return buffers if sum(tensor.nbytes for tensor in buffers) <= _COPIED else []
+
+    def _look(self) -> _State:
+        tensors = self.tensors
+        return (
+            list(map(_pointer, tensors)),
+            list(map(Tensor.stride, tensors)),
+            list(map(Tensor.size, tensors)),
+            list(map(_dtype, tensors)),
+            list(map(_version, self._counted)),
+            [*map(xxh3_64_digest, self._wholes), *[xxh3_64_digest(_content(t)) for t in self._away]],
+        )
+
+    def _marks(self) -> dict[int, tuple[Any, ...]]:
+        """What moves when a tensor is written to, by id; of those that have a version counter."""
+        plain = [tensor for tensor in self._counted if _is_plain(tensor)]
+        return {
+            id(t): (_pointer(t), t.storage_offset(), t.stride(), t.size(), t.dtype, t._version) for t in plain
+        }
+
+    def _still_known(self, marks: dict[int, tuple[Any, ...]], samples: dict[int, bytes]) -> dict[int, _Known]:
+        """What need not be read again.
+
+        Nothing of it, if one tensor has changed without moving its counter: somebody writes through ``.data``
+        or numpy, perhaps also to where no sample is taken.
+        """
+        known = {key: self._known[key] for key in marks if key in self._known}
+        known = {key: one for key, one in known.items() if one.mark == marks[key] and not one.is_gone()}
+        is_honest = all(one.sample == samples.get(key) for key, one in known.items())
+        return known if is_honest else {}
+
+    def _follow_optimizers(self) -> None:
+        # Fused ones move no version counter.
+        watch = weakref.ref(self)
+
+        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if (this := watch()) is not None:
+                this.forget()
+
+        self._follows = True
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+
+def _pointer(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a subclass without storage
+        return 0
+
+
+def _storage_is_gone(tensor: Tensor) -> Callable[[], bool]:
+    """Whether the storage that a tensor has now is gone."""
+    expired: Callable[[], bool] = StorageWeakRef(tensor.untyped_storage()).expired  # type: ignore[no-untyped-call]
+    return expired
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+
+
+def _span(tensor: Tensor) -> int:
+    """How many bytes of storage there are from the first element of a tensor to its last."""
+    if tensor.numel() == 0 or not _is_plain(tensor):
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+
+
+def _first_bytes(tensor: Tensor, count: int) -> Bytes1D:
+    """About `count` bytes where a tensor's storage starts; on the CPU a view that follows its content."""
+    if not _is_plain(tensor):
+        return np.empty(0, np.uint8)
+    start, size = tensor.storage_offset(), tensor.element_size()
+    end = min(start + -(-count // size), tensor.untyped_storage().nbytes() // size)
+    view = tensor.detach().as_strided((max(0, end - start),), (1,), start)
+    try:
+        data = view.view(torch.uint8)
+    except RuntimeError:  # of a conjugate that is not computed yet: its storage is what may change
+        stored = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        data = stored.set_(tensor.untyped_storage(), start, view.shape, (1,)).view(torch.uint8)
+    return data.cpu().numpy()
+
+
+def _content(tensor: Tensor) -> Bytes1D:
+    return _first_bytes(tensor, _span(tensor))
+
+
+def _probe(tensor: Tensor) -> bytes:
+    return xxh3_64_digest(_first_bytes(tensor, _PROBE))
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """Some of the bytes of a tensor: the first, and on the CPU a few that are spread over it."""
+    if tensor.device.type != "cpu":
+        return _probe(tensor)
+    content = _content(tensor)
+    step = len(content) // _SPREAD | 1  # odd, so as to meet all of the bytes that numbers are made of
+    spread: bytes = content[::step].tobytes()
+    return xxh3_64_digest(content[:_PROBE]) + spread

@@ -1,0 +1,133 @@
+"""`Watch`: notices at every call whether code, attributes and modules are what a fingerprint was made of.
+
+Attributes, submodules, hooks, globals and closures are compared by identity, and so are the elements of
+lists, dicts and the like that are small. What larger ones hold is compared around a forward only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from itertools import accumulate, chain
+from operator import is_, itemgetter
+from typing import Any
+
+from torch import nn
+
+from torchcache2.identity.attributes import Attributes
+from torchcache2.identity.containers import Contents, alike, content, size_of
+from torchcache2.identity.modulewalk import GLOBAL_HOOKS, Walk
+
+__all__ = ["Watch"]
+
+_ALWAYS = (
+    "training",
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_forward_pre_hooks",
+    "_forward_hooks",
+)
+# What is compared at every call, and around a forward.
+_SMALL = {"each": 64, "total": 2000, "each_bytes": 1024, "total_bytes": 16_384}
+_LARGE = {"each": 5000, "total": 5000, "each_bytes": 1 << 20, "total_bytes": 1 << 20}
+_MOST_LARGEST = 64
+_MOST_COPIED = 1_000_000
+
+_Fields = Callable[[dict[str, Any]], tuple[Any, ...]]
+
+_values: Callable[[Any], Iterable[Any]] = dict.values
+
+
+class Watch:
+    """What a walk has seen of code, attributes and modules.
+
+    It refers to the root module only weakly, through what the caller passes: a strong reference to the
+    module's attributes would make a cycle through the cache that is one of them.
+    """
+
+    def __init__(self, walk: Walk, root: nn.Module | None) -> None:
+        self._root: _Fields = _no_fields
+        self._root_left_out: set[str] = set()
+        self._fields: list[tuple[_Fields, dict[str, Any]]] = []
+        self._left_out: list[tuple[dict[str, Any], set[str]]] = []
+        self.modules: list[nn.Module] = []
+        dicts: list[Collection[Any]] = list(GLOBAL_HOOKS)
+        contents: list[dict[Any, Any]] = list(GLOBAL_HOOKS)
+        for module, names, left_out in walk.modules:
+            fields = vars(module)
+            found = [fields.get(name) for name in _ALWAYS[1:]]  # scripted modules have other kinds
+            contents += [content for content in found if isinstance(content, dict)]
+            # Wrappers of modules, such as compiled ones, keep some of these elsewhere.
+            getter = itemgetter(*[name for name in _ALWAYS if name in fields], *names)
+            if module is root:
+                self._root, self._root_left_out = getter, left_out
+                continue
+            self.modules.append(module)
+            self._fields.append((getter, fields))
+            if left_out:
+                self._left_out.append((fields, left_out))
+            else:
+                dicts.append(fields)
+        self._dicts = [*dicts, *contents, *walk.dicts]
+        self._filled = [content for content in contents if content]
+        self._scopes = [(scope, name) for scope, name, _ in walk.scopes]
+        self._cells = [cell for cell, _ in walk.cells]
+        self._reads = walk.reads
+        read = walk.containers.values()
+        self._containers = [container for container, _ in read]
+        self._small = Contents(self._containers, **_SMALL)
+        self._large = Contents(self._small.left, **_LARGE)
+        self._largest = [(container, content(container)) for container in self._large.left[:_MOST_LARGEST]]
+        self._sizes = self._measure(root)
+        self._seen = self._look(root)
+        # What changed while it was walked was not seen as it is now.
+        known = [value for _, _, value in walk.scopes] + [value for _, value in walk.cells]
+        self._is_stale = not all(map(is_, self._seen, known))
+        self._is_stale |= not all(alike(content(container), held) for container, held in read)
+
+    def same(self, root: nn.Module | None) -> bool:
+        """Whether everything is still what it was."""
+        if self._is_stale or self._measure(root) != self._sizes:
+            return False
+        try:
+            now = self._look(root)
+        except (AttributeError, KeyError, ValueError):  # an attribute or the content of a cell is gone
+            return False
+        return all(map(is_, now, self._seen)) and self._small.same()
+
+    def contents_same(self) -> bool:
+        """Whether larger lists, dicts and the like still hold what they held, as far as that is compared."""
+        return self._large.same() and all(alike(content(one), held) for one, held in self._largest)
+
+    def attributes(self, root: nn.Module | None) -> Attributes:
+        """What modules, containers and variables hold now, to be put back."""
+        modules = [*self.modules, *([root] if root is not None else [])]
+        total = accumulate(map(size_of, self._containers))
+        containers = [one for one, size in zip(self._containers, total, strict=True) if size <= _MOST_COPIED]
+        return Attributes(modules, containers, self._scopes, self._cells)
+
+    def _measure(self, root: nn.Module | None) -> list[int]:
+        """How many attributes, parameters, submodules and hooks there are; changes with each new one."""
+        sizes = list(map(len, self._dicts))
+        for fields, left_out in self._left_out:
+            sizes.append(len(fields) - len(left_out & fields.keys()))
+        if root is not None:
+            fields = vars(root)
+            sizes.append(len(fields) - len(self._root_left_out & fields.keys()))
+        return sizes
+
+    def _look(self, root: nn.Module | None) -> list[Any]:
+        now = [scope.get(name) for scope, name in self._scopes]
+        now += [cell.cell_contents for cell in self._cells]
+        if root is not None:
+            now.append(type(root))
+            now += self._root(vars(root))
+        now += map(type, self.modules)
+        now += chain.from_iterable([read(value) for read, value in self._reads])
+        now += chain.from_iterable([getter(fields) for getter, fields in self._fields])
+        now += chain.from_iterable(map(_values, self._filled))
+        return now
+
+
+def _no_fields(fields: dict[str, Any]) -> tuple[Any, ...]:
+    return ()

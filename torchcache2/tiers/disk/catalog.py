@@ -1,0 +1,231 @@
+"""`Located`: where the rows of one namespace are, of all segments of a directory and those to be written.
+
+Not thread-safe: the tier holds a lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import numpy as np
+
+from torchcache2.core.errors import OptionError
+from torchcache2.files.descriptors import Descriptor
+from torchcache2.files.directory import FINGERPRINT, CacheDirectory
+from torchcache2.files.layout import DamagedError, NewerFormatError, TooLargeError
+from torchcache2.files.schemajson import UnknownClassError
+from torchcache2.files.segment import Descriptors, Segment
+from torchcache2.tiers.disk.places import Places
+from torchcache2.tiers.disk.unwritten import Pending
+from torchcache2.tiers.index import Entries, Words
+
+__all__ = ["Located", "Source"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Source = Segment | Pending
+
+_LOOK_EVERY = 2.0  # seconds between looks for other writers' segments
+_SETTLED = 2e9  # nanoseconds after which a folder's time of change says that nothing came since
+_HOLD_EVERY = 0.1  # seconds
+
+
+class Located:
+    """Key → source and row.
+
+    Parameters
+    ----------
+    namespace : bytes
+    directory : CacheDirectory
+    descriptors : Descriptors
+    number : callable
+        The number of the next source.
+    limit : int
+        Bytes that a row may have.
+    on_fault : callable
+        Is told an `OSError` or `DamagedError`, and the path where it was met.
+
+    Attributes
+    ----------
+    sources : dict of int to Source
+    names : set of str
+        Files that are known, and need not be opened.
+    """
+
+    def __init__(
+        self,
+        namespace: bytes,
+        directory: CacheDirectory,
+        descriptors: Descriptors,
+        number: Callable[[], int],
+        limit: int,
+        on_fault: Callable[[Exception, str], None],
+    ) -> None:
+        self.namespace = namespace
+        self.sources: dict[int, Source] = {}
+        self.names: set[str] = set()
+        self._directory = directory
+        self._descriptors = descriptors
+        self._number = number
+        self._limit = limit
+        self._on_fault = on_fault
+        self._fingerprint = os.path.join(directory.folder(namespace), FINGERPRINT)
+        self._is_wanted = True
+        self._tried = -_HOLD_EVERY
+        self._looked = -_LOOK_EVERY
+        self._changed = -1
+        self._numbers: dict[str, int] = {}  # sources by the names of their files
+        self._places = Places()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index in memory."""
+        segments = sum(source.index_bytes for source in self.sources.values() if isinstance(source, Segment))
+        return self._places.nbytes + segments
+
+    def hold(self, *, is_used: bool = True) -> None:
+        """Count as a user of the namespace from now on; does not wait, as whoever deletes may wait for us.
+
+        If it is used now, the hold of another one goes if there are too many.
+        """
+        self._is_wanted = True
+        self._tried = time.monotonic()
+        if self.held() is None and (is_used or self._descriptors.may_hold(self._fingerprint)):
+            with contextlib.suppress(OSError):
+                file = self._directory.hold(self.namespace, patient=False)
+                if file is not None:
+                    self._descriptors.hold(self._fingerprint, file)
+
+    def held(self) -> Descriptor | None:
+        """What says to others that this process uses the namespace, as long as it exists; None if nothing."""
+        file = self._descriptors.held(self._fingerprint, is_used=False)
+        try:
+            if file is not None and self._directory.fs.same(file, self._fingerprint):
+                return file
+        except OSError:
+            pass
+        return None
+
+    def keep_hold(self) -> None:
+        """Count as a user again, if `let_go` was too early, or somebody was just deleting."""
+        is_held = self._descriptors.held(self._fingerprint) is not None
+        if not self._is_wanted or (not is_held and time.monotonic() - self._tried > _HOLD_EVERY):
+            self.hold()
+
+    def let_go(self) -> None:
+        """No longer count as a user."""
+        self._descriptors.let_go(self._fingerprint)
+        self._is_wanted = False
+
+    def look(self) -> bool:
+        """Open segments that are new, and forget those that are gone, at most every few seconds.
+
+        Returns whether there were any, or rows of those that are gone are found elsewhere: entries are others
+        then.
+        """
+        changed = self._look()
+        return self._places.restore() or changed
+
+    def _look(self) -> bool:
+        now = time.monotonic()
+        if now - self._looked < _LOOK_EVERY:
+            return False
+        self._looked = now
+        try:
+            changed = self._directory.changed(self.namespace)
+            if changed == self._changed:
+                return False
+            # A file that comes in the same tick of the clock would not change the time again.
+            self._changed = changed if time.time_ns() - changed > _SETTLED else -1
+            entries = self._directory.contents(self.namespace.hex()).segments
+        except OSError as error:
+            self._changed = -1  # look again
+            self._on_fault(error, self._directory.folder(self.namespace))
+            return False
+        missing = self._numbers.keys() - {entry.name for entry in entries}  # others have deleted them
+        self.remove_files(missing)
+        opened = [self.open(e.name) for e in entries if e.name not in self.names]
+        if entries:
+            self.hold()
+        return bool(missing) or any(opened)
+
+    def open(self, name: str) -> bool:
+        """Open one segment; whether it has rows for us."""
+        path = os.path.join(self._directory.folder(self.namespace), name)
+        try:
+            segment = Segment.open(self._directory.fs, self._descriptors, path, limit=self._limit)
+        except FileNotFoundError:
+            return False
+        except (OptionError, TooLargeError, UnknownClassError):
+            self._changed = -1  # perhaps later: when what it needs is there
+            return False
+        except (OSError, DamagedError, NewerFormatError) as error:
+            if isinstance(error, DamagedError):
+                self.names.add(name)
+            else:
+                self._changed = -1
+            self._on_fault(error, path)
+            return False
+        self.names.add(name)
+        if segment.layout.namespace != self.namespace:
+            return False  # somebody renamed the folder
+        number = self._number()
+        self.sources[number] = segment
+        self._numbers[name] = number
+        assert segment.keys is not None
+        self._places.add(segment.keys, number, 0)
+        segment.keys = None
+        return True
+
+    def find(self, words: Words) -> Entries:
+        """Entry of each key, or -1."""
+        return self._places.find(words)
+
+    def where(self, entries: Entries) -> tuple[Entries, Entries]:
+        """Source and row of entries."""
+        return self._places.where(entries)
+
+    def add(self, keys: Array, source: Pending, first: int) -> None:
+        """Rows `first` and up of a segment to be are under these keys."""
+        self.sources[source.number] = source
+        self._places.add(keys, source.number, first)
+
+    def sealed(self, number: int, segment: Segment) -> None:
+        """A segment to be is a file now."""
+        if number in self.sources:
+            self.sources[number] = segment
+            self._numbers[os.path.basename(segment.path)] = number
+
+    def remove(self, numbers: Collection[int], damaged: Collection[int] = ()) -> int:
+        """Forget sources; how many rows are gone. Files that are not damaged may come back.
+
+        Rows that other sources have too are found again after the next look.
+        """
+        gone = {number: self.sources.pop(number) for number in numbers if number in self.sources}
+        if not gone:
+            return 0
+        for number, source in gone.items():
+            if isinstance(source, Segment):
+                name = os.path.basename(source.path)
+                self._descriptors.forget(source.path)
+                self._numbers.pop(name, None)
+                if number not in damaged:
+                    self.names.discard(name)
+                    self._changed = -1
+        return self._places.remove(gone)
+
+    def remove_files(self, names: Iterable[str]) -> int:
+        """Forget the sources that are files of these names; how many rows are gone."""
+        return self.remove([self._numbers[name] for name in names if name in self._numbers])
+
+    def forget_pending(self) -> None:
+        """In a forked child: forget what the parent writes, to find it when it is sealed."""
+        self.remove([number for number, source in self.sources.items() if isinstance(source, Pending)])
+        self.names = set(self._numbers)
+        self._changed = -1

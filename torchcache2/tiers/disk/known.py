@@ -1,0 +1,177 @@
+"""`Known`: what a tier knows of the namespaces that it was asked for, under one lock."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Collection
+
+from torchcache2.core.locks import ProcessLock
+from torchcache2.files.descriptors import Descriptors
+from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.filesystem import Descriptor
+from torchcache2.tiers.disk.catalog import Located
+from torchcache2.tiers.disk.health import Health
+from torchcache2.tiers.disk.writer import Writer
+
+__all__ = ["Known"]
+
+
+class Known:
+    """Where rows are, by namespace, and the writer of those that are not sealed yet.
+
+    Parameters
+    ----------
+    directory : CacheDirectory
+    health : Health
+    limit : int
+        Bytes that a row may have.
+    in_use : callable, optional
+        The namespaces that something alive in this process uses; default: all.
+    make_writer : callable
+        A writer for this process.
+
+    Attributes
+    ----------
+    lock : ProcessLock
+        Over all of this.
+    located : dict of bytes to Located
+    descriptors : Descriptors
+    writer : Writer or None
+        None until something begins.
+    closed : bool
+        Whether the tier is closed.
+    """
+
+    def __init__(
+        self,
+        directory: CacheDirectory,
+        health: Health,
+        limit: int,
+        in_use: Callable[[], Collection[bytes]] | None,
+        make_writer: Callable[[], Writer],
+    ) -> None:
+        self.lock = ProcessLock(threading.RLock)
+        self.located: dict[bytes, Located] = {}
+        self.descriptors = Descriptors(directory.fs)
+        self.writer: Writer | None = None
+        self.closed = False
+        self._directory = directory
+        self._health = health
+        self._limit = limit
+        self._in_use = in_use
+        self._make_writer = make_writer
+        self._numbers = itertools.count()
+        self._wanted: set[bytes] = set()  # namespaces that are held, or should be
+
+    def begin(self) -> None:
+        """Make what belongs to this process; with the lock held."""
+        torn = self.lock.was_torn()
+        if self.writer is not None and self.writer.pid == os.getpid():
+            return
+        if torn:
+            # The parent was in the middle of something in another thread.
+            self.located = {}
+            self.descriptors = Descriptors(self._directory.fs)
+        elif self.writer is not None:
+            for located in self.located.values():
+                located.forget_pending()  # the parent writes them
+        self.writer = self._make_writer()
+
+    def number(self) -> int:
+        """Of the next source of rows."""
+        return next(self._numbers)
+
+    def namespace(self, namespace: bytes) -> Located:
+        """What is known of a namespace, whose user we are from now on; with the lock held."""
+        located = self.located.get(namespace)
+        if located is None:
+            located = self.new(namespace)
+            located.look()
+        self._wanted.add(namespace)
+        located.keep_hold()
+        return located
+
+    def new(self, namespace: bytes) -> Located:
+        """A namespace of which nothing is known; with the lock held."""
+        located = self.located[namespace] = Located(
+            namespace,
+            self._directory,
+            self.descriptors,
+            self.number,
+            self._limit,
+            self._health.fault,
+        )
+        return located
+
+    def remove(self, namespace: bytes, numbers: Collection[int], damaged: Collection[int] = ()) -> int:
+        """Rows of sources are not found any more, unless others have them too; how many those sources had."""
+        return self._change(namespace, lambda located: located.remove(numbers, damaged))
+
+    def remove_files(self, namespace: bytes, names: Collection[str]) -> int:
+        """Likewise of files."""
+        return self._change(namespace, lambda located: located.remove_files(names))
+
+    def _change(self, namespace: bytes, change: Callable[[Located], int]) -> int:
+        with self.lock():
+            located = self.located.get(namespace)
+            if located is None:
+                return 0
+            try:
+                return change(located)
+            except BaseException:
+                self.start_anew(namespace)
+                raise
+
+    def start_anew(self, namespace: bytes) -> None:
+        """Forget what is in memory of a namespace, and find again what is sealed; with the lock held.
+
+        As after an interrupt, when tables may be half changed.
+        """
+        located = self.located.pop(namespace, None)  # first: nothing may find rows that are dropped
+        if located is not None:
+            located.let_go()
+        dropped = self.writer.drop(namespace) if self.writer is not None else []
+        if names := {pending.name for pending in dropped if pending.name}:
+            # Their files may appear for a moment, until whoever writes them sees that they are dropped.
+            self.new(namespace).names = names
+
+    def let_go(self) -> Collection[bytes] | None:
+        """Do not count as a user of namespaces that nothing alive uses any more; those that are, if known.
+
+        Without the lock: whoever is asked may wait for one, which a thread has that waits for ours.
+        """
+        if self._in_use is None:
+            return None
+        in_use = self._in_use()
+        with self.lock():
+            self.begin()
+            for namespace in self._wanted.difference(in_use):
+                self._wanted.discard(namespace)
+                if located := self.located.get(namespace):
+                    located.let_go()
+        return in_use
+
+    def hold_what_is_used(self) -> None:
+        """Hold the namespaces that something alive uses, and no others; without the lock."""
+        in_use = self.let_go()
+        with self.lock():
+            self.begin()
+            for namespace in self.located if in_use is None else in_use:
+                if located := self.located.get(namespace):
+                    self._wanted.add(namespace)
+                    located.hold(is_used=False)  # others may have made its folder since
+
+    def held(self, namespace: bytes, enter: Callable[[], Descriptor | None]) -> Descriptor | None:
+        """What says to others that a namespace is in use; `enter` has its folder made if nothing does yet."""
+        self.let_go()
+        with self.lock():
+            located = self.located.get(namespace)
+            held = located.held() if located is not None else None
+        if held is None:
+            held = enter()
+            with self.lock():
+                if namespace in self._wanted and (located := self.located.get(namespace)):
+                    located.hold()
+        return held

@@ -1,0 +1,117 @@
+"""`Places`: where the row of each key is, as a source and a number in it; and where it is as well.
+
+Processes that compute the same items at once each seal them. The first source of a key that is seen stays its
+own; the others are kept aside, 24 bytes a key, and take its place when that source is gone.
+
+Not thread-safe: the tier holds a lock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from torchcache2.tiers.index import Entries, KeyIndex, Words
+
+__all__ = ["Places"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_GROWTH = 1.0625
+_CHECKED_AT_ONCE = 1 << 18  # keys that another source has too; some 20 ms
+
+
+class Places:
+    """Key → source and row."""
+
+    def __init__(self) -> None:
+        self._index = KeyIndex(np.empty((0, 2), np.uint64))
+        self._locations = np.empty(0, np.int64)
+        self._copies: deque[tuple[Words, Entries]] = deque()
+        self._unchecked = 0  # of them, from the left: since the last removal
+        self._gone: set[int] = set()  # sources that may still be among them
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        copies = sum(words.nbytes + locations.nbytes for words, locations in self._copies)
+        return self._index.nbytes + self._index.keys.nbytes + self._locations.nbytes + copies
+
+    def find(self, words: Words) -> Entries:
+        """Entry of each key, or -1."""
+        return self._index.find(words)
+
+    def where(self, entries: Entries) -> tuple[Entries, Entries]:
+        """Source and row of entries."""
+        locations = self._locations[entries]
+        return locations >> 32, locations & 0xFFFFFFFF
+
+    def add(self, keys: Array, number: int, first: int) -> None:
+        """Rows `first` and up of a source are under these keys; the first source of a key stays its own."""
+        words: Words = keys.view("<u8")
+        locations = number << 32 | np.arange(first, first + len(words))
+        low = np.sort(words[:, 0])
+        if (low[1:] == low[:-1]).any():  # in files of strangers only
+            distinct = np.unique(words, axis=0, return_index=True)[1]
+            words, locations = words[distinct], locations[distinct]
+        absent = self._index.find(words) < 0
+        if not absent.all():
+            self._copies.append((words[~absent], locations[~absent]))
+            words, locations = words[absent], locations[absent]
+        self._append(words, locations)
+
+    def remove(self, numbers: Collection[int]) -> int:
+        """Forget sources; how many keys were their own. `restore` finds those again that others have."""
+        count = len(self._index)
+        entries = np.flatnonzero(np.isin(self._locations[:count] >> 32, list(numbers)))
+        moved, target = self._index.remove(entries)
+        self._locations[target] = self._locations[moved]
+        if self._copies:
+            self._gone.update(numbers)
+            self._unchecked = len(self._copies)
+        return len(entries)
+
+    def restore(self) -> bool:
+        """Have sources take the place of those that are gone; True if any did.
+
+        Looks at so many keys as take no time that is noticed; the others are for the next call.
+        """
+        if not self._unchecked:
+            return False
+        some, count = [], 0
+        while self._unchecked and count < _CHECKED_AT_ONCE:
+            some.append(self._copies.popleft())
+            self._unchecked -= 1
+            count += len(some[-1][0])
+        words = np.concatenate([one for one, _ in some])
+        locations = np.concatenate([one for _, one in some])
+        here = ~np.isin(locations >> 32, list(self._gone))
+        words, locations = words[here], locations[here]
+        absent = np.flatnonzero(self._index.find(words) < 0)
+        chosen = absent[np.unique(words[absent, 0], return_index=True)[1]]  # one of several
+        self._append(words[chosen], locations[chosen])
+        rest = np.ones(len(words), bool)
+        rest[chosen] = False
+        if rest.any():
+            self._copies.append((words[rest], locations[rest]))
+        if not self._unchecked:
+            self._gone.clear()
+        return len(chosen) > 0
+
+    def _append(self, words: Words, locations: Entries) -> None:
+        """Add distinct keys that are not there."""
+        count = len(self._index)
+        if count + len(words) > len(self._locations):
+            size = max(count + len(words), int(len(self._locations) * _GROWTH))
+            self._locations = np.concatenate([self._locations[:count], np.empty(size - count, np.int64)])
+            table = np.empty((size, 2), np.uint64)
+            table[:count] = self._index.keys[:count]
+            self._index.keys = table
+        self._index.add(words)
+        self._locations[count : count + len(words)] = locations

@@ -1,0 +1,121 @@
+"""Rows of a batch from the sources that have them, put together by schema in the order of the batch."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchcache2.core.rows import Rows, Schema
+from torchcache2.files.layout import DamagedError
+from torchcache2.files.segment import Columns, empty_columns, rows_of
+from torchcache2.tiers.base import Positions
+from torchcache2.tiers.disk.catalog import Source
+
+__all__ = ["fetch"]
+
+_ASKED_BESIDE = 8 << 20  # bytes of a batch that are worth a thread
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class _Job(NamedTuple):
+    """Rows of one source and schema."""
+
+    number: int
+    rows: Array
+    positions: Positions
+
+
+def fetch(
+    sources: Mapping[int, Source],
+    numbers: Array,
+    rows: Array,
+    positions: Positions,
+    on_lost: Callable[[int, Source, Exception], None],
+) -> list[tuple[Positions, Rows]]:
+    """Read rows; the system is asked for all of them before, or while, the first is waited for.
+
+    Parameters
+    ----------
+    sources : mapping of int to Source
+    numbers, rows : ndarray of int64, shape (n,)
+        Source and row of each.
+    positions : ndarray of int64, shape (n,)
+        Of each in the batch, ascending.
+    on_lost : callable
+        Is told the number of a source that cannot be read, the source, and why: its rows are left out.
+    """
+    jobs: dict[Schema, list[_Job]] = {}
+    for number, source in sources.items():
+        which = np.flatnonzero(numbers == number)
+        for schema, some in source.schemas(rows[which]):
+            chosen = which[some]
+            jobs.setdefault(schema, []).append(_Job(number, rows[chosen], positions[chosen]))
+    with _read_ahead(sources, jobs):
+        parts = [_read(sources, schema, some_jobs, on_lost) for schema, some_jobs in jobs.items()]
+    return [part for part in parts if part is not None]
+
+
+@contextlib.contextmanager
+def _read_ahead(sources: Mapping[int, Source], jobs: Mapping[Schema, list[_Job]]) -> Iterator[None]:
+    """Ask for all rows; for many bytes in a thread, since a system whose queue is full has us wait."""
+
+    def ask() -> None:
+        for some_jobs in jobs.values():
+            for job in some_jobs:
+                with contextlib.suppress(OSError):  # reading will say so
+                    sources[job.number].read_ahead(job.rows)
+
+    size = sum(schema.row_bytes * len(job.rows) for schema, some in jobs.items() for job in some)
+    thread = threading.Thread(target=ask, name="torchcache2 read-ahead", daemon=True)
+    if size < _ASKED_BESIDE or not _started(thread):
+        ask()
+        yield
+        return
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _started(thread: threading.Thread) -> bool:
+    try:
+        thread.start()
+    except RuntimeError:  # there are too many, or the interpreter ends
+        return False
+    return True
+
+
+def _read(
+    sources: Mapping[int, Source],
+    schema: Schema,
+    jobs: list[_Job],
+    on_lost: Callable[[int, Source, Exception], None],
+) -> tuple[Positions, Rows] | None:
+    """Rows of one schema, in the order of their positions."""
+    wanted = np.sort(np.concatenate([job.positions for job in jobs]))
+    columns: Columns = empty_columns(schema, len(wanted))
+    good = np.ones(len(wanted), bool)
+    for job in jobs:
+        source = sources[job.number]
+        targets = np.searchsorted(wanted, job.positions)
+        error: Exception | None = None
+        try:
+            if not source.read(job.rows, columns, targets):
+                error = DamagedError("a row is not what was written")
+        except OSError as fault:
+            error = fault
+        if error is not None:
+            good[targets] = False
+            on_lost(job.number, source, error)
+    result = rows_of(schema, columns, len(wanted))
+    if good.all():
+        return wanted, result
+    if not good.any():
+        return None
+    return wanted[good], result.take(torch.from_numpy(np.flatnonzero(good)))

@@ -1,0 +1,91 @@
+"""`Scratch`: a temporary cache directory, deleted at exit; those that killed runs have left go with it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing.process
+import multiprocessing.util
+import os
+import shutil
+import tempfile
+
+from torchcache2.files.filesystem import Descriptor, FileSystem
+
+__all__ = ["Scratch"]
+
+_EXIT_PRIORITY = 0  # after the tier has closed
+_PREFIX = "torchcache2-"
+_CACHE = "cache"
+_ALIVE = ".alive"  # its lock says that the run that made the folder still goes on
+
+
+class Scratch:
+    """A folder that exists as long as this, and the process.
+
+    Raises
+    ------
+    OSError
+        If none can be made.
+    """
+
+    def __init__(self) -> None:
+        fs = FileSystem()
+        self._remove_leftovers(fs)
+        self._pid = os.getpid()
+        self._alive: Descriptor | None = None
+        while self._alive is None:
+            self._top = tempfile.mkdtemp(prefix=_PREFIX)
+            alive = fs.create(os.path.join(self._top, _ALIVE))
+            if fs.lock(alive, exclusive=True) is not False and fs.links(alive):
+                self._alive = alive  # else another run took it for a dead one's
+        atexit.register(self.remove)
+        if multiprocessing.process.parent_process() is not None:
+            # Such a process ends without the handlers of `atexit`.
+            multiprocessing.util.Finalize(None, self.remove, exitpriority=_EXIT_PRIORITY)
+
+    @property
+    def path(self) -> str:
+        """The cache directory, which the tier makes."""
+        return os.path.join(self._top, _CACHE)
+
+    def remove(self) -> None:
+        """Delete the folder; a forked child leaves it to its parent."""
+        if os.getpid() == self._pid:
+            atexit.unregister(self.remove)
+            _delete(self._top)
+            self._alive = None
+
+    @staticmethod
+    def _remove_leftovers(fs: FileSystem) -> None:
+        """Delete the folders of this user whose processes are dead."""
+        folder = tempfile.gettempdir()
+        with contextlib.suppress(OSError):
+            for entry in fs.entries(folder):
+                if not entry.is_folder or not entry.name.startswith(_PREFIX):
+                    continue
+                top = os.path.join(folder, entry.name)
+                with contextlib.suppress(OSError):
+                    if not _is_scratch(fs, top):
+                        continue
+                    alive = fs.open(os.path.join(top, _ALIVE))
+                    if fs.lock(alive, exclusive=True):
+                        _delete(top)
+
+
+def _delete(top: str) -> None:
+    """Delete a folder; what could not be deleted is found by the next run, as ``.alive`` goes last."""
+    cache = os.path.join(top, _CACHE)
+    shutil.rmtree(cache, ignore_errors=True)
+    if not os.path.lexists(cache):
+        shutil.rmtree(top, ignore_errors=True)
+
+
+def _is_scratch(fs: FileSystem, top: str) -> bool:
+    """Whether a folder is one that this user's runs have made, and nothing else is in it."""
+    if hasattr(os, "getuid") and os.lstat(top).st_uid != os.getuid():
+        return False
+    entries = {entry.name: entry.is_folder for entry in fs.entries(top)}
+    return entries in ({_ALIVE: False}, {_ALIVE: False, _CACHE: True}) and len(os.listdir(top)) == len(
+        entries
+    )

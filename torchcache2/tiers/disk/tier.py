@@ -1,0 +1,390 @@
+"""`DiskTier`: rows in the segments of a cache directory, written behind the caller's back.
+
+Rows that were put can be read at once; they are on the disk when they are sealed in a segment, which
+happens when there are enough of them, after some seconds, at `flush` and `close`, and at exit. Rows that
+other processes have sealed are found when something is missing.
+
+Safe under threads. Safe for any number of processes on one directory: nothing is ever modified, and
+a segment appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from torchcache2.core.gather import with_ordinary_tensors
+from torchcache2.core.keys import Keys
+from torchcache2.core.rows import Rows, Schema
+from torchcache2.core.settings import Policy
+from torchcache2.files import codec as codecs
+from torchcache2.files.directory import CacheDirectory, NewerDirectoryError
+from torchcache2.files.eviction import used_bytes
+from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.layout import DamagedError, schema_text
+from torchcache2.files.schemajson import UnserialisableError
+from torchcache2.files.segment import Segment
+from torchcache2.tiers.base import Found, Positions, TierStats
+from torchcache2.tiers.disk.catalog import Located, Source
+from torchcache2.tiers.disk.health import Health
+from torchcache2.tiers.disk.known import Known
+from torchcache2.tiers.disk.reading import fetch
+from torchcache2.tiers.disk.sealing import Sealing
+from torchcache2.tiers.disk.unwritten import Held, Slabs
+from torchcache2.tiers.disk.writer import Writer
+
+__all__ = ["DiskTier", "queue_limit"]
+
+_SEGMENT_BYTES = 64 << 20
+_SEALED_AFTER = 5.0  # seconds
+_MOST_QUEUED = 256 << 20
+_LEAST_QUEUED = 16 << 20
+_TOUCHED_EVERY = 60.0  # seconds
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def queue_limit(memory_budget: int) -> int:
+    """Bytes of a memory budget for rows that wait to be written; some, however small it is."""
+    return max(_LEAST_QUEUED, min(_MOST_QUEUED, memory_budget // 4))
+
+
+class DiskTier:
+    """Rows in segments.
+
+    Parameters
+    ----------
+    path : str
+        The directory; made if it does not exist.
+    budget : int
+        Bytes of the whole directory, whoever wrote them. Exceeded by one segment a writer at most.
+    policy : {"mru", "lru"}
+        What to do when it is full of rows that are in use: stop writing, or delete the segments that were
+        not used for longest.
+    codec : {"brotli", "blosc2", "none"}
+    quality : int
+        Of the codec.
+    queue : int
+        Bytes of rows that may wait to be written; a caller that brings more waits.
+    in_use : callable, optional
+        The namespaces that something alive in this process uses; default: all.
+    describe : callable, optional
+        What a namespace stands for, for its ``fingerprint.json``.
+    fs : FileSystem, optional
+    delay : float
+        Seconds after which rows are sealed, however few; see `torchcache2.tiers.disk.writer`.
+    temporary : bool
+        Whether nobody will open the directory again: `close` does not write what waits.
+
+    Raises
+    ------
+    OptionError
+        If the path is a file, or a folder with somebody else's files.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        budget: int = 10_000_000_000,
+        policy: Policy = "mru",
+        codec: str = "brotli",
+        quality: int = 1,
+        *,
+        queue: int = _MOST_QUEUED,
+        in_use: Callable[[], Collection[bytes]] | None = None,
+        describe: Callable[[bytes], Mapping[str, Any]] | None = None,
+        fs: FileSystem | None = None,
+        delay: float = _SEALED_AFTER,
+        temporary: bool = False,
+    ) -> None:
+        self.budget = budget
+        self.policy = policy
+        self._fs = fs if fs is not None else FileSystem()
+        self.directory = CacheDirectory(os.fspath(path), self._fs)
+        self._queue = queue
+        self._target = max(1, min(_SEGMENT_BYTES, budget // 8, queue // 4))
+        self._delay = delay
+        self._temporary = temporary
+        self._health = Health(self.directory)
+        self._known = Known(self.directory, self._health, max(budget, 1), in_use, self._make_writer)
+        self._lock = self._known.lock
+        self._sealing = Sealing(
+            self.directory,
+            self._known,
+            self._health,
+            codecs.codec(codec, quality),
+            budget,
+            policy,
+            describe,
+            target=self._target,
+            temporary=temporary,
+        )
+        self._touched: dict[str, float] = {}
+        self._serialisable: dict[Schema, bool] = {}
+        self._slabs = Slabs()
+        self._open_directory()
+
+    @property
+    def path(self) -> str:
+        """The directory."""
+        return self.directory.path
+
+    @with_ordinary_tensors
+    def get(self, keys: Keys) -> Found:
+        """The rows of those keys that are here, read into fresh memory."""
+        try:
+            return Found(self._find(keys))
+        except Exception as error:  # such as no memory: a fault is a miss
+            self._health.fault(error, self.path)
+            return Found([])
+
+    @with_ordinary_tensors
+    def put(self, keys: Keys, rows: Rows) -> int:
+        """Keep rows under distinct keys, to be written soon; waits only while too many wait already."""
+        if not self._takes(keys.namespace, rows.schema) or len(keys) == 0:
+            return 0
+        try:
+            kept = self._keep(keys, rows)
+        except Exception as error:
+            self._health.fault(error, self.path)
+            return 0
+        if kept and self._known.writer is not None:
+            self._known.writer.wait_for_room()
+        return kept
+
+    def drop(self, namespace: bytes) -> None:
+        """Forget every row of a namespace, and delete its segments."""
+        if self._lock()._is_owned():
+            self._later(self.drop, namespace)  # the garbage collector calls, while tables change
+            return
+        with self._lock():
+            self._known.begin()
+            self._known.start_anew(namespace)
+        left: set[str] = set()
+        try:
+            contents = self.directory.contents(namespace.hex())
+            if not self._health.writes:
+                with self._lock():
+                    if self._health.reads:  # they cannot be deleted: never open them again
+                        self._known.new(namespace).names = {entry.name for entry in contents.segments}
+                return
+            names = [entry.name for entry in (*contents.segments, *contents.corrupt)]
+            try:
+                for name in names:
+                    path = os.path.join(self.directory.folder(namespace), name)
+                    try:
+                        self._fs.remove(path)
+                    except FileNotFoundError:
+                        pass
+                    except OSError as error:
+                        self._health.fault(error, path)
+                        left.add(name)
+                    self._known.descriptors.forget(path)
+            finally:
+                self._known.remove_files(namespace, names)  # another thread may have opened them meanwhile
+            if left:
+                with self._lock():  # such as another user's: never open them again
+                    located = self._known.located.get(namespace) or self._known.new(namespace)
+                    located.names |= left
+        except OSError as error:
+            self._health.fault(error, self.directory.folder(namespace))
+
+    def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:
+        """Have ``fingerprint.json`` say what is known now; where there is none, only with `create`."""
+        if not self._health.may_write(namespace) or self._known.closed:
+            return
+        try:
+            if not self.directory.describe(namespace, description, create=create):
+                return
+        except Exception as error:
+            self._health.write_fault(error, self.directory.folder(namespace), namespace)
+            return
+        with self._lock():
+            located = self._known.located.get(namespace)
+            if located is not None:
+                located.hold()  # the new file
+
+    def flush(self) -> None:
+        """Return when everything that was put is sealed, or forgotten because of a fault."""
+        if self._is_busy_here():
+            return  # it is written soon
+        with self._lock():
+            self._known.begin()
+            writer = self._known.writer
+        if writer is not None:
+            writer.flush()
+
+    def close(self) -> None:
+        """Flush, and let go of every file and the thread; nothing is found or kept from then on."""
+        if self._known.closed:
+            return
+        if self._is_busy_here():
+            self._later(self.close)
+            return
+        if not self._temporary:
+            self.flush()
+        with self._lock():
+            self._known.begin()
+            self._known.closed = True
+            writer = self._known.writer
+            if writer is not None and self._temporary:
+                for namespace in list(self._known.located):
+                    writer.drop(namespace)
+        if writer is not None:
+            writer.end()
+        with self._lock():
+            self._known.located.clear()
+            self._known.descriptors.clear()
+
+    def stats(self) -> TierStats:
+        """Rows of the namespaces that were asked for, and the bytes of the whole directory."""
+        with self._lock():
+            self._known.begin()
+            rows = sum(map(len, self._known.located.values()))
+        try:
+            size = used_bytes(self.directory.scan()) if self._health.reads else 0
+        except OSError as error:
+            self._health.fault(error, self.path)
+            size = 0
+        return TierStats(rows, size, self._sealing.evictions, self._health.corrupt, self._health.faults)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of memory that finding rows takes."""
+        with self._lock():
+            return sum(located.nbytes for located in self._known.located.values())
+
+    def _is_busy_here(self) -> bool:
+        """Whether the garbage collector calls, in the middle of what this thread does with this tier."""
+        writes = self._known.writer is not None and self._known.writer.writes_here()
+        return writes or bool(self._lock()._is_owned())
+
+    def _later(self, function: Callable[..., None], *args: object) -> None:
+        # If no thread can be started, the process ends, and `atexit` closes.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=function, args=args, daemon=True).start()
+
+    def _open_directory(self) -> None:
+        try:
+            self.directory.check()
+            self.directory.create()
+            self.directory.remove_leftovers()
+        except NewerDirectoryError as error:
+            self._health.newer(str(error))
+        except OSError as error:
+            self._health.write_fault(error, self.path)
+
+    def _make_writer(self) -> Writer:
+        return Writer(
+            self._lock(),
+            self._sealing.write,
+            self._sealing.forget,
+            target=self._target,
+            limit=self._queue,
+            delay=self._delay,
+            at_exit=self.close,
+        )
+
+    def _find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
+        if keys.namespace not in self._known.located:
+            self._known.let_go()  # or a process that only reads would hold all that it ever used
+        with self._lock():
+            self._known.begin()
+            if self._known.closed or not self._health.reads:
+                return []
+            try:
+                located = self._known.namespace(keys.namespace)
+                entries = located.find(keys.words)
+                if (entries < 0).any() and located.look():
+                    entries = located.find(keys.words)  # all of them: entries move
+            except BaseException:
+                self._known.start_anew(keys.namespace)
+                raise
+            positions = np.flatnonzero(entries >= 0)
+            if not self._health.reads or len(positions) == 0:
+                return []
+            numbers, rows = located.where(entries[positions])
+            sources = {number: located.sources[number] for number in np.unique(numbers).tolist()}
+
+        gone, damaged = [], []
+
+        def lost(number: int, source: Source, error: Exception) -> None:
+            if not isinstance(error, FileNotFoundError):  # else another process has made room
+                self._health.fault(error, getattr(source, "path", self.path))
+            gone.append(number)
+            if isinstance(error, DamagedError):
+                damaged.append(number)
+
+        found = fetch(sources, numbers, rows, positions, lost)
+        if gone:
+            self._known.remove(keys.namespace, gone, damaged)
+        for source in sources.values():
+            self._touch(source)
+        return found
+
+    def _touch(self, source: Source) -> None:
+        """Say that a segment is in use; at most once a minute."""
+        if isinstance(source, Segment) and self._health.writes:
+            now = time.monotonic()
+            if now - self._touched.get(source.path, -_TOUCHED_EVERY) >= _TOUCHED_EVERY:
+                self._touched[source.path] = now
+                with contextlib.suppress(OSError):
+                    self._fs.touch(source.path)
+
+    def _takes(self, namespace: bytes, schema: Schema) -> bool:
+        """Whether rows of a namespace and schema can be written at all."""
+        if not self._health.may_write(namespace) or self._known.closed:
+            return False
+        if schema.row_bytes > self.budget:
+            return False
+        known = self._serialisable.get(schema)
+        if known is None:
+            try:
+                schema_text(schema)
+                known = True
+            except UnserialisableError as error:
+                self._health.tell("schema", "such outputs stay in memory, not on disk: %s", str(error))
+                known = False
+            if len(self._serialisable) > 1000:
+                self._serialisable.clear()
+            self._serialisable[schema] = known
+        return known
+
+    def _keep(self, keys: Keys, rows: Rows) -> int:
+        held = Held(rows, self._slabs)
+        with self._lock():
+            self._known.begin()
+            if self._known.closed or self._known.writer is None:
+                return 0
+            try:
+                located = self._known.namespace(keys.namespace)
+                if not self._health.writes:  # what is there is of a newer format
+                    return 0
+                absent = np.flatnonzero(located.find(keys.words) < 0)
+                if len(absent) < len(keys):
+                    keys, held = keys.take(absent), held.take(absent)
+                self._queue_rows(self._known.writer, located, keys, held)
+            except BaseException:
+                self._known.start_anew(keys.namespace)
+                raise
+        return len(keys)
+
+    def _queue_rows(self, writer: Writer, located: Located, keys: Keys, held: Held) -> None:
+        """Have rows join segments to be, none of them much larger than it should."""
+        family = held.schema.family
+        step = max(1, writer.target // max(1, held.schema.row_bytes))
+        for start in range(0, len(keys), step):
+            some, piece = keys, held
+            if step < len(keys):
+                some = keys.take(np.arange(start, min(len(keys), start + step)))
+                piece = held.part(start, start + len(some))
+            pending = writer.open(keys.namespace, family, self._known.number)
+            before = pending.nbytes
+            located.add(some.data, pending, pending.add(some, piece))
+            writer.added(pending, family, pending.nbytes - before)

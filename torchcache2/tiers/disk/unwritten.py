@@ -1,0 +1,201 @@
+"""Rows that wait to be written, and can be read meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchcache2.core.gather import as_bytes, moved
+from torchcache2.core.keys import Keys
+from torchcache2.core.locks import ProcessLock
+from torchcache2.core.rows import Rows, Schema
+from torchcache2.core.transfer import CUDA, Arriving, Runtime
+
+__all__ = ["Held", "Pending", "Slabs"]
+
+_CPU = torch.device("cpu")
+_SLAB = 8 << 20
+_ALIGNED = 64
+_BATCH_BYTES = 2048  # about what a batch takes as Python objects
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Slabs:
+    """Fresh memory for copies of rows, in pieces of large blocks: those are backed by huge pages.
+
+    A block is freed when none of its pieces is in use any more.
+    """
+
+    def __init__(self) -> None:
+        self._lock = ProcessLock()
+        self._slab = np.empty(0, np.uint8)
+        self._used = 0
+
+    def take(self, size: int) -> Array:
+        """Memory of `size` bytes."""
+        if size >= _SLAB:
+            return np.empty(size, np.uint8)
+        with self._lock():
+            start = -(-self._used // _ALIGNED) * _ALIGNED
+            if start + size > len(self._slab):
+                self._slab, start = np.empty(_SLAB, np.uint8), 0
+            self._used = start + size
+            return self._slab[start : self._used]
+
+
+class Held:
+    """Rows of the cache's own on the host, perhaps still on their way there.
+
+    Parameters
+    ----------
+    rows : Rows
+        On any device; the caller may write to them afterwards.
+    slabs : Slabs
+        Where memory comes from.
+    runtime : Runtime
+        Of the accelerator that rows may come from.
+    """
+
+    def __init__(self, rows: Rows, slabs: Slabs, runtime: Runtime = CUDA) -> None:
+        self.schema = rows.schema
+        self.count = len(rows)
+        schema = rows.schema.in_logical_order
+        pairs = zip(rows.schema.leaves, rows.columns, strict=True)
+        plain = Rows(schema, [moved(c, -1, 1) if leaf.channels_last else c for leaf, c in pairs], len(rows))
+        self.nbytes = len(rows) * rows.schema.row_bytes
+        self._lock = ProcessLock()
+        self._rows: Rows | None = None
+        if any(map(runtime.holds, plain.columns)):
+            columns = [c if runtime.holds(c) else c.to(_CPU, copy=True) for c in plain.columns]
+            self._arriving: Arriving | None = Arriving(columns, runtime)
+            return
+        self._arriving = None
+        copies = []
+        for leaf, column in zip(plain.schema.leaves, plain.columns, strict=True):
+            size = len(rows) * leaf.row_bytes
+            if size == 0:
+                copies.append(column.to(_CPU, copy=True))
+                continue
+            memory = slabs.take(size)
+            copy = torch.from_numpy(memory).view(leaf.stored).view(len(rows), *leaf.shape)
+            if column.device == _CPU and column.is_contiguous():
+                np.copyto(memory, as_bytes(column).numpy().reshape(-1))  # wakes no other threads
+            else:
+                copy.copy_(column)
+            copies.append(copy)
+        self._rows = Rows(plain.schema, copies, len(rows))
+
+    @property
+    def rows(self) -> Rows:
+        """The rows, in the order of their dimensions; waits for those that are on their way."""
+        with self._lock():
+            if self._rows is None and self._arriving is not None:
+                columns = self._arriving.wait()
+                self._rows = Rows(self.schema.in_logical_order, columns, self.count)
+                self._arriving = None
+            assert self._rows is not None
+            return self._rows
+
+    def part(self, start: int, end: int) -> Held:
+        """Some of the rows, without a copy."""
+        columns = [column[start:end] for column in self.rows.columns]
+        return self._of(Rows(self.rows.schema, columns, end - start))
+
+    def take(self, positions: Array) -> Held:
+        """A copy of some of the rows."""
+        return self._of(self.rows.take(torch.from_numpy(positions)))
+
+    def _of(self, rows: Rows) -> Held:
+        held = Held.__new__(Held)
+        held.schema, held.count = self.schema, len(rows)
+        held.nbytes = len(rows) * self.schema.row_bytes
+        held._lock, held._arriving, held._rows = ProcessLock(), None, rows
+        return held
+
+
+class Pending:
+    """Rows that will be one segment.
+
+    Attributes
+    ----------
+    namespace : bytes
+    number : int
+        Of this source of rows.
+    nbytes, count : int
+        Bytes and rows.
+    since : float
+        When the first came, by the writer's clock.
+    name : str
+        Of the file, when it is about to be written.
+    dropped : bool
+        Whether they are to be forgotten.
+    thread : int
+        The thread that writes them, of `threading.get_ident`; 0 if none does.
+    done : bool
+        Whether they have been written, or could not be.
+    """
+
+    def __init__(self, namespace: bytes, number: int, since: float) -> None:
+        self.namespace = namespace
+        self.number = number
+        self.batches: list[tuple[Keys, Held]] = []
+        self.nbytes = 0
+        self.count = 0
+        self.since = since
+        self.name = ""
+        self.dropped = False
+        self.thread = 0
+        self.done = False
+        self._starts: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def add(self, keys: Keys, held: Held) -> int:
+        """Add a batch; the number of its first row."""
+        first = self.count
+        self._starts.append(first)
+        self.batches.append((keys, held))
+        self.nbytes += held.nbytes + 16 * len(keys) + _BATCH_BYTES
+        self.count += len(keys)
+        return first
+
+    def keys(self) -> Array:
+        """All keys, uint8 ``(n, 16)``."""
+        return np.concatenate([keys.data for keys, _ in self.batches])
+
+    def rows(self) -> list[tuple[Keys, Rows]]:
+        """All rows, to be written."""
+        return [(keys, held.rows.laid_out_as(held.schema)) for keys, held in self.batches]
+
+    def read_ahead(self, rows: Array) -> None:
+        """Nothing: they are in memory."""
+
+    def schemas(self, rows: Array) -> Iterator[tuple[Schema, Array]]:
+        """The schemas of some rows, and for each which of them have it."""
+        numbers = self._batches_of(rows)
+        by_schema: dict[Schema, list[Array]] = {}
+        for number in np.unique(numbers).tolist():
+            schema = self.batches[number][1].schema
+            by_schema.setdefault(schema, []).append(np.flatnonzero(numbers == number))
+        for schema, parts in by_schema.items():
+            yield schema, np.sort(np.concatenate(parts))
+
+    def read(self, rows: Array, columns: list[Array], targets: Array) -> bool:
+        """Copy rows of one schema into columns, uint8 ``(m, bytes)``, at `targets`."""
+        numbers = self._batches_of(rows)
+        for number in np.unique(numbers).tolist():
+            which = np.flatnonzero(numbers == number)
+            held = self.batches[number][1].rows
+            chosen = rows[which] - self._starts[number]
+            for column, source in zip(columns, held.columns, strict=True):
+                column[targets[which]] = as_bytes(source).numpy()[chosen]
+        return True
+
+    def _batches_of(self, rows: Array) -> Array:
+        starts = np.array(self._starts, np.int64)
+        numbers: Array = np.searchsorted(starts, rows, side="right") - 1
+        return numbers

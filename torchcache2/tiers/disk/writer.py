@@ -1,0 +1,262 @@
+"""`Writer`: a bounded queue of segments to be, and the one thread that writes them.
+
+Rows join an open segment of their kind. It is written when it is large enough or some seconds old, when
+somebody flushes, and at exit. Whoever flushes writes too: at exit no thread can be started.
+
+A job that computes slowly for hours would leave thousands of segments if each were written after some
+seconds. So the rows of a namespace may wait for a small share of the time that its rows have waited so far:
+the number of segments grows with the logarithm of the time, and what a kill may lose stays a small share of
+what there is.
+
+Each process has a queue of its own: a forked child starts with an empty one, and leaves the rows
+that waited when it was made to its parent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import multiprocessing.process
+import multiprocessing.util
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torchcache2.core.rows import Schema
+from torchcache2.tiers.disk.unwritten import Pending
+
+__all__ = ["Writer"]
+
+_EXIT_PRIORITY = 10
+_SHARE = 0.02  # of the time that rows of a namespace have waited: so long may the next ones
+_LONGEST_DELAY = 600.0  # seconds
+Kind = tuple[bytes, Schema]
+
+
+class Writer:
+    """Of one tier in one process.
+
+    Parameters
+    ----------
+    lock : threading.RLock
+        The tier's; held by the caller of the methods that say so.
+    write : callable
+        Writes one segment; does not raise but for interrupts. Called without the lock.
+    forget : callable
+        Called with a segment whose writing was interrupted: nobody will write it.
+    target : int
+        Bytes of rows from which a segment is large enough.
+    limit : int
+        Bytes that may wait.
+    delay : float
+        Seconds after which a segment is written, however small; later ones wait longer.
+    at_exit : callable
+        Called when the process ends.
+    clock : callable
+        The time, in seconds.
+    """
+
+    def __init__(
+        self,
+        lock: Any,
+        write: Callable[[Pending], None],
+        forget: Callable[[Pending], None],
+        *,
+        target: int,
+        limit: int,
+        delay: float,
+        at_exit: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.target = target
+        self.limit = limit
+        self.pid = os.getpid()
+        self._lock = lock
+        # For waiting only: unlike the lock's own, its ``with`` may be interrupted half way.
+        self._changed = threading.Condition(lock)
+        self._write = write
+        self._forget = forget
+        self._delay = delay
+        self._at_exit = at_exit
+        self._clock = clock
+        self._waited: dict[bytes, float] = {}  # seconds, of segments that were written for their age
+        self._wakes = math.inf  # when the thread will look for old segments
+        self._most_bytes = 0  # that wait, if none was written since they were counted
+        self._open: dict[Kind, Pending] = {}
+        self._ready: deque[Pending] = deque()
+        self._writing: list[Pending] = []
+        self._thread: threading.Thread | None = None
+        self._finalizer: Any = None
+        self._is_registered = False
+        self._ending = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows that wait or are being written; with the lock held."""
+        return sum(pending.nbytes for pending in self.all())
+
+    def all(self) -> list[Pending]:
+        """Every segment that is not written yet; with the lock held."""
+        writing = [pending for pending in self._writing if not pending.done]
+        return [*self._open.values(), *self._ready, *writing]
+
+    def open(self, namespace: bytes, kind: Schema, number: Callable[[], int]) -> Pending:
+        """The segment that takes rows of a kind; with the lock held."""
+        pending = self._open.get((namespace, kind))
+        if pending is None or pending.dropped:
+            pending = self._open[namespace, kind] = Pending(namespace, number(), self._clock())
+            if pending.since + self._delay_of(namespace) < self._wakes:
+                self._changed.notify_all()
+        return pending
+
+    def added(self, pending: Pending, kind: Schema, size: int) -> None:
+        """Rows of `size` bytes have joined a segment; with the lock held."""
+        self._most_bytes += size
+        if pending.nbytes >= self.target:
+            self._ready.append(self._open.pop((pending.namespace, kind)))
+            self._changed.notify_all()
+        self._start()
+
+    def drop(self, namespace: bytes) -> list[Pending]:
+        """Forget the segments of a namespace; with the lock held. What is being written is marked."""
+        gone = [pending for pending in self.all() if pending.namespace == namespace]
+        for pending in gone:
+            pending.dropped = True
+        self._open = {kind: p for kind, p in self._open.items() if not p.dropped}
+        self._ready = deque(pending for pending in self._ready if not pending.dropped)
+        self._changed.notify_all()
+        return gone
+
+    def wait_for_room(self) -> None:
+        """Return when no more waits than may; without the lock."""
+        with self._lock:
+            if self._most_bytes <= self.limit:
+                return
+            while self._is_full() and not self._ending and self._is_alive():
+                if not self._ready and not self._writing:
+                    self._close_all()
+                self._changed.wait(1.0)
+            if self._ending or not self._is_full():
+                return
+        self.flush()  # nobody else would
+
+    def flush(self) -> None:
+        """Return when all is written that waits now; without the lock. Writes too."""
+        with self._lock:
+            self._close_all()
+            waiting = self.all()
+        while any(pending in waiting for pending in list(self._ready)) and self._write_next():
+            pass
+        with self._lock:
+            while self._is_alive() and any(p in waiting and not p.done for p in self._writing):
+                self._changed.wait(1.0)
+
+    def writes_here(self) -> bool:
+        """Whether the caller is the thread that writes, or in the middle of writing a segment itself."""
+        here = threading.get_ident()
+        if self._thread is threading.current_thread():
+            return True
+        return any(pending.thread == here and not pending.done for pending in list(self._writing))
+
+    def end(self) -> None:
+        """Have the thread end; without the lock. Nothing may be added afterwards."""
+        with self._lock:
+            self._ending = True
+            self._changed.notify_all()
+        atexit.unregister(self._at_exit)
+        if self._finalizer is not None:
+            self._finalizer.cancel()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread() and self._is_alive():
+            thread.join()
+
+    def _is_full(self) -> bool:
+        """Whether more waits than may; with the lock held."""
+        self._most_bytes = self.nbytes
+        return self._most_bytes > self.limit
+
+    def _is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _start(self) -> None:
+        """Start the thread if there is none; with the lock held."""
+        if self._thread is not None or self._ending:
+            return
+        if not self._is_registered:
+            atexit.register(self._at_exit)
+            if multiprocessing.process.parent_process() is not None:
+                # Such a process ends without the handlers of `atexit`.
+                self._finalizer = multiprocessing.util.Finalize(
+                    None, self._at_exit, exitpriority=_EXIT_PRIORITY
+                )
+            self._is_registered = True
+        self._thread = threading.Thread(target=self._work, name="torchcache2 writer", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # the interpreter is ending, or there are too many threads: `flush` writes
+            self._thread = None
+
+    def _work(self) -> None:
+        while self._wait_for_work():
+            self._write_next()
+
+    def _wait_for_work(self) -> bool:
+        """Wait for a segment to be ready, or old; False if this is the end."""
+        with self._lock:
+            while not self._ready:
+                if self._ending:
+                    return False
+                left = self.close_old()
+                if not self._ready:
+                    self._wakes = self._clock() + left
+                    self._changed.wait(None if left == math.inf else left)
+                    self._wakes = math.inf
+            return True
+
+    def close_old(self) -> float:
+        """Have segments written that are old enough; seconds until the next one is; with the lock held."""
+        now, least = self._clock(), math.inf
+        for kind, pending in list(self._open.items()):
+            delay = self._delay_of(pending.namespace)
+            if pending.since + delay > now:
+                least = min(least, pending.since + delay - now)
+                continue
+            self._ready.append(self._open.pop(kind))
+            self._waited[pending.namespace] = self._waited.get(pending.namespace, 0.0) + delay
+        return least
+
+    def _delay_of(self, namespace: bytes) -> float:
+        """Seconds that rows of a namespace may wait."""
+        return max(self._delay, min(_LONGEST_DELAY, _SHARE * self._waited.get(namespace, 0.0)))
+
+    def _write_next(self) -> bool:
+        """Write one segment that is ready; False if there is none."""
+        pending = None
+        try:
+            with self._lock:
+                if not self._ready:
+                    return False
+                pending = self._ready[0]
+                pending.thread = threading.get_ident()
+                self._writing.append(pending)
+                self._ready.popleft()
+            self._write(pending)
+        except BaseException:
+            if pending is not None:
+                self._forget(pending)
+            raise
+        finally:
+            if pending is not None:
+                pending.done = True  # first: what follows may be interrupted
+            with self._lock:
+                self._writing = [other for other in self._writing if not other.done]
+                self._changed.notify_all()
+        return True
+
+    def _close_all(self) -> None:
+        # At once: nothing can interrupt two assignments.
+        self._ready, self._open = deque([*self._ready, *self._open.values()]), {}
+        self._changed.notify_all()

@@ -1,0 +1,362 @@
+"""`MemoryTier`: rows in RAM (or on a device) under an exact byte budget.
+
+Each namespace and schema has an arena of its own. When the budget is full, rows of namespaces that
+nothing alive uses go first, the least recently used namespace first. After that ``mru`` keeps
+what came first, which is the best that can be had when every epoch reads every item once; ``lru`` drops
+the least recently used rows, which suits serving.
+
+Safe under threads: one lock covers look-up and copy, because under ``lru`` rows move.
+
+Rows that come from an accelerator to the host are copied while the caller goes on. Room is made for them at
+once, and they are published before anything else happens here, when their copies have arrived.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from torchcache2.core.gather import with_ordinary_tensors
+from torchcache2.core.keys import Keys
+from torchcache2.core.locks import ProcessLock
+from torchcache2.core.logs import logger
+from torchcache2.core.rows import Rows, Schema
+from torchcache2.core.settings import Policy
+from torchcache2.core.transfer import CUDA, Arriving, Runtime
+from torchcache2.tiers.base import Found, Positions, TierStats
+from torchcache2.tiers.memory.arena import Arena
+from torchcache2.tiers.memory.table import GROUP_BYTES, ArenaTable
+
+__all__ = ["MemoryTier"]
+
+_MOST_ARENAS = 1024  # each is some reservations of address space, of which a process has a limited number
+_EVICTED_AT_ONCE = 64  # a 64th of the rows: finding the oldest reads when every row was last used
+
+
+class _Pending(NamedTuple):
+    """Rows on their way into an arena, which has room for them."""
+
+    arena: Arena
+    schema: Schema
+    keys: Keys
+    arriving: Arriving
+
+
+class MemoryTier:
+    """Rows in arenas.
+
+    Parameters
+    ----------
+    budget : int
+        Bytes that are never exceeded, bookkeeping included.
+    policy : {"mru", "lru"}
+        What to do when the budget is full.
+    device : torch.device, optional
+        Where rows lie; None: where the put rows were.
+    in_use : callable, optional
+        The namespaces that something alive uses; default: all.
+    runtime : Runtime
+        Of the accelerator that rows may come from.
+    spills : bool
+        Whether there is a tier below that keeps what does not fit here.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        policy: Policy = "mru",
+        device: torch.device | None = None,
+        in_use: Callable[[], Collection[bytes]] | None = None,
+        runtime: Runtime = CUDA,
+        spills: bool = False,
+    ) -> None:
+        self._spills = spills
+        self.budget = budget
+        self._runtime = runtime
+        self._pending: _Pending | None = None
+        self.policy = policy
+        self._device = device
+        self._in_use = in_use
+        self._lock = ProcessLock()
+        self._clock = 0
+        self._evictions = 0
+        self._closed = False
+        self._dropped: deque[bytes] = deque()
+        self._told = False
+        self._arenas = ArenaTable()
+        self._last_used: dict[bytes, int] = {}
+
+    @with_ordinary_tensors
+    def get(self, keys: Keys) -> Found:
+        """The rows of those keys that are here, copied into fresh memory."""
+        with self._lock():
+            try:
+                self._catch_up()
+                return Found(self._find(keys))
+            except BaseException as error:
+                self._start_anew(error, "read")
+        return Found([])
+
+    @with_ordinary_tensors
+    def put(self, keys: Keys, rows: Rows, *, evicts: bool = True) -> int:
+        """Keep rows under distinct keys; those that are here already stay as they are.
+
+        Without `evicts`, no row that is in use makes room for them.
+        """
+        with self._lock():
+            try:
+                self._catch_up()
+                return self._keep(keys, rows, evicts)
+            except BaseException as error:
+                self._start_anew(error, "written")
+        return 0
+
+    def drop(self, namespace: bytes) -> None:
+        """Forget every row of a namespace, now or before the next call."""
+        self._dropped.append(namespace)
+        self._try_to_forget()
+
+    def flush(self) -> None:
+        """Publish what is still on its way; memory is as durable as it gets."""
+        self.stats()
+
+    def close(self) -> None:
+        """Forget everything, now or before the next call, and keep nothing from then on."""
+        self._closed = True
+        self._try_to_forget()
+
+    def stats(self) -> TierStats:
+        """Rows and allocated bytes, and how many rows made room for others."""
+        with self._lock():
+            try:
+                self._catch_up()
+            except BaseException as error:
+                self._start_anew(error, "written")
+            return TierStats(
+                rows=sum(map(len, self._arenas)),
+                bytes=self._used(),
+                evictions=self._evictions,
+            )
+
+    def _start_anew(self, error: BaseException, verb: str) -> None:
+        """After a fault, forget everything, since rows may be half moved; a fault is a miss."""
+        self._forget_all()
+        if not isinstance(error, Exception):
+            raise error
+        self._tell("the memory cache could not be %s, and starts anew: %r", verb, error)
+
+    def _catch_up(self) -> None:
+        self._forget_dropped()
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        columns = pending.arriving.wait()
+        if pending.arena in self._arenas:  # else it has been dropped
+            rows = Rows(pending.schema, columns, len(pending.keys))
+            pending.arena.append(pending.keys.data, rows, self._clock)
+
+    def _try_to_forget(self) -> None:
+        # Perhaps called by the garbage collector, in the middle of a call that holds the lock.
+        lock = self._lock()
+        for is_free in map(lock.acquire, (False,)):  # unlike after a call, no interrupt comes after this
+            if is_free:
+                try:
+                    self._forget_dropped()
+                finally:
+                    lock.release()
+
+    def _forget_dropped(self) -> None:
+        if self._lock.was_torn():
+            self._forget_all()
+        while self._dropped:
+            namespace = self._dropped.popleft()
+            self._arenas.pop(namespace)
+            self._last_used.pop(namespace, None)
+        if self._closed:
+            self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._pending = None
+        self._arenas.clear()
+        self._last_used.clear()
+
+    def _find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
+        parts: list[tuple[Positions, Rows]] = []
+        arenas = self._arenas.holding(keys)
+        if not arenas:
+            return parts
+        self._clock += 1
+        self._last_used[keys.namespace] = self._clock
+        for arena in arenas:
+            entries = arena.find(keys.words)
+            positions = np.flatnonzero(entries >= 0)
+            if len(positions) == 0:
+                continue
+            if len(positions) < len(entries):
+                entries = entries[positions]
+            if self.policy == "lru":
+                arena.ticks[entries] = self._clock
+            parts.append((positions, arena.gather(entries)))
+            if len(positions) == len(keys):
+                break
+        return parts
+
+    def _keep(self, keys: Keys, rows: Rows, evicts: bool) -> int:
+        if self._closed or len(keys) == 0:
+            return 0
+        arena = self._arena(keys.namespace, rows)
+        absent = self._absent(keys, arena)
+        if len(absent) < len(keys):
+            keys, rows = keys.take(absent), rows.take(torch.from_numpy(absent))
+        if arena is None or len(keys) == 0:
+            if arena is not None:
+                self._arenas.link(keys, arena)
+            self._forget_empty(keys.namespace)
+            return 0
+        self._clock += 1
+        self._last_used[keys.namespace] = self._clock
+        kept = self._make_room(keys.namespace, arena, len(keys), evicts)
+        if kept < len(keys):
+            if self.policy == "mru" and not self._spills:
+                self._tell(
+                    "the memory cache is full (%d bytes): new items are computed at every call. "
+                    "Raise max_memory_cache_size, or set cache_dtype or policy='lru'",
+                    self.budget,
+                )
+            keys, rows = keys.take(np.arange(kept)), rows.head(kept)
+        if kept:
+            self._arenas.link(keys, arena)
+            self._append(arena, keys, rows)
+        elif len(arena) == 0:
+            self._forget_empty(keys.namespace)
+        return kept
+
+    def _append(self, arena: Arena, keys: Keys, rows: Rows) -> None:
+        """Write rows that there is room for, now or when they have arrived on the host."""
+        remote = [column for column in rows.columns if self._runtime.holds(column)]
+        if remote and arena.device.type == "cpu":
+            # Those on the host are the caller's, who may write to them before the others have arrived.
+            columns = rows.laid_out_as(arena.schema).columns
+            columns = tuple(c if self._runtime.holds(c) else c.clone() for c in columns)
+            arriving = Arriving(columns, self._runtime)
+            self._pending = _Pending(arena, arena.schema, keys, arriving)
+            if self._used() > self.budget:
+                self._catch_up()
+        else:
+            arena.append(keys.data, rows, self._clock)
+
+    def _used(self) -> int:
+        staging = self._pending.arriving.nbytes if self._pending is not None else 0
+        return self._arenas.nbytes + staging
+
+    def _absent(self, keys: Keys, arena: Arena | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        absent = np.ones(len(keys), bool)
+        asked = self._arenas.holding(keys)
+        if arena is not None and not any(other is arena for other in asked):
+            asked = [*asked, arena]  # if the group has been forgotten
+        for other in asked:
+            absent &= other.find(keys.words) < 0
+        return np.flatnonzero(absent)
+
+    def _arena(self, namespace: bytes, rows: Rows) -> Arena | None:
+        device = self._device
+        if device is None:
+            device = rows.columns[0].device if rows.columns else torch.device("cpu")
+        elif device.type == "cuda" and device.index is None and torch.cuda.is_available():
+            # The one that is current now, whichever will be current later.
+            device = self._device = torch.device("cuda", torch.cuda.current_device())
+        name = rows.schema, rows.schema.layout, device
+        arena = self._arenas.get(namespace, name)
+        if arena is None and rows.schema.row_bytes < self.budget:
+            if len(self._arenas) >= _MOST_ARENAS:
+                self._drop_unused(namespace)
+            is_remote = any(map(self._runtime.holds, rows.columns))
+            try:
+                arena = Arena(rows.schema, device, self.budget, self._runtime if is_remote else None)
+            except (AssertionError, OSError, MemoryError, RuntimeError) as error:
+                # Torch asserts that it was built for a device.
+                self._tell("there is no memory for rows on %s: %s", device, error)
+            else:
+                self._arenas.add(namespace, name, arena)
+        return arena
+
+    def _make_room(self, namespace: bytes, arena: Arena, count: int, evicts: bool) -> int:
+        """Make room for `count` rows, or as many of them as the budget and policy allow."""
+        while arena.room < count:
+            free = self.budget - self._used() - GROUP_BYTES
+            for wanted in (arena.slab(count), count):
+                if arena.cost(wanted) <= free and self._reserve(arena, wanted):
+                    return count
+            if self._drop_unused(namespace):
+                continue
+            if evicts and self.policy == "lru" and self._evict(arena, count - arena.room):
+                continue
+            low, high = arena.room, count  # low fits, high does not
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if arena.cost(middle) <= free else (low, middle)
+            return low if arena.cost(low) <= free and self._reserve(arena, low) else 0
+        return count
+
+    def _reserve(self, arena: Arena, count: int) -> bool:
+        try:
+            return arena.reserve(count)
+        finally:
+            self._arenas.measure(arena)
+
+    def _drop_unused(self, namespace: bytes) -> bool:
+        """Forget the namespace that was used least recently, of those that nothing alive uses."""
+        if self._in_use is None:
+            return False
+        used = {namespace, *self._in_use()}
+        unused = [name for name in self._arenas.namespaces() if name not in used]
+        if not unused:
+            return False
+        oldest = min(unused, key=lambda name: self._last_used.get(name, 0))
+        self._evictions += self._arenas.pop(oldest)
+        self._last_used.pop(oldest, None)
+        return True
+
+    def _evict(self, favoured: Arena, count: int) -> bool:
+        """Forget least recently used rows, worth `count` of the favoured arena; False if there are none."""
+        arenas = list(self._arenas)
+        lengths = list(map(len, arenas))
+        total = sum(lengths)
+        if total == 0:
+            return False
+        row_bytes = np.repeat([arena.row_bytes for arena in arenas], lengths)
+        needed = count * favoured.row_bytes
+        most = max(count, total // _EVICTED_AT_ONCE, round(needed / float(row_bytes.mean())) + 1)
+        ticks = np.concatenate([arena.ticks for arena in arenas])
+        if most < total:
+            oldest = np.argpartition(ticks, most)[:most]
+            oldest = oldest[np.argsort(ticks[oldest], kind="stable")]
+        else:
+            oldest = np.argsort(ticks, kind="stable")
+        enough = int(np.searchsorted(np.cumsum(row_bytes[oldest]), needed)) + 1
+        victims = np.sort(oldest[: max(enough, total // _EVICTED_AT_ONCE)])
+        end = 0
+        for arena, length in zip(arenas, lengths, strict=True):
+            start, end = end, end + length
+            low, high = np.searchsorted(victims, [start, end])
+            arena.remove(victims[low:high] - start)
+            if arena is not favoured and high > low:
+                arena.shrink()
+                self._arenas.measure(arena)
+        self._evictions += len(victims)
+        for namespace in self._arenas.namespaces():
+            self._forget_empty(namespace, keep=favoured)
+        return True
+
+    def _forget_empty(self, namespace: bytes, keep: Arena | None = None) -> None:
+        if self._arenas.pop_empty(namespace, keep):
+            self._last_used.pop(namespace, None)
+
+    def _tell(self, message: str, *args: object) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(message, *args)
