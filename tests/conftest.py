@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from tests._storage import NEVER, Unsynced
+from tests.helpers.storage import NEVER, Unsynced
 from torchcache2.tiers.disk import catalog as located_module
 from torchcache2.tiers.disk.tier import DiskTier
 

@@ -1,0 +1,943 @@
+"""`persistent=True`: what one run has computed, another one finds."""
+
+import contextlib
+import copy
+import functools
+import gc
+import json
+import logging
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch._dynamo
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from tests.decorator.test_forward import assert_same
+from tests.helpers import warm
+from torchcache2 import Cache, CacheSettings, Keys, OptionError, torchcache
+from torchcache2.core.rows import Rows
+from torchcache2.files.codec import codec
+from torchcache2.files.encode import SEGMENT, encode, ulid, write
+from torchcache2.files.filesystem import FileSystem
+
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+class _Sizes(logging.Handler):
+    """Lists the sizes of computed batches. A list that forwards refer to would be part of the key."""
+
+    def __init__(self):
+        super().__init__(logging.DEBUG)
+        self.sizes = []
+
+    def emit(self, record):
+        self.sizes.append(record.args[0])
+
+
+_SIZES = _Sizes()
+logging.getLogger("computed").addHandler(_SIZES)
+logging.getLogger("computed").setLevel(logging.DEBUG)
+
+
+def note(x):
+    logging.getLogger("computed").debug("%d", len(x))
+
+
+class Net(nn.Module):
+    def __init__(self, scale=1.0, seed=0, **options):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.fc = nn.Linear(8, 4)
+        self.scale = scale
+        for name, value in options.items():
+            setattr(self, f"torchcache_{name}", value)
+        self.eval().requires_grad_(False)
+
+    def forward(self, x):
+        note(x)
+        return self.fc(x) * self.scale
+
+
+def run(path, base=Net, **options):
+    """The class as a new run of a script would have it: with nothing in memory."""
+
+    class Cached(base):
+        forward = base.forward
+
+    options = {"persistent": True, "persistent_cache_dir": path, "probe": False} | options
+    return torchcache(**options)(Cached)
+
+
+def counts(cached):
+    stats = cached.cache_instance.stats()
+    return stats.hits, stats.misses
+
+
+def close(*cached):
+    for one in cached:
+        one.cache_instance.close()
+
+
+def fill(path, *args, base=Net, x=X, options=None):
+    """What a run leaves that computes one batch; its output."""
+    module = run(path, base, **(options or {}))(*args)
+    output = module(x)
+    close(module)
+    return output
+
+
+def computed(call):
+    """The output of a call, and the sizes of the batches that it computed."""
+    _SIZES.sizes.clear()
+    output = call()
+    return output, _SIZES.sizes.copy()
+
+
+def segments(path, module_hash="*"):
+    return sorted(Path(path).glob(f"{module_hash}/*.safetensors"))
+
+
+def namespaces(path):
+    return sorted(file.parent for file in Path(path).glob("*/fingerprint.json"))
+
+
+def bytes_below(path):
+    return sum(file.stat().st_size for file in Path(path).glob("*/*"))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "rows"
+
+
+# Another run
+
+SCRIPT = """
+import json, sys
+import torch
+from torch import nn
+from torchcache2 import torchcache
+
+options = {"persistent": True, "persistent_cache_dir": sys.argv[1]}
+torch.manual_seed(7)
+torch.set_num_threads(1)
+
+
+@torchcache(**options)
+class Net(nn.Module):
+    def __init__(self, width, act="relu"):
+        super().__init__()
+        self.fc = nn.Linear(8, width)
+        self.act = getattr(torch, act)
+        self.eval().requires_grad_(False)
+
+    def forward(self, x):
+        print("computed", len(x), file=sys.stderr)
+        return {"out": self.act(self.fc(x)), "norm": x.norm(dim=1), "name": "net"}
+
+
+@torchcache(**options)
+def function(x, scale=1.0):
+    print("computed", len(x), file=sys.stderr)
+    return x * scale, None, [x.sum(1)]
+
+
+class Plain(nn.Sequential):
+    def forward(self, x):
+        print("computed", len(x), file=sys.stderr)
+        return super().forward(x)
+
+
+class Unread(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lock = __import__("threading").Lock()  # cannot be read: good for one process, but for the name
+
+    def forward(self, x):
+        print("computed", len(x), file=sys.stderr)
+        return x + 1
+
+
+x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+instance = Plain(nn.Linear(8, 3), nn.LayerNorm(3)).eval().requires_grad_(False)
+named = torchcache(**options, persistent_module_hash="unread, version 1")(Unread())
+cached = {
+    "class": Net(4, act="tanh"),
+    "function": function,
+    "instance": torchcache(**options)(instance),
+    "name": named,
+}
+outputs = {kind: call(x) for kind, call in cached.items()}
+stats = {kind: call.cache_instance.stats() for kind, call in cached.items()}
+print(json.dumps({
+    "counts": {kind: [s.hits, s.misses, s.faults, s.corrupt] for kind, s in stats.items()},
+    "names": {kind: call.cache_instance.module_hash for kind, call in cached.items()},
+    "dirs": {kind: call.cache_instance.cache_dir for kind, call in cached.items()},
+}))
+torch.save(outputs, sys.argv[2])
+"""
+
+
+def test_a_second_process_computes_nothing(path, tmp_path):
+    # It is another file, too, and strings have other hashes.
+    scripts = tmp_path / "first.py", tmp_path / "second.py"
+    for script in scripts:
+        script.write_text(SCRIPT)
+    first = warm.run(scripts[0], path, tmp_path / "first.pt")
+    assert first.err.count("computed 32\n") == 4
+    second = subprocess.run(
+        [sys.executable, "-W", "error", scripts[1], path, tmp_path / "second.pt"],
+        capture_output=True,
+        text=True,
+        timeout=warm.DEADLINE,
+        env={**os.environ, "PYTHONPATH": str(warm.ROOT), "PYTHONHASHSEED": "5", "OMP_NUM_THREADS": "1"},
+    )
+    assert second.returncode == 0, second.stderr
+    assert second.stderr == ""
+    first, second = json.loads(first.out), json.loads(second.stdout)
+    assert set(map(tuple, first["counts"].values())) == {(0, 32, 0, 0)}
+    assert set(map(tuple, second["counts"].values())) == {(32, 0, 0, 0)}
+    assert second["names"] == first["names"]
+    assert set(second["dirs"].values()) == {str(path)}
+    assert sorted(first["names"].values()) == sorted(folder.name for folder in namespaces(path))
+    before, after = (torch.load(tmp_path / f"{name}.pt", weights_only=False) for name in ("first", "second"))
+    assert_same(before, after)
+
+
+def test_a_copy_of_the_folder_serves_elsewhere(path, tmp_path):
+    output = fill(path)
+    shutil.copytree(path, tmp_path / "another disk" / "rows")
+    shutil.rmtree(path)
+    module = run(tmp_path / "another disk" / "rows")()
+    again, sizes = computed(lambda: module(X))
+    assert torch.equal(again, output) and sizes == []
+    assert not path.exists()
+    close(module)
+
+
+def test_part_of_a_batch_is_computed(path):
+    fill(path)
+    module = run(path)()
+    new = torch.randn(3, 8)
+    both = torch.cat([X[:2], new, X[4:]])
+    output, sizes = computed(lambda: module(both))  # whole: the forward has not run in this process before
+    assert sizes == [7] and counts(module) == (4, 3)
+    assert torch.equal(output, torch.cat([module(X[:2]), module(new), module(X[4:])]))
+    both = torch.cat([X[2:4], new + 1, new])
+    output, sizes = computed(lambda: module(both))
+    assert sizes == [3]
+    assert torch.allclose(output, module.fc(both), atol=1e-6)
+    close(module)
+
+
+def test_other_weights_are_computed_and_explained(path):
+    fill(path)
+    module = run(path)(1.0, 1)
+    _, sizes = computed(lambda: module(X))
+    assert sizes == [6]
+    name, *lines = module.cache_instance.explain().splitlines()
+    (other,) = {file.parent.name for file in path.glob("*/*")}
+    assert name == f"compared with {other} in {path}:"
+    assert lines == [
+        "constructor argument seed: 0 → 1",
+        "weights: fc.bias changed",
+        "weights: fc.weight changed",
+    ]
+    # That it has left rows there itself changes nothing about it.
+    module.cache_instance.flush()
+    assert len(segments(path)) == 2
+    assert module.cache_instance.explain().splitlines() == [name, *lines]
+    close(module)
+
+
+def test_another_constructor_argument_is_computed_and_explained(path):
+    fill(path, 2.0)
+    module = run(path)(3.0)
+    _, sizes = computed(lambda: module(X))
+    assert sizes == [6]
+    lines = module.cache_instance.explain().splitlines()[1:]
+    assert lines == ["attribute scale: 2.0 → 3.0", "constructor argument scale: 2.0 → 3.0"]
+    close(module)
+
+
+def test_explain_compares_with_what_was_used_last_of_the_same_class(path):
+    class Other(Net):
+        def forward(self, x):
+            return x
+
+    fill(path, 2.0)
+    fill(path, 3.0)
+    other = torchcache(persistent=True, persistent_cache_dir=path)(Other)()
+    other(X)
+    close(other)
+    ages = {"2.0": 50, "3.0": 100, "1.0": 0}
+    for file in segments(path):
+        age = ages[_document(file.parent)["values"]["attribute scale"]]
+        os.utime(file, (time.time() - age,) * 2)
+    module = run(path)(4.0)
+    module(X)
+    assert "attribute scale: 2.0 → 4.0" in module.cache_instance.explain()
+    close(module)
+
+
+def _document(folder):
+    return json.loads((folder / "fingerprint.json").read_text())
+
+
+def test_explain_knows_what_earlier_runs_have_left(path):
+    first = run(path)()
+    assert first.cache_instance.explain().endswith(f"is the first of Cached in this process, and in {path}")
+    first(X)
+    assert first.cache_instance.explain().endswith(f"is the first of Cached in this process, and in {path}")
+    close(first)
+    module = run(path)()
+    module(X)
+    assert module.cache_instance.explain().endswith(f"an earlier run has left rows of it in {path}")
+    close(module)
+
+
+def test_explain_of_a_strange_directory_says_that_it_is_the_first(path):
+    fill(path)
+    (file,) = path.glob("*/fingerprint.json")
+    for text in ("", "[]", "{}", '{"class": 3, "parts": 4}', '{"parts": {"a": "zz"}}', "\x00" * 100):
+        document = _class_of(Net) if "parts" in text else None
+        file.write_text(text.replace('{"', f'{{"class": "{document}", "', 1) if document else text)
+        module = run(path)(5.0)
+        module(X)
+        assert "is the first of Cached in this process" in module.cache_instance.explain()
+        module.cache_instance.clear()
+        close(module)
+
+
+def _class_of(cls):
+    return f"{__name__}.run.<locals>.Cached" if cls is Net else None
+
+
+# What is written when
+
+
+def test_rows_are_on_disk_after_flush_and_others_find_them(path, at_once):
+    module, other = run(path)(), run(path)()
+    other.cache_instance.stats()
+    for i in range(3):
+        module(X + i)
+        module.cache_instance.flush()
+        assert len(segments(path)) == i + 1
+        assert computed(lambda i=i: other(X + i))[1] == []
+    assert counts(other) == (18, 0)
+    close(module, other)
+    assert len(segments(path)) == 3
+
+
+def test_close_writes_what_waits_and_stops(path):
+    before = writers()
+    module = run(path)()
+    with module.cache_instance:
+        module(X)
+        assert len(writers() - before) == 1 and segments(path) == []
+    (file,) = segments(path)
+    assert writers() <= before
+    for _ in range(2):
+        assert computed(lambda: module(X))[1] == [6]
+        module.cache_instance.close()
+    assert segments(path) == [file] and writers() <= before
+
+
+def writers():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("torchcache2")}
+
+
+def test_stats_count_the_rows_and_bytes_on_disk(path):
+    module = run(path)()
+    assert (module.cache_instance.stats().disk_rows, module.cache_instance.stats().disk_bytes) == (0, 0)
+    module(X)
+    assert module.cache_instance.stats().disk_rows == 6  # on their way
+    module.cache_instance.flush()
+    stats = module.cache_instance.stats()
+    assert (stats.disk_rows, stats.disk_bytes) == (6, bytes_below(path))
+    assert "disk      6 rows, " in str(stats) and "disk" in stats._repr_html_()
+    other = run(path)(2.0)
+    other(X[:2])
+    other.cache_instance.flush()
+    assert other.cache_instance.stats().disk_rows == 2
+    assert other.cache_instance.stats().disk_bytes == bytes_below(path)
+    assert (stats.disk_evictions, stats.corrupt, stats.faults) == (0, 0, 0)
+    close(module, other)
+
+
+def test_clear_deletes_the_files_of_one_namespace(path):
+    cls = run(path)
+    first, second = cls(1.0), cls(2.0)
+    for module in (first, second):
+        module(X)
+        module.cache_instance.flush()
+    second(X + 1)  # waits
+    names = [module.cache_instance.module_hash for module in (first, second)]
+    first.cache_instance.clear()
+    assert segments(path, names[0]) == [] and len(segments(path, names[1])) == 1
+    close(first, second)
+    assert segments(path, names[0]) == [] and len(segments(path, names[1])) == 2
+    cls = run(path)
+    first, second = cls(1.0), cls(2.0)
+    for module in (first, second):
+        module(torch.cat([X, X + 1]))
+    assert (counts(first), counts(second)) == ((0, 12), (12, 0))
+    close(first, second)
+
+
+def test_clear_forgets_rows_that_wait(path):
+    module = run(path)()
+    module(X)
+    module.cache_instance.clear()
+    close(module)
+    assert segments(path) == []
+
+
+def test_a_module_that_is_dropped_leaves_its_rows_on_disk_and_nothing_in_memory(path):
+    # Its class is in cycles: the garbage collector finds it.
+    before = writers()
+    module = run(path)()
+    module(X)
+    tiers = weakref.ref(module.cache_instance._tiers)
+    del module
+    gc.collect()
+    assert tiers() is None
+    deadline = time.monotonic() + warm.DEADLINE
+    while writers() - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert writers() <= before
+    assert len(segments(path)) == 1
+
+
+COLLECTED_BY_THE_WRITER = """
+import gc, sys, threading
+import torch
+from torch import nn
+from torchcache2 import torchcache
+
+waiting, collected = threading.Event(), threading.Event()
+
+
+def profile(frame, event, argument):
+    # In the writer, when it is about to write a segment.
+    if event == "call" and frame.f_code.co_name == "encode" and frame.f_code.co_filename.endswith("write.py"):
+        threading.setprofile(None)
+        sys.setprofile(None)
+        waiting.set()
+        collected.wait(20)
+        gc.collect()
+
+
+def make():
+    # So small that it is written at once.
+    @torchcache(persistent=True, persistent_cache_dir=sys.argv[1], max_persistent_cache_size="64KB")
+    class Net(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    Net().eval()(torch.rand(4, 480))
+
+
+gc.disable()  # but where it is called
+threading.setprofile(profile)
+make()
+assert waiting.wait(20)
+collected.set()
+print("end")
+"""
+
+
+def test_the_garbage_collector_may_close_a_tier_in_its_own_writer(path):
+    warm.run(COLLECTED_BY_THE_WRITER, path)
+    assert len(segments(path)) == 1
+
+
+# Memory and disk
+
+WIDTH = 2048  # 8 KiB a row
+MANY = torch.arange(600.0)[:, None] + torch.linspace(0, 0.5, WIDTH)
+SMALL = {"max_memory_cache_size": 18 * MIB, "compression": "none"}  # of which 16 MiB are for rows that wait
+
+
+def wide(path, **options):
+    @torchcache(persistent=True, persistent_cache_dir=path, **(SMALL | options))
+    def function(x):
+        note(x)
+        return x * 2
+
+    return function
+
+
+def epoch(function, x=MANY):
+    for batch in x.split(50):
+        assert torch.equal(function(batch), batch * 2)
+    return function.cache_instance.stats()
+
+
+def in_memory(function, path):
+    """Which of `MANY` are found when the directory is gone."""
+    shutil.rmtree(path)
+    here = []
+    for i, item in enumerate(MANY.split(1)):
+        if computed(lambda item=item: function(item))[1] == []:
+            here.append(i)
+    return here
+
+
+@pytest.mark.parametrize("policy", ["mru", "lru"])
+def test_what_does_not_fit_in_memory_is_found_on_disk(path, log, policy):
+    function = wide(path, policy=policy)
+    stats = epoch(function)
+    assert 0 < stats.memory_rows < 300 and stats.disk_rows == 600
+    assert stats.memory_bytes <= 2 * MIB
+    for _ in range(2):
+        stats = epoch(function)
+        assert stats.misses == 600 and stats.memory_rows < 300
+    assert stats.hits == 1200 and stats.disk_evictions == 0
+    function.cache_instance.flush()
+    assert epoch(function).misses == 600
+    assert [record.getMessage() for record in log if record.levelno >= 30] == []
+    close(function)
+
+
+def test_under_mru_new_rows_go_to_disk_only(path):
+    function = wide(path)
+    kept = epoch(function)
+    assert kept.evictions == 0
+    function.cache_instance.flush()
+    assert in_memory(function, path) == list(range(kept.memory_rows))
+    close(function)
+
+
+def test_under_lru_the_oldest_leave_memory_and_stay_on_disk(path):
+    function = wide(path, policy="lru")
+    kept = epoch(function)
+    assert kept.evictions == 600 - kept.memory_rows
+    function.cache_instance.flush()
+    assert len(segments(path)) > 0
+    # From the newest on: what is computed then pushes out older ones.
+    shutil.rmtree(path)
+    newest = MANY[-kept.memory_rows // 2 :]
+    assert computed(lambda: function(newest))[1] == []
+    assert computed(lambda: function(MANY[:1]))[1] == [1]
+    close(function)
+
+
+@pytest.mark.parametrize("policy", ["mru", "lru"])
+def test_rows_that_are_read_enter_memory_while_there_is_room(path, policy):
+    function = wide(path)
+    epoch(function)
+    close(function)
+    function = wide(path, policy=policy)
+    function(MANY[:100])
+    assert function.cache_instance.stats().memory_rows == 100
+    stats = epoch(function)
+    assert 100 < stats.memory_rows < 300
+    assert (stats.misses, stats.evictions) == (0, 0)
+    assert in_memory(function, path)[:100] == list(range(100))
+    close(function)
+
+
+@pytest.mark.parametrize("size", [0, 1000, 16 * MIB])
+def test_with_no_memory_at_all_rows_are_found_on_disk(path, size):
+    function = wide(path, max_memory_cache_size=size)
+    assert epoch(function).misses == 600
+    assert epoch(function).hits == 600
+    close(function)
+    function = wide(path, max_memory_cache_size=size)
+    stats = epoch(function)
+    assert (stats.hits, stats.misses, stats.memory_rows) == (600, 0, 0)
+    close(function)
+
+
+# Options
+
+INVALID = [
+    ({"compression": "zstd"}, r"^compression='zstd': expected 'brotli', 'blosc2' or 'none'"),
+    ({"compression_quality": 12}, r"^compression_quality=12: expected an int from 0 to 11 for 'brotli'"),
+    (
+        {"compression": "blosc2", "compression_quality": 10},
+        r"^compression_quality=10: expected an int from 0 to 9 for 'blosc2'",
+    ),
+    ({"persistent_cache_dir": "s3://bucket/rows"}, r"^persistent_cache_dir='s3://bucket/rows': .* not a URL"),
+    ({"persistent_cache_dir": 5}, r"^persistent_cache_dir=5: expected None or the path of a folder"),
+    ({"max_persistent_cache_size": "much"}, r"^max_persistent_cache_size='much'"),
+    ({"persistent": "yes"}, r"^persistent='yes': expected True or False"),
+    ({"persistent_dir": "rows"}, r"unknown option 'persistent_dir'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), INVALID)
+def test_options_are_checked_when_something_is_decorated(options, message, path):
+    with pytest.raises(OptionError, match=message):
+        torchcache(**({"persistent": True, "persistent_cache_dir": path} | options))
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("decorate", [Net, Net(), lambda x: x], ids=["class", "instance", "function"])
+def test_a_path_that_cannot_be_one_is_an_error_when_something_is_decorated(decorate, tmp_path):
+    file, foreign = tmp_path / "a file", tmp_path / "photos"
+    file.write_text("text")
+    foreign.mkdir()
+    (foreign / "one.jpg").write_text("a photo")
+    decorate = copy.deepcopy(decorate) if not isinstance(decorate, type) else type("Own", (decorate,), {})
+    for folder, message in (
+        (file, "is a file: a cache directory is a folder of its own"),
+        (foreign, r"is not a cache directory and not empty \(it has 'one.jpg'\)"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            torchcache(persistent=True, persistent_cache_dir=folder)(decorate)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["a file", "one.jpg", "photos"]
+
+
+def test_nothing_is_made_before_there_are_rows(path, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    for folder in (path, None):
+        module = run(folder)()
+        with torch.enable_grad():
+            pass
+        del module
+    for options in ({"enabled": False}, {"persistent": False}):
+        module = torchcache(**({"persistent": True, "persistent_cache_dir": path} | options))(Net())
+        assert torch.equal(module(X), module.fc(X))
+        close(module)
+    monkeypatch.setenv("TORCHCACHE_DISABLE", "1")
+    module = run(path)()
+    for _ in range(2):
+        assert computed(lambda: module(X))[1] == [6]
+    close(module)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_instance_has_a_directory_of_its_own(path, tmp_path):
+    cls = run(path)
+    with pytest.raises(OptionError, match="is a file"):
+        (tmp_path / "file").write_text("")
+        cls(persistent_cache_dir=tmp_path / "file")(X)
+    module, own, none = cls(), cls(persistent_cache_dir=tmp_path / "own"), cls(persistent=False)
+    for one in (module, own, none):
+        one(X)
+    folders = [str(path), str(tmp_path / "own"), None]
+    assert [one.cache_instance.cache_dir for one in (module, own, none)] == folders
+    close(module, own, none)
+    assert len(segments(path)) == len(segments(tmp_path / "own")) == 1
+    again = run(path)(persistent_cache_dir=tmp_path / "own")
+    assert computed(lambda: again(X))[1] == []
+    close(again)
+
+
+def test_cache_dir_says_where_rows_are(path, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for given, meant in ((path, path), ("rows", path), ("~/rows", tmp_path / "home" / "rows")):
+        module = run(given)()
+        monkeypatch.chdir(tmp_path)
+        assert module.cache_instance.cache_dir == str(meant)
+        module(X)
+        monkeypatch.chdir("/")
+        close(module)
+        monkeypatch.chdir(tmp_path)
+        assert len(segments(meant)) == 1
+    assert torchcache(Net()).cache_instance.cache_dir is None
+
+
+# What comes back
+
+
+class Structured(Net):
+    def forward(self, x):
+        note(x)
+        y = self.fc(x)
+        return {
+            "model": BaseModelOutput(last_hidden_state=y, hidden_states=(y * 2, y.half())),
+            "none": None,
+            "number": 3,
+            "text": "words",
+            "numbers": [x.sum(1), (x > 0, x.long())],
+            "strided": y.t().contiguous().t(),
+        }
+
+
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.eval().requires_grad_(False).to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        note(x)
+        return self.conv(x)
+
+
+@pytest.mark.parametrize("compression", ["brotli", "blosc2", "none"])
+@pytest.mark.parametrize("size", ["1GB", 0], ids=["memory", "no memory"])
+def test_structures_come_back_as_they_were(path, compression, size):
+    options = {"compression": compression, "max_memory_cache_size": size}
+    output = fill(path, base=Structured, options=options)
+    module = run(path, Structured, **options)()
+    for _ in range(2):
+        again, sizes = computed(lambda: module(X))
+        assert sizes == []
+        assert_same(output, again)
+    close(module)
+
+
+def test_channels_last_comes_back(path):
+    x = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    output = fill(path, base=Convolution, x=x)
+    assert output.is_contiguous(memory_format=torch.channels_last) and not output.is_contiguous()
+    module = run(path, Convolution)()
+    again, sizes = computed(lambda: module(x))
+    assert sizes == [] and torch.equal(again, output)
+    assert again.stride() == output.stride()
+    close(module)
+
+
+def test_stored_in_another_dtype(path):
+    options = {"cache_dtype": torch.bfloat16, "compression": "none"}
+    output = fill(path, options=options)
+    assert output.dtype == torch.float32 and torch.equal(output, output.bfloat16().float())
+    (file,) = segments(path)
+    assert safetensors.torch.load_file(file)["output"].dtype == torch.bfloat16
+    module = run(path, **options)()
+    again, sizes = computed(lambda: module(X))
+    assert sizes == [] and torch.equal(again, output) and again.dtype == torch.float32
+    other = run(path)()
+    exact, sizes = computed(lambda: other(X))
+    assert sizes == [6] and not torch.equal(exact, output)
+    assert "option cache_dtype: torch.bfloat16 → None" in other.cache_instance.explain()
+    close(module, other)
+
+
+def test_the_outputs_of_a_hit_are_the_callers_own(path):
+    output = fill(path)
+    module = run(path)()
+    for _ in range(3):
+        again = module(X)
+        assert torch.equal(again, output)
+        again.zero_()
+    close(module)
+
+
+def test_items_of_several_schemas_in_one_directory(path):
+    def by_kind(x):
+        note(x)
+        return (x * 2).to(torch.int64) if x.dtype == torch.float64 else x[:, : x.shape[1] // 2]
+
+    inputs = [torch.randn(4, 8), torch.randn(4, 6), torch.randn(4, 8).double(), torch.randn(4, 8).half()]
+    options = {"persistent": True, "persistent_cache_dir": path}
+    cached = torchcache(**options)(by_kind)
+    outputs = [cached(x) for x in inputs]
+    close(cached)
+    cached = torchcache(**options)(by_kind)
+    again, sizes = computed(lambda: [cached(x) for x in inputs])
+    assert sizes == []
+    assert_same(outputs, again)
+    close(cached)
+
+
+def test_an_empty_batch(path):
+    fill(path, x=X[:0])
+    module = run(path)()
+    assert module(X[:0]).shape == (0, 4)
+    close(module)
+    assert segments(path) == []
+
+
+# Rows that are wrong
+
+
+def tamper(path):
+    """Give every row another value, with a checksum that fits."""
+    (file,) = segments(path)
+    tensors = safetensors.torch.load_file(file)
+    keys = Keys(bytes.fromhex(file.parent.name), tensors["keys"].numpy())
+    file.unlink()
+    rows = Rows.from_pytree(tensors["output"] + 1, len(keys), device=CPU)
+    write(FileSystem(), str(file.parent), ulid() + SEGMENT, encode([(keys, rows)], codec("none", 0)))
+
+
+def test_verify_finds_wrong_rows_on_disk_and_deletes_them(path, log):
+    options = {"compression": "none"}
+    output = fill(path, options=options)
+    tamper(path)
+    module = run(path, **options)()
+    assert torch.equal(module(X), output + 1)  # nothing tells, but
+    close(module)
+
+    module = run(path, **options, verify=1.0)()
+    again, sizes = computed(lambda: module(X))
+    assert torch.equal(again, output) and len(sizes) > 0
+    stats = module.cache_instance.stats()
+    assert (stats.verified, stats.mismatched, stats.corrupt) == (6, 6, 0)
+    assert sum("differ from what the forward computes now" in record.getMessage() for record in log) == 1
+    assert segments(path) == []
+    again, sizes = computed(lambda: module(X))
+    assert torch.equal(again, output) and sizes == [6]
+    close(module)
+
+    module = run(path, **options, verify=1.0)()
+    assert torch.equal(module(X), output)
+    stats = module.cache_instance.stats()
+    assert (stats.hits, stats.verified, stats.mismatched) == (6, 6, 0)
+    close(module)
+
+
+# What else there is in a program
+
+
+def test_under_compile_another_run_finds_the_rows(path):
+    torch._dynamo.reset()
+    output = fill(path)
+    for i in range(2):
+        module = run(path)()
+        compiled = torch.compile(module, backend="eager")
+        again, sizes = computed(lambda compiled=compiled: compiled(X))
+        assert sizes == [] and torch.equal(again, output)
+        fresh = torch.arange(40.0).view(5, 8) - i
+        assert torch.equal(compiled(fresh), module.fc(fresh) * 1.0)
+        assert counts(module) == (6, 5)
+        close(module)
+    torch._dynamo.reset()
+
+
+def test_several_decorators_share_a_directory(path):
+    def double(x):
+        note(x)
+        return x * 2
+
+    def make(size):
+        options = {"persistent": True, "persistent_cache_dir": path, "max_persistent_cache_size": size}
+        return torchcache(**options)(double), run(path)(), torchcache(**options)(Net())
+
+    first = make("1GB")
+    outputs = [cached(X) for cached in first]
+    for cached in first:
+        cached.cache_instance.flush()
+    second = make("2GB")  # while the first ones live
+    again, sizes = computed(lambda: [cached(X) for cached in second])
+    assert sizes == []
+    assert_same(outputs, again)
+    assert len(segments(path)) == len(namespaces(path)) == 3
+    close(*first, *second)
+
+
+def test_instances_share_rows_if_they_compute_the_same(path):
+    cls = run(path)
+    first, same, other = cls(), cls(), cls(2.0)
+    outputs = [module(X) for module in (first, same, other)]
+    assert (counts(same), counts(other)) == ((6, 0), (0, 6))
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[2], 2 * outputs[0])
+    first.cache_instance.close()  # the others go on
+    same(X + 1)
+    close(same, other)
+    cls = run(path)
+    again = cls(), cls(2.0)
+    for module in again:
+        module(torch.cat([X, X + 1]))
+    assert [counts(module) for module in again] == [(12, 0), (6, 6)]
+    close(*again)
+
+
+@pytest.mark.parametrize("make", [lambda path: run(path)(), lambda path: decorated(path)])
+def test_a_deep_copy_has_the_same_rows(path, make):
+    module = make(path)
+    module(X)
+    twin = copy.deepcopy(module)
+    assert torch.equal(twin(X), module(X)) and twin.cache_instance.cache_dir == str(path)
+    assert (
+        sum(misses for _, misses in {id(m.cache_instance): counts(m) for m in (module, twin)}.values()) == 6
+    )
+    twin.fc.weight.zero_()
+    assert torch.equal(twin(X), twin.fc(X) * 1.0)
+    assert not torch.equal(twin(X), module(X))
+    close(twin, module)
+    again = make(path)
+    assert computed(lambda: again(X))[1] == []
+    close(again)
+
+
+def decorated(path):
+    return torchcache(persistent=True, persistent_cache_dir=path)(Net())
+
+
+@torchcache(persistent=True)
+class Pickled(Net):
+    pass
+
+
+@pytest.mark.parametrize("make", [lambda path: Pickled(persistent_cache_dir=path), decorated])
+def test_a_pickled_module_finds_its_rows(path, make):
+    module = make(path)
+    output = module(X)
+    module.cache_instance.flush()
+    twin = pickle.loads(pickle.dumps(module))
+    assert twin.cache_instance is not module.cache_instance
+    again, sizes = computed(lambda: twin(X))
+    assert sizes == [] and torch.equal(again, output)
+    assert twin.cache_instance.cache_dir == str(path)
+    close(module, twin)
+
+
+def test_a_cache_without_a_module(path):
+    keys = Keys(b"sixteen letters.", np.arange(64, dtype=np.uint8).reshape(4, 16))
+    settings = CacheSettings(persistent=True, persistent_cache_dir=path)
+    with Cache(keys.namespace, settings) as cache:
+        cache.fetch(keys, lambda positions: positions.double() ** 2)
+    assert _document(path / keys.namespace.hex())["class"] is None
+    with contextlib.closing(pickle.loads(pickle.dumps(Cache(keys.namespace, settings)))) as cache:
+        assert cache.fetch(keys, lambda positions: 1 / 0).tolist() == [0, 1, 4, 9]
+
+
+def test_fingerprints_are_json_for_people(path):
+    fill(path, 2.0)
+    (folder,) = namespaces(path)
+    document = _document(folder)
+    assert document["class"].endswith("Cached") and document["namespace"] == folder.name
+    assert document["values"]["attribute scale"] == "2.0"
+    assert set(document) >= {"format_version", "library", "torch", "created", "parts", "values"}
+    assert all(len(bytes.fromhex(text)) for text in document["parts"].values())
+
+
+def test_threads_share_a_persistent_module(path):
+    module = run(path, compression="none")()
+    batches = [torch.randn(16, 8) for _ in range(8)]
+    wrong = []
+
+    def work(offset):
+        for i in range(24):
+            batch = batches[(i + offset) % len(batches)]
+            if not torch.equal(module(batch), functional(module, batch)):
+                wrong.append(i)
+            if i % 8 == 0:
+                module.cache_instance.flush()
+
+    workers = [threading.Thread(target=work, args=(offset,)) for offset in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(warm.DEADLINE)
+    assert wrong == []
+    close(module)
+    module = run(path)()
+    assert computed(lambda: [module(batch) for batch in batches])[1] == []
+    close(module)
+
+
+functional = functools.partial(lambda module, x: module.fc(x) * module.scale)

@@ -1,0 +1,1110 @@
+"""Hits that are computed again, and what runs between a caller and the forward."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import gc
+import inspect
+import os
+import random
+import re
+import sys
+import threading
+import traceback
+import weakref
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+import torchcache2
+from tests.decorator.test_forward import assert_same, cached
+from tests.engine.test_property import LEAVES, OTHERS, build, nested
+from torchcache2 import Cache, CacheSettings, Keys, torchcache
+from torchcache2.core.rows import Rows
+from torchcache2.engine.stack import TierStack
+from torchcache2.engine.verify import differences
+
+NAMESPACE = b"sixteen letters."
+WIDTH = 64
+SEEN = 4096 // (4 * WIDTH)  # rows of a float32 weight whose edit through `.data` is noticed
+
+
+def whole(*shape):
+    """Small whole numbers: their sums are exact in whatever order."""
+    return torch.randint(-8, 8, shape).float()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, scale=1.0):
+        return torch.relu(self.fc(x)) * scale
+
+
+def exact(module):
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(whole(*parameter.shape))
+    return module.eval().requires_grad_(False)
+
+
+def as_class(**options):
+    class Cached(Net):
+        forward = Net.forward
+
+    return exact(torchcache(**options)(Cached)())
+
+
+def as_instance(**options):
+    return torchcache(**options)(exact(Net()))
+
+
+MAKERS = pytest.mark.parametrize("make", [as_class, as_instance])
+FULL = {"verify": 1.0}
+
+
+def plain(module, x, scale=1.0):
+    return torch.relu(nn.functional.linear(x, module.fc.weight, module.fc.bias)) * scale
+
+
+def notes():
+    """A list that forwards may change: what is found through the standard library is not their state."""
+    return vars(threading.current_thread()).setdefault("notes", [])
+
+
+def long(number):
+    """A tensor of some number, whose end can be edited unseen."""
+    return torch.full((2000,), number)
+
+
+def edit_unseen(module, amount=1):
+    module.fc.weight.data[SEEN + 1 :] += amount
+
+
+def counts(cached):
+    stats = cached.cache_instance.stats()
+    return stats.verified, stats.mismatched
+
+
+def warnings_in(log):
+    return [record.getMessage() for record in log if record.levelname == "WARNING"]
+
+
+# Which hits are computed again
+
+
+def test_all_hits_are_computed_again():
+    function = cached(lambda x: x * 2, **FULL)
+    x = torch.randn(6, 4)
+    for _ in range(3):
+        assert torch.equal(function(x), x * 2)
+    assert torch.equal(function(x[[4, 1]]), x[[4, 1]] * 2)
+    stats = function.cache_instance.stats()
+    assert (stats.hits, stats.misses) == (14, 6)
+    assert (stats.verified, stats.mismatched) == (14, 0)
+    assert function.sizes == [6, 6, 6, 2]
+    assert "verified  14, of which 0 differed" in str(stats)
+
+
+def test_without_verify_nothing_is_computed_again():
+    function = cached(lambda x: x * 2, verify=0.0)
+    x = torch.randn(6, 4)
+    for _ in range(20):
+        function(x)
+    assert function.sizes == [6]
+    assert counts(function) == (0, 0)
+    assert "verified" not in str(function.cache_instance.stats())
+
+
+def test_a_share_of_hits_is_computed_again():
+    function = cached(lambda x: x * 2, verify=0.3)
+    x = torch.arange(100.0)[:, None]
+    for _ in range(81):
+        function(x)
+    verified, mismatched = counts(function)
+    # 2400 expected of 8000, standard deviation 41.
+    assert 2100 < verified < 2700 and mismatched == 0
+    assert sum(function.sizes) == 100 + verified
+
+
+def test_hits_and_misses_of_a_batch_are_computed_together():
+    function = cached(lambda x: x * 2, **FULL)
+    x = torch.arange(20.0).reshape(10, 2)
+    function(x[:4])
+    assert torch.equal(function(x[2:7]), x[2:7] * 2)
+    assert function.sizes == [4, 5]
+    stats = function.cache_instance.stats()
+    assert (stats.hits, stats.misses, stats.verified, stats.mismatched) == (2, 7, 2, 0)
+    assert stats.memory_rows == 7
+
+
+@pytest.mark.parametrize("miss_batch", ["exact", "pad"])
+def test_duplicates(miss_batch):
+    function = cached(lambda x: x * 2, miss_batch=miss_batch, **FULL)
+    x = torch.arange(20.0).reshape(10, 2)
+    function(x[:3])
+    some = x[[5, 0, 0, 6, 2, 5, 5, 0]]
+    assert torch.equal(function(some), some * 2)
+    stats = function.cache_instance.stats()
+    # The two further copies of item 5 count as found, and there is nothing to compare them with.
+    assert (stats.hits, stats.misses, stats.verified, stats.mismatched) == (6, 5, 4, 0)
+    assert torch.equal(function(x[:7]), x[:7] * 2)
+    assert function.cache_instance.stats().memory_rows == 7
+
+
+def test_padded_batches_have_sizes_that_are_powers_of_two():
+    function = cached(lambda x: x * 2, miss_batch="pad", verify=0.5)
+    x = torch.randn(37, 4)
+    function(x)
+    for _ in range(60):
+        assert torch.equal(function(x), x * 2)
+    assert set(function.sizes) <= {1, 2, 4, 8, 16, 32, 37}
+    assert len(set(function.sizes)) > 1
+    assert counts(function)[1] == 0
+
+
+def test_time_that_verifying_took_is_not_saved():
+    matrix = torch.randn(300, 300)
+
+    def slow(x):
+        for _ in range(20):
+            torch.mm(matrix, matrix)
+        return x * 2
+
+    function = torchcache(**FULL)(slow)
+    x = torch.randn(8, 4)
+    for _ in range(20):
+        function(x)
+    stats = function.cache_instance.stats()
+    assert stats.hits == 19 * 8
+    # Every item was computed at every call, as without a cache.
+    assert stats.seconds_saved < 0.5 * stats.seconds_computed
+
+
+# Rows that are stale
+
+
+@MAKERS
+def test_a_stale_row_is_noticed(make, log):
+    module = make(**FULL)
+    x = whole(6, WIDTH)
+    before = module(x)
+    edit_unseen(module)
+    fresh = plain(module, x)
+    apart = (fresh - before).abs().amax(1)
+    assert torch.equal(module(x), fresh)
+    assert counts(module) == (6, int((apart > 0).sum()))
+    (warning,) = warnings_in(log)
+    found = re.search(r"(\d+) of 6 hits .* position (\d+) of the batch, by ([0-9.e+-]+)\.", warning)
+    assert int(found[1]) == int((apart > 0).sum())
+    assert apart[int(found[2])] == apart.max()
+    assert float(found[3]) == pytest.approx(float(apart.max()), rel=0.01)
+    assert module.cache_instance.stats().bypasses == {}
+    mismatched = counts(module)[1]
+    for _ in range(3):
+        assert torch.equal(module(x), plain(module, x))
+    stats = module.cache_instance.stats()
+    assert stats.mismatched == mismatched and stats.hits > 0
+    assert stats.bypasses == {}
+    assert len(warnings_in(log)) == 1
+
+
+@pytest.mark.parametrize("miss_batch", ["exact", "pad"])
+@MAKERS
+def test_a_stale_row_in_a_batch_with_misses_and_duplicates(make, miss_batch, log):
+    module = make(miss_batch=miss_batch, **FULL)
+    x = whole(12, WIDTH)
+    module(x[:3])
+    edit_unseen(module, 100)
+    some = x[[9, 1, 10, 9, 1, 2]]
+    assert torch.equal(module(some), plain(module, some))
+    assert counts(module) == (3, 3)
+    (warning,) = warnings_in(log)
+    assert int(re.search(r"position (\d+) of the batch", warning)[1]) in (1, 4, 5)
+    for _ in range(2):
+        assert torch.equal(module(x), plain(module, x))
+    assert counts(module)[1] == 3
+
+
+@MAKERS
+def test_what_was_computed_before_the_edit_was_noticed_is_forgotten(make):
+    module = make(**FULL)
+    first, x, y = module.fc.weight.clone(), whole(4, WIDTH), whole(5, WIDTH)
+    module(x)
+    edit_unseen(module)
+    module(y)  # misses, which nothing can be compared with
+    module(x)  # noticed
+    with torch.no_grad():
+        module.fc.weight.copy_(first)
+    mismatched = counts(module)[1]
+    assert torch.equal(module(y), plain(module, y))
+    assert torch.equal(module(x), plain(module, x))
+    assert counts(module)[1] == mismatched
+
+
+def test_rows_under_a_name_of_ones_own_that_are_stale_are_replaced():
+    module = as_instance(persistent_module_hash="mine", **FULL)
+    x = whole(4, WIDTH)
+    module(x)
+    with torch.no_grad():
+        module.fc.weight += 1
+    for _ in range(3):
+        assert torch.equal(module(x), plain(module, x))
+    stats = module.cache_instance.stats()
+    assert stats.mismatched <= 4 <= stats.verified
+    assert stats.hits >= 4
+
+
+def test_the_other_instances_of_a_class_keep_their_rows():
+    class Cached(Net):
+        forward = Net.forward
+
+    kind = torchcache(**FULL)(Cached)
+    left, right = exact(kind()), exact(kind())
+    x = whole(4, WIDTH)
+    left(x), right(x)
+    edit_unseen(left)
+    left(x)
+    assert torch.equal(right(x), plain(right, x))
+    assert counts(right) == (4, 0)
+    assert right.cache_instance.stats().hits == 4
+
+
+def test_an_edit_through_data_of_a_tensor_around_is_noticed():
+    factors = long(2.0)
+
+    @torchcache(**FULL)
+    def scaled(x):
+        return x * factors[-1]
+
+    x = torch.randn(4, 3)
+    scaled(x)
+    factors.data[-1] = 5.0
+    for _ in range(3):
+        assert torch.equal(scaled(x), x * 5)
+    assert counts(scaled)[1] == 4
+    assert scaled.cache_instance.stats().hits == 4
+
+
+def test_an_error_while_a_stale_batch_is_computed_again():
+    factors, failures = long(2.0), notes()
+
+    @torchcache(**FULL)
+    def scaled(x):
+        if notes() and notes().pop():
+            raise ValueError("not this time")
+        return x * factors[-1]
+
+    x, y = torch.randn(4, 3), torch.randn(5, 3)
+    scaled(x)
+    factors.data[-1] = 5.0
+    failures += [True, False]  # one call verifies, the next computes the batch
+    with pytest.raises(ValueError, match="not this time"):
+        scaled(x)
+    assert counts(scaled) == (4, 4)
+    assert torch.equal(scaled(y), y * 5)
+    factors.data[-1] = 2.0
+    scaled.cache_instance.refresh()
+    assert torch.equal(scaled(y), y * 2)
+    assert torch.equal(scaled(x), x * 2)
+    assert counts(scaled) == (4, 4)
+
+
+def test_what_others_keep_while_a_stale_batch_is_computed_again_is_forgotten():
+    factors, others = long(2.0), notes()
+
+    @torchcache(**FULL)
+    def scaled(x):
+        if notes() and (other := notes().pop()) is not None:
+            other.start(), other.join()
+        return x * factors[-1]
+
+    x, y = torch.randn(4, 3), torch.randn(5, 3)
+    scaled(x)
+    factors.data[-1] = 5.0
+    others += [threading.Thread(target=scaled, args=(y,)), None]  # one call verifies, the next computes
+    assert torch.equal(scaled(x), x * 5)
+    assert others == []
+    factors.data[-1] = 2.0
+    scaled.cache_instance.refresh()
+    assert torch.equal(scaled(y), y * 2)
+    assert counts(scaled) == (4, 4)
+
+
+def test_items_that_look_the_same_to_a_subsample(log):
+    function = torchcache(subsample_count=10, **FULL)(lambda x: x.sum(1, keepdim=True))
+    x = torch.zeros(1, 1000)
+    y = x.clone()
+    y[0, 100] = 5
+    assert function(x) == 0
+    assert function(y) == 5
+    assert counts(function) == (1, 1) and len(warnings_in(log)) == 1
+    assert function(x) == 0
+
+
+# What counts as a difference
+
+
+def keys_of(count):
+    data = np.zeros((count, 16), np.uint8)
+    data[:, 0] = data[:, 8] = np.arange(count)
+    return Keys(NAMESPACE, data)
+
+
+def verified(old, new, count=3, **settings):
+    """How many rows differ if `old` is found and `new` computed; and what is returned."""
+    with Cache(NAMESPACE, CacheSettings(verify=1.0, **settings)) as cache:
+        cache.fetch(keys_of(count), lambda positions: old)
+        output = cache.fetch(keys_of(count), lambda positions: new)
+        stats = cache.stats()
+    assert stats.verified == count
+    return stats.mismatched, output
+
+
+def same(left, right):
+    if isinstance(left, torch.Tensor):
+        torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
+    else:
+        assert type(left) is type(right) and left == right
+
+
+VALUES = torch.tensor([[1.0, -2.0, 0.25, 3.0], [100.0, -50.0, 7.0, 25.0], [0.5, 0.125, 0.0, -0.75]])
+TOLERATED = [
+    # dtype, a relative difference that comes from rounding, and one that does not
+    (torch.float32, 3e-6, 1e-2),
+    (torch.float64, 1e-14, 1e-6),
+    (torch.float16, 2e-3, 0.3),
+    (torch.bfloat16, 1 / 64, 0.5),
+    (torch.complex64, 3e-6, 1e-2),
+    (torch.complex128, 1e-14, 1e-6),
+]
+
+
+@pytest.mark.parametrize("dtype, rounding, real", TOLERATED)
+def test_rounding_is_no_difference(dtype, rounding, real):
+    values = VALUES * (1 + 2j) if dtype.is_complex else VALUES
+    double = torch.complex128 if dtype.is_complex else torch.float64
+    old = values.to(dtype)
+    close = (values.to(double) * (1 + rounding)).to(dtype)
+    apart = (values.to(double) * (1 + real)).to(dtype)
+    assert not torch.equal(old, close)
+    mismatched, output = verified(old, close)
+    assert mismatched == 0
+    same(output, old)
+    mismatched, output = verified(old, apart)
+    assert mismatched == 3
+    same(output, apart)
+    one = torch.cat([old[:2], apart[2:]])
+    mismatched, output = verified(old, one)
+    assert mismatched == 1
+    same(output, one)
+
+
+def changed(values, to, at=(1, 0)):
+    values = values.clone()
+    values[at] = to
+    return values
+
+
+NAN, INF = float("nan"), float("inf")
+BIG = 2**60
+COMPARED = {
+    "nan and nan": (changed(VALUES, NAN), changed(VALUES, NAN), 0),
+    "nan and number": (changed(VALUES, NAN), VALUES, 1),
+    "number and nan": (VALUES, changed(VALUES, NAN), 1),
+    "inf and inf": (changed(VALUES, INF), changed(VALUES, INF), 0),
+    "inf and -inf": (changed(VALUES, INF), changed(VALUES, -INF), 1),
+    "inf and nan": (changed(VALUES, INF), changed(VALUES, NAN), 1),
+    "inf and number": (changed(VALUES, INF), VALUES, 1),
+    "beside inf": (changed(VALUES, INF), changed(changed(VALUES, INF), -51.0, (1, 1)), 1),
+    "beside nan": (changed(VALUES, NAN), changed(changed(VALUES, NAN), -55.0, (1, 1)), 1),
+    "0.0 and -0.0": (torch.zeros(3, 2), -torch.zeros(3, 2), 0),
+    "no bytes": (torch.zeros(3, 0, 2), torch.zeros(3, 0, 2), 0),
+    "no bytes, other shape": (torch.zeros(3, 0, 2), torch.zeros(3, 0, 3), 3),
+    "no leaves": ((), (), 0),
+    "one number a row": (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 4.0]), 1),
+    "int64": (VALUES.long(), changed(VALUES.long(), 101), 1),
+    "large int64": (torch.full((3, 2), BIG), changed(torch.full((3, 2), BIG), BIG + 1), 1),
+    "uint8": (VALUES.abs().byte(), changed(VALUES.abs().byte(), 99), 1),
+    "uint8, same": (VALUES.abs().byte(), VALUES.abs().byte(), 0),
+    "uint16": (VALUES.abs().to(torch.uint16), changed(VALUES, 99).abs().to(torch.uint16), 1),
+    "bool": (VALUES > 0, changed(VALUES > 0, False), 1),
+    "bool, same": (VALUES > 0, VALUES > 0, 0),
+    "float8": (VALUES.to(torch.float8_e5m2), VALUES.to(torch.float8_e5m2), 0),
+    "int value": ({"y": VALUES, "n": 3}, {"y": VALUES, "n": 4}, 3),
+    "int value, same": ({"y": VALUES, "n": 3}, {"y": VALUES, "n": 3}, 0),
+    "bool value": ({"y": VALUES, "n": True}, {"y": VALUES, "n": False}, 3),
+    "float value": ({"y": VALUES, "n": 3.0}, {"y": VALUES, "n": 3.5}, 3),
+    "float value, rounded": ({"y": VALUES, "n": 3.0}, {"y": VALUES, "n": 3.0 * (1 + 1e-15)}, 0),
+    "nan value": ({"y": VALUES, "n": NAN}, {"y": VALUES, "n": NAN}, 0),
+    "complex value": ({"y": VALUES, "n": 1 + 2j}, {"y": VALUES, "n": 1 + 3j}, 3),
+    "complex value, same": ({"y": VALUES, "n": 1 + 2j}, {"y": VALUES, "n": 1 + 2j}, 0),
+    "text": ({"y": VALUES, "n": "ab"}, {"y": VALUES, "n": "ac"}, 3),
+    "text, same": ({"y": VALUES, "n": "ab"}, {"y": VALUES, "n": "ab"}, 0),
+    "longer text": ({"y": VALUES, "n": "ab"}, {"y": VALUES, "n": "abc"}, 3),
+    "none and none": ((VALUES, None), (VALUES, None), 0),
+    "none and number": ((VALUES, None), (VALUES, 0), 3),
+    "1 and True": ((VALUES, 1), (VALUES, True), 3),
+    "other dtype": (VALUES, VALUES.double(), 3),
+    "other shape": (VALUES, VALUES[:, :3], 3),
+    "other structure": ((VALUES,), [VALUES], 3),
+    "other names": ({"a": VALUES}, {"b": VALUES}, 3),
+    "second of two": ((VALUES, VALUES), (VALUES, changed(VALUES, 0.0)), 1),
+}
+
+
+@pytest.mark.parametrize("old, new, differing", COMPARED.values(), ids=COMPARED.keys())
+def test_what_is_a_difference(old, new, differing):
+    mismatched, output = verified(old, new)
+    assert mismatched == differing
+    expected = new if differing else old
+    left, structure = torch.utils._pytree.tree_flatten(output)
+    right, expected_structure = torch.utils._pytree.tree_flatten(expected)
+    assert structure == expected_structure
+    for a, b in zip(left, right, strict=True):
+        if isinstance(b, torch.Tensor) and b.dtype is not torch.float8_e5m2:
+            same(a, b)
+        elif not isinstance(b, torch.Tensor):
+            assert type(a) is type(b) and (a == b or b != b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_small_outputs_that_differ(dtype):
+    old, new = (torch.softmax(torch.randn(3, 500), 1).to(dtype) for _ in range(2))
+    mismatched, output = verified(old, new)
+    assert mismatched == 3
+    same(output, new)
+    assert verified(old, (old.double() * (1 + torch.finfo(dtype).eps)).to(dtype))[0] == 0
+
+
+def test_rows_with_their_channels_last_equal_those_without():
+    images = torch.randn(3, 4, 5, 6)
+    last = images.contiguous(memory_format=torch.channels_last)
+    for old, new in ((images, last), (last, images)):
+        assert verified(old, new)[0] == 0
+        mismatched, output = verified(old, new + (torch.arange(3) == 1)[:, None, None, None])
+        assert mismatched == 1
+        same(output, new + (torch.arange(3) == 1)[:, None, None, None])
+
+
+def test_rows_kept_in_a_coarser_dtype():
+    settings = {"cache_dtype": torch.bfloat16}
+    mismatched, output = verified(VALUES, VALUES * (1 + 3e-3), **settings)
+    assert mismatched == 0
+    same(output, VALUES.bfloat16().float())
+    mismatched, output = verified(VALUES, VALUES * 1.5, **settings)
+    assert mismatched == 3
+    same(output, (VALUES * 1.5).bfloat16().float())
+
+
+def test_autocast_rounds_to_its_own_dtype():
+    close = VALUES * (1 + 1 / 64)
+    assert verified(VALUES, close)[0] == 3
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert verified(VALUES, close)[0] == 0
+        assert verified(VALUES, VALUES * 1.5)[0] == 3
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_products_of_lower_precision(precision):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        assert verified(VALUES, VALUES * 2)[0] == 3
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_the_precision_of_a_backend_can_be_set():
+    # From then on torch.get_float32_matmul_precision() is an error.
+    switch = torch.backends.cuda.matmul
+    if not hasattr(torch._C, "_get_fp32_precision_getter"):  # older ones have no such switch
+        assert verified(VALUES, VALUES)[0] == 0
+        return
+    before, switch.fp32_precision = switch.fp32_precision, "tf32"
+    try:
+        assert verified(VALUES, VALUES)[0] == 0
+        assert verified(VALUES, VALUES * 2)[0] == 3
+    finally:
+        switch.fp32_precision = before
+
+
+def test_the_default_device_and_dtype_do_not_matter():
+    function = torchcache(**FULL)(lambda x: (x * 2, x[:, :0], len(x.shape)))
+    x = torch.randn(3, 4)
+    torch.set_default_dtype(torch.float64)
+    try:
+        for device in ("meta", "cpu"):
+            with torch.device(device):
+                for _ in range(2):
+                    assert torch.equal(function(x)[0], x * 2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert counts(function) == (6, 0)
+
+
+def rounded_by_batch(values, dtype):
+    """As kernels do: batches of one item are rounded otherwise."""
+    return values * (1 + (len(values) == 1) * 2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_outputs_of_a_finer_dtype_than_the_computation(dtype, log):
+    class Embedding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(10, 6, dtype=dtype)
+
+        def forward(self, ids):
+            return rounded_by_batch(self.table(ids), dtype).double()
+
+    module = torchcache(**FULL)(Embedding().eval().requires_grad_(False))
+    function = torchcache(**FULL)(lambda x: rounded_by_batch(x, dtype).float())
+    ids, x = torch.arange(10), torch.randn(10, 6, dtype=dtype)
+    module(ids), function(x)
+    for i in range(10):
+        assert torch.equal(module(ids[i : i + 1])[0], module.table.weight[i].double())
+        assert torch.equal(function(x[i : i + 1])[0], x[i].float())
+    assert counts(module) == counts(function) == (10, 0)
+    assert warnings_in(log) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_real_layer_in_batches_of_all_sizes(dtype, log):
+    torch.manual_seed(3)
+    layers = nn.Sequential(nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 32), nn.LayerNorm(32))
+    module = torchcache(**FULL)(layers.to(dtype).eval().requires_grad_(False))
+    x = torch.randn(33, 256, dtype=dtype)
+    module(x)
+    for size in range(1, 33):
+        module(x[torch.randperm(33)[:size]])
+    assert counts(module) == (33 * 32 // 2, 0)
+    assert warnings_in(log) == []
+
+
+def test_ragged_outputs():
+    def cut(x):
+        return x[:, : int(x[:, 0].max())]
+
+    function = torchcache(**FULL)(cut)
+    x = torch.tensor([[2.0, 5, 6, 7], [3.0, 1, 2, 3], [2.0, 0, 0, 1]])
+    for batch in ([0], [1], [0, 1], [2], [0, 2], [0, 1, 2], [1, 1], [2, 0]):
+        assert torch.equal(function(x[batch]), cut(x[batch]))
+
+
+# What else may go on in a forward
+
+
+def program(verify):
+    """Outputs and the states of all generators after each call."""
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    x = torch.arange(24.0).reshape(8, 3)
+
+    def draws_at_times(x):
+        return x + torch.rand(()) if bool((x < 3).any()) else x
+
+    functions = [
+        torchcache(verify=verify)(lambda x: x * 2),
+        torchcache(verify=verify)(lambda x: x + torch.rand(x.shape)),
+        torchcache(verify=verify)(lambda x: x + random.random()),
+        torchcache(verify=verify)(lambda x: x + np.random.random()),
+        torchcache(verify=verify)(draws_at_times),
+        torchcache(verify=verify)(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))),
+    ]
+    seen = []
+    for step in range(4):
+        for function in functions:
+            with torch.no_grad():
+                output = function(x[2 * (step % 3) :])
+            state = np.random.get_state()
+            seen.append((output, torch.get_rng_state(), random.getstate(), state[1].tobytes(), state[2]))
+    return seen
+
+
+def test_generators_are_left_as_without_verify():
+    for without, once in zip(program(0.0), program(1.0), strict=True):
+        torch.testing.assert_close(without[0], once[0])
+        assert torch.equal(without[1], once[1])
+        assert without[2:] == once[2:]
+
+
+def test_random_forwards_are_not_verified():
+    function = cached(lambda x: x + torch.rand(x.shape), **FULL)
+    x = torch.randn(4, 3)
+    outputs = [function(x) for _ in range(4)]
+    assert not any(torch.equal(outputs[0], other) for other in outputs[1:])
+    stats = function.cache_instance.stats()
+    assert (stats.verified, stats.hits, sum(stats.bypasses.values())) == (0, 0, 16)
+    assert function.sizes == [4] * 4
+
+
+def test_forwards_with_a_state_are_not_verified():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return x + self.calls
+
+    module = torchcache(**FULL)(Counting().eval())
+    x = torch.zeros(3, 2)
+    for step in range(1, 5):
+        assert torch.equal(module(x), x + step)
+    assert counts(module) == (0, 0)
+    assert module.calls == 4
+
+
+def test_dicts_and_views_of_the_input():
+    function = cached(lambda x: {"same": x, "part": x[:, :2], "n": 3, "none": None}, **FULL)
+    x = torch.randn(4, 3)
+    for _ in range(3):
+        output = function(x)
+        assert torch.equal(output["same"], x) and torch.equal(output["part"], x[:, :2])
+        assert (output["n"], output["none"]) == (3, None)
+        output["same"].zero_()  # the caller's own
+        output["part"].zero_()
+    assert counts(function) == (8, 0)
+
+
+def test_an_error_while_hits_are_computed_again():
+    broken = []
+
+    @torchcache(**FULL)
+    def function(x):
+        if broken:
+            raise broken[0]
+        return x * 2
+
+    x = torch.randn(4, 3)
+    function(x)
+    broken.append(ValueError("today"))
+    with pytest.raises(ValueError, match="today"):
+        function(x)
+    broken.clear()
+    assert torch.equal(function(x), x * 2)
+    stats = function.cache_instance.stats()
+    assert (stats.hits, stats.verified, stats.mismatched, stats.bypasses) == (4, 4, 0, {})
+
+
+@pytest.mark.parametrize("kind", ["no_grad", "inference_mode"])
+def test_grad_modes(kind):
+    module = as_instance(**FULL)
+    x = whole(4, WIDTH)
+    module(x)
+    with getattr(torch, kind)():
+        assert torch.equal(module(x), plain(module, x))
+    assert torch.equal(module(x), plain(module, x))
+    assert counts(module) == (8, 0)
+    module.requires_grad_(True)
+    module(x).sum().backward()
+    assert module.fc.weight.grad is not None
+    assert counts(module) == (8, 0)
+
+
+@pytest.mark.parametrize("batch", [1, 6])
+@MAKERS
+def test_compiled(make, batch, log):
+    torch._dynamo.reset()
+    module = make(**FULL)
+    compiled = torch.compile(module, backend="eager")
+    x = whole(batch, WIDTH)
+    for _ in range(3):
+        assert torch.equal(compiled(x), plain(module, x))
+    assert counts(module) == (2 * batch, 0)
+    edit_unseen(module, 100)
+    for _ in range(3):
+        assert torch.equal(compiled(x), plain(module, x))
+    assert counts(module)[1] == batch
+    assert len(warnings_in(log)) == 1
+    torch._dynamo.reset()
+
+
+def test_replicas_are_verified():
+    module = as_class(**FULL)
+    x = whole(4, WIDTH)
+    module(x)
+    replica = module._replicate_for_data_parallel()
+    part = module.fc._replicate_for_data_parallel()
+    part.weight, part.bias = module.fc.weight.clone(), module.fc.bias.clone()
+    replica._modules["fc"] = part
+    assert torch.equal(replica(x), plain(module, x))
+    assert counts(module) == (4, 0)
+
+
+# Threads
+
+
+def in_threads(work, count=8):
+    start = threading.Barrier(count)
+
+    def started(number):
+        start.wait()
+        return work(number)
+
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        return list(pool.map(started, range(count)))
+
+
+@pytest.mark.parametrize("verify", [0.2, 1.0])
+def test_threads(verify):
+    module = as_class(verify=verify, policy="lru", max_memory_cache_size=60_000)
+    items = whole(60, WIDTH)
+
+    def work(number):
+        generator = torch.Generator().manual_seed(number)
+        right = True
+        for _ in range(60):
+            x = items[torch.randint(60, (7,), generator=generator)]
+            right &= torch.equal(module(x), plain(module, x))
+        return right
+
+    assert all(in_threads(work))
+    stats = module.cache_instance.stats()
+    assert stats.mismatched == 0 < stats.verified
+    assert stats.bypasses == {}
+
+
+def test_threads_that_find_stale_rows():
+    module = as_class(**FULL)
+    items = whole(30, WIDTH)
+    module(items)
+    edit_unseen(module)
+
+    def work(number):
+        generator = torch.Generator().manual_seed(number)
+        right = True
+        for _ in range(10):
+            x = items[torch.randint(30, (7,), generator=generator)]
+            right &= torch.equal(module(x), plain(module, x))
+        return right
+
+    assert all(in_threads(work))
+    assert counts(module)[1] > 0
+
+
+def test_a_cache_that_is_cleared_or_closed_during_a_computation():
+    settings = CacheSettings(**FULL)
+    tiers = TierStack(settings)
+    other = Cache(b"SIXTEEN LETTERS.", settings, tiers=tiers)
+    for act in (Cache.clear, Cache.close):
+        cache = Cache(NAMESPACE, settings, tiers=tiers)
+        cache.fetch(keys_of(2), lambda positions: VALUES[positions])
+
+        def compute(positions, act=act, cache=cache):
+            thread = threading.Thread(target=act, args=(cache,))
+            thread.start(), thread.join()
+            return VALUES[positions]
+
+        assert torch.equal(cache.fetch(keys_of(3), compute), VALUES)
+        assert torch.equal(cache.fetch(keys_of(3), lambda positions: VALUES[positions]), VALUES)
+        cache.close()
+        # Nobody could find them any more, and they would take others' room.
+        assert other.stats().memory_rows == 0
+
+
+# Between the caller and the forward
+
+FAILURES = [
+    ValueError,
+    RuntimeError,
+    StopIteration,
+    StopAsyncIteration,
+    GeneratorExit,
+    KeyboardInterrupt,
+    SystemExit,
+]
+
+
+class Failing(Net):
+    failure = ValueError
+
+    def forward(self, x):
+        if x.sum() < 0:
+            raise self.failure("from the forward")
+        return self.fc(x)
+
+
+def failing(kind, failure):
+    class Cached(Failing):
+        forward = Failing.forward
+
+    Cached.failure = failure
+    module = torchcache(Cached)() if kind == "class" else torchcache(Cached())
+    return module.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("kind", ["class", "instance"])
+def test_errors_of_a_forward(kind, failure):
+    module = failing(kind, failure)
+    x = torch.ones(3, WIDTH)
+    module(x)
+    with pytest.raises(failure) as caught:
+        module(-torch.ones(2, WIDTH))
+    error = caught.value
+    assert type(error) is failure and error.args == ("from the forward",)
+    assert error.__cause__ is None
+    assert error.__context__ is None or error.__suppress_context__
+    frames = traceback.extract_tb(error.__traceback__)
+    assert (frames[0].name, frames[-1].name) == ("test_errors_of_a_forward", "forward")
+    # While the traceback is alive, and all that it refers to:
+    module(x)
+    assert module.cache_instance.stats().hits == 2 + 3  # two of the first three are duplicates
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("kind", ["class", "instance"])
+def test_nothing_is_held_after_an_error(kind, failure, collector_off):
+    module = failing(kind, failure)
+    x = -torch.ones(3, WIDTH)
+    with contextlib.suppress(failure):
+        module(x)
+    held = weakref.ref(module), weakref.ref(module.cache_instance), weakref.ref(x)
+    del module, x
+    assert [ref() for ref in held] == [None] * 3
+
+
+@pytest.fixture
+def collector_off():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Interrupt(KeyboardInterrupt):
+    pass
+
+
+def interrupted(call, number):
+    """Interrupt a call where a `number`-th function is about to start, as Ctrl-C does; the error."""
+    folder, seen = os.path.dirname(torchcache2.__file__), 0
+
+    def tracer(frame, event, argument):
+        nonlocal seen
+        names = [f.f_code.co_filename for f in (frame, frame.f_back) if f is not None]
+        # Where a generator goes on, Python 3.10 would not run its `finally`, which a signal does.
+        is_function = not frame.f_code.co_flags & inspect.CO_GENERATOR
+        if event == "call" and is_function and any(name.startswith(folder) for name in names):
+            seen += 1
+            if seen == number:
+                raise Interrupt
+
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        call()
+    except Interrupt as error:
+        return error
+    finally:
+        sys.settrace(before)
+    return None
+
+
+@pytest.mark.parametrize("options", [{}, FULL, {"miss_batch": "pad", "policy": "lru"}])
+def test_an_interrupt_anywhere_leaves_the_cache_working(options):
+    module = as_class(**options)
+    x = whole(3, WIDTH)
+    module(x)
+    for number in range(1, 2000):
+        batch = torch.cat([x, whole(2, WIDTH) + number / 4])
+        error = interrupted(lambda batch=batch: module(batch), number)
+        if error is None:
+            break
+        # The error is alive, as the last one is in a notebook, and with it all frames.
+        assert not module.cache_instance._tiers.memory._lock().locked(), traceback.format_tb(
+            error.__traceback__
+        )
+        assert torch.equal(module(x), plain(module, x))
+        before = module.cache_instance.stats().hits
+        assert torch.equal(module(x), plain(module, x))
+        assert module.cache_instance.stats().hits == before + 3, traceback.format_tb(error.__traceback__)
+    assert 100 < number < 1999
+
+
+def test_modules_inside_of_each_other():
+    inner = as_instance(**FULL)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x) + self.inner(x, 2.0)
+
+    outer = torchcache(probe=False, **FULL)(Outer().eval())
+    x = whole(5, WIDTH)
+
+    def check(run, some):
+        assert torch.equal(run(some), plain(inner, some) * 3)
+
+    for _ in range(2):
+        check(outer, x)
+    check(outer, torch.cat([x[:2], x[:1] + 1]))
+    assert counts(outer) == (7, 0)
+    # Twice for each item that the outer one verified, with the one scale and the other.
+    assert counts(inner) == (14, 0)
+    torch._dynamo.reset()
+    compiled = torch.compile(outer, backend="eager")
+    for _ in range(2):
+        check(compiled, x)
+    edit_unseen(inner, 50)
+    for run in (outer, compiled, outer, compiled):
+        check(run, x)
+    assert outer.cache_instance.stats().mismatched == 5
+    torch._dynamo.reset()
+
+
+def test_a_function_that_calls_itself():
+    sizes = notes()
+    sizes.clear()
+
+    @torchcache(probe=False, **FULL)
+    def power(x, n):
+        notes().append(n)
+        return power(x, n - 1) * x if n > 1 else x
+
+    x = torch.tensor([[2.0], [3.0]])
+    for _ in range(3):
+        assert power(x, 3).tolist() == [[8.0], [27.0]]
+    assert sizes == [3, 2, 1] * 3
+    assert counts(power) == (4, 0)
+
+
+def test_calls_from_coroutines():
+    module = as_class(**FULL)
+    items = whole(20, WIDTH)
+
+    async def one(number):
+        for step in range(5):
+            x = items[(number + step) % 10 :][:6]
+            assert torch.equal(module(x), plain(module, x))
+            await asyncio.sleep(0)
+
+    async def all_of_them():
+        await asyncio.gather(*map(one, range(10)))
+
+    asyncio.run(all_of_them())
+    stats = module.cache_instance.stats()
+    assert (stats.hits + stats.misses, stats.misses, stats.verified) == (300, 15, 285)
+
+
+def test_generators_that_call_a_cached_function():
+    double = torchcache(**FULL)(lambda x: x * 2)
+
+    def stream(x):
+        for _ in range(3):
+            yield double(x)
+
+    x = torch.randn(2, 3)
+    assert all(torch.equal(output, x * 2) for output in stream(x))
+    partial = stream(x)
+    next(partial)
+    partial.close()
+    assert counts(double) == (6, 0)
+
+
+# Outputs that cannot be kept, with rounding asked for
+
+
+def test_an_output_that_cannot_be_kept_is_returned_by_a_closed_cache():
+    marker = object()
+    function = torchcache(cache_dtype=torch.bfloat16)(lambda x: (x * 2, marker))
+    x = torch.ones(2, 3)
+    for _ in range(2):
+        output, returned = function(x)
+        assert torch.equal(output, x * 2) and returned is marker
+        function.cache_instance.close()
+
+
+def test_a_number_for_an_empty_batch_in_another_dtype():
+    function = torchcache(cache_dtype=torch.bfloat16)(lambda x: (x * 2, 3))
+    for _ in range(2):
+        output, number = function(torch.ones(0, 3))
+        assert (output.shape, output.dtype, number) == ((0, 3), torch.float32, 3)
+
+
+# Random sequences of batches
+
+
+@hypothesis.settings(max_examples=120, deadline=None)
+@hypothesis.given(
+    output=nested(st.one_of(LEAVES, OTHERS)),
+    batches=st.lists(st.lists(st.integers(0, 12), max_size=9), min_size=1, max_size=10),
+    options=st.fixed_dictionaries(
+        {
+            "policy": st.sampled_from(["mru", "lru"]),
+            "max_memory_cache_size": st.sampled_from([0, 5_000, 9_000, 13_000, 30_000, 10**7]),
+            "miss_batch": st.sampled_from(["exact", "pad"]),
+            "verify": st.sampled_from([0.0, 0.3, 1.0]),
+            # The values of `build` are exact in all of them.
+            "cache_dtype": st.sampled_from([None, torch.float32, torch.bfloat16, torch.float64]),
+        }
+    ),
+)
+def test_outputs_are_those_of_the_plain_forward(output, batches, options):
+    def forward(items):
+        return build(output, items)
+
+    leaves = torch.utils._pytree.tree_leaves(output)
+    hypothesis.assume(any(isinstance(leaf, torch.dtype) for leaf in leaves))
+    function = cached(forward, **options)
+    for batch in batches:
+        items = torch.tensor(batch, dtype=torch.int64)
+        assert_same(function(items), forward(items))
+        assert function.cache_instance.stats().memory_bytes <= options["max_memory_cache_size"]
+    stats = function.cache_instance.stats()
+    assert stats.mismatched == 0 and stats.verified <= stats.hits
+    assert stats.bypasses == {}
+    assert stats.hits + stats.misses == sum(map(len, batches))
+    if options["verify"] == 0.0:
+        assert stats.verified == 0
+
+
+@hypothesis.settings(max_examples=80, deadline=None)
+@hypothesis.given(
+    steps=st.lists(
+        st.one_of(
+            st.lists(st.integers(0, 9), min_size=1, max_size=8),
+            st.sampled_from(["edit", "restore", "clear", "refresh"]),
+        ),
+        max_size=15,
+    ),
+    miss_batch=st.sampled_from(["exact", "pad"]),
+    policy=st.sampled_from(["mru", "lru"]),
+    budget=st.sampled_from([0, 15_000, 20_000, 10**7]),
+)
+def test_with_all_hits_verified_no_unseen_edit_gets_through(steps, miss_batch, policy, budget):
+    options = {"miss_batch": miss_batch, "policy": policy, "max_memory_cache_size": budget}
+    module = as_instance(**options, **FULL)
+    items, first = whole(10, WIDTH), module.fc.weight.clone()
+    for step in steps:
+        if step == "edit":
+            edit_unseen(module)
+        elif step == "restore":
+            module.fc.weight.data.copy_(first)
+        elif step in ("clear", "refresh"):
+            getattr(module.cache_instance, step)()
+        else:
+            assert torch.equal(module(items[step]), plain(module, items[step]))
+        assert module.cache_instance.stats().memory_bytes <= budget
+    assert module.cache_instance.stats().bypasses == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_tolerance_is_relative_to_the_row_however_small(dtype):
+    scale = 10 * torch.finfo(dtype).eps ** 2
+    old = torch.full((2, 4), scale, dtype=torch.float64).to(dtype)
+    new = old * torch.tensor([[1.0], [2.0]]).to(dtype)
+    rows = [Rows.from_pytree(side, 2, device=torch.device("cpu")) for side in (old, new)]
+    assert (differences(*rows) > 0).tolist() == [False, True]

@@ -1,0 +1,718 @@
+"""A cache directory at the hands of others: what is no file, too few files that may be open, strange tags and
+archives, and namespaces that another user has made."""
+
+import contextlib
+import errno
+import gc
+import os
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.storage import (
+    NAMESPACES,
+    NEVER,
+    Unsynced,
+    Watched,
+    flip,
+    found,
+    put,
+    refuse,
+    seal,
+    sealed_names,
+    segments,
+    snapshot,
+    warnings_of,
+)
+from torchcache2 import OptionError, torchcache
+from torchcache2.cli.archive import export, import_archive
+from torchcache2.cli.commands import run
+from torchcache2.cli.report import in_use
+from torchcache2.files.descriptors import Descriptors
+from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, CacheDirectory, NewerDirectoryError
+from torchcache2.files.encode import ulid
+from torchcache2.files.eviction import deleting
+from torchcache2.files.filenames import TAG_TEXT
+from torchcache2.files.filesystem import FileSystem, StrangeFileError
+from torchcache2.tiers.disk import catalog as located_module
+from torchcache2.tiers.disk import health as health_module
+from torchcache2.tiers.disk.tier import DiskTier
+
+A, B, C = NAMESPACES
+ROWS = list(range(5))
+NAME = "01ARZ3NDEKTSV4RRFFQ69G5FAV.safetensors"
+KINDS = [
+    *("pipe", "link to a pipe", "socket", "link to a device", "link to standard input"),
+    *("folder", "link to nothing", "loop of links"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _never_hangs(monkeypatch):
+    """Whoever flushes writes, so that an alarm ends whatever waits without end."""
+
+    def ring(*_):
+        raise AssertionError("this has waited for a file")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(located_module, "_LOOK_EVERY", 0.0)
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def strange(kind, path, folder):
+    """Make what is no file; says whether it is still the same."""
+    other = folder / "other"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link to a pipe":
+        os.mkfifo(other)
+        path.symlink_to(other)
+    elif kind == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        targets = {"link to a device": "/dev/zero", "link to standard input": "/dev/stdin"}
+        path.symlink_to({**targets, "link to nothing": other}.get(kind, path))
+    before = os.lstat(path)
+    return lambda: os.path.samestat(os.lstat(path), before)
+
+
+def fill(path, namespaces=(A,)):
+    tier = DiskTier(path, codec="none", delay=NEVER, fs=Unsynced())
+    for namespace in namespaces:
+        seal(tier, ROWS, namespace=namespace)
+    tier.close()
+
+
+def handle(path, *args, **options):
+    return DiskTier(path, *args, **{"codec": "none", "delay": NEVER, "fs": Unsynced()} | options)
+
+
+def command(*arguments, capfd):
+    """Exit code, and what was printed."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as done:
+        run([str(argument) for argument in arguments])
+    out, err = capfd.readouterr()
+    assert "Traceback" not in err
+    return done.value.code, out + err
+
+
+# What is no file
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_regular_files_are_opened(tmp_path, kind):
+    strange(kind, tmp_path / "thing", tmp_path)
+    fs = FileSystem()
+    with pytest.raises(StrangeFileError, match="thing"):
+        fs.open(str(tmp_path / "thing"))
+    with pytest.raises(FileExistsError):
+        fs.create(str(tmp_path / "thing"))
+    assert fs.exists(str(tmp_path / "thing")) and not fs.is_file(str(tmp_path / "thing"))
+
+
+def test_a_link_to_a_regular_file_is_opened_and_nothing_is_inherited(tmp_path):
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    file = FileSystem().open(str(tmp_path / "link"))
+    assert FileSystem().size(file) == 7 and not os.get_inheritable(file.number)
+    with pytest.raises(FileNotFoundError):
+        FileSystem().open(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fingerprint_that_is_no_file(path, tmp_path, log, capfd, kind):
+    fill(path, (A, B))
+    (path / A.hex() / FINGERPRINT).unlink()
+    is_there = strange(kind, path / A.hex() / FINGERPRINT, tmp_path)
+    tier = handle(path)
+    assert found(tier, ROWS) == ROWS
+    put(tier, ["new"])
+    put(tier, ["new"], namespace=B)
+    tier.close()
+    assert tier.stats().faults == 1
+    (warning,) = warnings_of(log)
+    assert A.hex() in warning.getMessage() and "is not a regular file" in warning.getMessage()
+    assert sealed_names(path, ["new"], namespace=B) == ["new"]
+    for arguments in (["ls"], ["stats"], ["verify"], ["prune", "--max-size", "1GB"]):
+        code, text = command(arguments[0], *arguments[1:], path, capfd=capfd)
+        assert code == 0, text
+    assert command("export", path, tmp_path / "x.tar", capfd=capfd)[0] == 0
+    assert command("prune", "--max-size", "1B", path, capfd=capfd)[0] == 0
+    assert command("rm", "--dir", path, "--yes", A.hex(), capfd=capfd)[0] in (0, 2)
+    assert is_there()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tag_that_is_no_file(path, tmp_path, capfd, kind):
+    fill(path)
+    before = snapshot(path / A.hex())
+    (path / TAG).unlink()
+    is_there = strange(kind, path / TAG, tmp_path)
+    with pytest.raises(OptionError, match=f"not empty.*{TAG}"):
+        DiskTier(path)
+    with pytest.raises(OptionError, match=f"not empty.*{TAG}"):
+        torchcache(lambda x: x, persistent=True, persistent_cache_dir=path)
+    for arguments in (["ls"], ["stats"], ["verify"], ["prune", "--max-size", "1B"]):
+        code, text = command(arguments[0], *arguments[1:], path, capfd=capfd)
+        assert code == 2 and "is not a cache directory" in text
+    assert is_there() and snapshot(path / A.hex()) == before
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "link to a file"])
+def test_a_lock_that_is_no_file(path, tmp_path, log, capfd, kind):
+    fill(path)
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    if kind == "link to a file":
+        (path / LOCK).symlink_to(mine)  # it would be locked, and older versions of the lock empty it
+    else:
+        strange(kind, path / LOCK, tmp_path)
+    before = os.lstat(path / LOCK)
+    with pytest.raises(StrangeFileError):
+        deleting(CacheDirectory(str(path), FileSystem()))
+    tier = handle(path, 1000, "lru")
+    put(tier, range(50, 60), namespace=B)
+    tier.close()
+    assert tier.stats().faults >= 1 and len(warnings_of(log)) == 1
+    assert sealed_names(path, ROWS) == ROWS
+    code, text = command("prune", "--max-size", "1B", path, capfd=capfd)
+    assert code == 2 and f"{LOCK}: is not a regular file" in text
+    assert os.path.samestat(os.lstat(path / LOCK), before) and mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_names_of_ours_that_are_no_files(path, tmp_path, log, capfd, kind):
+    fill(path)
+    names = [
+        *(A.hex() + "/" + NAME + suffix for suffix in ("", ".corrupt", ".tmp")),
+        *(f"{A.hex()}/{FINGERPRINT}.{ulid()}", f"{TAG}.{ulid()}"),
+    ]
+    if kind != "folder":  # that would be a namespace
+        names.append("0" * 32)
+    there = []
+    for number, name in enumerate(names):
+        (tmp_path / str(number)).mkdir()
+        if not (kind == "folder" and name.startswith(TAG)):  # the directory would be somebody else's
+            there.append(strange(kind, path / name, tmp_path / str(number)))
+    tier = handle(path)
+    assert found(tier, ROWS) == ROWS
+    seal(tier, ["new"])
+    tier.close()
+    files = [file for file in (path / A.hex()).iterdir() if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    stats = tier.stats()
+    assert (stats.bytes, stats.corrupt, stats.faults) == (size, 0, 0)
+    for arguments in (["ls"], ["stats"], ["verify"]):
+        assert command(*arguments, path, capfd=capfd)[0] == 0
+    tier = handle(path)
+    tier.drop(A)
+    tier.close()
+    assert command("prune", "--max-size", "1B", path, capfd=capfd)[0] == 0
+    assert all(is_there() for is_there in there) and warnings_of(log) == []
+    assert not any(file.is_file() for file in segments(path))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "folder", "link to nothing", "loop of links"])
+def test_a_damaged_segment_whose_new_name_is_taken_stays(path, tmp_path, log, kind):
+    fill(path)
+    (file,) = segments(path)
+    flip(file, 100)
+    is_there = strange(kind, Path(f"{file}.corrupt"), tmp_path)
+    tier = handle(path)
+    for _ in range(3):
+        assert found(tier, ROWS) == []
+    assert tier.stats().corrupt == 1 and len(warnings_of(log)) == 1
+    seal(tier, ROWS)
+    tier.close()
+    assert is_there() and file.exists() and sealed_names(path, ROWS) == ROWS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_import_and_export_where_something_has_the_name(path, tmp_path, capfd, kind):
+    fill(path)
+    archive = tmp_path / "x.tar"
+    assert command("export", path, archive, capfd=capfd)[0] == 0
+    target = tmp_path / "target" / A.hex()
+    target.mkdir(parents=True)
+    is_there = strange(kind, target / segments(path)[0].name, tmp_path)
+    code, text = command("import", archive, tmp_path / "target", capfd=capfd)
+    assert code == 1 and "something that is no file has its name" in text and is_there()
+    (tmp_path / "more").mkdir()
+    is_there = strange(kind, tmp_path / "y.tar", tmp_path / "more")
+    code, text = command("export", path, tmp_path / "y.tar", capfd=capfd)
+    assert code == 2 and "exists already" in text and is_there()
+    code, text = command("import", tmp_path / "y.tar", tmp_path / "new", capfd=capfd)
+    assert code == 2 and not (tmp_path / "new").exists()
+
+
+def test_a_run_and_its_end_do_not_wait_for_a_pipe(path):
+    """With its threads, and the writer at exit."""
+    script = """if True:
+        import sys, torch
+        from torchcache2 import torchcache
+        @torchcache(persistent=True, persistent_cache_dir=sys.argv[1], persistent_module_hash="name")
+        def f(x):
+            return x * 2
+        x = torch.arange(6.0).reshape(3, 2)
+        assert torch.equal(f(x), x * 2) and f.cache_instance.stats().hits == 0
+    """
+    same = torchcache(lambda x: x, persistent_module_hash="name").cache_instance.module_hash
+    (path / same).mkdir(parents=True)
+    (path / TAG).write_text(TAG_TEXT)
+    os.mkfifo(path / same / FINGERPRINT)
+    done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr.count("WARNING") == 1, done.stderr
+    assert "is not a regular file" in done.stderr
+
+
+# Files that are open
+
+
+@pytest.fixture
+def limit():
+    """Sets how many files may be open."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield lambda soft: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def open_files():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # to list them takes one
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def many(path, count, namespaces=1):
+    """Segments of one row each."""
+    tier = handle(path, in_use=lambda: ())
+    names = [(number, 0) for number in range(count)]
+    for number in range(namespaces):
+        for name in names:
+            seal(tier, [name], namespace=number.to_bytes(16, "big"))
+    tier.close()
+    return names
+
+
+ZERO = bytes(16)
+
+
+def test_all_tiers_of_a_process_have_few_files_open(path, limit):
+    names = many(path, 100)
+    Descriptors.spare()
+    before = open_files()
+    limit(512)
+    tiers = [handle(path) for _ in range(8)]
+    for tier in tiers:
+        assert found(tier, names, namespace=ZERO) == names
+    assert 64 <= open_files() - before <= 512 // 4
+    limit(256)  # by the user, in the middle
+    for tier in tiers:
+        assert found(tier, names, namespace=ZERO) == names
+    assert open_files() - before <= 256 // 4
+    limit(24)
+    assert found(tiers[0], names, namespace=ZERO) == names
+    assert open_files() - before <= 10
+    limit(512)
+    for tier in tiers:
+        tier.close()
+    assert open_files() <= before + 1
+
+
+def test_a_forked_child_counts_what_it_has_from_its_parent(path, limit):
+    names = many(path, 100)
+    Descriptors.spare()
+    before = open_files()
+    limit(512)
+    tiers = [handle(path) for _ in range(3)]
+    for tier in tiers:
+        assert found(tier, names, namespace=ZERO) == names
+
+    def child():
+        for tier in tiers:
+            assert found(tier, names, namespace=ZERO) == names
+        assert open_files() - before <= 512 // 4 + 4
+
+    forked(child)
+    for tier in tiers:
+        assert found(tier, names, namespace=ZERO) == names
+        tier.close()
+
+
+def test_many_namespaces_take_few_files(path, limit):
+    before = open_files()
+    limit(256)
+    tier = handle(path)
+    namespaces = [number.to_bytes(16, "big") for number in range(100)]
+    for namespace in namespaces:
+        put(tier, ["one"], namespace=namespace)
+    tier.flush()
+    for namespace in namespaces:
+        assert found(tier, ["one"], namespace=namespace) == ["one"]
+    assert open_files() - before <= 256 // 4
+    directory = CacheDirectory(str(path), FileSystem())
+    assert in_use(directory, namespaces[-1].hex())  # what was used last
+    assert sum(in_use(directory, namespace.hex()) for namespace in namespaces) <= 32
+    tier.drop(namespaces[-1])
+    tier.close()
+    assert not any(in_use(directory, namespace.hex()) for namespace in namespaces)
+
+
+@contextlib.contextmanager
+def hogged():
+    """All files that may be open are, by the user's own program."""
+    files = []
+    try:
+        while True:
+            files.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        assert error.errno == errno.EMFILE
+    try:
+        yield files
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def test_a_program_that_has_used_up_its_files(path, limit, log):
+    names = many(path, 40)
+    limit(open_files() + 100)
+    tier = handle(path)
+    assert found(tier, names[:20], namespace=ZERO) == names[:20]
+    with hogged():  # what the cache has open is enough for all of this
+        assert found(tier, names, namespace=ZERO) == names
+        seal(tier, ["new"], namespace=ZERO)
+        assert tier.stats().faults == 0
+    with hogged():
+        assert Descriptors.spare() and Descriptors.spare() and not Descriptors.spare()
+        with hogged():
+            assert found(tier, names, namespace=ZERO) == []
+            put(tier, ["lost"], namespace=ZERO)
+            tier.flush()
+        assert tier.stats().faults >= 2 and len(warnings_of(log)) == 1
+    assert found(tier, names, namespace=ZERO) == names
+    tier.close()
+
+
+# Tags, paths and archives
+
+
+@pytest.mark.parametrize("digits", ["9" * 6000, "2", "0", "1" + "0" * 30, "0" * 5000 + "1"])
+def test_a_tag_of_a_format_that_is_not_known(path, log, capfd, digits):
+    fill(path)
+    (path / TAG).write_text((path / TAG).read_text().replace("format 1", f"format {digits}"))
+    before = snapshot(path)
+    with pytest.raises(NewerDirectoryError, match="Upgrade"):
+        CacheDirectory(str(path), FileSystem()).check()
+    tier = handle(path, 1, "lru")
+    put(tier, ["new"])
+    assert found(tier, ROWS) == []
+    tier.close()
+    assert len(warnings_of(log)) == 1 and len(warnings_of(log)[0].getMessage()) < 1000
+    for arguments in (["ls"], ["stats"], ["verify"], ["prune", "--max-size", "1B"]):
+        code, text = command(arguments[0], *arguments[1:], path, capfd=capfd)
+        assert code == 2 and "Upgrade" in text
+    assert snapshot(path) == before
+
+
+PATHS = {
+    "a NUL": "a\0b",
+    "half a character": "a\ud800b",
+    "a long name": "a" * 300,
+    "a long path": "a/" * 3000,
+    "below a file": "file/below",
+    "a loop of links": "loop",
+    "below a loop": "loop/below",
+}
+
+
+@pytest.mark.parametrize("kind", PATHS)
+def test_a_path_that_cannot_be_is_a_mistake_at_once(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("mine")
+    Path("loop").symlink_to("loop")
+    for where in (PATHS[kind], Path(PATHS[kind])):
+        with pytest.raises(OptionError, match=r"persistent_cache_dir|/tmp|\'/"):
+            torchcache(lambda x: x, persistent=True, persistent_cache_dir=where)
+    assert sorted(os.listdir()) == ["file", "loop"]
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe", "loop of links", "link to nothing", "link to a device"])
+def test_a_path_that_becomes_something_else_is_one_warning(path, tmp_path, log, kind):
+    @torchcache(persistent=True, persistent_cache_dir=path)
+    def double(x):
+        return x * 2
+
+    if kind == "file":
+        path.write_text("mine")
+    else:
+        strange(kind, path, tmp_path)
+    before = os.lstat(path)
+    x = torch.arange(6.0).reshape(3, 2)
+    for _ in range(3):
+        assert torch.equal(double(x), x * 2)
+    assert double.cache_instance.stats().hits == 6 and len(warnings_of(log)) == 1
+    double.cache_instance.close()
+    assert os.path.samestat(os.lstat(path), before)
+
+
+def test_a_segment_that_says_that_its_rows_are_nowhere_is_damaged(path, log):
+    fill(path)
+    (file,) = segments(path)
+    text = b'{"__metadata__":{"checksum":"0000000000000000"},"payload":{"data_offsets":[%s]}}' % (b"9" * 4300)
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    tier = handle(path)
+    assert found(tier, ROWS) == []
+    tier.close()
+    assert (tier.stats().corrupt, tier.stats().faults) == (1, 0) and len(warnings_of(log)) == 1
+
+
+def test_what_tar_makes_of_a_cache_directory_is_imported(path, tmp_path):
+    fill(path, (A, B))
+    (path / LOCK).touch()
+    (path / A.hex() / f"{NAME}.corrupt").write_bytes(b"damaged")
+    (path / A.hex() / f"{NAME}.tmp").write_bytes(b"of a dead writer")
+    for arguments in (["."], [f"./{A.hex()}", f"./{B.hex()}", f"./{TAG}"], [A.hex(), B.hex(), TAG]):
+        archive, target = tmp_path / f"{len(arguments[0])}.tar", tmp_path / str(len(arguments[0]))
+        subprocess.run(["tar", "--format=gnu", "-cf", archive, *arguments], cwd=path, check=True, timeout=60)
+        done = import_archive(str(archive), CacheDirectory(str(target), Unsynced()))
+        assert (done.segments, done.refused) == (2, [])
+        assert sealed_names(target, ROWS, namespace=A) == sealed_names(target, ROWS, namespace=B) == ROWS
+        assert not list(target.rglob("*.corrupt")) and not list(target.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("tag", "sentence"),
+    [
+        ("format 2", "is of format 2"),
+        ("format " + "9" * 6000, "is of format 999999999"),
+        ("format 0", "is of format 0"),
+        ("of something else", "something else"),
+    ],
+)
+def test_a_tar_of_another_format_is_refused_before_anything_is_written(path, tmp_path, capfd, tag, sentence):
+    fill(path)
+    (path / TAG).write_text((path / TAG).read_text().replace("format 1", tag))
+    # The tag may be the last file.
+    subprocess.run(["tar", "-cf", tmp_path / "x.tar", A.hex(), TAG], cwd=path, check=True, timeout=60)
+    code, text = command("import", tmp_path / "x.tar", tmp_path / "new", capfd=capfd)
+    assert code == 2 and sentence in text and "nothing was imported" in text and len(text) < 500
+    assert not (tmp_path / "new").exists()
+
+
+# Namespaces that cannot be written
+
+
+class Forbidden(Watched):
+    """Some namespaces are another user's."""
+
+    def __init__(self, *namespaces, code=errno.EACCES):
+        super().__init__()
+        self.texts = [namespace.hex() for namespace in namespaces]
+        self.code = code
+        self.tries = 0
+
+    def before(self, number, name, args):
+        changes = name in ("create", "link", "rename", "remove", "remove_folder", "make_folder")
+        if changes and any(text in str(args[0]) for text in self.texts):
+            self.tries += 1
+            raise OSError(self.code, os.strerror(self.code))
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR])
+def test_a_namespace_that_cannot_be_written_is_alone(path, log, code):
+    fill(path, (A, B))
+    fs = Forbidden(A, code=code)
+    tier = handle(path, fs=fs)
+    for number in range(5):
+        put(tier, [("lost", number)], namespace=A)
+        seal(tier, [("kept", number)], namespace=B)
+        seal(tier, [("kept", number)], namespace=C)
+    assert found(tier, ROWS, namespace=A) == ROWS
+    tier.close()
+    assert 1 <= tier.stats().faults <= 2 and fs.tries <= 4
+    (warning,) = warnings_of(log)
+    assert str(path / A.hex()) in warning.getMessage()
+    for namespace in (B, C):
+        assert len(sealed_names(path, [("kept", n) for n in range(5)], namespace=namespace)) == 5
+
+
+def test_a_namespace_is_written_again_when_it_can_be(path, log, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(health_module.time, "monotonic", lambda: now[0])
+    fill(path)
+    fs = Forbidden(A)
+    tier = handle(path, fs=fs)
+    put(tier, ["first"])
+    tier.flush()
+    assert put(tier, ["second"]) == 0  # not tried
+    fs.texts = []
+    now[0] += 61
+    seal(tier, ["third"])
+    tier.close()
+    assert sealed_names(path, ["first", "second", "third"]) == ["third"] and len(warnings_of(log)) == 1
+
+
+def test_of_many_namespaces_that_cannot_be_written_three_are_named(path, log):
+    fs = Forbidden(*(bytes([number]) * 16 for number in range(8)))
+    tier = handle(path, fs=fs)
+    for number in range(8):
+        put(tier, ["lost"], namespace=bytes([number]) * 16)
+        tier.flush()
+    seal(tier, ["kept"], namespace=A)
+    tier.close()
+    texts = [record.getMessage() for record in warnings_of(log)]
+    assert len(texts) == 4 and "other namespaces" in texts[3]
+    assert [bytes([n]).hex() * 16 in text for n, text in enumerate(texts[:3])] == [True] * 3
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_everybodys(path, log, code):
+    fs = Forbidden(A, code=code)
+    tier = handle(path, fs=fs)
+    for _ in range(3):
+        put(tier, ["lost"], namespace=A)
+        tier.flush()
+    assert put(tier, ["not tried"], namespace=B) == 0
+    tier.close()
+    assert len(warnings_of(log)) == 1
+
+
+def test_rows_of_a_namespace_that_cannot_be_deleted_do_not_come_back(path, log):
+    fill(path, (A, B))
+    tier = handle(path, fs=Forbidden(A))
+    assert found(tier, ROWS) == ROWS
+    tier.drop(A)
+    for _ in range(3):
+        assert found(tier, ROWS) == []
+    assert found(tier, ROWS, namespace=B) == ROWS and tier.stats().faults == 1
+    tier.close()
+    assert sealed_names(path, ROWS) == ROWS  # to others
+
+
+def test_room_that_only_another_user_could_make(path, log):
+    fill(path, (A,))
+    tier = handle(path, sum(f.stat().st_size for f in path.rglob("*")) + 10, fs=Forbidden(A))
+    put(tier, range(100), namespace=B)
+    tier.close()
+    assert [("is full" in record.getMessage()) for record in warnings_of(log)] == [True]
+    assert sealed_names(path, ROWS) == ROWS
+
+
+def forked(function, uid=0, gid=0, groups=(), umask=0o022):
+    """Call a function in a child, as another user."""
+    gc.collect()  # a child is refused the address space of what other tests have left
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.alarm(60)
+            os.umask(umask)
+            if uid:
+                os.setgroups(list(groups))
+                os.setgid(gid)
+                os.setuid(uid)
+            function()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.fixture
+def shared():
+    """A folder that other users may reach."""
+    top = tempfile.mkdtemp()
+    os.chmod(top, 0o755)
+    yield Path(top)
+    shutil.rmtree(top)
+
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root becomes other users")
+ONE, TWO, GROUP = 65534, 65533, 65500
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o755, 0o700], ids=["to be read", "closed"])
+def test_two_users_of_one_folder_without_a_group(shared, log, mode):
+    shared.chmod(0o777)
+    path = shared / "cache"
+
+    def one():
+        fill(path, (A,))
+        (path / A.hex() / f"{NAME}.tmp").write_bytes(b"of a dead writer")
+        (path / f"{TAG}.{ulid()}").write_bytes(b"of a dead writer")
+        (path / A.hex()).chmod(mode)
+        path.chmod(0o777)
+
+    def two():
+        tier = handle(path, 10**6, fs=FileSystem())
+        assert found(tier, ROWS) == (ROWS if mode == 0o755 else [])
+        put(tier, ["lost"], namespace=A)
+        seal(tier, ["kept"], namespace=B)
+        seal(tier, ["kept"], namespace=C)
+        tier.close()
+        for namespace in (B, C):
+            assert sealed_names(path, ["kept"], namespace=namespace) == ["kept"]
+        texts = [record.getMessage() for record in warnings_of(log)]
+        assert len([text for text in texts if "cannot be written" in text]) == 1, texts
+        assert str(path / A.hex()) in texts[0]
+
+    forked(one, ONE, ONE)
+    forked(two, TWO, TWO)
+    assert sealed_names(path, ROWS) == ROWS
+
+
+@needs_root
+def test_a_group_shares_a_folder(shared, log):
+    """As docs/persistence.md says: the group's bit on the folder, and umask 002."""
+    path = shared / "cache"
+    path.mkdir()
+    os.chown(path, 0, GROUP)
+    path.chmod(0o2770)
+
+    def one():
+        fill(path, (A, B))
+        with deleting(CacheDirectory(str(path), FileSystem())):
+            pass
+
+    def two():
+        tier = handle(path, fs=FileSystem())
+        assert found(tier, ROWS) == ROWS
+        seal(tier, [100], namespace=A)  # beside the other one's
+        tier.drop(B)
+        tier.close()
+        assert segments(path, B) == []
+        with deleting(CacheDirectory(str(path), FileSystem())):
+            pass
+        assert warnings_of(log) == []
+
+    forked(one, ONE, ONE, [GROUP], 0o002)
+    forked(two, TWO, TWO, [GROUP], 0o002)
+    for file in path.rglob("*"):
+        status = file.stat()
+        expected = 0o2775 if file.is_dir() else 0o664
+        assert (status.st_gid, stat.S_IMODE(status.st_mode)) == (GROUP, expected), file
+    assert sealed_names(path, [*ROWS, 100]) == [*ROWS, 100]
+    assert export(CacheDirectory(str(path), FileSystem()), str(shared / "x.tar"))[0] == 2

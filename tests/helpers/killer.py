@@ -1,0 +1,225 @@
+"""Writers of one directory that are killed at random points, again and again.
+
+Usage: ``python -m tests.helpers.killer DIRECTORY CYCLES SEED tier|module``. The writers are forked from this
+process, which has imported torch. What is there after each cycle is checked: every row of every segment, and
+that nothing is missing that a flush had returned for.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from tests.helpers.storage import CPU, NEVER, found, key_of, put, segments, strange_files, value_of
+from torchcache2 import torchcache
+from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.eviction import make_room
+from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.segment import Descriptors, Segment, empty_columns, rows_of
+from torchcache2.tiers.disk.tier import DiskTier
+
+WRITERS = 4
+LIVES = 5  # cycles on one directory
+NAMES = 600
+WIDTHS = [3, 50, 700]  # rows of several extents share a segment
+BATCH = 10
+MEAN_LIFE = 0.08  # seconds
+ITEMS = torch.arange(NAMES * 1.0)[:, None] + torch.arange(256) / 256
+
+
+class Log:
+    """What was flushed, one line for each time; whoever reads it leaves a line out that is not whole."""
+
+    def __init__(self, path):
+        self.path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def add(self, names):
+        os.write(self._file, (json.dumps(sorted(names)) + "\n").encode())
+
+    def names(self):
+        lines = Path(self.path).read_text().split("\n")[:-1]
+        return {name for line in lines for name in json.loads(line)}
+
+
+def width_of(name):
+    return WIDTHS[name % len(WIDTHS)]
+
+
+def batch(rng):
+    """Names of one width."""
+    kind = rng.randrange(len(WIDTHS))
+    return [kind + len(WIDTHS) * i for i in rng.sample(range(NAMES // len(WIDTHS)), BATCH)]
+
+
+# Writers
+
+
+def write_to_tier(log, rng, options):
+    # A segment after 30 kB, or some milliseconds.
+    tier = DiskTier(**options, queue=120_000, delay=rng.choice([0.0, 0.005, 0.1]))
+    names = set()
+    while True:
+        some = batch(rng)
+        put(tier, some, width_of(some[0]))
+        names |= set(some)
+        some = batch(rng)
+        found(tier, some, width_of(some[0]))
+        if rng.random() < 0.2:
+            tier.flush()
+            log.add(names)
+
+
+class Net(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return {"out": x * self.scale, "sum": x.sum(1)}
+
+
+def write_from_module(log, rng, net):
+    names = set()
+    while True:
+        some = rng.sample(range(NAMES), BATCH)
+        check_module(net, some)
+        names |= set(some)
+        if rng.random() < 0.9:
+            net.cache_instance.flush()
+            log.add(names)
+
+
+def check_module(net, names):
+    x = ITEMS[names]
+    output = net(x)
+    assert torch.equal(output["out"], x * net.scale) and torch.equal(output["sum"], x.sum(1))
+
+
+# Checks
+
+
+def check_tier(path, must):
+    """What a new handle finds; each segment is read on its own, too."""
+    tier = DiskTier(path, delay=NEVER)
+    there = set()
+    for kind, width in enumerate(WIDTHS):
+        there |= set(found(tier, range(kind, NAMES, len(WIDTHS)), width))
+    stats = tier.stats()
+    tier.close()
+    assert (stats.corrupt, stats.faults) == (0, 0), stats
+    assert must <= there, sorted(must - there)
+    names = {key_of(name): name for name in range(NAMES)}
+    fs = FileSystem()
+    for file in segments(path):
+        segment = Segment.open(fs, Descriptors(fs), str(file), limit=1 << 20)
+        keys = [names[key.tobytes()] for key in segment.keys]
+        for schema, which in segment.schemas(np.arange(len(segment))):
+            columns = empty_columns(schema, len(which))
+            assert segment.read(which, columns, np.arange(len(which))), file
+            output = rows_of(schema, columns, len(which)).to_pytree(device=CPU)
+            for i, value in zip(which.tolist(), output, strict=True):
+                assert torch.equal(value, value_of(keys[i], width_of(keys[i]))), file
+    return len(there)
+
+
+def check_modules(path, must):
+    """What a new module finds, in a process of its own: this one is to have no threads."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            net = torchcache(persistent=True, persistent_cache_dir=path)(Net(2.0))
+            check_module(net, range(NAMES))
+            stats = net.cache_instance.stats()
+            assert (stats.corrupt, stats.faults) == (0, 0), stats
+            net = torchcache(persistent=True, persistent_cache_dir=path)(Net(2.0))
+            check_module(net, sorted(must) or [0])
+            misses = net.cache_instance.stats().misses
+            assert misses == 0 or not must, misses
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    return len(must)
+
+
+def tier_options(path, rng, evicts):
+    budget = {"budget": 300_000, "policy": "lru"} if evicts else {}
+    return {"path": path, "codec": rng.choice(["none", "brotli"]), **budget}
+
+
+def new_module(path, rng, evicts):
+    """A module that has not been called yet."""
+    size = {"max_persistent_cache_size": "300kB" if evicts else "1MB", "policy": "lru" if evicts else "mru"}
+    options = {"persistent": True, "persistent_cache_dir": path, **size}
+    module = torchcache(**options, compression=rng.choice(["none", "brotli"]))(Net(2.0))
+    assert module.cache_instance.module_hash  # read now, once for all
+    return module
+
+
+PREPARE = {"tier": tier_options, "module": new_module}
+WRITE = {"tier": write_to_tier, "module": write_from_module}
+CHECK = {"tier": check_tier, "module": check_modules}
+
+
+def cycle(path, log, rng, how, evicts):
+    """Start writers and kill each at some point; how many temporary files they leave."""
+    living = []
+    for i in range(WRITERS):
+        seed, prepared = rng.random(), PREPARE[how](path, rng, evicts and i == 0)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                WRITE[how](log, random.Random(seed), prepared)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        living.append((time.monotonic() + rng.expovariate(1 / MEAN_LIFE), pid))
+    for end, pid in sorted(living):
+        time.sleep(max(0.0, end - time.monotonic()))
+        os.kill(pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert code == -signal.SIGKILL, f"a writer has ended with {code}"
+    return len(strange_files(path)) if os.path.exists(path) else 0
+
+
+def main(path, cycles, seed, how):
+    torch.set_num_threads(1)
+    for name in range(NAMES):
+        value_of(name, width_of(name))  # which the writers then need not make
+    rng = random.Random(seed)
+    left = flushed = 0
+    for i in range(cycles):
+        if i % LIVES == 0:
+            shutil.rmtree(path, ignore_errors=True)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            log_path = f"{path}.log"
+            Path(log_path).unlink(missing_ok=True)
+            log = Log(log_path)
+            evicts = i // LIVES % 3 == 2
+        left += cycle(path, log, rng, how, evicts)
+        must = set() if evicts else log.names()
+        flushed += len(must)
+        CHECK[how](path, must)
+        assert strange_files(path) == [], strange_files(path)
+        if i % LIVES == LIVES - 1:
+            # Nothing that is left of the dead stands in the way of who makes room.
+            directory = CacheDirectory(path, FileSystem())
+            assert make_room(directory, 1000, 2000, lru=True), path
+            assert segments(path) == []
+    print(left, flushed)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

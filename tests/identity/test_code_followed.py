@@ -1,0 +1,815 @@
+"""The user's code counts however it is reached, and what cannot be followed is said."""
+
+# ruff: noqa: E501 (texts of small files, one a line)
+
+import importlib
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from torchcache2 import torchcache
+
+X = torch.rand(4, 3, generator=torch.Generator().manual_seed(3))
+HELPER = "def g(x):\n    return x * HERE\n"
+
+
+@pytest.fixture(autouse=True)
+def _without_grad():
+    with torch.no_grad():
+        yield
+
+
+def warnings_in(log):
+    return [record.getMessage() for record in log if record.levelno >= logging.WARNING]
+
+
+def namespace(thing):
+    return torchcache(thing).cache_instance.module_hash
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """Makes a project of some files, and imports one; those of the project before are forgotten."""
+    made = []
+
+    def make(files, name="model"):
+        for old in made:
+            sys.modules.pop(old, None)
+        made[:] = [path.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for path in files]
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        for path, text in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+        monkeypatch.syspath_prepend(folder)
+        importlib.invalidate_caches()
+        return importlib.import_module(name)
+
+    yield make
+    for old in made:
+        sys.modules.pop(old, None)
+
+
+def namespaces_of(project, files, build=lambda module: module.model):
+    """Namespaces with 2, 2 and 3 in the place of HERE, each with the output for X."""
+    found = []
+    for number in (2, 2, 3):
+        made = build(project({path: text.replace("HERE", str(number)) for path, text in files.items()}))
+        cached = torchcache(made)
+        output = cached(X)
+        found.append((cached.cache_instance.module_hash, output))
+    return found
+
+
+def assert_counts(project, files, **options):
+    (first, out), (again, _), (other, changed) = namespaces_of(project, files, **options)
+    assert not torch.equal(out, changed), "the edit does nothing, so that nothing is tested"
+    assert first == again, "the namespace does not depend on the folder"
+    assert first != other
+
+
+IN_MODULE = """
+import torch
+from torch import nn
+import helper
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.h = helper
+    def forward(self, x):
+        return self.h.g(x)
+model = Net()
+"""
+DEEP = {
+    "helper.py": "import deeper\ndef g(x):\n    return deeper.f(x)\n",
+    "deeper.py": "def f(x):\n    return x * HERE\n",
+}
+FOLLOWED = {
+    "module as attribute": {"model.py": IN_MODULE, "helper.py": HELPER},
+    "module as local": {
+        "model.py": "import helper\ndef model(x):\n    h = helper\n    return h.g(x)\n",
+        "helper.py": HELPER,
+    },
+    "module as default": {
+        "model.py": "import helper\ndef model(x, h=helper):\n    return h.g(x)\n",
+        "helper.py": HELPER,
+    },
+    "module in a closure": {
+        "model.py": "import helper\ndef make(h):\n    def model(x):\n        return h.g(x)\n    return model\nmodel = make(helper)\n",
+        "helper.py": HELPER,
+    },
+    "module in a list": {
+        "model.py": "import helper\nALL = [helper]\ndef model(x):\n    return ALL[0].g(x)\n",
+        "helper.py": HELPER,
+    },
+    "what such a module imports": {"model.py": IN_MODULE, **DEEP},
+    "import within": {"model.py": "def model(x):\n    import helper\n    return helper.g(x)\n", "helper.py": HELPER},
+    "what an import within imports": {"model.py": "def model(x):\n    import helper\n    return helper.g(x)\n", **DEEP},
+    "what it imports within": {
+        "model.py": "def model(x):\n    from helper import g\n    return g(x)\n",
+        "helper.py": "def g(x):\n    if True: from deeper import f\n    return f(x)\n",
+        "deeper.py": DEEP["deeper.py"],
+    },
+    "an import over two lines": {
+        "model.py": "def model(x):\n    import helper\n    return helper.g(x)\n",
+        "helper.py": "from deeper import (  # two\n    a,\n    f as g,\n)\n",
+        "deeper.py": "a = 1\ndef f(x):\n    return x * HERE\n",
+    },
+    "an import behind a semicolon": {
+        "model.py": "def model(x):\n    import helper\n    return helper.deeper.f(x)\n",
+        "helper.py": "a = 1; import os, \\\n    deeper\n",
+        "deeper.py": DEEP["deeper.py"],
+    },
+    "modules that import each other": {
+        "model.py": "def model(x):\n    import helper\n    return helper.g(x)\n",
+        "helper.py": "import deeper\ndef g(x):\n    return deeper.f(x)\n",
+        "deeper.py": "import helper\ndef f(x):\n    return x * HERE\n",
+    },
+    "a missing file": {
+        "model.py": "def model(x):\n    import helper\n    return helper.g(x)\n",
+        "helper.py": "try:\n    import not_there\nexcept ImportError:\n    pass\n" + HELPER,
+    },
+    "import_module": {
+        "model.py": "import importlib\ndef model(x):\n    return importlib.import_module('helper').g(x)\n",
+        "helper.py": HELPER,
+    },
+    "import_module by name": {
+        "model.py": "from importlib import import_module\ndef model(x):\n    return import_module('helper').g(x)\n",
+        "helper.py": HELPER,
+    },
+    "__import__": {"model.py": "def model(x):\n    return __import__('helper').g(x)\n", "helper.py": HELPER},
+    "getattr with a constant": {
+        "model.py": "import helper\ndef model(x):\n    return getattr(helper, 'g')(x)\n",
+        "helper.py": HELPER,
+    },
+    "default_factory": {
+        "model.py": "import dataclasses\ndef scale():\n    return HERE\n@dataclasses.dataclass\nclass C:\n"
+        "    scale: int = dataclasses.field(default_factory=scale)\ndef model(x):\n    return x * C().scale\n"
+    },
+    "default_factory that is a lambda": {
+        "model.py": "import dataclasses\n@dataclasses.dataclass\nclass C:\n"
+        "    scale: int = dataclasses.field(default_factory=lambda: HERE)\ndef model(x):\n    return x * C().scale\n"
+    },
+    "default of a dataclass with slots": {
+        "model.py": "import dataclasses\n@dataclasses.dataclass(slots=True)\nclass C:\n    scale: int = HERE\n"
+        "def model(x):\n    return x * C().scale\n"
+    },
+    "singledispatch": {
+        "model.py": "import functools\n@functools.singledispatch\ndef f(x):\n    return x\n"
+        "@f.register\ndef _(x: object):\n    return x * HERE\ndef model(x):\n    return f(x)\n"
+    },
+    "lru_cache": {
+        "model.py": "import functools\n@functools.lru_cache\ndef f():\n    return HERE\ndef model(x):\n    return x * f()\n"
+    },
+    "partial": {
+        "model.py": "import functools\ndef f(n, x):\n    return x * n\nmodel_ = functools.partial(f, HERE)\n"
+        "def model(x):\n    return model_(x)\n"
+    },
+    "chain of wrappers": {
+        "model.py": "import functools\ndef twice(f):\n    @functools.wraps(f)\n    def g(*a):\n        return f(*a) * HERE\n"
+        "    return g\n@twice\n@twice\ndef f(x):\n    return x\ndef model(x):\n    return f(x)\n"
+    },
+    "property, static and class method": {
+        "model.py": "class A:\n    @property\n    def p(self):\n        return self.s() + self.c()\n"
+        "    @staticmethod\n    def s():\n        return HERE\n    @classmethod\n    def c(cls):\n        return HERE\n"
+        "def model(x):\n    return x * A().p\n"
+    },
+    "object that is called": {
+        "model.py": "class A:\n    def __call__(self, x):\n        return (lambda y: y * HERE)(x)\na = A()\n"
+        "def model(x):\n    return a(x)\n"
+    },
+    "metaclass": {
+        "model.py": "class M(type):\n    def f(cls, x):\n        return x * HERE\nclass A(metaclass=M):\n    pass\n"
+        "def model(x):\n    return A.f(x)\n"
+    },
+    "descriptor": {
+        "model.py": "class D:\n    def __get__(self, one, kind):\n        return HERE\nclass A:\n    d = D()\n"
+        "def model(x):\n    return x * A().d\n"
+    },
+}  # fmt: skip
+PACKAGES = {
+    "relative import": ("from . import helper\n    return helper.g(x)", {"helper.py": HELPER}),
+    "relative name": ("from .helper import g\n    return g(x)", {"helper.py": HELPER}),
+    "relative import of what imports": (
+        "from .helper import g\n    return g(x)",
+        {"helper.py": "from . import deeper\ndef g(x):\n    return deeper.f(x)\n", "deeper.py": DEEP["deeper.py"]},
+    ),
+    "two levels": (
+        "from .inner.helper import g\n    return g(x)",
+        {
+            "inner/__init__.py": "",
+            "inner/helper.py": "from ..deeper import f as g\n",
+            "deeper.py": DEEP["deeper.py"],
+        },
+    ),
+    "package's own file": ("from . import inner\n    return inner.g(x)", {"inner/__init__.py": HELPER}),
+    "file of a package on the way": (
+        "import pack.inner.helper as h\n    return x * h.n",
+        {"inner/__init__.py": "n = HERE\n", "inner/helper.py": "from pack.inner import n\n"},
+    ),
+    "namespace package": ("from pack.inner import helper\n    return helper.g(x)", {"inner/helper.py": HELPER}),
+    "for the type checker": (
+        "from .helper import g\n    return g(x)",
+        {
+            "helper.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .nowhere import z\n" + HELPER,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_code_counts_however_it_is_reached(name, project, log):
+    assert_counts(project, FOLLOWED[name])
+    assert warnings_in(log) == []
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_code_of_a_package_that_is_imported_within_counts(name, project):
+    text, files = PACKAGES[name]
+    files = {f"pack/{path}": content for path, content in files.items()}
+    files |= {"pack/__init__.py": "", "pack/model.py": f"def model(x):\n    {text}\n"}
+    (first, _), (_, _), (other, _) = namespaces_of(lambda files: project(files, "pack.model"), files)
+    assert first != other
+
+
+def test_a_module_without_a_place_among_the_modules_counts(tmp_path):
+    found = []
+    for number in (2, 3):
+        path = tmp_path / f"alone_{number}.py"
+        path.write_text(HELPER.replace("HERE", str(number)))
+        spec = importlib.util.spec_from_file_location("alone", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+        def model(x, h=module):
+            return h.g(x)
+
+        found.append(namespace(model))
+    assert found[0] != found[1]
+
+
+def test_what_is_put_into_a_module_that_is_taken_as_a_whole_counts(project):
+    model = project(
+        FOLLOWED["module as attribute"] | {"helper.py": "SCALE = 2\ndef g(x):\n    return x * SCALE\n"}
+    )
+    cached = torchcache(model.model)
+    before = cached(X)
+    model.helper.SCALE = 3
+    assert torch.equal(cached(X), X * 3)
+    model.helper.SCALE = 2
+    assert torch.equal(cached(X), before)
+    model.helper.g = lambda x: x * 7
+    assert torch.equal(cached(X), X * 7)
+
+
+def test_what_is_put_into_a_module_that_is_imported_within_counts(project):
+    text = "def model(x):\n    import helper\n    return helper.g(x) * helper.SCALE\n"
+    model = project({"model.py": text, "helper.py": "SCALE = 2\ndef g(x):\n    return x\n"})
+    before = namespace(model.model)
+    assert torch.equal(model.model(X), X * 2)
+    helper = sys.modules["helper"]
+    cached = torchcache(model.model)
+    assert cached.cache_instance.module_hash == before, "importing it changes nothing"
+    assert torch.equal(cached(X), X * 2)
+    helper.SCALE = 3
+    assert torch.equal(cached(X), X * 3)
+    helper.SCALE = 2
+    assert cached.cache_instance.module_hash == before
+    helper.g = lambda x: x + 5
+    assert torch.equal(cached(X), (X + 5) * 2)
+
+
+OPERATOR = """
+import torch
+@torch.library.custom_op("{space}::scaled", mutates_args=())
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * {scale}
+{more}
+def model(x):
+    return {call}
+"""
+KERNEL = "@scaled.register_kernel('cpu')\ndef _(x):\n    return x * (5 + {scale})"
+CALLS = ["scaled(x)", "torch.ops.{space}.scaled(x)", "torch.ops.{space}.scaled.default(x)"]
+
+
+@pytest.mark.parametrize("more", ["", KERNEL], ids=["function", "kernel"])
+@pytest.mark.parametrize("call", CALLS)
+def test_the_functions_of_a_custom_operator_count(call, more, project, log):
+    space = f"written_{CALLS.index(call)}_{bool(more)}".lower()
+    found = []
+    for scale in (2, 2, 3):
+        text = OPERATOR.replace("{more}", more).replace("{call}", call)
+        module = project({"model.py": text.format(space=space, scale=scale)})
+        cached = torchcache(module.model)
+        assert torch.equal(cached(X), X * (scale + (5 if more else 0)))
+        assert torch.equal(cached(X), X * (scale + (5 if more else 0)))
+        assert cached.cache_instance.stats().hits == 4
+        found.append(cached.cache_instance.module_hash)
+    assert found[0] == found[1] != found[2]
+    assert warnings_in(log) == []
+
+
+def test_a_kernel_that_is_registered_later_is_noticed(project):
+    text = OPERATOR.format(space="written_later", scale=2, more="", call="torch.ops.written_later.scaled(x)")
+    module = project({"model.py": text})
+    cached = torchcache(module.model)
+    assert torch.equal(cached(X), X * 2)
+    module.scaled.register_kernel("cpu")(lambda x: x * 9)
+    assert torch.equal(cached(X), X * 9)
+
+
+def test_an_operator_whose_functions_nothing_tells_is_good_for_this_process(log):
+    library = torch.library.Library("written_low", "DEF")
+    library.define("scaled(Tensor x) -> Tensor")
+    library.impl("scaled", lambda x: x * 2, "CPU")
+
+    def model(x):
+        return torch.ops.written_low.scaled(x)
+
+    assert torch.equal(torchcache(model)(X), X * 2)
+    assert len(warnings_in(log)) == 1 and "this process only" in warnings_in(log)[0]
+
+
+# What cannot be followed.
+
+UNFOLLOWED = {
+    "eval": "return eval('g(x)')",
+    "exec": "exec('y = g(x)')\n    return x",
+    "globals": "return globals()['g'](x)",
+    "alias of eval": "return run('g(x)')",
+    "eval of builtins": "return builtins.eval('g(x)')",
+    "eval in a lambda": "return (lambda: eval('1'))() * x",
+    "__subclasses__": "return Base.__subclasses__()[0]().f(x)",
+    "sys.modules": "return sys.modules['helper'].g(x)",
+    "import_module of a name": "return importlib.import_module(NAME).g(x)",
+    "import_module of a text made up": "return importlib.import_module(f'h{NAME[1:]}').g(x)",
+    "__import__ of a name": "return __import__(NAME).g(x)",
+    "import_module that is kept": "f = importlib.import_module\n    return f(NAME).g(x)",
+    "getattr of a module": "return getattr(helper, NAME[:0] + 'g')(x)",
+    "vars of a module": "return vars(helper)['g'](x)",
+    "__dict__ of a module": "return helper.__dict__['g'](x)",
+    "__globals__ of a function": "return g.__globals__['g'](x)",
+}
+UNFOLLOWED_HEAD = """
+import builtins, importlib, sys, helper
+from builtins import eval as run
+from helper import g
+NAME = "helper"
+class Base:
+    pass
+class Child(Base):
+    def f(self, x):
+        return x
+"""
+
+
+@pytest.mark.parametrize("name", UNFOLLOWED)
+def test_what_cannot_be_followed_is_said_once_and_good_for_this_process(name, project, log):
+    files = {"model.py": f"{UNFOLLOWED_HEAD}def model(x):\n    {UNFOLLOWED[name]}\n", "helper.py": HELPER}
+    files = {path: text.replace("HERE", "2") for path, text in files.items()}
+    cached = torchcache(project(files).model)
+    assert torch.equal(cached(X), cached(X))
+    assert cached.cache_instance.stats().hits == 4
+    cached.cache_instance.refresh()
+    cached(X)
+    assert cached.cache_instance.stats().hits == 8
+    (warned,) = warnings_in(log)
+    assert "this process only" in warned and "model reaches by" in warned
+    assert cached.cache_instance.module_hash != namespace(project(files).model)
+
+
+HARMLESS = {
+    "method called eval": "def model(x):\n    return layer.eval()(x)",
+    "getattr of an object": "def model(x):\n    return x * getattr(layer, 'n', 1) * getattr(layer, NAME, 1)",
+    "getattr of torch": "def model(x):\n    return getattr(torch, NAME)(x)",
+    "vars of an object": "def model(x):\n    return x * len(vars(layer))",
+    "own variables": "def model(x):\n    return x * len(locals())",
+    "eval in a constructor": "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    "        self.act = eval('nn.Tanh')()\n    def forward(self, x):\n        return self.act(x)\nmodel = Net()",
+    "a global called eval": "def eval(x):\n    return x * 2\ndef model(x):\n    return eval(x)",
+    "import of a package": "import importlib\ndef model(x):\n    return importlib.import_module('torch').tanh(x)",
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_usual_code_gives_no_warning(name, project, log):
+    head = "import torch\nfrom torch import nn\nlayer = nn.Tanh()\nNAME = 'tanh'\n"
+    files = {"model.py": head + HARMLESS[name]}
+    hashes = {namespace(project(files).model) for _ in range(2)}
+    assert warnings_in(log) == [] and len(hashes) == 1
+
+
+# Installed code, and what others have put into it.
+
+MODELING = """
+import functools
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+TABLE = {}
+FACTOR = 2
+
+def attend(x):
+    return inner(x)
+
+def inner(x):
+    return x * 2
+
+class Registry(dict):
+    pass
+
+class Layer(nn.Module):
+    rate = 2
+    def forward(self, x):
+        for extra in TABLE.values():
+            x = extra(x)
+        return F.relu(self.scaled(attend(x))) * self.rate
+    def scaled(self, x):
+        return x
+
+def make(scale):
+    def function(x):
+        return x * scale
+    return function
+
+def make_default(scale):
+    def function(x, by=scale):
+        return x * by
+    return function
+
+def make_class(scale):
+    class Made(nn.Module):
+        factor = scale
+        def forward(self, x):
+            return x * self.factor
+    return Made
+
+def make_closure(scale):
+    class Made(nn.Module):
+        def forward(self, x):
+            return x * scale
+    return Made
+"""
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """An installed package."""
+    folder = tmp_path / "site-packages"
+    (folder / "written_zoo").mkdir(parents=True)
+    (folder / "written_zoo" / "__init__.py").write_text("__version__ = '1.0'\nfrom . import modeling\n")
+    (folder / "written_zoo" / "modeling.py").write_text(MODELING)
+    monkeypatch.syspath_prepend(folder)
+    importlib.invalidate_caches()
+    yield importlib.import_module("written_zoo.modeling")
+    for name in ("written_zoo", "written_zoo.modeling"):
+        sys.modules.pop(name, None)
+
+
+def mine(x):
+    return x * 3
+
+
+def own_forward(self, x):
+    return x * 13
+
+
+PATCHES = {
+    "forward of the class": lambda m, patch: patch(m.Layer, "forward", own_forward),
+    "method that forward calls": lambda m, patch: patch(m.Layer, "scaled", lambda self, x: x * 5),
+    "static method": lambda m, patch: patch(m.Layer, "scaled", staticmethod(mine)),
+    "function that forward names": lambda m, patch: patch(m, "attend", mine),
+    "function that such a one names": lambda m, patch: patch(m, "inner", mine),
+    "entry of a registry": lambda m, patch: m.TABLE.update(mine=mine),
+    "attribute of the class": lambda m, patch: patch(m.Layer, "rate", 7),
+    "function of torch": lambda m, patch: patch(torch.nn.functional, "relu", mine),
+    "forward of another class of the package": lambda m, patch: patch(
+        m.Layer, "forward", m.make_closure(2.5).forward
+    ),
+    "partial": lambda m, patch: patch(m, "attend", __import__("functools").partial(mine)),
+    "object that is called": lambda m, patch: patch(m, "attend", Called()),
+}
+
+
+class Called:
+    def __call__(self, x):
+        return x * 11
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_installed_code_that_is_patched_counts_and_is_noticed(name, installed, monkeypatch, log):
+    cached = torchcache(nn.Sequential(installed.Layer()))
+    before, first = cached(X), cached.cache_instance.module_hash
+    with monkeypatch.context() as context:
+        PATCHES[name](installed, context.setattr)
+        expected = nn.Sequential(installed.Layer())(X)
+        assert not torch.equal(expected, before)
+        assert torch.equal(cached(X), expected)
+        assert cached.cache_instance.module_hash != first
+        assert namespace(nn.Sequential(installed.Layer())) == cached.cache_instance.module_hash
+    installed.TABLE.clear()
+    assert torch.equal(cached(X), before)
+    assert cached.cache_instance.module_hash == first
+    assert warnings_in(log) == []
+
+
+PATCHERS = {
+    "forward": "modeling.Layer.forward = lambda self, x: x * HERE",
+    "global": "modeling.attend = lambda x: x * HERE",
+    "entry": "modeling.TABLE['mine'] = lambda x: x * HERE",
+    "entry that is a class": "class C:\n    def __new__(cls, x):\n        return x * HERE\nmodeling.TABLE['mine'] = C",
+    "property": "modeling.Layer.rate = property(lambda self: HERE)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PATCHERS)
+def test_the_source_of_a_patch_counts(name, installed, project, monkeypatch):
+    text = f"from written_zoo import modeling\n{PATCHERS[name]}\n"
+    for attribute in ("attend", "TABLE"):
+        monkeypatch.setattr(installed, attribute, getattr(installed, attribute))
+    assert_counts(project, {"model.py": text}, build=lambda module: installed.Layer())
+
+
+@pytest.mark.parametrize("factory", ["make", "make_default", "make_class", "make_closure"])
+def test_what_an_installed_factory_was_given_counts(factory, installed):
+    def build(scale):
+        made = getattr(installed, factory)(scale)
+        return made() if isinstance(made, type) else made
+
+    two, again, three = (build(scale) for scale in (2.0, 2.0, 3.0))
+    assert not torch.equal(two(X), three(X))
+    assert namespace(two) == namespace(again) != namespace(three)
+
+
+def test_functions_of_an_installed_package_count_by_its_version(installed, monkeypatch, project):
+    files = {"model.py": "import written_zoo\ndef model(x):\n    return written_zoo.modeling.attend(x)\n"}
+    first = namespace(project(files).model)
+    monkeypatch.setattr(sys.modules["written_zoo"], "__version__", "2.0")
+    assert namespace(project(files).model) != first
+
+
+def test_an_installed_module_that_is_imported_within_counts_by_its_file(tmp_path, monkeypatch, project):
+    path, found = tmp_path / "site-packages" / "written_late.py", []
+    path.parent.mkdir()
+    monkeypatch.syspath_prepend(path.parent)
+    for number in (2, 3):
+        path.write_text(f"SCALE = {number}.0\n")
+        text = "def model(x):\n    import written_late\n    return x * written_late.SCALE\n"
+        cached = torchcache(project({"model.py": text}).model)
+        found.append(cached.cache_instance.module_hash)
+        assert torch.equal(cached(X), X * number)
+        cached.cache_instance.refresh()
+        assert cached.cache_instance.module_hash == found[-1]
+        del sys.modules["written_late"]
+    assert found[0] != found[1]
+
+
+def test_a_global_number_of_an_installed_module_counts(installed, monkeypatch, project):
+    text = "import written_zoo\ndef model(x):\n    return x * written_zoo.modeling.FACTOR\n"
+    cached = torchcache(project({"model.py": text}).model)
+    assert torch.equal(cached(X), X * 2)
+    monkeypatch.setattr(installed, "FACTOR", 5)
+    assert torch.equal(cached(X), X * 5)
+
+
+EVERYTHING = """
+import dataclasses, torch, helper
+from written_zoo import modeling
+from torchcache2 import torchcache
+
+@torch.library.custom_op("written_everywhere::scaled", mutates_args=())
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+@dataclasses.dataclass
+class C:
+    names: dict = dataclasses.field(default_factory=lambda: {"a": 1})
+
+modeling.TABLE.update({name: lambda x: x for name in sorted({"a", "b", "c"})})
+modeling.attend = lambda x: x * 3
+layer = modeling.Layer()
+made = modeling.make_class(3.0)()
+
+def model(x, h=helper):
+    from pack import late
+    return h.g(late.f(made(layer(scaled(x))))) * len(C().names)
+
+print(torchcache(model).cache_instance.module_hash)
+"""
+
+
+def test_another_process_and_folder_agree(installed, tmp_path):
+    found = []
+    for seed, name in (("1", "one"), ("2", "two")):
+        folder = tmp_path / name
+        (folder / "pack").mkdir(parents=True)
+        (folder / "helper.py").write_text(
+            "import os, pack.late\nSIZES = {'a', 'b'}\ndef g(x):\n    return x\n"
+        )
+        (folder / "pack" / "late.py").write_text("from . import more\ndef f(x):\n    return x\n")
+        (folder / "pack" / "more.py").write_text("import helper\n")
+        (folder / "script.py").write_text(EVERYTHING)
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        path = os.pathsep.join([root, str(tmp_path / "site-packages")])
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed}
+        found.append(
+            subprocess.Popen(
+                [sys.executable, folder / "script.py"], env=environment, stdout=subprocess.PIPE, text=True
+            )
+        )
+    first, second = (process.communicate(timeout=120)[0] for process in found)
+    assert first == second != ""
+
+
+# What code imports as it runs is a module like any other once it is there.
+
+WITHIN = "def model(x):\n    import helper\n    return helper.g(x)\n"
+DIRECT = "def model(x):\n    from helper import HELD\n    return x * HELD{}\n"
+
+
+def set_global(helper):
+    helper.SCALE = 3.0
+
+
+LATE = {  # file of the helper, the edit, and whether the file says all of it
+    "constant": ("SCALE = 2.0\ndef g(x):\n    return x * SCALE\n", set_global, True),
+    "computed": (
+        "import os\nSCALE = float(os.environ.get('N', '2'))\ndef g(x):\n    return x * SCALE\n",
+        set_global,
+        False,
+    ),
+    "function": ("def g(x):\n    return x * 2\n", lambda helper: setattr(helper, "g", lambda x: x * 3), True),
+    "default": (
+        "def g(x, by=2.0):\n    return x * by\n",
+        lambda helper: setattr(helper.g, "__defaults__", (3.0,)),
+        True,
+    ),
+    "made": (
+        "def make(n):\n    def g(x):\n        return x * n\n    return g\ng = make(2)\n",
+        lambda helper: setattr(helper, "g", helper.make(3)),
+        False,
+    ),
+    "class": (
+        "class C:\n    by = 2.0\n    def f(self, x):\n        return x * self.by\ndef g(x):\n    return C().f(x)\n",
+        lambda helper: setattr(helper.C, "by", 3.0),
+        True,
+    ),
+    "base": (
+        "class A:\n    by = 2.0\nclass C(A):\n    pass\ndef g(x):\n    return x * C.by\n",
+        lambda helper: setattr(helper.A, "by", 3.0),
+        True,
+    ),
+    "dict": (
+        "HELD = {'by': 2.0}\ndef g(x):\n    return x * HELD['by']\n",
+        lambda helper: helper.HELD.update(by=3.0),
+        True,
+    ),
+    "nested": (
+        "HELD = {'a': [2.0]}\ndef g(x):\n    return x * HELD['a'][0]\n",
+        lambda helper: helper.HELD["a"].__setitem__(0, 3.0),
+        True,
+    ),
+    "object": (
+        "import types\nHELD = types.SimpleNamespace(by=2.0)\ndef g(x):\n    return x * HELD.by\n",
+        lambda helper: setattr(helper.HELD, "by", 3.0),
+        False,
+    ),
+    "tensor": (
+        "import torch\nHELD = torch.ones(3)\ndef g(x):\n    return x * HELD\n",
+        lambda helper: helper.HELD.add_(1),
+        False,
+    ),
+    "deeper": (
+        "import deeper\ndef g(x):\n    return deeper.f(x)\n",
+        lambda helper: setattr(helper.deeper, "HERE", 3.0),
+        True,
+    ),
+    "within within": (
+        "def g(x):\n    from deeper import f\n    return f(x)\n",
+        lambda helper: setattr(sys.modules["deeper"], "HERE", 3.0),
+        True,
+    ),
+    "taken from": (
+        "from deeper import f\ndef g(x):\n    return f(x)\n",
+        lambda helper: setattr(sys.modules["deeper"], "HERE", 3.0),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_an_edit_of_a_module_that_was_imported_by_the_forward_is_noticed(project, name):
+    text, edit, is_said = LATE[name]
+    deeper = "HERE = 2.0\ndef f(x):\n    return x * HERE\n"
+    module = project({"model.py": WITHIN, "helper.py": text, "deeper.py": deeper})
+    cached = torchcache(module.model)
+    before = cached.cache_instance.module_hash
+    assert "helper" not in sys.modules
+    expected = cached(X)
+    after = cached.cache_instance.module_hash
+    # The rows of the first call are those that another process finds before it has imported the module.
+    assert (before == after) == is_said
+    assert torch.equal(cached(X), expected) and torch.equal(cached(X), expected)
+    assert cached.cache_instance.stats().hits == (8 if is_said else 4)
+    edit(sys.modules["helper"])
+    assert cached.cache_instance.module_hash != after
+    assert torch.equal(cached(X), module.model(X))
+    assert not torch.equal(cached(X), expected)
+
+
+def test_what_a_module_computes_as_it_is_imported_counts(project, monkeypatch):
+    files = {
+        "model.py": WITHIN,
+        "helper.py": "import os\nSCALE = float(os.environ['SCALE_OF_TEST'])\ndef g(x):\n    return x * SCALE\n",
+    }
+    found = []
+    for scale in "223":
+        monkeypatch.setenv("SCALE_OF_TEST", scale)
+        cached = torchcache(project(files).model)
+        cached(X)
+        found.append(cached.cache_instance.module_hash)
+    assert found[0] == found[1] != found[2]
+
+
+OTHERS = "S = 2.0\ndef f(x):\n    return x * 2\nclass P:\n    def scale(self, x):\n        return x * 2\n"
+PATCHED = {  # the user's model, a helper of it, and the edit
+    "imported within": (
+        "def model(x):\n    import others\n    return others.f(x)\n",
+        lambda others: setattr(others, "f", lambda x: x * 3),
+    ),
+    "taken within": (
+        "def model(x):\n    from others import f\n    return f(x)\n",
+        lambda others: setattr(others, "f", lambda x: x * 3),
+    ),
+    "number within": (
+        "def model(x):\n    from others import S\n    return x * S\n",
+        lambda others: setattr(others, "S", 3.0),
+    ),
+    "by a helper": (
+        "def model(x):\n    import helper\n    return helper.g(x)\n",
+        lambda others: setattr(others, "f", lambda x: x * 3),
+    ),
+    "method": (
+        "import others\nP = others.P()\ndef model(x):\n    return P.scale(x)\n",
+        lambda others: setattr(others.P, "scale", lambda self, x: x * 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_installed_code_that_is_patched_after_the_first_call(project, tmp_path, monkeypatch, name):
+    text, edit = PATCHED[name]
+    packages = tmp_path.parent / f"{tmp_path.name}-packages" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "others.py").write_text(OTHERS)
+    monkeypatch.syspath_prepend(packages)
+    monkeypatch.delitem(sys.modules, "others", raising=False)
+    model = project(
+        {"model.py": text, "helper.py": "import others\ndef g(x):\n    return others.f(x)\n"}
+    ).model
+    cached = torchcache(model)
+    assert torch.equal(cached(X), X * 2) and torch.equal(cached(X), X * 2)
+    assert cached.cache_instance.stats().hits == 4
+    edit(sys.modules["others"])
+    assert torch.equal(cached(X), X * 3)
+    monkeypatch.delitem(sys.modules, "others")
+
+
+def test_torch_that_is_patched_after_it_was_imported_within(project, monkeypatch):
+    files = {"model.py": "def model(x):\n    import torch\n    return torch.nn.functional.softsign(x)\n"}
+    cached = torchcache(project(files).model)
+    cached(X)
+    monkeypatch.setattr(nn.functional, "softsign", lambda x: x * 3)
+    assert torch.equal(cached(X), X * 3)
+
+
+class Doubling:
+    def scale(self, x):
+        return x * 2
+
+
+class Tripling:
+    def scale(self, x):
+        return x * 3
+
+
+class Scaling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.by = Doubling()
+
+    def forward(self, x):
+        return self.by.scale(x)
+
+
+def test_another_class_of_an_object_is_noticed():
+    module = torchcache(Scaling())
+    assert torch.equal(module(X), X * 2)
+    module.by.__class__ = Tripling
+    assert torch.equal(module(X), X * 3)

@@ -1,0 +1,626 @@
+"""What shares a namespace, and what does not."""
+
+import copy
+import functools
+import importlib.util
+import io
+import json
+import logging
+import os
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import zoo
+from tests.helpers.pairs import CODE, MODULES, PRELUDE, VALUES, Config, Relay, holder, layer, times
+from torchcache2 import torchcache
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _without_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Write a Python file and import it; two files may have one name."""
+
+    def load(name, source):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        path = folder / f"{name}.py"
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def seeded(build):
+    torch.manual_seed(0)
+    return build()
+
+
+def namespace_of(cached):
+    """The namespace of something decorated, which lives at least until then."""
+    return cached.cache_instance.module_hash
+
+
+def hash_of(thing):
+    """The namespace of a module or function that is not decorated yet."""
+    return namespace_of(torchcache(thing))
+
+
+def in_one_budget(*things):
+    """Each as the only submodule or attribute of an instance of one decorated class."""
+
+    @torchcache(probe=False)  # some of them mix the items of a batch
+    class Shared(nn.Module):
+        def forward(self, x):
+            return self.thing(x)
+
+    instances = [Shared() for _ in things]
+    for instance, thing in zip(instances, things, strict=True):
+        instance.thing = thing
+    return instances
+
+
+def equal(first, second):
+    return first.dtype == second.dtype and torch.equal(first, second)
+
+
+def assert_apart(build_first, build_second, x):
+    """Two things with different outputs have different namespaces, and one cache tells them apart."""
+    things = [seeded(build_first), seeded(build_second)]
+    expected = [thing(x) for thing in things]
+    assert not equal(*expected), "the two compute the same, so that nothing is tested"
+    cached = in_one_budget(*things)
+    for hits in (0, len(x)):
+        for module, output in zip(cached, expected, strict=True):
+            assert equal(module(x), output)
+            assert module.cache_instance.stats().hits == hits
+    assert hash_of(seeded(build_first)) != hash_of(seeded(build_second))
+
+
+def warnings_in(log):
+    return [record.getMessage() for record in log if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(("first", "second"), VALUES.values(), ids=VALUES)
+def test_modules_with_different_attributes_are_apart(first, second, log):
+    assert_apart(lambda: holder(first), lambda: holder(second), torch.rand(3, 2))
+    assert warnings_in(log) == []
+
+
+def test_ints_of_any_size_can_be_read():
+    hashes = [hash_of(holder(10**5000 + i)) for i in (0, 0, 1)]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+@pytest.mark.parametrize(("first", "second", "shape"), MODULES.values(), ids=MODULES)
+def test_modules_that_differ_a_little_are_apart(first, second, shape, log):
+    assert_apart(first, second, torch.rand(shape))
+    assert warnings_in(log) == []
+
+
+@pytest.mark.parametrize("source", CODE.values(), ids=CODE)
+def test_code_that_differs_a_little_is_apart(source, load, log):
+    texts = [re.sub(r"«(.*?)\|(.*?)»", rf"\{side}", source) for side in (1, 2)]
+    first, second = (load(f"written_{i}", PRELUDE + text) for i, text in enumerate(texts))
+    assert_apart(first.build, second.build, torch.rand(5, 4))
+    assert warnings_in(log) == []
+
+
+def test_a_number_in_another_project_module_counts(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "written_config.py").write_text("SCALE = 2\n")
+    (tmp_path / "written_model.py").write_text(
+        "import written_config as config\n\ndef model(x):\n    return x * config.SCALE\n"
+    )
+    config, model = map(importlib.import_module, ("written_config", "written_model"))
+    monkeypatch.setitem(sys.modules, "written_config", config)
+    monkeypatch.setitem(sys.modules, "written_model", model)
+    cached, x = torchcache(model.model), torch.rand(4, 2)
+    assert equal(cached(x), x * 2)
+    before = cached.cache_instance.module_hash
+    config.SCALE = 3
+    assert equal(cached(x), x * 3)
+    assert cached.cache_instance.module_hash != before
+    config.SCALE = 2
+    assert equal(cached(x), x * 2)
+    assert cached.cache_instance.stats().hits == 4
+    assert cached.cache_instance.module_hash == before
+
+
+# Ways to reach HERE in another file; each with the text of that file.
+REACHES = {
+    "module": ("import other\ndef model(x): return x * other.SCALE", "SCALE = HERE"),
+    "name": ("from other import SCALE\ndef model(x): return x * SCALE", "SCALE = HERE"),
+    "function": ("import other\ndef model(x): return other.f(x)", "def f(x):\n    return x * HERE"),
+    "what a function names": (
+        "from other import f\ndef model(x): return f(x)",
+        "SCALE = HERE\ndef f(x):\n    return x * SCALE",
+    ),
+    "class": (
+        "import other\ndef model(x): return x * other.Config.inner.SCALE",
+        "class Inner: SCALE = HERE\nclass Config: inner = Inner",
+    ),
+    "import within": ("def model(x):\n    import other\n    return x * other.SCALE", "SCALE = HERE"),
+    "import of a name within": (
+        "def model(x):\n    from other import SCALE\n    return x * SCALE",
+        "SCALE = HERE",
+    ),
+    "module as a whole": (
+        "import other\ndef model(x):\n    config = other\n    return x * config.SCALE",
+        "SCALE = HERE",
+    ),
+    "module kept in an object": (
+        "import other\nclass Holder:\n    config = other\ndef model(x): return x * Holder.config.SCALE",
+        "SCALE = HERE",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "other"), REACHES.values(), ids=REACHES)
+def test_what_is_reached_in_another_file_counts(model, other, load):
+    x, hashes = torch.rand(4, 2), []
+    for scale in (2, 3):
+        load("other", other.replace("HERE", str(scale)))
+        cached = torchcache(load(f"model_{scale}", model).model)
+        assert equal(cached(x), x * scale)
+        hashes.append(cached.cache_instance.module_hash)
+    assert hashes[0] != hashes[1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("import late\n    return x * late.SCALE", id="module"),
+        pytest.param("from late import SCALE\n    return x * SCALE", id="name"),
+    ],
+)
+def test_a_file_that_is_imported_during_the_first_call_counts(text, load, tmp_path, monkeypatch):
+    hashes = []
+    for scale in (2, 3):
+        folder = tmp_path / f"folder {scale}"
+        folder.mkdir()
+        (folder / "late.py").write_text(f"SCALE = {scale}\n")
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(folder)
+            model = torchcache(load("model", f"def model(x):\n    {text}").model)
+            hashes.append(namespace_of(model))
+            assert equal(model(torch.ones(2)), torch.full((2,), float(scale)))
+            assert namespace_of(model) == hashes[-1]
+            del sys.modules["late"]
+    assert hashes[0] != hashes[1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("from . import config\n    return x * config.SCALE", id="module"),
+        pytest.param("from .config import SCALE\n    return x * SCALE", id="name"),
+        pytest.param("from written_package.config import SCALE\n    return x * SCALE", id="absolute"),
+        pytest.param("from written_package import config\n    return x * config.SCALE", id="submodule"),
+    ],
+)
+def test_a_file_of_the_package_that_is_imported_during_the_first_call_counts(text, tmp_path, monkeypatch):
+    hashes = []
+    for scale in (2, 3):
+        package = tmp_path / f"folder {scale}" / "written_package"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "config.py").write_text(f"SCALE = {scale}\n")
+        (package / "model.py").write_text(f"def model(x):\n    {text}\n")
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(package.parent)
+            model = torchcache(importlib.import_module("written_package.model").model)
+            hashes.append(namespace_of(model))
+            assert equal(model(torch.ones(2)), torch.full((2,), float(scale)))
+            assert namespace_of(model) == hashes[-1]
+            for name in [name for name in sys.modules if name.startswith("written_package")]:
+                del sys.modules[name]
+    assert hashes[0] != hashes[1]
+
+
+@torchcache
+class Built(nn.Module):
+    """`scale` is not kept, and `bias` only in what is built."""
+
+    def __init__(self, width, scale=1.0, *, bias=True, **options):
+        super().__init__()
+        self.layer = nn.Linear(4, width, bias=bias)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def built(*args, **kwargs):
+    torch.manual_seed(0)
+    return Built(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (1.0, 2.0),
+        (1, 1.0),
+        (torch.ones(2), torch.zeros(2)),
+        ([nn.ReLU], [nn.GELU]),
+        (Config(a=1), Config(a=2)),
+        (lambda x: x * 2, lambda x: x * 3),
+    ],
+    ids=["float", "type", "tensor", "class", "object", "lambda"],
+)
+def test_constructor_arguments_count_even_if_they_are_not_kept(first, second):
+    hashes = [namespace_of(built(3, value)) for value in (first, first, second)]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_the_stored_dtype_counts():
+    hashes = {
+        namespace_of(torchcache(cache_dtype=dtype)(nn.ReLU()))
+        for dtype in (None, torch.float16, torch.bfloat16)
+    }
+    assert len(hashes) == 3
+
+
+def test_a_given_name_replaces_the_fingerprint():
+    named = [torchcache(persistent_module_hash=name)(layer()) for name in ("a", "a", "b")]
+    hashes = [module.cache_instance.module_hash for module in named]
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert hash_of(layer()) not in hashes
+
+
+SAME_ARGUMENTS = [
+    lambda: built(3, 1.0, bias=True, a=1, b=2),
+    lambda: built(3, bias=True, a=1, b=2),
+    lambda: built(3, a=1, b=2),
+    lambda: built(b=2, a=1, width=3),
+    lambda: built(scale=1.0, b=2, bias=True, a=1, width=3),
+    lambda: built(3, 1.0, b=2, a=1, bias=True),
+]
+
+
+@pytest.mark.parametrize("build", SAME_ARGUMENTS)
+def test_the_way_to_pass_constructor_arguments_does_not_count(build):
+    assert namespace_of(build()) == namespace_of(SAME_ARGUMENTS[0]())
+
+
+MOVED = """
+LIMIT = 5
+
+def helper(x):
+    return x.clamp(max=LIMIT)
+
+{decorator}
+class Net(nn.Module):
+    factor = 2
+
+    def __init__(self, width):
+        super().__init__()
+        self.layer = nn.Linear(4, width)
+
+    @staticmethod
+    def scaled(x):
+        return x * 2
+
+    def forward(self, x):
+        return helper(self.scaled(self.layer(x))) * self.factor
+
+{decorator}
+def function(x, *, power=2):
+    return helper(x) ** power
+"""
+HEADER = PRELUDE + "from torchcache2 import torchcache\n"
+
+
+@pytest.mark.parametrize(
+    "decorator",
+    [
+        "@torchcache()",
+        "@torchcache(max_memory_cache_size='1MB')",
+        "@torchcache(policy='lru', max_memory_cache_size=0.5)",
+        "@torchcache(memory_cache_device=None)",
+        "@torchcache(subsample_count=10)",
+        "@torchcache(\n    policy='mru',\n    # For the sake of a comment.\n    enabled=True,\n)",
+        "import builtins, types as types_again  # more lines\nUNUSED = [1]\n\n@torchcache",
+    ],
+)
+@pytest.mark.parametrize("name", ["Net", "function"])
+def test_neither_file_nor_decorator_options_count(name, decorator, load):
+    def module_hash(file, source):
+        thing = getattr(load(file, source), name)
+        thing = seeded(lambda: thing(3)) if name == "Net" else thing
+        return thing.cache_instance.module_hash
+
+    here = module_hash("written_here", HEADER + MOVED.format(decorator="@torchcache"))
+    there = HEADER + "def shim():\n    pass\n" * 3 + MOVED.format(decorator=decorator)
+    assert module_hash("written_there", there) == here
+
+
+NESTED = """
+def make():
+    class Net(nn.Module):
+        def forward(self, x):
+            return [
+                x,
+            ][0]
+
+    return Net
+
+def build():
+    return make()()
+"""
+FLAT = """
+class Net(nn.Module):
+    def forward(self, x):
+        return [
+            x,
+        ][0]
+
+build = Net
+"""
+
+
+def test_indentation_does_not_count(load):
+    files = [load(f"written_{i}", PRELUDE + source) for i, source in enumerate((NESTED, FLAT))]
+    assert hash_of(files[0].build()) == hash_of(files[1].build())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "lru"},
+        {"max_memory_cache_size": 10},
+        {"memory_cache_device": None},
+        {"subsample_count": 5},
+    ],
+    ids=str,
+)
+def test_options_of_a_decorated_instance_do_not_count(options):
+    assert namespace_of(torchcache(**options)(seeded(layer))) == hash_of(seeded(layer))
+
+
+def make_project():
+    torch.manual_seed(0)
+    return zoo.project().eval()
+
+
+def make_instance():
+    torch.manual_seed(0)
+    return torchcache(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.GELU()).eval())
+
+
+def retrained(module):
+    module.train()
+    module.eval()
+
+
+def restored(module):
+    state = copy.deepcopy(module.state_dict())
+    for parameter in module.parameters():
+        parameter.mul_(2)
+    assert module.cache_instance.module_hash
+    module.load_state_dict(state)
+
+
+def restrided(module):
+    for parameter in module.parameters():
+        wide = parameter.new_empty((*parameter.shape, 2))
+        wide[..., 1] = parameter
+        parameter.data = wide[..., 1]
+        assert not parameter.is_contiguous()
+
+
+def frozen(module):
+    for parameter in module.parameters():
+        parameter.requires_grad_(not parameter.requires_grad)
+
+
+def overridden(module):
+    module.torchcache_max_memory_cache_size = "2MB"
+    module.torchcache_policy = "lru"
+
+
+def called(module):
+    x = torch.rand(3, 4)
+    assert equal(module(x), module(x))
+    module(torch.rand(4, 4))
+
+
+def hooked_and_unhooked(module):
+    handle = next(module.children()).register_forward_hook(times(2))
+    assert module.cache_instance.module_hash
+    handle.remove()
+
+
+def held_by_grad(module):
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+@pytest.mark.parametrize("make", [make_project, make_instance])
+@pytest.mark.parametrize(
+    "change",
+    [retrained, restored, restrided, frozen, overridden, called, hooked_and_unhooked, held_by_grad],
+)
+def test_what_does_not_change_the_outputs_does_not_count(change, make):
+    module = make()
+    change(module)
+    assert namespace_of(module) == namespace_of(make())
+
+
+def pickled(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+def torch_saved(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("make", [make_project, make_instance])
+@pytest.mark.parametrize("twin", [copy.deepcopy, copy.copy, pickled, torch_saved])
+@pytest.mark.parametrize("warm", [False, True])
+def test_copies_are_the_same_thing(twin, make, warm):
+    module = make()
+    if make is make_project:  # a lambda cannot be pickled
+        module.layer._forward_hooks.clear()
+    if warm:
+        module(torch.rand(3, 4))
+    module_hash = module.cache_instance.module_hash
+    copied = twin(module)
+    assert copied.cache_instance.module_hash == module_hash
+    called(copied)
+    assert copied.cache_instance.module_hash == module_hash
+
+
+def test_weights_that_are_loaded_into_a_new_instance_make_it_the_same_thing():
+    module = make_project()
+    torch.manual_seed(1)
+    twin = zoo.project().eval()
+    assert twin.cache_instance.module_hash != module.cache_instance.module_hash
+    twin.load_state_dict(module.state_dict())
+    assert twin.cache_instance.module_hash == module.cache_instance.module_hash
+
+
+def test_a_cached_property_costs_one_call_at_most():
+    class Net(nn.Module):
+        @functools.cached_property
+        def scale(self):
+            return 2
+
+        def forward(self, x):
+            return x * self.scale
+
+    module, x = torchcache(Net()), torch.rand(3, 4)
+    for _ in range(2):
+        assert equal(module(x), x * 2)
+    hits = module.cache_instance.stats().hits
+    assert equal(module(x), x * 2)
+    assert module.cache_instance.stats().hits == hits + 3
+
+
+def test_copies_of_sets_of_modules_are_the_same_thing():
+    def build():
+        layers = [nn.Linear(2, 2) for _ in range(20)]
+        return Relay(step=torch.sin, layers=set(layers), listed=nn.ModuleList(layers))
+
+    module = seeded(build)
+    assert len({hash_of(copy.deepcopy(module)) for _ in range(5)}) == 1
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """What two other processes say of the zoo."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers.zoo"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    found = [json.loads(process.communicate(timeout=300)[0]) for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    return found
+
+
+@pytest.mark.parametrize("name", [*zoo.READABLE, "bert"])
+def test_other_processes_agree(name, processes):
+    torch.manual_seed(0)
+    module = zoo.decorated(name)
+    here = [module.cache_instance.module_hash, 0]
+    assert [found[name] for found in processes] == [here, here]
+
+
+@pytest.mark.parametrize("name", zoo.READABLE)
+def test_a_fingerprint_is_stable_and_silent(name, log):
+    x = torch.rand(zoo.READABLE[name][1])
+    with mock.patch.dict(os.environ, TORCHCACHE_DISABLE="1"):
+        expected = zoo.build(name)(x)
+    module = zoo.decorated(name)
+    cache = module.cache_instance
+    before, hits = cache.module_hash, cache.stats().hits
+    assert cache.module_hash == before
+    first = module(x)
+    assert cache.module_hash == before
+    second = module(x)
+    assert cache.module_hash == before
+    assert equal(first, second)
+    assert equal(first, expected)
+    assert cache.stats().hits == hits + len(x)
+    assert not cache.stats().bypasses
+    cache.refresh()
+    assert cache.module_hash == before
+    assert warnings_in(log) == []
+
+
+@pytest.mark.parametrize("name", zoo.UNREADABLE)
+def test_what_cannot_be_read_is_named_once_and_cached_here(name, log, processes):
+    module, place = zoo.decorated(name), zoo.UNREADABLE[name][1]
+    x = torch.rand(3, 4)
+    plain = zoo.build(name)(x)
+    assert equal(module(x), plain)
+    assert equal(module(x), plain)
+    assert module.cache_instance.stats().hits == 3
+    module.cache_instance.refresh()
+    assert equal(module(x), plain)
+    assert module.cache_instance.stats().hits == 6
+    warned = warnings_in(log)
+    assert len(warned) == 1
+    assert f"cannot read {place}" in warned[0]
+    elsewhere = [found[name] for found in processes]
+    assert [warnings for _, warnings in elsewhere] == [1, 1]
+    assert len({module.cache_instance.module_hash, *(found for found, _ in elsewhere)}) == 3
+
+
+def test_two_unreadable_things_are_apart(log):
+    modules = [torchcache(seeded(lambda: zoo.holding(memoryview(bytearray(3))))) for _ in range(2)]
+    first, second = (module.cache_instance.module_hash for module in modules)
+    assert first != second
+
+
+def test_a_model_of_transformers_is_read_and_cached(log):
+    torch.manual_seed(0)
+    plain = zoo.bert()
+    module = torchcache(copy.deepcopy(plain))
+    before = module.cache_instance.module_hash
+    ids = torch.randint(0, 11, (4, 6))
+    mask = torch.ones(4, 6, dtype=torch.long)
+    mask[1, 4:] = 0
+    expected = plain(input_ids=ids, attention_mask=mask)
+    for hits in (0, 4):
+        output = module(input_ids=ids, attention_mask=mask)
+        assert type(output) is type(expected)
+        assert list(output) == list(expected)
+        assert equal(output.last_hidden_state, expected.last_hidden_state)
+        assert equal(output.pooler_output, expected.pooler_output)
+        assert module.cache_instance.stats().hits == hits
+    assert module.cache_instance.module_hash == before
+    assert not module.cache_instance.stats().bypasses
+    assert warnings_in(log) == []
+    module.config.hidden_act = "relu"
+    assert module.cache_instance.module_hash != before
+    module.config.hidden_act = "gelu"
+    assert module.cache_instance.module_hash == before
+    module.encoder.layer[1].attention.self.scaling = 2.0
+    assert module.cache_instance.module_hash != before

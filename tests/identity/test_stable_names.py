@@ -1,0 +1,571 @@
+"""Namespaces that another process finds again, and what is left out to that end."""
+
+import functools
+import importlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import typing
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import stable
+from tests.helpers.stable import Net, Outer, Thing, holding, plain
+from torchcache2 import torchcache
+
+ROOT = Path(__file__).parents[2]
+TRACED = "ignore:.*torch.jit"
+X = torch.rand(4, 3)
+
+
+def named(module):
+    """The namespace of a module now."""
+    return torchcache(module).cache_instance.module_hash
+
+
+def warnings_of(log):
+    return [record.getMessage() for record in log if record.levelno >= logging.WARNING]
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    """What two processes say, with other hash seeds, folders and histories."""
+    running = []
+    for seed, folder, history in (("1", "here", "0"), ("2", "some/where/else", "3")):
+        place = tmp_path_factory.mktemp("stable") / folder
+        place.mkdir(parents=True)
+        shutil.copy(stable.__file__, place / "stable.py")
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "stable.py", history]
+        running.append(
+            subprocess.Popen(command, cwd=place, env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    said = [process.communicate(timeout=300)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    return list(map(json.loads, said))
+
+
+@pytest.mark.parametrize("name", stable.MAKERS)
+def test_another_process_finds_the_namespace(name, processes):
+    left, right = (found[name] for found in processes)
+    assert left == right and left[1] == []
+
+
+# What is left out.
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Makes installed packages out of texts."""
+    place = tmp_path / "site-packages"
+    place.mkdir()
+    monkeypatch.syspath_prepend(place)
+
+    def make(name, text):
+        (place / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        importlib.invalidate_caches()
+        module = importlib.import_module(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return make
+
+
+CONFIGS = """
+from collections import OrderedDict
+
+class FrozenDict(OrderedDict):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for key, value in self.items():
+            setattr(self, key, value)
+"""
+
+
+@pytest.fixture
+def frozen_dict(installed):
+    return installed("diffusers", CONFIGS).FrozenDict
+
+
+class Configured(nn.Module):
+    def __init__(self, config, **attributes):
+        super().__init__()
+        self.config = config
+        vars(self).update(attributes)
+
+    def forward(self, x):
+        return x * self.config.rate
+
+
+class NamesIt(Configured):
+    def forward(self, x):
+        return x * self.config._use_default_values[0]
+
+
+class NamesItInAText(Configured):
+    def forward(self, x):
+        return x * getattr(self.config, "_use_default_values")[0]  # noqa: B009
+
+
+class NamesItInAHelper(Configured):
+    def forward(self, x):
+        return x * first_of(self.config)
+
+
+def first_of(config):
+    return config["_use_default_values"][0]
+
+
+class NamesItInAProperty(Configured):
+    @property
+    def factor(self):
+        return self.config._use_default_values[0]
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def two_of(make, frozen_dict):
+    return [named(make(frozen_dict(rate=2, _use_default_values=values))) for values in ([3, 5], [5, 3])]
+
+
+def test_what_no_forward_reads_is_left_out(frozen_dict):
+    left, right = two_of(Configured, frozen_dict)
+    assert left == right
+    assert named(Configured(frozen_dict(rate=3, _use_default_values=[3, 5]))) != left
+
+
+@pytest.mark.parametrize("kind", [NamesIt, NamesItInAText, NamesItInAHelper, NamesItInAProperty])
+def test_what_the_users_code_names_counts_again(kind, frozen_dict):
+    left, right = two_of(kind, frozen_dict)
+    assert left != right
+
+
+def test_what_a_users_subclass_names_counts_again(frozen_dict):
+    class Mine(frozen_dict):
+        @property
+        def rate(self):
+            return self._use_default_values[0]
+
+        @rate.setter
+        def rate(self, value):
+            pass
+
+    left, right = two_of(Configured, Mine)
+    assert left != right
+
+
+def test_a_users_class_of_that_name_is_not_on_the_table():
+    space = {}
+    exec(CONFIGS, space)
+    left, right = two_of(Configured, space["FrozenDict"])
+    assert left != right
+
+
+def test_what_another_package_names_counts_again(frozen_dict, installed):
+    wrappers = installed("wrappers", "class Wrapper:\n    def go(self, c): return c._use_default_values\n")
+    others = installed("others", "class Wrapper:\n    def go(self, c): return c.rate\n")
+    left, right = two_of(functools.partial(Configured, wrapper=wrappers.Wrapper()), frozen_dict)
+    assert left != right
+    left, right = two_of(functools.partial(Configured, wrapper=others.Wrapper()), frozen_dict)
+    assert left == right
+
+
+def test_what_a_module_of_the_users_names_counts_again(frozen_dict, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "stable_helper.py").write_text("def first(c):\n    return c._use_default_values[0]\n")
+    importlib.invalidate_caches()
+    left, right = two_of(
+        functools.partial(Configured, helper=importlib.import_module("stable_helper")), frozen_dict
+    )
+    assert left != right
+
+
+class Imports(Configured):
+    def forward(self, x):
+        from tests.helpers.stable import shift  # might name anything
+
+        return shift(x)
+
+
+def test_a_project_import_inside_of_code_may_name_anything(frozen_dict):
+    left, right = two_of(Imports, frozen_dict)
+    assert left != right
+
+
+def test_an_edit_of_what_is_named_is_noticed(installed):
+    place = installed("transformers", "class PreTrainedConfig:\n    rate = 2\n").PreTrainedConfig
+
+    class ByPlace(Configured):
+        def forward(self, x):
+            return x * len(self.config._name_or_path)
+
+    config = place()
+    config._name_or_path = "ab"
+    module = torchcache(ByPlace(config))
+    assert torch.equal(module(X), X * 2) and torch.equal(module(X), X * 2)
+    config._name_or_path = "abc"
+    assert torch.equal(module(X), X * 3)
+
+
+def test_where_weights_came_from_is_left_out(installed):
+    space = installed(
+        "transformers",
+        "import torch\nclass PreTrainedConfig: pass\nclass PreTrainedTokenizerBase: pass\n"
+        "class PreTrainedModel(torch.nn.Module):\n    def forward(self, x): return x\n",
+    )
+
+    def make(place):
+        model, model.config, tokens = space.PreTrainedModel(), space.PreTrainedConfig(), None
+        model.name_or_path = model.config._name_or_path = place
+        model.tokens = tokens = space.PreTrainedTokenizerBase()
+        tokens.name_or_path, tokens.init_kwargs = place, {"name_or_path": place, "lower": place == "c"}
+        return model
+
+    assert named(make("a")) == named(make("b")) != named(make("c"))
+
+
+# Graphs.
+
+
+def test_graphs_differ_by_code_and_weights():
+    net = Net()
+    graph = torch.fx.symbolic_trace(net)
+    names = [named(Outer(graph))]
+    net.layer.weight.data.add_(1)
+    names.append(named(Outer(torch.fx.symbolic_trace(net))))
+    net.rate = 0.2
+    names.append(named(Outer(torch.fx.symbolic_trace(net))))
+    assert len(set(names)) == 3
+
+
+def multiply(graph, factor):
+    node = next(node for node in graph.graph.nodes if node.op == "output")
+    with graph.graph.inserting_before(node):
+        made = graph.graph.call_function(torch.mul, (node.args[0], factor))
+    node.args = (made,)
+
+
+@pytest.mark.parametrize("wrap", [Outer, lambda graph: graph])
+def test_an_edited_graph_is_noticed_when_it_is_compiled(wrap):
+    graph = torch.fx.symbolic_trace(plain())
+    module, expected = torchcache(wrap(graph)), plain()(X)
+    for _ in range(2):
+        assert torch.equal(module(X), expected)
+    assert module.cache_instance.stats().hits == len(X)
+    multiply(graph, 3.0)
+    assert torch.equal(module(X), expected)  # as without a cache
+    graph.recompile()
+    assert torch.equal(module(X), expected * 3)
+
+
+def test_an_interpreter_runs_the_graph_as_it_is_now():
+    graph = torch.fx.symbolic_trace(plain())
+    before = named(stable.Interpreted(graph))
+    multiply(graph, 3.0)
+    assert named(stable.Interpreted(graph)) != before
+
+
+def test_functions_that_a_graph_calls_count_by_source():
+    def make(function):
+        graph = torch.fx.Graph()
+        graph.output(graph.call_function(function, (graph.placeholder("x"),)))
+        return Outer(torch.fx.GraphModule(nn.Module(), graph))
+
+    def once():
+        def function(x):
+            return x + 1
+
+        return function
+
+    def twice():
+        def function(x):
+            return x + 2
+
+        return function
+
+    assert named(make(once())) == named(make(once())) != named(make(twice()))
+
+
+class Noted(Outer):
+    def forward(self, x):
+        return self.inner(x) * self.inner.meta["factor"]
+
+
+def test_notes_about_a_graph_count_where_they_are_named():
+    def make(kind, factor):
+        graph = torch.fx.symbolic_trace(plain())
+        graph.meta["factor"] = factor
+        return kind(graph)
+
+    assert named(make(Outer, 2)) == named(make(Outer, 3))
+    assert named(make(Noted, 2)) != named(make(Noted, 3))
+
+
+@pytest.mark.filterwarnings(  # of torch 2.4, as it exports
+    "ignore:Attempted to insert a get_attr Node", "ignore:Node .* does not reference an nn.Module"
+)
+def test_an_exported_program_is_cached_and_its_weights_are_watched(log):
+    module = torchcache(probe=False)(stable.exported())  # for two items, so that none is computed alone
+    expected = module(X[:2])
+    assert torch.equal(module(X[:2]), expected) and module.cache_instance.stats().hits == 2
+    with torch.no_grad():
+        module.offset.add_(1)
+    torch.testing.assert_close(module(X[:2]), expected + 1)
+    assert warnings_of(log) == []
+
+
+@pytest.mark.filterwarnings(
+    "ignore:torch.ao.quantization is deprecated",
+    "ignore:Please use quant_min",
+    "ignore:torch.quantize_per_tensor",
+)
+def test_quantized_graphs(log):
+    from torch.ao.quantization import get_default_qconfig_mapping, quantize_fx
+
+    def make(scale):
+        with torch.random.fork_rng():
+            prepared = quantize_fx.prepare_fx(plain(), get_default_qconfig_mapping(), (X,))
+            prepared(X * scale)
+            return Outer(quantize_fx.convert_fx(prepared))
+
+    assert named(make(1)) == named(make(1)) != named(make(2))
+    assert [text for text in warnings_of(log) if "cannot read" in text] == []
+
+
+# Scripted and compiled children.
+
+
+def scripted(module):
+    return torchcache(Outer(torch.jit.script(module.eval().requires_grad_(False))))
+
+
+@pytest.mark.filterwarnings(TRACED)
+def test_edits_of_a_scripted_child_are_noticed(log):
+    module, net = scripted(Net()), Net().eval()
+
+    def right():
+        for _ in range(2):
+            torch.testing.assert_close(module(X), net(X))
+
+    right()
+    assert module.cache_instance.stats().hits == len(X)
+    for change in (
+        lambda net: setattr(net, "rate", 0.3),
+        lambda net: setattr(net, "offset", torch.zeros(3)),
+        lambda net: setattr(net.layer, "weight", nn.Parameter(torch.ones(3, 3), requires_grad=False)),
+        lambda net: net.layer.bias.data.fill_(2.0),
+    ):
+        for one in (module.inner, net):
+            change(one)
+        right()
+    assert warnings_of(log) == [] and module.cache_instance.stats().hits == 5 * len(X)
+
+
+class Branching(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        return x * 2 if self.training else x * 3
+
+
+@pytest.mark.filterwarnings(TRACED)
+def test_the_training_flag_of_a_scripted_child_is_noticed():
+    module = scripted(Branching("a"))
+    assert torch.equal(module(X), X * 3)
+    module.inner.train()
+    assert torch.equal(module(X), X * 2)
+
+
+class Text(nn.Module):
+    def __init__(self, text):
+        super().__init__()
+        self.text = text
+
+    def forward(self, x, text: str = ""):
+        return x + 1 if text == self.text else x
+
+
+class Adds(nn.Module):
+    def forward(self, x):
+        return x + 0.1
+
+
+class AddsALittleMore(nn.Module):
+    def forward(self, x):
+        return x + 0.1000000001
+
+
+class Ignoring(nn.Module):
+    @torch.jit.ignore
+    def other(self, x):
+        # type: (Tensor) -> Tensor
+        return x * 2
+
+    def forward(self, x):
+        return self.other(x)
+
+
+@pytest.mark.filterwarnings(TRACED)
+def test_scripted_code_and_constants_count(log):
+    modules = [Text("a"), Text("b"), Text("a # x:1:2"), Text("b # x:1:2"), Adds(), AddsALittleMore()]
+    kept = list(map(scripted, modules))
+    assert len({module.cache_instance.module_hash for module in kept}) == len(modules)
+    first = torch.jit.freeze(torch.jit.script(Net().eval()))
+    net = Net().eval()
+    net.layer.weight.data[0, 0] += 1e-6  # less than what is printed
+    second = torch.jit.freeze(torch.jit.script(net))
+    assert named(Outer(first)) != named(Outer(second))
+    assert warnings_of(log) == []
+
+
+@pytest.mark.filterwarnings(TRACED)
+def test_scripted_code_that_calls_python_is_unreadable(log):
+    names = {named(Outer(torch.jit.script(Ignoring()))) for _ in range(2)}
+    assert len(names) == 2 and all("cannot read" in text for text in warnings_of(log))
+
+
+@pytest.mark.filterwarnings(TRACED)
+def test_scripted_functions_count_by_code(monkeypatch):
+    def double(x):
+        return x * 2
+
+    names = []
+    for function in (stable.shift, double, stable.shift):
+        monkeypatch.setattr(stable, "SCRIPTED", torch.jit.script(function))
+        names.append(named(stable.CallsScripted()))
+    assert names[0] == names[2] != names[1]
+
+
+def test_a_compiled_child_is_the_module_that_it_compiles():
+    net = Net().eval().requires_grad_(False)
+    compiled = torch.compile(net, backend="eager")
+    module = torchcache(Outer(compiled))
+    before = module.cache_instance.module_hash
+    expected = module(X)
+    assert module.cache_instance.module_hash == before
+    assert torch.equal(module(X), expected) and module.cache_instance.stats().hits == len(X)
+    net.rate = 0.7
+    assert torch.equal(module(X), net(X))
+    assert not torch.equal(module(X), expected)
+
+
+# Types, sets, storages.
+
+
+def test_types_are_told_apart():
+    others = [int | str, list[str], dict[str, int], dict, typing.ForwardRef("Sooner"), typing.Literal["b"]]
+    variables = [typing.TypeVar("T", bound=int), typing.TypeVar("U"), typing.ParamSpec("T"), stable.P.kwargs]
+    values = [*stable.TYPES, *others, *variables]
+    assert len({named(holding(value)) for value in values}) == len(values)
+    assert named(holding(typing.Optional[int])) == named(holding(int | None))  # noqa: UP045
+
+
+def test_sets_are_told_apart():
+    values = [{Thing(1), Thing(2)}, {Thing(1), Thing(3)}, {(1, Thing)}, {(1, Net)}, {torch.sin}, {torch.cos}]
+    assert len({named(holding(value)) for value in values}) == len(values)
+    loop = Thing(1)
+    loop.value = {loop, Thing(2)}
+    assert named(holding(loop)) == named(holding(loop))
+
+
+def test_storages_count_by_content():
+    storage = torch.ones(3).untyped_storage()
+    before = named(holding(storage))
+    assert named(holding(torch.ones(3).untyped_storage())) == before
+    assert named(holding(torch.zeros(3).untyped_storage())) != before
+
+
+# What has another content in each thread, or as long as something else lives.
+
+STATE = threading.local()
+
+
+class ByThread(nn.Module):
+    def forward(self, x):
+        return x * getattr(STATE, "scale", 1)
+
+
+def test_each_threads_content_counts(log):
+    module = torchcache(ByThread())
+    found = {}
+
+    def run(scale):
+        STATE.scale = scale
+        found[scale] = [module(X), module(X)]
+
+    assert torch.equal(module(X), X) and warnings_of(log) == []
+    for scale in (2, 3, 2):
+        thread = threading.Thread(target=run, args=(scale,))
+        thread.start()
+        thread.join()
+        assert all(torch.equal(y, X * scale) for y in found[scale])
+    assert torch.equal(module(X), X)
+    assert len(warnings_of(log)) == 1 and "cannot read STATE" in warnings_of(log)[0]
+
+
+class Mine(threading.local):
+    scale = 2
+
+
+class MyLogger(logging.Logger):
+    pass
+
+
+def odd_logger():
+    logger = logging.Logger("odd")
+    logger.factor = 2
+    return logger
+
+
+def kept(container, *content):
+    KEYS.extend(content)
+    for value in content:
+        container.add(value) if isinstance(container, weakref.WeakSet) else container.update({value: value})
+    return container
+
+
+KEYS = []
+UNREADABLE = {
+    "subclass of local": Mine,
+    "weak set": lambda: kept(weakref.WeakSet(), Thing(1)),
+    "weak keys": lambda: kept(weakref.WeakKeyDictionary(), Thing(1)),
+    "weak values": lambda: kept(weakref.WeakValueDictionary(), Thing(1)),
+    "logger of the user's class": lambda: MyLogger("mine"),
+    "logger with an attribute": odd_logger,
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_is_fleeting_is_unreadable(name, log):
+    assert named(holding(UNREADABLE[name]())) != named(holding(UNREADABLE[name]()))
+    assert all("cannot read" in text for text in warnings_of(log)) and warnings_of(log)
+
+
+def test_the_same_of_an_installed_package_is_not(installed, log):
+    made = installed(
+        "caching",
+        "import threading\nclass Made:\n    def __init__(self):\n        self.kept = threading.local()\n",
+    )
+    value = made.Made()
+    value.kept.state = object()
+    assert named(holding(value)) == named(holding(made.Made())) and warnings_of(log) == []
+
+
+def test_a_weak_container_that_fills_is_noticed(log):
+    container = weakref.WeakKeyDictionary()
+    module = torchcache(holding(container))
+    before = module.cache_instance.module_hash
+    kept(container, Thing(1))
+    assert module.cache_instance.module_hash != before and len(warnings_of(log)) == 1

@@ -1,0 +1,63 @@
+"""What README.md and the docstrings show is what happens."""
+
+import contextlib
+import doctest
+import importlib
+import io
+import pathlib
+import pkgutil
+import re
+import subprocess
+import sys
+
+import pytest
+
+import torchcache2
+
+ROOT = pathlib.Path(__file__).parents[2]
+BLOCK = re.compile(r"```python\n(.*?)```(?:\s*```text\n(.*?)```)?", re.DOTALL)
+
+
+def without_times(text):
+    return re.sub(r"-?\d+\.\d+ s\b", "… s", text).strip()
+
+
+def test_readme_code_prints_what_the_readme_says(tmp_path):
+    # As files, because a key covers source code, which the code of a string does not have.
+    blocks = BLOCK.findall((ROOT / "README.md").read_text())
+    assert len(blocks) >= 3
+    shared = ""
+    for number, (code, expected) in enumerate(blocks):
+        shared += code
+        script = tmp_path / f"block{number}.py"
+        script.write_text(shared if "import torch" not in code else code)
+        shared = shared if "import torch" not in code else code
+        run = subprocess.run(
+            [sys.executable, "-W", "error", script], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert run.returncode == 0, run.stderr
+        assert run.stderr == ""
+        if expected:
+            assert without_times(run.stdout).endswith(without_times(expected))
+
+
+MODULES = sorted(module.name for module in pkgutil.walk_packages(torchcache2.__path__, "torchcache2."))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings(name):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        failed, _ = doctest.testmod(importlib.import_module(name))
+    assert failed == 0, output.getvalue()
+
+
+def test_public_names_have_docstrings():
+    for name in torchcache2.__all__:
+        thing = getattr(torchcache2, name)
+        if name != "__version__":
+            assert thing.__doc__ and len(thing.__doc__) > 20, name
+
+
+def test_the_changelog_has_this_version():
+    assert f"## {torchcache2.__version__}" in (ROOT / "CHANGELOG.md").read_text()

@@ -1,0 +1,88 @@
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from matplotlib.image import imread
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TRAIN_ITEMS, TEST_ITEMS = 1536, 261
+
+
+def run(name, *arguments):
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+def number(pattern, text):
+    found = re.search(pattern, text, re.MULTILINE)
+    assert found, f"no {pattern!r} in:\n{text}"
+    return float(found[1].replace(",", ""))
+
+
+def test_linear_probe_runs_and_the_cache_changes_nothing_but_the_time(tmp_path):
+    plot = tmp_path / "epochs.png"
+    done = run("linear_probe.py", "--epochs", 2, "--plot", plot)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+    rows = re.findall(r"^ +(\d+) +\d+\.\d+ +(\d+\.\d+) s +(\d+\.\d+) s$", done.stdout, re.MULTILINE)
+    assert [row[0] for row in rows] == ["1", "2"]
+    assert number(r"speed-up: ([\d.]+)x per epoch after the first", done.stdout) > 0
+    assert number(r"([\d.]+)x in all$", done.stdout) > 0
+
+    assert number(r"^hits +([\d,]+) ", done.stdout) == TRAIN_ITEMS
+    assert number(r"^misses +([\d,]+)$", done.stdout) == TRAIN_ITEMS + TEST_ITEMS
+    assert number(r"^bypasses +(\S+)$", done.stdout) == 0
+    assert "losses of all 48 steps equal bit by bit" in done.stdout
+    assert number(r"test accuracy of both ([\d.]+)%", done.stdout) > 80
+
+    image = imread(plot)
+    assert image.shape == (675, 1200, 4)
+    assert image[..., :3].std() > 0.05  # something is drawn
+
+
+def test_linear_probe_goes_on_from_a_folder(tmp_path):
+    items, test_items = 64, TEST_ITEMS
+    arguments = [
+        "--epochs",
+        2,
+        "--items",
+        items,
+        "--plot",
+        tmp_path / "epochs.png",
+        "--cache-dir",
+        tmp_path / "rows",
+    ]
+    # Killed in the middle, when some rows have been sealed.
+    command = [sys.executable, str(EXAMPLES / "linear_probe.py"), *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
+        deadline = time.monotonic() + 300
+        while not list(tmp_path.glob("rows/*/*.safetensors")):
+            assert killed.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        killed.kill()
+
+    # It goes on from what was sealed.
+    done = run("linear_probe.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    computed = number(r"^misses +([\d,]+)$", done.stdout)
+    assert 0 <= computed < items + test_items
+    assert number(r"^hits +([\d,]+) ", done.stdout) == 2 * items + test_items - computed
+
+    # The next one computes nothing.
+    again = run("linear_probe.py", *arguments)
+    assert again.returncode == 0, again.stderr
+    assert number(r"^misses +([\d,]+)$", again.stdout) == 0
+    assert number(r"^hits +([\d,]+) ", again.stdout) == 2 * items + test_items
+    assert "equal bit by bit" in again.stdout
+    losses = [re.findall(r"^ +\d+ +(\d+\.\d+) ", text, re.MULTILINE) for text in (done.stdout, again.stdout)]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+
+
+def test_linear_probe_refuses_a_single_epoch():
+    done = run("linear_probe.py", "--epochs", 1)
+    assert done.returncode == 2
+    assert "at least 2 epochs" in done.stderr

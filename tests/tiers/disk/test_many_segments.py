@@ -1,0 +1,527 @@
+"""Folders of many segments and many namespaces: what each call of the tier asks of the system.
+
+Calls are counted rather than seconds. Times are in `docs/performance_tables.md`, by `make bench`.
+"""
+
+import contextlib
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from tests.helpers.storage import (
+    NAMESPACES,
+    NEVER,
+    Unsynced,
+    Watched,
+    found,
+    key_of,
+    keys_of,
+    put,
+    refuse,
+    rows_of,
+    seal,
+    sealed_names,
+    segments,
+    set_age,
+    size_of,
+)
+from torchcache2.files.eviction import Allowance, make_room
+from torchcache2.tiers.disk import places as places_module
+from torchcache2.tiers.disk.places import Places
+from torchcache2.tiers.disk.tier import DiskTier
+from torchcache2.tiers.disk.unwritten import Held, Slabs
+from torchcache2.tiers.disk.writer import Writer
+from torchcache2.tiers.index import KeyIndex
+
+NOWHERE = "nowhere"
+ROWS = 8  # of a segment
+
+
+class Counting(Watched):
+    """Also counts the names in folders that were listed."""
+
+    names = 0
+
+    def entries(self, path):
+        found = super().entries(path)
+        self.names += len(found)
+        return found
+
+
+@pytest.fixture
+def removals(monkeypatch):
+    """How many keys each removal from an index was about."""
+    counts, remove = [], KeyIndex.remove
+
+    def counted(self, entries):
+        counts.append(len(entries))
+        return remove(self, entries)
+
+    monkeypatch.setattr(KeyIndex, "remove", counted)
+    return counts
+
+
+def computed_by(path, processes, count):
+    """Each handle seals the same items, in segments of its own that begin elsewhere; all the items' names."""
+    tiers = [DiskTier(path, codec="none", delay=NEVER, fs=Unsynced()) for _ in range(processes)]
+    for tier in tiers:
+        assert found(tier, [NOWHERE]) == []  # now it does not look for seconds
+    for shift, tier in enumerate(tiers):
+        for first in range(shift * 3, count * ROWS + shift * 3, ROWS):
+            seal(tier, range(first, first + ROWS))
+    for tier in tiers:
+        tier.close()
+    return list(range(count * ROWS + (processes - 1) * 3))
+
+
+def delete(files):
+    for file in files:
+        file.unlink()
+
+
+# Segments that others delete
+
+
+@pytest.mark.parametrize("met", ["looking", "reading"])
+@pytest.mark.parametrize("processes", [2, 3])
+def test_no_file_is_opened_again_for_those_that_are_gone(make, path, removals, at_once, met, processes):
+    names = computed_by(path, processes, 30)
+    fs = Counting()
+    tier = make(fs=fs)
+    assert found(tier, names) == names
+    tier._known.descriptors.clear()
+    delete(segments(path)[::2])
+    removals.clear()
+    fs.calls.clear()
+    here = found(tier, [NOWHERE, *names] if met == "looking" else names)
+    assert len(removals) == 1  # all of them at once
+    # A file that is there is opened once, to read its rows; so is one that is gone, to notice.
+    assert fs.calls.count("open") <= processes * 30 + 1
+    if met == "reading":
+        found(tier, [NOWHERE])
+    fresh = found(make(), names)
+    assert found(tier, names) == fresh
+    assert set(here) <= set(fresh) and len(fresh) > len(names) / 2
+
+
+def test_looking_finds_rows_of_gone_segments_elsewhere_without_opening_any(make, path, at_once):
+    names = computed_by(path, 2, 40)
+    fs = Counting()
+    tier = make(fs=fs)
+    tier.get(keys_of([NOWHERE]))
+    delete(segments(path)[:40])
+    fs.calls.clear()
+    assert found(tier, [NOWHERE]) == []
+    assert fs.calls.count("open") <= 1 and fs.calls.count("read") == 0
+    assert found(tier, names) == sealed_names(path, names) == names[3:]
+
+
+@pytest.mark.parametrize("turns", [1, 2, 5])
+def test_rows_are_found_as_long_as_any_copy_is_left(make, path, at_once, turns):
+    """Whatever goes first; in the end nothing is left, and everything can be kept again."""
+    names = computed_by(path, 3, 20)
+    tier = make()
+    assert found(tier, names) == names
+    files = segments(path)
+    order = np.random.default_rng(turns).permutation(len(files)).tolist()
+    for some in np.array_split(order, turns):
+        delete([files[number] for number in some])
+        found(tier, [NOWHERE, *names])  # perhaps it meets what is gone
+        assert found(tier, [NOWHERE, *names]) == found(make(), names)
+    assert found(tier, names) == []
+    assert put(tier, names) == len(names)
+    assert found(tier, names) == names
+
+
+def test_a_thousand_copies_of_one_segment_cost_one_look_each(make, path, at_once, removals):
+    """As of somebody who copies files."""
+    seal(make(), range(ROWS))
+    (file,) = segments(path)
+    others = [file.with_name(f"{file.name[:20]}{number:06d}.safetensors") for number in range(1000)]
+    for other in others:
+        os.link(file, other)
+    tier = make()
+    assert found(tier, range(ROWS)) == list(range(ROWS))
+    first = tier.index_bytes
+    delete([file, *others[:-1]])
+    tier._known.descriptors.clear()
+    found(tier, [NOWHERE, *range(ROWS)])
+    assert found(tier, [NOWHERE, *range(ROWS)]) == list(range(ROWS))
+    assert len(removals) <= 2
+    assert tier.index_bytes < first / 10
+
+
+def test_what_is_restored_in_pieces_is_complete_in_the_end(make, path, at_once, monkeypatch):
+    names = computed_by(path, 2, 40)
+    tier = make()
+    assert found(tier, names) == names
+    delete(segments(path)[:40])
+    monkeypatch.setattr(places_module, "_CHECKED_AT_ONCE", 1)
+    numbers = [len(found(tier, [NOWHERE, *names])) for _ in range(41)]
+    assert numbers == sorted(numbers) and len(set(numbers)) > 10
+    assert found(tier, names) == sealed_names(path, names) == names[3:]
+    delete(segments(path)[1:])
+    for _ in range(80):
+        found(tier, [NOWHERE, *names])
+    assert found(tier, names) == sealed_names(path, names)
+
+
+def test_a_forked_child_finds_copies_of_what_its_parent_writes(make, path, at_once):
+    tier, other = make(), make()
+    assert found(tier, range(10)) == []
+    put(tier, range(10))
+    seal(other, range(5, 15))
+    found(tier, [NOWHERE])
+    read, write = os.pipe()
+    if os.fork() == 0:
+        names = []
+        with contextlib.suppress(BaseException):
+            names = found(tier, [NOWHERE, *range(15)])
+        os.write(write, ",".join(map(str, names)).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        assert pipe.read() == ",".join(map(str, range(5, 15)))
+    os.wait()
+    assert found(tier, range(15)) == list(range(15))
+
+
+# Where keys are
+
+
+def test_places_agree_with_a_dict_of_lists(monkeypatch):
+    """Sources come and go, with keys that others have; a key is at the place of one that is left."""
+    monkeypatch.setattr(places_module, "_CHECKED_AT_ONCE", 50)
+    generator = np.random.default_rng(0)
+    places, sources = Places(), {}
+    data = np.frombuffer(b"".join(map(key_of, range(200))), np.uint8).reshape(-1, 16)
+    for number in range(300):
+        chosen = generator.choice(200, generator.integers(1, 60), replace=bool(generator.integers(2)))
+        places.add(data[chosen], number, 0)
+        sources[number] = chosen
+        if generator.random() < 0.4:
+            gone = generator.choice(list(sources), min(len(sources), int(generator.integers(1, 12))), False)
+            before = len(places)
+            count = places.remove(gone.tolist())
+            assert len(places) == before - count
+            for one in gone.tolist():
+                del sources[one]
+        if generator.random() < 0.3:
+            continue  # the next removal comes before everything is restored
+        for _ in range(400):
+            places.restore()
+        expected = set().union(*(set(chosen.tolist()) for chosen in sources.values()))
+        entries = places.find(data.view("<u8"))
+        assert set(np.flatnonzero(entries >= 0).tolist()) == expected and len(places) == len(expected)
+        here = sorted(expected)
+        for key, source, row in zip(here, *map(np.ndarray.tolist, places.where(entries[here])), strict=True):
+            assert sources[source][row] == key
+
+
+def test_copies_take_24_bytes(make, path):
+    one = Places()
+    keys = keys_of(range(1000)).data
+    one.add(keys, 0, 0)
+    before = one.nbytes
+    one.add(keys, 1, 0)
+    assert one.nbytes - before == 24 * 1000
+    one.remove([1])
+    one.restore()
+    assert one.nbytes == before and len(one) == 1000
+
+
+# Making room
+
+
+def test_making_room_forgets_many_segments_in_one_pass(make, path, removals):
+    names = computed_by(path, 2, 30)
+    fs = Counting()
+    files = segments(path)
+    budget = size_of(path) + 100
+    tier = make(budget, "lru", "none", fs=fs)
+    assert found(tier, names) == names
+    for number, file in enumerate(files):
+        set_age(file, 5000 - number)
+    removals.clear()
+    fs.calls.clear()
+    seal(tier, ["new"], 5000)
+    gone = [file for file in files if not file.exists()]
+    assert 10 < len(gone) <= 30 and gone == files[: len(gone)]
+    assert removals == [len(gone) * ROWS] == [tier.stats().evictions]
+    assert fs.calls.count("open") <= 6  # the lock, and the namespace's fingerprint: no segments
+    found(tier, [NOWHERE, *names])
+    assert found(tier, [NOWHERE, *names]) == sealed_names(path, names)
+
+
+# What a flush asks
+
+
+def calls_of_a_flush(tier, fs, name, namespace=NAMESPACES[0]):
+    put(tier, [(name, row) for row in range(16)], 4, namespace)
+    fs.calls.clear()
+    fs.names = 0
+    tier.flush()
+    return len(fs.calls), fs.names
+
+
+@pytest.mark.parametrize("others", ["segments", "namespaces"])
+def test_a_flush_asks_as_much_as_in_an_empty_folder(make, path, others):
+    fs = Counting()
+    tier = make(fs=fs)
+    calls_of_a_flush(tier, fs, "first")
+    alone = calls_of_a_flush(tier, fs, "second")
+    for number in range(150):
+        namespace = NAMESPACES[0] if others == "segments" else key_of(number)
+        calls_of_a_flush(tier, fs, number, namespace)
+    assert calls_of_a_flush(tier, fs, "last") == alone
+    new = make(fs=fs)
+    calls_of_a_flush(new, fs, "of another handle")
+    assert calls_of_a_flush(new, fs, "and once more") == alone
+
+
+@pytest.mark.parametrize("in_use", ["one at a time", "all", "unknown"])
+def test_namespaces_cost_the_same_each(make, path, in_use):
+    fs, now = Counting(), set()
+    tier = make(fs=fs, in_use=None if in_use == "unknown" else lambda: now)
+    costs = []
+    for turn in range(3):
+        spaces = [key_of((turn, number)) for number in range(12 * 3**turn)]
+        if in_use == "all":
+            now.update(spaces)
+        fs.calls.clear()
+        for space in spaces:
+            if in_use == "one at a time":
+                now.clear()
+                now.add(space)
+            assert found(tier, range(4), namespace=space) == []
+            put(tier, range(4), namespace=space)
+        tier.flush()
+        costs.append(len(fs.calls) / len(spaces))
+    assert costs[2] <= 1.1 * costs[0] and costs[2] < 60
+    assert len(segments(path)) == 156
+    for space in spaces[::20]:
+        assert sealed_names(path, range(4), namespace=space) == [0, 1, 2, 3]
+
+
+def test_who_is_in_use_is_not_asked_under_the_lock(make, path):
+    """A thread that knows it may wait for the tier's lock."""
+    owned = []
+
+    def in_use():
+        owned.append(tier._lock()._is_owned())
+        return {NAMESPACES[0]}
+
+    tier = make(60_000, codec="none", in_use=in_use)
+    for number in range(20):
+        found(tier, [NOWHERE], namespace=NAMESPACES[number % 3])
+        put(tier, [(number, row) for row in range(10)], 100, NAMESPACES[number % 3])
+        tier.flush()
+    assert owned and not any(owned)
+
+
+def test_a_namespace_that_nothing_uses_any_more_may_go_although_nobody_looks(make, path):
+    """As of a cache that was closed, in a process that goes on writing little."""
+    living = {NAMESPACES[0], NAMESPACES[1]}
+    tier = make(codec="none", in_use=lambda: living)
+    for namespace in NAMESPACES[:2]:
+        seal(tier, range(10), 1000, namespace)
+    living.discard(NAMESPACES[0])
+    seal(tier, ["little"], 4, NAMESPACES[1])
+    assert make_room(tier.directory, 0, size_of(path) - 1, lru=False)
+    assert not segments(path, NAMESPACES[0]) and len(segments(path, NAMESPACES[1])) == 2
+
+
+def test_a_new_namespace_waits_for_the_disk_no_more_than_it_must(make, path):
+    class Syncs(Unsynced):
+        files = folders = 0
+
+        def sync(self, file):
+            self.files += 1
+
+        def sync_folder(self, path):
+            self.folders += 1
+
+    fs = Syncs()
+    tier = make(fs=fs)
+    seal(tier, range(4))
+    fs.files = fs.folders = 0
+    seal(tier, range(4), namespace=NAMESPACES[1])
+    assert (fs.files, fs.folders) == (2, 2)  # two files, the name of their folder, and their names
+    seal(tier, range(4, 8), namespace=NAMESPACES[1])
+    assert (fs.files, fs.folders) == (3, 3)
+
+
+# The budget, although nobody looks
+
+
+def test_many_small_segments_do_not_exceed_the_budget(make, path):
+    budget = 2_000_000
+    tier = make(budget, codec="none")
+    for number in range(120):
+        put(tier, [(number, row) for row in range(40)], 100, key_of(number % 40))
+        tier.flush()
+        assert size_of(path) <= budget
+    assert size_of(path) > 0.9 * budget
+
+
+def test_who_has_not_looked_for_long_exceeds_the_budget_by_a_segment_at_most(make, path):
+    budget = 400_000
+    writers = [make(budget, codec="none") for _ in range(6)]
+    for number, tier in enumerate(writers):
+        seal(tier, [("first", number, row) for row in range(2)], 100)  # it has seen an empty folder
+    full = make(budget, codec="none")
+    number = 0
+    while put(full, [("full", number, row) for row in range(20)], 1000) and not full.flush():
+        number += 1
+    assert 0.7 * budget < size_of(path) <= budget
+    for number, tier in enumerate(writers):
+        for turn in range(60):
+            put(tier, [("late", number, turn, row) for row in range(2)], 100)
+            tier.flush()
+    assert size_of(path) <= budget + len(writers) * budget // 8
+
+
+@pytest.mark.parametrize("writers", [1, 2, 20, 200])
+def test_allowances_keep_the_promise_for_any_number_of_writers(writers):
+    """Writers of any size of segments, in any order; one has looked, and writes while others write."""
+    generator = np.random.default_rng(writers)
+    budget, most = 10_000_000, 100_000
+    for _ in range(5):
+        allowances = [Allowance(most) for _ in range(writers)]
+        used, under_way = 0, {}
+        for _ in range(4000):
+            number = int(generator.integers(writers))
+            if number in under_way:
+                used += under_way.pop(number)
+                continue
+            size = int(generator.choice([100, 5000, most]))
+            if not allowances[number].take(size):
+                if used + size > budget:
+                    continue
+                allowances[number].looked(budget - used - size, size)
+            under_way[number] = size
+        assert 0.2 * budget < used + sum(under_way.values()) <= budget + writers * most
+
+
+# A job that computes slowly
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class Slow:
+    """A job that puts rows of some kinds each second, and its writer, whose thread does not run."""
+
+    def __init__(self, monkeypatch, delay=5.0):
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        self.clock, self.lock = Clock(), threading.RLock()
+        self.sealed = []  # time, age of the oldest row
+        self.writer = Writer(
+            self.lock,
+            lambda pending: self.sealed.append((self.clock.now - 1000, self.clock.now - pending.since)),
+            lambda pending: None,
+            target=64 << 20,
+            limit=256 << 20,
+            delay=delay,
+            at_exit=lambda: None,
+            clock=self.clock,
+        )
+        self.held = Held(rows_of(range(10), 750), Slabs())
+        self.keys = keys_of(range(10))
+        self.numbers = 0
+
+    def number(self):
+        self.numbers += 1
+        return self.numbers
+
+    def work(self, seconds, widths=(750,), step=1):
+        for _ in range(0, seconds, step):
+            for width in widths:
+                kind = (self.held.schema, width)
+                with self.lock:
+                    pending = self.writer.open(NAMESPACES[0], kind, self.number)
+                    before = pending.nbytes
+                    pending.add(self.keys, self.held)
+                    self.writer.added(pending, kind, pending.nbytes - before)
+            self.rest(step)
+
+    def rest(self, seconds):
+        self.clock.now += seconds
+        with self.lock:
+            self.writer.close_old()
+        while self.writer._write_next():
+            pass
+
+
+def test_a_job_of_ten_hours_leaves_at_most_500_segments(monkeypatch):
+    job = Slow(monkeypatch)
+    job.work(36_000)
+    assert 200 < len(job.sealed) <= 500
+    assert job.sealed[0] == (5.0, 5.0)  # the first rows are safe soon
+    for now, age in job.sealed:
+        assert age <= max(6, 0.02 * now + 1)  # what a kill would have lost: a small share of what there is
+    assert max(age for _, age in job.sealed) <= 601
+    job.work(36_000, step=10)
+    ages = [age for _, age in job.sealed]
+    assert len(ages) < 400 and 595 <= max(ages) <= 610
+
+
+def test_a_job_with_several_kinds_of_rows_leaves_no_more(monkeypatch):
+    job = Slow(monkeypatch)
+    job.work(36_000, widths=range(4), step=5)
+    assert len(job.sealed) <= 500 and max(age for _, age in job.sealed) <= 605
+
+
+def test_time_in_which_nothing_waits_does_not_make_rows_wait_longer(monkeypatch):
+    job = Slow(monkeypatch)
+    for _ in range(20):
+        job.work(3)
+        job.rest(3600)
+        job.rest(3600)
+    job.sealed.clear()
+    job.work(6)
+    job.rest(2)
+    assert job.sealed[0][1] == 5  # not a share of the hours
+
+
+def test_rows_are_sealed_at_flush_however_long_they_may_wait(monkeypatch):
+    job = Slow(monkeypatch)
+    job.work(5000)
+    job.sealed.clear()
+    job.work(3)
+    job.writer.flush()
+    assert [age for _, age in job.sealed][-1] <= 100 and not job.writer.all()
+
+
+def test_a_namespace_that_is_new_does_not_wait_for_the_share_of_another(make, path):
+    """The thread of the writer wakes for what is due first."""
+    tier = make(delay=0.2)
+    tier._known.begin()
+    writer = tier._known.writer
+    writer._waited[NAMESPACES[0]] = 100 * NEVER
+    put(tier, range(4), namespace=NAMESPACES[0])
+    put(tier, range(4), namespace=NAMESPACES[1])
+    event = threading.Event()
+    for _ in range(1000):
+        if segments(path):
+            break
+        event.wait(0.01)
+    assert [file.parent.name for file in segments(path)] == [NAMESPACES[1].hex()]
+
+
+def test_what_waits_is_counted_when_it_may_be_too_much_and_not_at_each_call(make, monkeypatch):
+    counted, count = [], Writer.nbytes.fget
+    monkeypatch.setattr(Writer, "nbytes", property(lambda self: counted.append(1) or count(self)))
+    tier = make(codec="none", queue=10**6)
+    for number in range(50):
+        put(tier, [number], 4, key_of(number))
+    assert counted == []
+    for number in range(200):
+        put(tier, [("large", number)], 1000)
+    assert counted
