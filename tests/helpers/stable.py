@@ -1,7 +1,7 @@
 """Modules that hold what differs from process to process, each by a function without arguments.
 
-`tests/identity/test_stable_names.py` copies this file into two folders, and runs it in a process in each. The first
-argument says how much the process has done before.
+`tests/identity/test_stable_names.py` copies this file into two folders, and runs it in a process in each. The
+first argument says how much the process has done before.
 """
 
 import collections
