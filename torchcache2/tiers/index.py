@@ -3,7 +3,8 @@
 Entry numbers are 0, 1, 2, … in the order of insertion, so that parallel arrays can hold whatever belongs
 to an entry. The keys themselves lie in such an array, which the owner provides and grows. A slot of
 the table proper is 8 bytes: 31 bits of the key, so that a probe seldom looks at a wrong key, and the
-entry number. At most three quarters of the slots are in use. Every operation works on whole batches.
+entry number. At most five eighths of the slots are in use: nearly every key is in the first 16 slots that it
+may be in. Every operation works on whole batches.
 
 Not thread-safe: the owner holds a lock.
 """
@@ -20,8 +21,9 @@ Words = np.ndarray[Any, np.dtype[np.uint64]]
 Entries = np.ndarray[Any, np.dtype[np.int64]]
 
 _FREE, _REMOVED = -1, -2
-_WINDOW = np.arange(8)  # slots that are looked at together: one cache line
-_LEAST = 16
+_WINDOW = np.arange(16)[:, None]  # slots that are looked at together: two cache lines
+_TAG = np.uint64(0x7FFFFFFF_00000000)  # the bits of a slot that come from the key; below is the entry
+_LEAST = 32
 
 
 class KeyIndex:
@@ -51,7 +53,7 @@ class KeyIndex:
     @property
     def room(self) -> int:
         """Keys that can be added before the table grows."""
-        return len(self._slots) * 3 // 4 - self._count
+        return len(self._slots) * 5 // 8 - self._count
 
     def growth(self, count: int) -> int:
         """Bytes of the new table if `count` more keys need one; the old one goes afterwards."""
@@ -61,7 +63,7 @@ class KeyIndex:
         """Make the table large enough for `count` more keys."""
         if count > self.room:
             self._slots = np.full(self._slots_for(count), _FREE, np.int64)
-        elif self._count + self._removed + count > len(self._slots) * 7 // 8:
+        elif self._count + self._removed + count > len(self._slots) * 3 // 4:
             self._slots.fill(_FREE)  # removed slots lengthen every probe
         else:
             return
@@ -70,18 +72,16 @@ class KeyIndex:
 
     def find(self, words: Words) -> Entries:
         """Entry of each key ``(n, 2)``, or -1."""
-        if self._count == 0:
+        if self._count == 0 or len(words) == 0:
             return np.full(len(words), -1)
         slots, tags = self._home(words)
-        # Most keys are in the first slot that they may be in.
-        first = self._slots.take(slots)
-        entries = first & 0x7FFFFFFF
-        wrong = (first >> 32) != tags
-        candidates = np.where(wrong, 0, entries)
-        same = self.keys.take(candidates, axis=0) == words
-        wrong |= ~(same[:, 0] & same[:, 1])
-        if wrong.any():
-            rest = wrong.nonzero()[0]
+        window = self._slots.take((slots + _WINDOW) & (len(self._slots) - 1)).view(np.uint64)
+        # Where a tag agrees, its bits go out and the entry number is left, which is smaller than all else.
+        window ^= tags.view(np.uint64)
+        entries: Entries = np.minimum.reduce(window, axis=0).view(np.int64)
+        same = self.keys.take(entries, axis=0, mode="clip") == words
+        if not same.all() or entries.max() >= self._count:
+            rest = (~same.all(axis=1) | (entries >= self._count)).nonzero()[0]
             entries[rest] = self._probe(words.take(rest, axis=0))[0]
         return entries
 
@@ -121,14 +121,14 @@ class KeyIndex:
 
     def _slots_for(self, count: int) -> int:
         slots = _LEAST
-        while self._count + count > slots * 3 // 4:
+        while self._count + count > slots * 5 // 8:
             slots *= 2
         return slots
 
     def _home(self, words: Words) -> tuple[Entries, Entries]:
-        """First slot and tag of each key."""
+        """First slot of each key, and its tag: `_TAG` of its second word."""
         slots = (words[:, 0] & np.uint64(len(self._slots) - 1)).view(np.int64)
-        return slots, (words[:, 1] & np.uint64(0x7FFFFFFF)).view(np.int64)
+        return slots, (words[:, 1] & _TAG).view(np.int64)
 
     def _probe(self, words: Words) -> tuple[Entries, Entries]:
         """Entry and slot of each key; -1 where there is none."""
@@ -138,10 +138,10 @@ class KeyIndex:
         mask = len(self._slots) - 1
         waiting = np.arange(len(words))
         while len(waiting):
-            window = self._slots.take((slots[:, None] + _WINDOW) & mask)
+            window = self._slots.take((slots + _WINDOW) & mask)
             # Tags agree by chance once in billions of probes: the whole key decides.
-            rows, columns = ((window >> 32) == tags[:, None]).nonzero()
-            candidates = window[rows, columns] & 0x7FFFFFFF
+            columns, rows = ((window ^ tags) >> 32 == 0).nonzero()
+            candidates = window[columns, rows] & 0x7FFFFFFF
             sought = waiting.take(rows)
             same = (self.keys.take(candidates, axis=0) == words.take(sought, axis=0)).all(axis=1)
             if not same.all():
@@ -151,7 +151,7 @@ class KeyIndex:
             places[sought] = (slots.take(rows) + columns) & mask
             if len(rows) == len(waiting):
                 break
-            undecided = (window != _FREE).all(axis=1)
+            undecided = (window != _FREE).all(axis=0)
             undecided[rows] = False
             rest = undecided.nonzero()[0]
             waiting, slots, tags = waiting[rest], (slots[rest] + len(_WINDOW)) & mask, tags[rest]
@@ -161,7 +161,7 @@ class KeyIndex:
         """Write entries that are not in the table into free or removed slots."""
         mask = len(self._slots) - 1
         slots, tags = self._home(self.keys[entries])
-        values = (tags << 32) | entries
+        values = tags | entries
         while len(values):
             before = self._slots[slots]
             free = before < 0
