@@ -22,8 +22,8 @@ import torch._dynamo
 from torch import nn
 
 import torchcache2
-from tests.decorator.test_forward import assert_same, cached
-from tests.engine.test_property import LEAVES, OTHERS, build, nested
+from tests.helpers.outputs import assert_same, cached
+from tests.helpers.trees import LEAVES, OTHERS, build, nested
 from torchcache2 import Cache, CacheSettings, Keys, torchcache
 from torchcache2.core.rows import Rows
 from torchcache2.engine.stack import TierStack
