@@ -1,7 +1,6 @@
 """The memory tier against a plain dict that may forget, and its budget against the system's."""
 
 import gc
-import hashlib
 import pathlib
 
 import hypothesis
@@ -11,24 +10,14 @@ import pytest
 import torch
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.helpers.storage import DTYPES
+from tests.helpers.storage import CPU, DTYPES, keys_of, value_of
+from tests.helpers.storage import NAMESPACES as ALL_NAMESPACES
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.tiers.memory import arena as arena_module
 from torchcache2.tiers.memory.tier import MemoryTier
 
-CPU = torch.device("cpu")
-NAMESPACES = [b"first namespace.", b"second namespace"]
-
-
-def keys_of(names, namespace=NAMESPACES[0]):
-    data = b"".join(hashlib.md5(str(name).encode()).digest() for name in names)
-    return Keys(namespace, np.frombuffer(data, np.uint8).reshape(-1, 16))
-
-
-def value_of(name, width):
-    generator = torch.Generator().manual_seed(int(hashlib.md5(str(name).encode()).hexdigest()[:8], 16))
-    return torch.randn(width, generator=generator)
+NAMESPACES = ALL_NAMESPACES[:2]
 
 
 def rows_of(names, width, dtype=None):
