@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.storage import NAMESPACES, keys_of
 from torchcache2.core.gather import empty_bytes, gather
-from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.core.transfer import Arriving, Runtime, StreamOrder, to_device, to_host
 from torchcache2.identity.items import item_keys
 from torchcache2.tiers.memory.tier import MemoryTier
 
 CPU = torch.device("cpu")
-NAMESPACE = b"sixteen letters."
+NAMESPACE = NAMESPACES[0]
 POISON = 0xA5
 
 
@@ -64,25 +64,19 @@ class Event:
         self.runtime.queue = [copy for copy in self.runtime.queue if id(copy[0]) not in done]
 
 
-def keys_of(*names):
-    data = np.zeros((len(names), 16), np.uint8)
-    data[:, 0] = data[:, 8] = names
-    return Keys(NAMESPACE, data)
-
-
 def put(tier, runtime, names, *, scale=1.0, width=40):
     values = torch.tensor(names, dtype=torch.float32)[:, None].expand(-1, width) * scale
     output = {
         "a": runtime.on_device(values.contiguous()),
         "b": runtime.on_device(values.to(torch.float64) + 1),
     }
-    return tier.put(keys_of(*names), Rows.from_pytree(output, len(names), device=CPU))
+    return tier.put(keys_of(names), Rows.from_pytree(output, len(names), device=CPU))
 
 
 def found(tier, names, width=40):
     """Which of these names are found; their rows must be right."""
     hits = []
-    for positions, rows in tier.get(keys_of(*names)).parts:
+    for positions, rows in tier.get(keys_of(names)).parts:
         expected = torch.tensor(names, dtype=torch.float32)[torch.from_numpy(positions)][:, None].expand(
             -1, width
         )
@@ -108,7 +102,7 @@ def test_sources_live_until_they_have_been_copied():
     runtime = Late()
     tier = MemoryTier(1_000_000, runtime=runtime)
     source = runtime.on_device(torch.ones(2, 8))
-    tier.put(keys_of(1, 2), Rows.from_pytree(source, 2, device=CPU))
+    tier.put(keys_of([1, 2]), Rows.from_pytree(source, 2, device=CPU))
     del source
     gc.collect()
     ((_, alive),) = runtime.queue
@@ -122,9 +116,9 @@ def test_what_the_caller_does_with_a_tensor_on_the_host_is_not_stored():
     runtime = Late()
     tier = MemoryTier(1_000_000, runtime=runtime)
     near, far = torch.arange(4.0).view(2, 2), runtime.on_device(torch.ones(2, 3))
-    tier.put(keys_of(1, 2), Rows.from_pytree([near, far], 2, device=CPU))
+    tier.put(keys_of([1, 2]), Rows.from_pytree([near, far], 2, device=CPU))
     near.zero_()
-    ((_, rows),) = tier.get(keys_of(1, 2)).parts
+    ((_, rows),) = tier.get(keys_of([1, 2])).parts
     assert torch.equal(rows.columns[0], torch.arange(4.0).view(2, 2))
     assert torch.equal(rows.columns[1], torch.ones(2, 3))
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.outputs import frozen
 from torchcache2 import Cache, DecorationError, OptionError, torchcache
 
 
@@ -58,10 +59,6 @@ GENERATOR = torch.Generator().manual_seed(1)
 def items(count):
     """Items that no other test has, since all tests share the budgets of these classes."""
     return torch.randn(count, 4, generator=GENERATOR)
-
-
-def frozen(module):
-    return module.eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("kind", MODULES)

@@ -3,8 +3,6 @@
 import collections
 import copy
 import dataclasses
-import inspect
-import logging
 import random
 import re
 import threading
@@ -17,56 +15,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
+from tests.helpers.outputs import Notes, assert_same, cached, note
 from torchcache2 import InputError, OutputError, UnhashableArgumentError, torchcache
-
-
-class Notes(logging.Handler):
-    """Lists what forwards log. A list that they append to themselves would be their state."""
-
-    def __init__(self):
-        super().__init__(logging.DEBUG)
-        self.name = f"notes {id(self)}"
-        self.notes = []
-        logging.getLogger(self.name).addHandler(self)
-        logging.getLogger(self.name).setLevel(logging.DEBUG)
-        logging.getLogger(self.name).propagate = False
-
-    def emit(self, record):
-        self.notes.append(record.args if len(record.args) > 1 else record.args[0])
-
-
-def note(name, *things):
-    logging.getLogger(name).debug("", *things)
-
-
-def cached(forward, **options):
-    """A cached function that lists the sizes of the batches that it computed."""
-    sizes = Notes()
-    name = sizes.name
-
-    def counting(*args, **kwargs):
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        note(name, len(tensors[0]))
-        return forward(*args, **kwargs)
-
-    counting.__signature__ = inspect.signature(forward)
-    function = torchcache(**{"probe": False} | options)(counting)  # test_probe counts its forwards
-    function.sizes = sizes.notes
-    return function
-
-
-def assert_same(left, right):
-    left_leaves, left_spec = pytree.tree_flatten(left)
-    right_leaves, right_spec = pytree.tree_flatten(right)
-    assert type(left) is type(right) and left_spec == right_spec
-    for a, b in zip(left_leaves, right_leaves, strict=True):
-        assert type(a) is type(b)
-        if isinstance(a, torch.Tensor):
-            assert (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
-            assert torch.equal(a, b)
-            assert a.requires_grad is False
-        else:
-            assert a == b
 
 
 @dataclasses.dataclass

@@ -24,8 +24,8 @@ import torch._dynamo
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from tests.decorator.test_forward import assert_same
 from tests.helpers import warm
+from tests.helpers.outputs import assert_same
 from torchcache2 import Cache, CacheSettings, Keys, OptionError, torchcache
 from torchcache2.core.rows import Rows
 from torchcache2.files.codec import codec

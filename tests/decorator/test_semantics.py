@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.decorator.test_forward import assert_same
+from tests.helpers.outputs import assert_same
 from torchcache2 import torchcache
 
 X = torch.arange(12.0).view(4, 3)

@@ -1,19 +1,12 @@
 """`Cache`, the engine below the decorator."""
 
-import numpy as np
 import pytest
 import torch
 
-from torchcache2 import Cache, CacheSettings, Keys, OptionError, OutputError
+from tests.helpers.storage import NAMESPACES, keys_of
+from torchcache2 import Cache, CacheSettings, OptionError, OutputError
 
-NAMESPACE = b"sixteen letters."
-
-
-def keys_of(names):
-    data = np.zeros((len(names), 16), np.uint8)
-    data[:, 0] = names
-    data[:, 8] = names
-    return Keys(NAMESPACE, data)
+NAMESPACE = NAMESPACES[0]
 
 
 class Squares:

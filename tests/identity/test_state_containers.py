@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.outputs import hits
 from torchcache2 import torchcache
 
 X = torch.arange(1.0, 13.0).view(4, 3)
@@ -44,10 +45,6 @@ def reset():
 
 def bypasses(module):
     return module.cache_instance.stats().bypasses
-
-
-def hits(module):
-    return module.cache_instance.stats().hits
 
 
 class Holder(nn.Module):

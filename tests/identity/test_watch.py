@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from tests.helpers.outputs import hits
 from torchcache2 import torchcache
 
 FACTOR = 2
@@ -37,10 +38,6 @@ def plain(module, *args):
     """The output without the cache, which does not even see the call."""
     with mock.patch.dict(os.environ, TORCHCACHE_DISABLE="1"):
         return module(*args)
-
-
-def hits(module):
-    return module.cache_instance.stats().hits
 
 
 class Inner:

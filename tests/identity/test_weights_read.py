@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.outputs import hits
 from torchcache2 import torchcache
 from torchcache2.identity import tensorwatch
 
@@ -24,10 +25,6 @@ def reads(monkeypatch):
 
 def bypasses(module):
     return module.cache_instance.stats().bypasses
-
-
-def hits(module):
-    return module.cache_instance.stats().hits
 
 
 # Weights without version counters

@@ -2,23 +2,10 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from matplotlib.image import imread
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TRAIN_ITEMS, TEST_ITEMS = 1536, 261
-
-
-def run(name, *arguments):
-    command = [sys.executable, "-W", "error", str(EXAMPLES / name), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
-
-
-def number(pattern, text):
-    found = re.search(pattern, text, re.MULTILINE)
-    assert found, f"no {pattern!r} in:\n{text}"
-    return float(found[1].replace(",", ""))
+from tests.helpers.examples import EXAMPLES, TEST_ITEMS, TRAIN_ITEMS, number, run
 
 
 def test_linear_probe_runs_and_the_cache_changes_nothing_but_the_time(tmp_path):

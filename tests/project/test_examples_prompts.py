@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.project.test_examples import EXAMPLES, number, run
+from tests.helpers.examples import EXAMPLES, number, run
 
 IMAGES, EPOCHS = 60, 2
 REAL = "tokenizer: the one of all-MiniLM-L6-v2"

@@ -1,6 +1,6 @@
 import re
 
-from tests.project.test_examples import TRAIN_ITEMS, number, run
+from tests.helpers.examples import TRAIN_ITEMS, number, run
 
 BATCH = 64
 

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from tests.project.test_examples import number, run
+from tests.helpers.examples import number, run
 
 SENTENCES, DISTINCT, QUERIES = 100, 67, 5
 

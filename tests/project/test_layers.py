@@ -272,3 +272,37 @@ def test_importing_the_package_imports_no_torch():
     script = "import sys, torchcache2; print('torch' in sys.modules, torchcache2.OptionError.__name__)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout == "False OptionError\n", done.stderr
+
+
+TESTS = Path(__file__).parents[1]
+
+
+def imported_tests(text):
+    """Test files that a file imports: what two of them use belongs to `tests/helpers`."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        yield from (name for name in names if re.search(r"(^|\.)test_\w+", name) and "tests" in name)
+
+
+def test_no_test_file_imports_another():
+    found = {path.name: list(imported_tests(path.read_text())) for path in TESTS.rglob("*.py")}
+    assert len(found) > 100 and {name: names for name, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("from tests.core.test_logs import log", ["tests.core.test_logs.log"]),
+        ("def f():\n    import tests.core.test_logs", ["tests.core.test_logs"]),
+        ("from tests.core import test_logs", ["tests.core.test_logs"]),
+        ("from tests.helpers.storage import keys_of", []),
+        ("from torch.testing import assert_close", []),
+    ],
+)
+def test_the_check_finds_a_planted_import_of_a_test(text, found):
+    assert list(imported_tests(text)) == found

@@ -2,20 +2,15 @@
 
 import threading
 
-import numpy as np
 import pytest
 import torch
 
-from torchcache2.core.keys import Keys
+from tests.helpers.storage import NAMESPACES, keys_of
 from torchcache2.core.rows import Rows
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.disk.tier import DiskTier
 
-NAMESPACE, OTHER = b"a namespace here", b"another one here"
-
-
-def keys_of(*numbers, namespace=NAMESPACE):
-    return Keys(namespace, np.array([[n] * 16 for n in numbers], np.uint8))
+NAMESPACE, OTHER = NAMESPACES[:2]
 
 
 def rows_of(*numbers):
@@ -58,28 +53,28 @@ def test_a_tier_is_flushed_or_closed_while_it_writes_a_segment(tmp_path, name, w
             called.set()
 
     fs.interfere = interfere
-    tier.put(keys_of(1, 2), rows_of(1, 2))
+    tier.put(keys_of([1, 2]), rows_of(1, 2))
     if where == "whoever flushes":
         in_time(tier.flush)
     assert called.wait(60)
     in_time(tier.close)
     reopened = DiskTier(tmp_path / "cache")
-    assert found(reopened, keys_of(1, 2)) == 2
+    assert found(reopened, keys_of([1, 2])) == 2
     reopened.close()
 
 
 @pytest.mark.parametrize("name", ["flush", "close", "drop"])
 def test_a_tier_is_used_while_its_tables_change(tmp_path, name):
     tier = DiskTier(tmp_path / "cache", codec="none", delay=1e9)
-    tier.put(keys_of(1, 2), rows_of(1, 2))
-    tier.put(keys_of(3, namespace=OTHER), rows_of(3))
+    tier.put(keys_of([1, 2]), rows_of(1, 2))
+    tier.put(keys_of([3], OTHER), rows_of(3))
     arguments = [OTHER] if name == "drop" else []
 
     def work():
         with tier._lock():
             getattr(tier, name)(*arguments)
             # Nothing has happened yet, in the middle of what this thread does.
-            assert found(tier, keys_of(1, 2)) == 2 and found(tier, keys_of(3, namespace=OTHER)) == 1
+            assert found(tier, keys_of([1, 2])) == 2 and found(tier, keys_of([3], OTHER)) == 1
 
     in_time(work)
     in_time(tier.close)
@@ -87,6 +82,6 @@ def test_a_tier_is_used_while_its_tables_change(tmp_path, name):
         if thread is not threading.current_thread() and thread.daemon:
             thread.join(60)
     reopened = DiskTier(tmp_path / "cache")
-    assert found(reopened, keys_of(1, 2)) == 2
-    assert found(reopened, keys_of(3, namespace=OTHER)) == (0 if name == "drop" else 1)
+    assert found(reopened, keys_of([1, 2])) == 2
+    assert found(reopened, keys_of([3], OTHER)) == (0 if name == "drop" else 1)
     reopened.close()

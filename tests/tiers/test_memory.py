@@ -1,7 +1,6 @@
 """The memory tier against a plain dict that may forget, and its budget against the system's."""
 
 import gc
-import hashlib
 import pathlib
 
 import hypothesis
@@ -11,23 +10,14 @@ import pytest
 import torch
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.helpers.storage import CPU, DTYPES, keys_of, value_of
+from tests.helpers.storage import NAMESPACES as ALL_NAMESPACES
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.tiers.memory import arena as arena_module
 from torchcache2.tiers.memory.tier import MemoryTier
 
-CPU = torch.device("cpu")
-NAMESPACES = [b"first namespace.", b"second namespace"]
-
-
-def keys_of(names, namespace=NAMESPACES[0]):
-    data = b"".join(hashlib.md5(str(name).encode()).digest() for name in names)
-    return Keys(namespace, np.frombuffer(data, np.uint8).reshape(-1, 16))
-
-
-def value_of(name, width):
-    generator = torch.Generator().manual_seed(int(hashlib.md5(str(name).encode()).hexdigest()[:8], 16))
-    return torch.randn(width, generator=generator)
+NAMESPACES = ALL_NAMESPACES[:2]
 
 
 def rows_of(names, width, dtype=None):
@@ -285,27 +275,6 @@ def test_bookkeeping_of_a_million_rows_is_at_most_64_bytes_a_row():
     stats = tier.stats()
     assert stats.rows == 1_000_000
     assert (stats.bytes - 16_000_000) / stats.rows <= 64
-
-
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.complex128,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-]
 
 
 @pytest.mark.usefixtures("growth")

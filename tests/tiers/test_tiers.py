@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.storage import CPU, NAMESPACES, NEVER, found, keys_of, put, rows_of, value_of
-from tests.tiers.test_memory import DTYPES
+from tests.helpers.storage import CPU, DTYPES, NAMESPACES, NEVER, found, keys_of, put, rows_of, value_of
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.tiers.disk.tier import DiskTier

@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from tests.helpers.outputs import assert_same, bypasses, frozen, hits
 from torchcache2 import torchcache
 
 
@@ -48,10 +49,6 @@ class Net(nn.Module):
         return self.second(torch.relu(self.first(x)))
 
 
-def frozen(module):
-    return module.eval().requires_grad_(False)
-
-
 def cached_class(kind=Net):
     # A new one each time: all instances of a decorated class share their rows.
     return torchcache(type(kind.__name__, (kind,), {}))
@@ -71,32 +68,6 @@ def as_function():
 
 
 KINDS = pytest.mark.parametrize("make", [as_class, as_instance, as_function])
-
-
-def hits(cached):
-    return cached.cache_instance.stats().hits
-
-
-def bypasses(cached):
-    return dict(cached.cache_instance.stats().bypasses)
-
-
-def bytes_of(tensor):
-    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
-
-
-def assert_same(left, right):
-    """Equal to the last bit, NaNs and signs of zeros included."""
-    left_leaves, left_spec = pytree.tree_flatten(left)
-    right_leaves, right_spec = pytree.tree_flatten(right)
-    assert left_spec == right_spec
-    for a, b in zip(left_leaves, right_leaves, strict=True):
-        assert type(a) is type(b)
-        if isinstance(a, torch.Tensor):
-            assert (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
-            assert torch.equal(bytes_of(a), bytes_of(b))
-        else:
-            assert a == b
 
 
 def assert_found(cached, plain, *args):

@@ -17,7 +17,7 @@ from torch.nn.utils import fusion, parametrizations, parametrize, prune, statele
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from tests.torch.test_torch_modes import assert_same
+from tests.helpers.outputs import assert_same, bypasses, frozen, hits, misses
 from torchcache2 import UnhashableArgumentError, torchcache
 
 WEIGHT_NORM = "ignore:.torch.nn.utils.weight_norm. is deprecated"
@@ -76,10 +76,6 @@ class Outer(nn.Module):
         return self.head(self.inner(x) * 2)
 
 
-def frozen(module):
-    return module.eval().requires_grad_(False)
-
-
 def as_class(kind=Net):
     # A new one each time: all instances of a decorated class share their rows.
     return torchcache(type(kind.__name__, (kind,), {}))()
@@ -90,18 +86,6 @@ def as_instance(kind=Net):
 
 
 MAKERS = pytest.mark.parametrize("make", [as_class, as_instance])
-
-
-def hits(cached):
-    return cached.cache_instance.stats().hits
-
-
-def misses(cached):
-    return cached.cache_instance.stats().misses
-
-
-def bypasses(cached):
-    return dict(cached.cache_instance.stats().bypasses)
 
 
 def assert_close(left, right):

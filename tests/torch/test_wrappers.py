@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.outputs import hits
 from torchcache2 import Cache, torchcache
 
 X = torch.arange(12.0).view(4, 3)
@@ -33,10 +34,6 @@ def plus_hundred(function):
 
 
 wrapped = plus_one(inner)
-
-
-def hits(cached):
-    return cached.cache_instance.stats().hits
 
 
 def test_a_wrapper_of_a_cached_function_is_read_itself(monkeypatch):
