@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from torchcache2.core.gather import with_ordinary_tensors
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import logger
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.settings import Policy
 from torchcache2.core.transfer import CUDA, Arriving, Runtime
-from torchcache2.tiers.base import Found, Positions, TierStats
+from torchcache2.tiers.base import Found, Tier, TierStats
 from torchcache2.tiers.memory.arena import Arena
 from torchcache2.tiers.memory.table import GROUP_BYTES, ArenaTable
 
@@ -46,7 +46,7 @@ class _Pending(NamedTuple):
     arriving: Arriving
 
 
-class MemoryTier:
+class MemoryTier(Tier):
     """Rows in arenas.
 
     Parameters
@@ -64,6 +64,8 @@ class MemoryTier:
     spills : bool
         Whether there is a tier below that keeps what does not fit here.
     """
+
+    name = "memory"
 
     def __init__(
         self,
@@ -115,6 +117,10 @@ class MemoryTier:
                 self._start_anew(error, "written")
         return 0
 
+    def offer(self, keys: Keys, rows: Rows) -> int:
+        """Keep rows that a slower tier has too, if no row in use has to go for them."""
+        return self.put(keys, rows, evicts=False)
+
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, now or before the next call."""
         self._dropped.append(namespace)
@@ -141,6 +147,12 @@ class MemoryTier:
                 bytes=self._used(),
                 evictions=self._evictions,
             )
+
+    def counts(self) -> dict[str, int]:
+        """What `CacheStats` says of this tier, whose evictions are simply ``evictions`` there."""
+        counts = super().counts()
+        counts["evictions"] = counts.pop("memory_evictions")
+        return counts
 
     def _start_anew(self, error: BaseException, verb: str) -> None:
         """After a fault, forget everything, since rows may be half moved; a fault is a miss."""
