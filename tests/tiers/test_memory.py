@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.tiers.contract import DTYPES
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.tiers.memory import arena as arena_module
@@ -285,27 +286,6 @@ def test_bookkeeping_of_a_million_rows_is_at_most_64_bytes_a_row():
     stats = tier.stats()
     assert stats.rows == 1_000_000
     assert (stats.bytes - 16_000_000) / stats.rows <= 64
-
-
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.complex128,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-]
 
 
 @pytest.mark.usefixtures("growth")

@@ -133,13 +133,12 @@ class TierStack:
                     faster.drop(keys.namespace)
         return Found(_merged(parts))
 
-    def put(self, cache: NamespaceUser, keys: Keys, rows: Rows) -> None:
-        """Keep rows under distinct keys, in every tier."""
+    def put(self, cache: NamespaceUser, keys: Keys, rows: Rows) -> int:
+        """Keep rows under distinct keys, in every tier; how many were kept in any."""
         namespace, tiers = keys.namespace, self.tiers
         if namespace not in self._users.described and any(tier.is_lasting for tier in tiers):
             self._users.describe(namespace, cache.description(namespace))
-        for tier in tiers:
-            tier.put(keys, rows)
+        return max([tier.put(keys, rows) for tier in tiers])
 
     def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:
         """Have what the tiers keep about a namespace say what is known now.

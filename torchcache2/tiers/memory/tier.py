@@ -151,7 +151,7 @@ class MemoryTier(Tier):
     def counts(self) -> dict[str, int]:
         """What `CacheStats` says of this tier, whose evictions are simply ``evictions`` there."""
         counts = super().counts()
-        counts["evictions"] = counts.pop("memory_evictions")
+        counts["evictions"] = counts.pop(f"{self.name}_evictions")
         return counts
 
     def _start_anew(self, error: BaseException, verb: str) -> None:
