@@ -23,7 +23,7 @@ import torch
 from torchcache2.core.gather import with_ordinary_tensors
 from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.locks import ProcessLock
-from torchcache2.core.logs import logger
+from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.settings import Policy
 from torchcache2.core.transfer import CUDA, Arriving, Runtime
@@ -88,7 +88,7 @@ class MemoryTier(Tier):
         self._evictions = 0
         self._closed = False
         self._dropped: deque[bytes] = deque()
-        self._told = False
+        self._told = ToldOnce()
         self._arenas = ArenaTable()
         self._last_used: dict[bytes, int] = {}
 
@@ -159,7 +159,7 @@ class MemoryTier(Tier):
         self._forget_all()
         if not isinstance(error, Exception):
             raise error
-        self._tell("the memory cache could not be %s, and starts anew: %r", verb, error)
+        self._told("fault", "the memory cache could not be %s, and starts anew: %r", verb, error)
 
     def _catch_up(self) -> None:
         self._forget_dropped()
@@ -234,7 +234,8 @@ class MemoryTier(Tier):
         kept = self._make_room(keys.namespace, arena, len(keys), evicts)
         if kept < len(keys):
             if self.policy == "mru" and not self._spills:
-                self._tell(
+                self._told(
+                    "full",
                     "the memory cache is full (%d bytes): new items are computed at every call. "
                     "Raise max_memory_cache_size, or set cache_dtype or policy='lru'",
                     self.budget,
@@ -291,7 +292,7 @@ class MemoryTier(Tier):
                 arena = Arena(rows.schema, device, self.budget, self._runtime if is_remote else None)
             except (AssertionError, OSError, MemoryError, RuntimeError) as error:
                 # Torch asserts that it was built for a device.
-                self._tell("there is no memory for rows on %s: %s", device, error)
+                self._told("device", "there is no memory for rows on %s: %s", device, error)
             else:
                 self._arenas.add(namespace, name, arena)
         return arena
@@ -367,8 +368,3 @@ class MemoryTier(Tier):
     def _forget_empty(self, namespace: bytes, keep: Arena | None = None) -> None:
         if self._arenas.pop_empty(namespace, keep):
             self._last_used.pop(namespace, None)
-
-    def _tell(self, message: str, *args: object) -> None:
-        if not self._told:
-            self._told = True
-            logger.warning(message, *args)
