@@ -44,8 +44,8 @@ from torchcache2.files.encode import ulid
 from torchcache2.files.eviction import deleting
 from torchcache2.files.filenames import TAG_TEXT
 from torchcache2.files.filesystem import FileSystem, StrangeFileError
+from torchcache2.tiers import breaker as breaker_module
 from torchcache2.tiers.disk import catalog as located_module
-from torchcache2.tiers.disk import health as health_module
 from torchcache2.tiers.disk.tier import DiskTier
 
 A, B, C = NAMESPACES
@@ -558,7 +558,7 @@ def test_a_namespace_that_cannot_be_written_is_alone(path, log, code):
 
 def test_a_namespace_is_written_again_when_it_can_be(path, log, monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(health_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(breaker_module.time, "monotonic", lambda: now[0])
     fill(path)
     fs = Forbidden(A)
     tier = handle(path, fs=fs)

@@ -459,8 +459,8 @@ def test_the_last_cache_that_leaves_does_not_close_the_tier_of_the_next(path, mo
     tiers = TierStack(settings)
     caches = [Cache(A, settings, tiers=tiers)]
     caches[0].fetch(keys_of(range(3)), ones)
-    memory_close = tiers.memory.close
-    monkeypatch.setattr(tiers.memory, "close", close)
+    memory_close = tiers.tiers[0].close
+    monkeypatch.setattr(tiers.tiers[0], "close", close)
     caches[0].close()
     second = caches[1]
     second.flush()

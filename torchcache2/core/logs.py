@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, TextIO
 
 from torchcache2.core.errors import OptionError
 
-__all__ = ["listed", "logger", "set_logger_config"]
+__all__ = ["ToldOnce", "listed", "logger", "set_logger_config"]
 
 logger = logging.getLogger("torchcache2")
 
@@ -23,6 +23,21 @@ DEFAULT_FMT = "[torchcache2] - %(asctime)s - %(name)s - %(levelname)s - %(messag
 DEFAULT_DATEFMT = "%Y-%m-%d %H:%M:%S"
 _MOST_NAMES, _LONGEST = 3, 80
 _LEVELS = "DEBUG, INFO, WARNING, ERROR, CRITICAL"
+
+
+class ToldOnce:
+    """Logs each thing the first time only, however often it happens."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(
+        self, what: str, message: str, *args: object, log: Callable[..., None] = logger.warning
+    ) -> None:
+        """Log a message, unless `what` has been told before."""
+        if what not in self._told:
+            self._told.add(what)
+            log(message, *args)
 
 
 def listed(names: Collection[str]) -> str:

@@ -53,7 +53,8 @@ class CacheSettings:
         Budget of the memory tier: bytes, a text like ``"4GB"`` or ``"512MiB"``, or a float in
         (0, 1], a share of the memory that is free when the cache is made.
     max_persistent_cache_size : int, str or float
-        Budget of the whole folder, likewise; as a float, a share of what is free on its disk.
+        Budget of the whole folder, likewise; as a float, a share of what is free on its disk, or
+        taken by the folder itself.
     compression : {"brotli", "blosc2", "none"}
         How rows on disk are compressed. ``"blosc2"`` is faster and needs the extra ``blosc2``.
     compression_quality : int
@@ -225,11 +226,16 @@ class CacheSettings:
             free = free_memory(torch.device(self.memory_cache_device or "cpu"))
         return parse_size("max_memory_cache_size", self.max_memory_cache_size, free=free)
 
-    def persistent_budget(self, folder: str) -> int:
-        """`max_persistent_cache_size` in bytes, as of now."""
+    def persistent_budget(self, folder: str, used: int = 0) -> int:
+        """`max_persistent_cache_size` in bytes, as of now.
+
+        A share is one of what is free on the disk of `folder` and the `used` bytes of the cache that is
+        there already: what earlier runs have kept must not make the budget of the next one smaller.
+        """
         free = None
         if isinstance(self.max_persistent_cache_size, float):
             free = free_disk(folder)
+            free = None if free is None else free + used
         return parse_size("max_persistent_cache_size", self.max_persistent_cache_size, free=free)
 
 

@@ -138,10 +138,8 @@ class ModuleCache(Cache):
         if before is not None:
             return "\n".join(fingerprint_differences(before, self.fingerprint))
         first = f"namespace {namespace} is the first of {self._name()} in this process"
-        disk = self._tiers.disk
-        if disk is None:
-            return first
-        return self._explain_from(disk.directory, first)
+        directory = self._tiers.directory
+        return first if directory is None else self._explain_from(directory, first)
 
     def _explain_from(self, directory: CacheDirectory, first: str) -> str:
         """Compare with what earlier runs have left in a directory."""

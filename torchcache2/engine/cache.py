@@ -252,8 +252,8 @@ class Cache:
     @property
     def cache_dir(self) -> str | None:
         """The folder where rows are kept; None if they are kept in memory only."""
-        disk = self._tiers.disk
-        return None if disk is None else disk.path
+        directory = self._tiers.directory
+        return None if directory is None else directory.path
 
     def description(self, namespace: bytes) -> dict[str, Any]:
         """What a namespace of this cache stands for, as JSON, for people and `explain`."""

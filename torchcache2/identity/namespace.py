@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from torchcache2.core.locks import ProcessLock
-from torchcache2.core.logs import listed, logger
+from torchcache2.core.logs import ToldOnce, listed, logger
 from torchcache2.core.modes import autocast_keeps_weights
 from torchcache2.core.settings import CacheSettings
 from torchcache2.identity.attributes import Attributes
@@ -109,7 +109,7 @@ class NamespaceKeeper:
         self._lock = ProcessLock(threading.RLock)
         self._tokens: dict[int, tuple[object, bytes]] = {}
         self._texts = CompiledTexts()
-        self._told: set[str] = set()
+        self._told = ToldOnce()
         self.reset()
 
     def reset(self) -> None:
@@ -250,9 +250,7 @@ class NamespaceKeeper:
         self._is_known = True
 
     def _tell(self, log: Callable[[str, str, str], None], text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            log("%s: %s", self.name, text)
+        self._told(text, "%s: %s", self.name, text, log=log)
 
 
 def _module(root: Any) -> nn.Module | None:

@@ -7,18 +7,16 @@ warning, never an exception.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-import numpy as np
-
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.rows import Rows
+from torchcache2.files.directory import CacheDirectory
 
-__all__ = ["Found", "Positions", "Tier", "TierStats"]
-
-Positions = np.ndarray[Any, np.dtype[np.int64]]
+__all__ = ["Found", "Tier", "TierStats"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,29 +56,58 @@ class TierStats:
     faults: int = 0
 
 
-class Tier(Protocol):
-    """A store of rows by key."""
+class Tier(abc.ABC):
+    """A store of rows by key.
 
+    Attributes
+    ----------
+    name : str
+        What its counts are called after, as in ``disk_rows``.
+    is_lasting : bool
+        Whether its rows outlive the caches that put them: they stay when a cache is closed, and are
+        described for whoever finds them later.
+    directory : CacheDirectory or None
+        The folder that its rows are in.
+    """
+
+    name: ClassVar[str]
+    is_lasting: ClassVar[bool] = False
+    directory: CacheDirectory | None = None
+
+    @abc.abstractmethod
     def get(self, keys: Keys) -> Found:
         """The rows of those keys that are here."""
-        ...
 
+    @abc.abstractmethod
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys; how many were kept. Zero is a fine answer."""
-        ...
 
+    def offer(self, keys: Keys, rows: Rows) -> int:
+        """Keep rows that a slower tier has too, as `put` does, if no row in use has to go for them."""
+        return self.put(keys, rows)
+
+    @abc.abstractmethod
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace."""
-        ...
 
+    @abc.abstractmethod
     def flush(self) -> None:
         """Return when everything that was put is as durable as the tier makes it."""
-        ...
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Flush and let go of every resource; the tier is empty and keeps nothing from then on."""
-        ...
 
+    @abc.abstractmethod
     def stats(self) -> TierStats:
         """What is here now."""
-        ...
+
+    def counts(self) -> dict[str, int]:
+        """What `CacheStats` says of this tier; counts of the same name are added up over all tiers."""
+        stats = self.stats()
+        own = {"rows": stats.rows, "bytes": stats.bytes, "evictions": stats.evictions}
+        shared = {"corrupt": stats.corrupt, "faults": stats.faults}
+        return {f"{self.name}_{count}": value for count, value in own.items()} | shared
+
+    def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:  # noqa: B027
+        """Keep what a namespace stands for now; where nothing is kept about it yet, only with `create`."""

@@ -1,53 +1,47 @@
 """`Health`: what the faults of a cache directory are answered with.
 
 Nothing is ever raised: a fault is counted, told once for each kind, and may end reading or writing, for a
-while or for good. A fault of writing is that of one namespace, such as one that another user has made, while
-files can be made beside it; else it is that of the whole directory.
+while or for good. If writing fails, but files can be made beside the namespace, the fault is that of one
+namespace, such as one that another user has made; otherwise it is that of the whole directory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import time
-from collections import Counter
 
-from torchcache2.core.logs import logger
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import is_read_only
 from torchcache2.files.layout import DamagedError, NewerFormatError
+from torchcache2.tiers.breaker import Breaker
 
 __all__ = ["Health"]
 
-_LONGEST_PAUSE = 60.0  # seconds without a try to write, after it has failed again and again
 _MOST_NAMED = 3  # namespaces that cannot be written
 _OF_ALL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # wherever they are met
 
 
-class Health:
-    """Of one directory, as one tier has found it.
+class Health(Breaker):
+    """The state of one directory, as one tier has found it; a breaker of writes, by namespace.
 
     Attributes
     ----------
     reads, writes : bool
         Whether it can be read and written at all.
-    corrupt, faults : int
-        Damaged rows and files that were met, and calls of the system that failed.
+    corrupt : int
+        Damaged rows and files that were met.
     """
 
     def __init__(self, directory: CacheDirectory) -> None:
+        super().__init__()
         self.reads = self.writes = True
-        self.corrupt = self.faults = 0
+        self.corrupt = 0
         self._directory = directory
-        # By namespace, and of the whole directory under None.
-        self._failures: Counter[bytes | None] = Counter()  # to write, one after another
-        self._paused_until: dict[bytes | None, float] = {}
-        self._told: set[str] = set()
+        self._unwritable: set[str] = set()  # folders of namespaces
 
     def may_write(self, namespace: bytes) -> bool:
         """Whether writing rows of a namespace should be tried now."""
-        until = max(self._paused_until.get(None, 0.0), self._paused_until.get(namespace, 0.0))
-        return self.writes and time.monotonic() >= until
+        return self.writes and self.allows(namespace)
 
     def fault(self, error: Exception, path: str) -> None:
         """Something failed while reading; a damaged segment is set aside."""
@@ -63,7 +57,7 @@ class Health:
                 self._directory.set_aside(path)
         else:
             self.faults += 1
-            # Not the error itself: who keeps the record would keep files open, and their locks.
+            # As text: a log record that keeps the error would keep files open, and their locks.
             self.tell(
                 "fault", "the cache directory fails at %s, and goes on in memory: %s", path, repr(error)
             )
@@ -82,10 +76,7 @@ class Health:
         else:
             namespace = None
             self.fault(error, path)
-        self._failures[namespace] += 1
-        if self._failures[namespace] > 1 or is_forbidden:
-            pause = min(_LONGEST_PAUSE, 2.0 ** self._failures[namespace])
-            self._paused_until[namespace] = time.monotonic() + pause
+        self.failed(namespace, is_lasting=is_forbidden)
 
     def _is_of_one(self, error: Exception) -> bool:
         """Whether a fault in a namespace says nothing about the others."""
@@ -95,19 +86,14 @@ class Health:
 
     def _tell_unwritable(self, path: str, reason: str) -> None:
         """Warn about a namespace; of many, only the first are named."""
-        message = "%s cannot be written: new rows of this namespace stay in memory (%s)"
-        if f"{message} {path}" in self._told:
+        if path in self._unwritable:
             return
-        named = sum(told.startswith(message) for told in self._told)
-        if named < _MOST_NAMED:
-            self.tell(f"{message} {path}", message, path, reason)
-        else:
+        if len(self._unwritable) == _MOST_NAMED:
             self.tell("others", "other namespaces of %s cannot be written either", self._directory.path)
-
-    def wrote(self, namespace: bytes) -> None:
-        """Writing has succeeded."""
-        self._failures.pop(namespace, None)
-        self._failures.pop(None, None)
+            return
+        self._unwritable.add(path)
+        message = "%s cannot be written: new rows of this namespace stay in memory (%s)"
+        self.tell(path, message, path, reason)
 
     def newer(self, message: str) -> None:
         """A later version of the format is there."""
@@ -116,7 +102,7 @@ class Health:
 
     def full(self, budget: int) -> None:
         """There is no room, and none can be made for now."""
-        self._paused_until[None] = time.monotonic() + _LONGEST_PAUSE
+        self.pause()
         self.tell(
             "full",
             "the cache directory %s is full (%d bytes) of rows that are in use, or not ours to delete: new "
@@ -125,9 +111,3 @@ class Health:
             self._directory.path,
             budget,
         )
-
-    def tell(self, kind: str, message: str, *args: object) -> None:
-        """Warn, the first time for each kind."""
-        if kind not in self._told:
-            self._told.add(kind)
-            logger.warning(message, *args)

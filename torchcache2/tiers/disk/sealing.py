@@ -95,7 +95,7 @@ class Sealing:
             segment = Segment.written(self._fs, self._known.descriptors, path, encoded)
             segment.keys = None
             with self._known.lock():
-                self._health.wrote(pending.namespace)
+                self._health.worked(pending.namespace)
                 is_forgotten = (
                     not self._known.closed and self._known.located.get(pending.namespace) is not located
                 )

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from torchcache2.core.gather import with_ordinary_tensors
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.settings import Policy
 from torchcache2.files import codec as codecs
@@ -30,7 +30,7 @@ from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.layout import DamagedError, schema_text
 from torchcache2.files.schemajson import UnserialisableError
 from torchcache2.files.segment import Segment
-from torchcache2.tiers.base import Found, Positions, TierStats
+from torchcache2.tiers.base import Found, Tier, TierStats
 from torchcache2.tiers.disk.catalog import Located, Source
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
@@ -39,23 +39,15 @@ from torchcache2.tiers.disk.sealing import Sealing
 from torchcache2.tiers.disk.unwritten import Held, Slabs
 from torchcache2.tiers.disk.writer import Writer
 
-__all__ = ["DiskTier", "queue_limit"]
+__all__ = ["DiskTier"]
 
 _SEGMENT_BYTES = 64 << 20
 _SEALED_AFTER = 5.0  # seconds
-_MOST_QUEUED = 256 << 20
-_LEAST_QUEUED = 16 << 20
+_QUEUED = 256 << 20
 _TOUCHED_EVERY = 60.0  # seconds
 
-Array = np.ndarray[Any, np.dtype[Any]]
 
-
-def queue_limit(memory_budget: int) -> int:
-    """Bytes of a memory budget for rows that wait to be written; some, however small it is."""
-    return max(_LEAST_QUEUED, min(_MOST_QUEUED, memory_budget // 4))
-
-
-class DiskTier:
+class DiskTier(Tier):
     """Rows in segments.
 
     Parameters
@@ -81,12 +73,18 @@ class DiskTier:
         Seconds after which rows are sealed, however few; see `torchcache2.tiers.disk.writer`.
     temporary : bool
         Whether nobody will open the directory again: `close` does not write what waits.
+    closed : callable, optional
+        Called at the end of `close`, such as to delete a temporary directory.
 
     Raises
     ------
     OptionError
         If the path is a file, or a folder with somebody else's files.
     """
+
+    name = "disk"
+    is_lasting = True
+    directory: CacheDirectory
 
     def __init__(
         self,
@@ -96,12 +94,13 @@ class DiskTier:
         codec: str = "brotli",
         quality: int = 1,
         *,
-        queue: int = _MOST_QUEUED,
+        queue: int = _QUEUED,
         in_use: Callable[[], Collection[bytes]] | None = None,
         describe: Callable[[bytes], Mapping[str, Any]] | None = None,
         fs: FileSystem | None = None,
         delay: float = _SEALED_AFTER,
         temporary: bool = False,
+        closed: Callable[[], None] | None = None,
     ) -> None:
         self.budget = budget
         self.policy = policy
@@ -111,6 +110,7 @@ class DiskTier:
         self._target = max(1, min(_SEGMENT_BYTES, budget // 8, queue // 4))
         self._delay = delay
         self._temporary = temporary
+        self._on_closed = closed
         self._health = Health(self.directory)
         self._known = Known(self.directory, self._health, max(budget, 1), in_use, self._make_writer)
         self._lock = self._known.lock
@@ -241,6 +241,8 @@ class DiskTier:
         with self._lock():
             self._known.located.clear()
             self._known.descriptors.clear()
+        if self._on_closed is not None:
+            self._on_closed()
 
     def stats(self) -> TierStats:
         """Rows of the namespaces that were asked for, and the bytes of the whole directory."""

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from torchcache2.core.gather import with_ordinary_tensors
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.locks import ProcessLock
-from torchcache2.core.logs import logger
+from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.settings import Policy
 from torchcache2.core.transfer import CUDA, Arriving, Runtime
-from torchcache2.tiers.base import Found, Positions, TierStats
+from torchcache2.tiers.base import Found, Tier, TierStats
 from torchcache2.tiers.memory.arena import Arena
 from torchcache2.tiers.memory.table import GROUP_BYTES, ArenaTable
 
@@ -46,7 +46,7 @@ class _Pending(NamedTuple):
     arriving: Arriving
 
 
-class MemoryTier:
+class MemoryTier(Tier):
     """Rows in arenas.
 
     Parameters
@@ -64,6 +64,8 @@ class MemoryTier:
     spills : bool
         Whether there is a tier below that keeps what does not fit here.
     """
+
+    name = "memory"
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class MemoryTier:
         self._evictions = 0
         self._closed = False
         self._dropped: deque[bytes] = deque()
-        self._told = False
+        self._told = ToldOnce()
         self._arenas = ArenaTable()
         self._last_used: dict[bytes, int] = {}
 
@@ -115,6 +117,10 @@ class MemoryTier:
                 self._start_anew(error, "written")
         return 0
 
+    def offer(self, keys: Keys, rows: Rows) -> int:
+        """Keep rows that a slower tier has too, if no row in use has to go for them."""
+        return self.put(keys, rows, evicts=False)
+
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, now or before the next call."""
         self._dropped.append(namespace)
@@ -142,12 +148,18 @@ class MemoryTier:
                 evictions=self._evictions,
             )
 
+    def counts(self) -> dict[str, int]:
+        """What `CacheStats` says of this tier, whose evictions are simply ``evictions`` there."""
+        counts = super().counts()
+        counts["evictions"] = counts.pop(f"{self.name}_evictions")
+        return counts
+
     def _start_anew(self, error: BaseException, verb: str) -> None:
         """After a fault, forget everything, since rows may be half moved; a fault is a miss."""
         self._forget_all()
         if not isinstance(error, Exception):
             raise error
-        self._tell("the memory cache could not be %s, and starts anew: %r", verb, error)
+        self._told("fault", "the memory cache could not be %s, and starts anew: %r", verb, error)
 
     def _catch_up(self) -> None:
         self._forget_dropped()
@@ -222,7 +234,8 @@ class MemoryTier:
         kept = self._make_room(keys.namespace, arena, len(keys), evicts)
         if kept < len(keys):
             if self.policy == "mru" and not self._spills:
-                self._tell(
+                self._told(
+                    "full",
                     "the memory cache is full (%d bytes): new items are computed at every call. "
                     "Raise max_memory_cache_size, or set cache_dtype or policy='lru'",
                     self.budget,
@@ -279,7 +292,7 @@ class MemoryTier:
                 arena = Arena(rows.schema, device, self.budget, self._runtime if is_remote else None)
             except (AssertionError, OSError, MemoryError, RuntimeError) as error:
                 # Torch asserts that it was built for a device.
-                self._tell("there is no memory for rows on %s: %s", device, error)
+                self._told("device", "there is no memory for rows on %s: %s", device, error)
             else:
                 self._arenas.add(namespace, name, arena)
         return arena
@@ -355,8 +368,3 @@ class MemoryTier:
     def _forget_empty(self, namespace: bytes, keep: Arena | None = None) -> None:
         if self._arenas.pop_empty(namespace, keep):
             self._last_used.pop(namespace, None)
-
-    def _tell(self, message: str, *args: object) -> None:
-        if not self._told:
-            self._told = True
-            logger.warning(message, *args)

@@ -1,0 +1,161 @@
+"""The stack knows no tier by name: here it has three of a kind that only tests have."""
+
+import shutil
+
+import pytest
+
+from tests.helpers.storage import NAMESPACES, found, keys_of, rows_of, seal
+from torchcache2 import CacheSettings
+from torchcache2.engine import stack as stack_module
+from torchcache2.engine.stack import TierStack
+from torchcache2.tiers.make import make_tiers
+from torchcache2.tiers.memory.tier import MemoryTier
+
+
+class Named(MemoryTier):
+    """Keeps what is put, and may do something just after it has been asked."""
+
+    def __init__(self, name, *, is_lasting=False):
+        super().__init__(10**7)
+        self.name, self.is_lasting = name, is_lasting
+        self.asked, self.described, self.calls = [], [], []
+        self.after_get = lambda: None
+
+    def get(self, keys):
+        self.asked.append(len(keys))
+        found = super().get(keys)
+        self.after_get()
+        return found
+
+    def describe(self, namespace, description, *, create):
+        self.described.append((namespace, description, create))
+
+    def flush(self):
+        self.calls.append("flush")
+
+    def close(self):
+        self.calls.append("close")
+        super().close()
+
+
+class User:
+    namespace = NAMESPACES[0]
+
+    def description(self, namespace):
+        return {"class": "User"}
+
+
+@pytest.fixture
+def tiers():
+    return [Named("memory"), Named("disk"), Named("memory", is_lasting=True)]
+
+
+@pytest.fixture
+def stack(tiers, monkeypatch):
+    monkeypatch.setattr(stack_module, "make_tiers", lambda settings, in_use, describe: tiers)
+    return TierStack(CacheSettings())
+
+
+def keep(tier, names):
+    assert tier.put(keys_of(names), rows_of(names, 4)) == len(names)
+
+
+def rows_in(tiers):
+    return [tier.stats().rows for tier in tiers]
+
+
+def test_each_tier_is_asked_for_what_the_faster_ones_do_not_have(stack, tiers):
+    for tier, names in zip(tiers, ([0, 1], [2, 3, 4], [5]), strict=True):
+        keep(tier, names)
+    assert found(stack, [5, 2, 9, 0, 3]) == [0, 2, 3, 5]
+    assert [tier.asked for tier in tiers] == [[5], [4], [2]]
+    assert rows_in(tiers) == [5, 4, 1]  # each has what was found below it
+    assert found(stack, [5, 2, 0, 3]) == [0, 2, 3, 5]
+    assert [tier.asked for tier in tiers] == [[5, 4], [4], [2]]
+
+
+def test_a_key_that_is_asked_for_twice_is_offered_once(stack, tiers):
+    keep(tiers[2], [7])
+    assert found(stack, [7, 7, 7]) == [7, 7, 7]
+    assert rows_in(tiers) == [1, 1, 1]
+
+
+def test_rows_are_put_into_all_and_dropped_from_all(stack, tiers):
+    assert stack.put(User(), keys_of([1, 2]), rows_of([1, 2], 4)) == 2
+    assert rows_in(tiers) == [2, 2, 2]
+    stack.drop(NAMESPACES[0])
+    assert rows_in(tiers) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("where", [1, 2])
+def test_rows_that_are_dropped_while_they_are_read_do_not_come_back(stack, tiers, where):
+    keep(tiers[where], [1, 2])
+    tiers[where].after_get = lambda: stack.drop(NAMESPACES[0])
+    found(stack, [1, 2])
+    assert rows_in(tiers) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("where", [1, 2])
+def test_rows_that_are_dropped_while_they_are_offered_do_not_come_back(stack, tiers, where, monkeypatch):
+    offer = tiers[0].offer
+
+    def dropped_and_offered(keys, rows):
+        stack.drop(NAMESPACES[0])
+        return offer(keys, rows)
+
+    keep(tiers[where], [1, 2])
+    monkeypatch.setattr(tiers[0], "offer", dropped_and_offered)
+    found(stack, [1, 2])
+    assert rows_in(tiers) == [0, 0, 0]
+
+
+def test_counts_have_the_names_of_their_tiers_and_add_up(stack, tiers):
+    keep(tiers[0], [1])
+    keep(tiers[1], [1, 2])
+    keep(tiers[2], [1, 2, 3])
+    counts = stack.stats()
+    assert (counts["memory_rows"], counts["disk_rows"], counts["faults"]) == (4, 2, 0)
+
+
+def test_what_lasts_is_described_and_flushed_and_stays_when_a_cache_is_closed(stack, tiers):
+    first, second = User(), User()
+    stack.join(first)
+    stack.join(second)
+    stack.forget(NAMESPACES[0])
+    assert tiers[0].asked == []
+    stack.put(first, keys_of([1]), rows_of([1], 4))
+    stack.describe(NAMESPACES[0], {"more": 1}, create=True)
+    assert [tier.described for tier in tiers] == [[(NAMESPACES[0], {"more": 1}, True)]] * 3
+    stack.forget(NAMESPACES[0])
+    assert rows_in(tiers) == [0, 0, 1]
+    stack.leave(first)
+    assert [tier.calls for tier in tiers] == [[], [], ["flush"]]
+    stack.leave(second)
+    assert [tier.calls for tier in tiers] == [["close"], ["close"], ["flush", "close"]]
+
+
+def test_what_a_folder_holds_does_not_make_the_budget_of_the_next_run_smaller(tmp_path, monkeypatch):
+    """A disk that has nothing else on it."""
+    path = tmp_path / "cache"
+    total = 50_000_000
+
+    def usage(folder):
+        used = sum(file.stat().st_size for file in path.glob("*/*")) if path.exists() else 0
+        return shutil._ntuple_diskusage(total, used, total - used)
+
+    def budget(rows):
+        disk = make_tiers(settings, set, lambda namespace: {})[1]
+        try:
+            if rows:
+                seal(disk, range(rows), 10_000)
+            return disk.budget
+        finally:
+            disk.close()
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    settings = CacheSettings(
+        persistent=True, persistent_cache_dir=path, max_persistent_cache_size=0.5, compression="none"
+    )
+    assert budget(200) == total // 2
+    assert usage(path).free < total - 200 * 10_000
+    assert budget(0) == total // 2

@@ -1,0 +1,404 @@
+"""What every tier does: one suite for all of them."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.storage import CPU, DTYPES, NAMESPACES, NEVER, found, keys_of, put, rows_of, value_of
+from torchcache2.core.keys import Keys
+from torchcache2.core.rows import Rows
+
+
+def settled(tier):
+    tier.flush()
+
+
+def unsettled(tier):
+    """Rows stay where `put` left them."""
+
+
+def only(found):
+    """The one part of what was found, as the output that it stands for."""
+    ((positions, rows),) = found.parts
+    return positions.tolist(), rows.to_pytree(device=CPU)
+
+
+def put_output(tier, names, output, namespace=NAMESPACES[0]):
+    return tier.put(keys_of(names, namespace), Rows.from_pytree(output, len(names), device=CPU))
+
+
+class TierContract:
+    """A subclass has a fixture `make`, a callable that makes a tier with room for 100 MB.
+
+    It takes `queue`, bytes that may wait to be written, and `delay`, seconds until they are; a tier that
+    writes nothing ignores them.
+    """
+
+    @pytest.fixture
+    def tier(self, make):
+        return make()
+
+    @pytest.fixture(params=[settled, unsettled], ids=["flushed", "waiting"])
+    def settle(self, request):
+        return request.param
+
+    def test_a_new_tier_has_nothing(self, tier):
+        assert found(tier, range(3)) == []
+        assert len(tier.get(keys_of([])).parts) == 0
+        stats = tier.stats()
+        assert (stats.rows, stats.bytes, stats.evictions, stats.corrupt, stats.faults) == (0, 0, 0, 0, 0)
+
+    def test_what_was_put_is_found(self, tier, settle):
+        assert put(tier, range(100), 32) == 100
+        settle(tier)
+        assert found(tier, range(100), 32) == list(range(100))
+        assert tier.stats().rows == 100
+
+    def test_any_subset_in_any_order_with_keys_that_are_not_there(self, tier, settle):
+        put(tier, range(0, 60, 2))
+        put(tier, range(100, 110))
+        settle(tier)
+        generator = np.random.default_rng(0)
+        for size in (1, 2, 7, 60):
+            names = generator.permutation(120)[:size].tolist()
+            expected = sorted(name for name in names if name in range(0, 60, 2) or name in range(100, 110))
+            assert found(tier, names) == expected
+
+    def test_a_key_that_is_asked_for_twice_is_found_twice(self, tier, settle):
+        put(tier, [1, 2, 3])
+        settle(tier)
+        assert found(tier, [3, 1, 3, 9, 3, 9, 2]) == [1, 2, 3, 3, 3]
+
+    def test_rows_that_are_there_are_not_kept_again(self, tier, settle):
+        assert put(tier, [1, 2]) == 2
+        settle(tier)
+        assert put(tier, [2, 3]) == 1
+        settle(tier)
+        assert put(tier, [3, 1, 2]) == 0
+        assert tier.stats().rows == 3
+        assert found(tier, [1, 2, 3]) == [1, 2, 3]
+
+    def test_keys_that_differ_in_one_bit_are_others(self, tier, settle):
+        data = np.random.default_rng(0).integers(0, 256, (1, 16), dtype=np.uint8)
+        tier.put(Keys(NAMESPACES[0], data), rows_of([0], 4))
+        settle(tier)
+        near = np.repeat(data, 128, axis=0)
+        near[np.arange(128), np.arange(128) // 8] ^= (1 << np.arange(128) % 8).astype(np.uint8)
+        assert len(tier.get(Keys(NAMESPACES[0], near)).parts) == 0
+        assert len(tier.get(Keys(NAMESPACES[0], data)).parts) == 1
+
+    def test_namespaces_do_not_see_each_other(self, tier, settle):
+        put(tier, [1, 2], 3, NAMESPACES[0])
+        put(tier, [2, 3], 5, NAMESPACES[1])
+        settle(tier)
+        assert found(tier, [1, 2, 3], 3, NAMESPACES[0]) == [1, 2]
+        assert found(tier, [1, 2, 3], 5, NAMESPACES[1]) == [2, 3]
+        assert found(tier, [1, 2, 3], 5, NAMESPACES[2]) == []
+
+    def test_drop_forgets_one_namespace(self, tier, settle):
+        put(tier, [1, 2], namespace=NAMESPACES[0])
+        put(tier, [1, 2], namespace=NAMESPACES[1])
+        settle(tier)
+        tier.drop(NAMESPACES[0])
+        tier.drop(NAMESPACES[2])
+        assert found(tier, [1, 2], namespace=NAMESPACES[0]) == []
+        assert found(tier, [1, 2], namespace=NAMESPACES[1]) == [1, 2]
+        assert tier.stats().rows == 2
+        assert put(tier, [2, 3], namespace=NAMESPACES[0]) == 2
+        settle(tier)
+        assert found(tier, [1, 2, 3], namespace=NAMESPACES[0]) == [2, 3]
+
+    def test_rows_of_several_schemas_come_back_by_schema(self, tier, settle):
+        outputs = {
+            "a": torch.rand(4, 3),
+            "b": {"x": torch.rand(4, 3).double(), "y": (torch.arange(4), None, 2.5, "text")},
+            "c": [torch.rand(4, 2, 5).bfloat16(), b"bytes", True],
+            "d": torch.rand(4, 0),
+        }
+        for name, output in outputs.items():
+            assert put_output(tier, [(name, i) for i in range(4)], output) == 4
+        settle(tier)
+        asked = [(name, i) for i in (3, 0, 2) for name in "adcbz"]
+        parts = tier.get(keys_of(asked)).parts
+        assert len(parts) == 4
+        seen = []
+        for positions, rows in parts:
+            names = {asked[position][0] for position in positions}
+            assert len(names) == 1
+            name = names.pop()
+            chosen = [asked[position][1] for position in positions]
+            expected = Rows.from_pytree(outputs[name], 4, device=CPU)
+            assert rows.schema == expected.schema
+            for column, whole in zip(rows.columns, expected.columns, strict=True):
+                assert torch.equal(column, whole[chosen])
+            seen += positions.tolist()
+        assert sorted(seen) == [i for i, (name, _) in enumerate(asked) if name != "z"]
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_every_dtype_comes_back_bit_by_bit(self, tier, settle, dtype):
+        expected = {}
+        for shape in [(), (0,), (3,), (2, 3)]:
+            size = 6 * int(np.prod(shape)) * dtype.itemsize
+            data = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8)
+            names = [(shape, i) for i in range(6)]
+            assert put_output(tier, names, data.view(dtype).view(6, *shape)) == 6
+            expected[shape] = data.view(6, -1)[[4, 1, 1]]
+        settle(tier)
+        for shape, data in expected.items():
+            positions, output = only(tier.get(keys_of([(shape, i) for i in (4, 6, 1, 1)])))
+            assert positions == [0, 2, 3]
+            assert output.dtype == dtype and output.shape == (3, *shape)
+            assert torch.equal(output.contiguous().view(-1).view(torch.uint8).view(3, -1), data)
+
+    @pytest.mark.parametrize(
+        "output", [torch.empty(3, 0), {"x": torch.empty(3, 2, 0), "y": None}], ids=["bare", "tree"]
+    )
+    def test_rows_without_bytes_are_rows(self, tier, settle, output):
+        assert put_output(tier, range(3), output) == 3
+        settle(tier)
+        positions, back = only(tier.get(keys_of([2, 5, 0])))
+        assert positions == [0, 2]
+        if isinstance(output, dict):
+            assert back["x"].shape == (2, 2, 0) and back["y"] is None
+        else:
+            assert back.shape == (2, 0)
+        assert tier.stats().rows == 3
+
+    def test_stored_dtypes_come_back_as_the_outputs_own(self, tier, settle):
+        output = torch.randn(5, 8)
+        tier.put(keys_of(range(5)), Rows.from_pytree(output, 5, device=CPU, dtype=torch.bfloat16))
+        settle(tier)
+        _, back = only(tier.get(keys_of(range(5))))
+        assert back.dtype == torch.float32 and torch.equal(back, output.bfloat16().float())
+
+    def test_nan_infinity_and_signed_zero_keep_their_bits(self, tier, settle):
+        words = torch.tensor([0x7FC00001, 0x7F800001, -0x400000, 0x7F800000, -0x800000, -0x80000000, 0, 1])
+        output = words.to(torch.int32).view(torch.float32).repeat(4, 8)
+        put_output(tier, range(4), output)
+        settle(tier)
+        _, back = only(tier.get(keys_of(range(4))))
+        assert torch.equal(back.view(torch.int32), output.view(torch.int32))
+
+    def test_ragged_rows_come_back_by_shape(self, tier, settle):
+        lengths = [5, 1, 3, 1, 0, 5, 64]
+        for number, length in enumerate(lengths):
+            output = {
+                "tokens": torch.full((2, length, 3), float(number)),
+                "mask": torch.ones(2, length).bool(),
+            }
+            assert put_output(tier, [(number, 0), (number, 1)], output) == 2
+        settle(tier)
+        asked = [(number, 1) for number in range(len(lengths))] + ["unknown"]
+        parts = tier.get(keys_of(asked)).parts
+        assert sorted(position for positions, _ in parts for position in positions.tolist()) == list(range(7))
+        for positions, rows in parts:
+            output = rows.to_pytree(device=CPU)
+            for position, tokens, mask in zip(
+                positions.tolist(), output["tokens"], output["mask"], strict=True
+            ):
+                assert tokens.shape == (lengths[position], 3) and (tokens == position).all()
+                assert mask.shape == (lengths[position],) and mask.all()
+
+    def test_a_batch_is_one_part_however_it_was_put(self, tier, settle):
+        for start in range(0, 40, 8):
+            put(tier, range(start, start + 8))
+            settle(tier)
+        names = np.random.default_rng(0).permutation(40).tolist()
+        positions, output = only(tier.get(keys_of(names)))
+        assert positions == list(range(40))
+        assert torch.equal(output, torch.stack([value_of(name, 4) for name in names]))
+
+    @pytest.mark.parametrize("form", [torch.channels_last, torch.channels_last_3d], ids=str)
+    def test_channels_last_is_kept(self, tier, settle, form):
+        shape = (6, 3, 4, 5) if form is torch.channels_last else (6, 3, 2, 4, 5)
+        output = torch.randn(shape).relu().to(memory_format=form)
+        put_output(tier, range(6), output)
+        settle(tier)
+        _, back = only(tier.get(keys_of([5, 0, 2])))
+        assert torch.equal(back, output[[5, 0, 2]])
+        assert back.is_contiguous(memory_format=form) and not back.is_contiguous()
+        assert back.stride() == output[[5, 0, 2]].to(memory_format=form).stride()
+
+    def test_layouts_that_differ_share_rows(self, tier, settle):
+        output = torch.randn(6, 3, 4, 5)
+        put_output(tier, range(3), output[:3].to(memory_format=torch.channels_last))
+        put_output(tier, range(3, 6), output[3:])
+        settle(tier)
+        seen = 0
+        for positions, rows in tier.get(keys_of(range(6))).parts:
+            assert torch.equal(rows.to_pytree(device=CPU), output[positions])
+            seen += len(positions)
+        assert seen == 6
+
+    @pytest.mark.parametrize("view", ["transposed", "expanded", "strided", "reversed"])
+    def test_rows_that_are_views_are_copied_as_they_look(self, tier, settle, view):
+        base = torch.randn(8, 6)
+        output = {
+            "transposed": base.t()[:4],
+            "expanded": base[:1].expand(4, 6),
+            "strided": base[::2, ::3],
+            "reversed": base.flip(1)[2:6],
+        }[view]
+        expected = output.clone()
+        put_output(tier, range(4), output)
+        base.zero_()
+        settle(tier)
+        _, back = only(tier.get(keys_of(range(4))))
+        assert torch.equal(back, expected)
+
+    def test_zero_keys_put_and_get_nothing(self, tier, settle):
+        assert tier.put(keys_of([]), Rows.from_pytree(torch.empty(0, 4), 0, device=CPU)) == 0
+        settle(tier)
+        assert len(tier.get(keys_of([])).parts) == 0
+        put(tier, [1])
+        assert len(tier.get(keys_of([])).parts) == 0
+        assert tier.stats().rows == 1
+
+    def test_the_callers_tensors_may_change_after_put(self, tier, settle):
+        output = torch.rand(3, 5)
+        keys = keys_of(range(3))
+        keys = Keys(keys.namespace, keys.data.copy())
+        expected = output.clone()
+        tier.put(keys, Rows.from_pytree(output, 3, device=CPU))
+        output.zero_()
+        keys.data[:] = 0
+        settle(tier)
+        _, back = only(tier.get(keys_of(range(3))))
+        assert torch.equal(back, expected)
+        assert len(tier.get(keys).parts) == 0
+
+    def test_results_are_the_callers_own(self, tier, settle):
+        put(tier, range(3))
+        settle(tier)
+        ((_, first),) = tier.get(keys_of(range(3))).parts
+        ((_, second),) = tier.get(keys_of([0, 0, 1])).parts
+        first.columns[0].fill_(7)
+        second.columns[0].add_(1)
+        assert (first.columns[0] == 7).all()
+        assert found(tier, range(3)) == [0, 1, 2]
+
+    def test_results_of_inference_mode_can_be_written_later(self, tier, settle):
+        with torch.inference_mode():
+            put(tier, [1, 2])
+            settle(tier)
+            ((_, rows),) = tier.get(keys_of([1, 2])).parts
+            output = rows.to_pytree(device=CPU)
+        put(tier, [3])
+        output.add_(1)
+        assert not output.is_inference()
+        assert found(tier, [1, 2, 3]) == [1, 2, 3]
+
+    def test_rows_carry_no_gradient(self, tier, settle):
+        output = torch.rand(3, 4, requires_grad=True)
+        put_output(tier, range(3), output * 2)
+        settle(tier)
+        _, back = only(tier.get(keys_of(range(3))))
+        assert not back.requires_grad and torch.equal(back, output.detach() * 2)
+
+    def test_flush_may_be_called_again_and_again(self, tier):
+        tier.flush()
+        put(tier, [1])
+        tier.flush()
+        tier.flush()
+        assert found(tier, [1]) == [1]
+
+    def test_a_closed_tier_has_nothing_and_keeps_nothing(self, tier, settle):
+        put(tier, [1, 2])
+        settle(tier)
+        tier.close()
+        assert found(tier, [1, 2]) == []
+        assert put(tier, [3]) == 0
+        tier.flush()
+        tier.drop(NAMESPACES[1])
+        tier.close()
+        assert tier.stats().rows == 0
+
+    def test_a_tier_that_was_never_used_can_be_closed(self, make):
+        make().close()
+
+    def test_stats_count_rows_and_bytes(self, tier):
+        put(tier, range(100), 250)
+        tier.flush()
+        stats = tier.stats()
+        assert stats.rows == 100
+        assert 20_000 < stats.bytes < 200_000
+        put(tier, range(100, 200), 250, NAMESPACES[1])
+        tier.flush()
+        assert tier.stats().rows == 200
+        assert tier.stats().bytes > stats.bytes
+        assert tier.stats().evictions == 0
+
+    @pytest.mark.parametrize("limit", [8_000, 10**8], ids=["often", "seldom"])
+    def test_threads_that_put_get_flush_and_drop(self, make, limit):
+        # The limit makes the disk tier seal, and wait for it, often or seldom.
+        options = {"queue": limit, "delay": NEVER}
+        tier = make(**options)
+        errors, barrier = [], threading.Barrier(5)
+
+        def work(number):
+            generator = np.random.default_rng(number)
+            namespace = NAMESPACES[number % 2]
+            try:
+                barrier.wait()
+                for _ in range(40):
+                    names = generator.choice(300, 16, replace=False).tolist()
+                    width = 8
+                    here = set(found(tier, names, width, namespace))
+                    absent = [name for name in names if name not in here]
+                    assert 0 <= put(tier, absent, width, namespace) <= len(absent)
+                    if number != 4:
+                        assert found(tier, names, width, namespace) == sorted(names)
+                    if generator.random() < 0.1:
+                        tier.flush()
+                    tier.stats()
+            except BaseException as error:
+                errors.append(error)
+
+        def drop():
+            try:
+                barrier.wait()
+                for _ in range(20):
+                    put(tier, range(50), 3, NAMESPACES[2])
+                    tier.drop(NAMESPACES[2])
+                    assert found(tier, range(50), 3, NAMESPACES[2]) == []
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        threads.append(threading.Thread(target=drop))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert errors == [] and not any(thread.is_alive() for thread in threads)
+        tier.flush()
+        for number in range(2):
+            here = found(tier, range(300), 8, NAMESPACES[number])
+            assert len(here) > 200
+        stats = tier.stats()
+        assert stats.faults == stats.corrupt == 0
+
+    def test_close_while_other_threads_use_the_tier(self, make):
+        tier = make()
+        errors, started = [], threading.Barrier(4)
+
+        def work(number):
+            try:
+                started.wait()
+                for first in range(0, 400, 4):
+                    put(tier, range(first, first + 4), 8, NAMESPACES[number])
+                    found(tier, range(first, first + 4), 8, NAMESPACES[number])
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        started.wait()
+        tier.close()
+        for thread in threads:
+            thread.join(60)
+        assert errors == [] and not any(thread.is_alive() for thread in threads)
+        assert put(tier, ["late"]) == 0 and found(tier, ["late"]) == []

@@ -1,0 +1,89 @@
+"""Makes the tiers that the options of a cache ask for: the one file that names them all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from torchcache2.core.errors import OptionError
+from torchcache2.core.logs import logger
+from torchcache2.core.settings import CacheSettings
+from torchcache2.files.directory import CacheDirectory, NewerDirectoryError
+from torchcache2.files.eviction import used_bytes
+from torchcache2.files.filesystem import FileSystem
+from torchcache2.tiers.base import Tier
+from torchcache2.tiers.disk.scratch import Scratch
+from torchcache2.tiers.disk.tier import DiskTier
+from torchcache2.tiers.memory.tier import MemoryTier
+
+__all__ = ["check_folder", "make_tiers"]
+
+_LEAST_QUEUED, _MOST_QUEUED = 16 << 20, 256 << 20
+
+InUse = Callable[[], Collection[bytes]]
+Describe = Callable[[bytes], Mapping[str, Any]]
+
+
+def check_folder(settings: CacheSettings) -> None:
+    """Raise `OptionError` if the cache directory is a file, or a folder with somebody else's files."""
+    if settings.persistent and settings.persistent_cache_dir is not None:
+        with contextlib.suppress(OSError, NewerDirectoryError):  # the tier warns, and goes on in memory
+            CacheDirectory(str(settings.persistent_cache_dir), FileSystem()).check()
+
+
+def make_tiers(settings: CacheSettings, in_use: InUse, describe: Describe) -> list[Tier]:
+    """The tiers of one budget, fastest first.
+
+    Parameters
+    ----------
+    settings : CacheSettings
+    in_use : callable
+        The namespaces that something alive in this process uses.
+    describe : callable
+        What a namespace stands for, for people and later runs.
+    """
+    budget = settings.memory_budget()
+    # Rows that wait to be written count as memory, too.
+    queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4)) if settings.persistent else 0
+    device = settings.memory_cache_device
+    tiers: list[Tier] = [
+        MemoryTier(
+            max(0, budget - queue),
+            settings.policy,
+            None if device is None else torch.device(device),
+            in_use,
+            spills=settings.persistent,
+        )
+    ]
+    if settings.persistent:
+        try:
+            tiers.append(_disk(settings, queue, in_use, describe))
+        except OSError as error:
+            logger.warning("there is no temporary folder: rows stay in memory (%s)", str(error))
+        except OptionError as error:  # the folder was good when something was decorated
+            logger.warning("%s; rows stay in memory", str(error))
+    return tiers
+
+
+def _disk(settings: CacheSettings, queue: int, in_use: InUse, describe: Describe) -> DiskTier:
+    scratch = Scratch() if settings.persistent_cache_dir is None else None
+    path = scratch.path if scratch is not None else str(settings.persistent_cache_dir)
+    used = 0
+    if isinstance(settings.max_persistent_cache_size, float):
+        with contextlib.suppress(OSError):
+            used = used_bytes(CacheDirectory(path, FileSystem()).scan())
+    return DiskTier(
+        path,
+        settings.persistent_budget(path, used),
+        settings.policy,
+        settings.compression,
+        settings.compression_quality,
+        queue=queue,
+        in_use=in_use,
+        describe=describe,
+        temporary=scratch is not None,
+        closed=None if scratch is None else scratch.remove,
+    )
