@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from torchcache2.core.errors import DecorationError
-from torchcache2.core.settings import CacheSettings, Compression, MissBatch, Policy, Size
+from torchcache2.core.settings import CacheSettings, Compression, MissBatch, Policy
+from torchcache2.core.sizes import Size
 from torchcache2.decorator.decoration import REPLICATE, Binding
 from torchcache2.decorator.instances import decorate_instance
 from torchcache2.decorator.modulecache import ModuleCache
