@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -11,6 +12,7 @@ import torch
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.extras import require
+from torchcache2.core.optionnames import check_names
 from torchcache2.core.sizes import Size, free_disk, free_memory, parse_size
 
 __all__ = ["CacheSettings", "disabled_by_environment", "strict_by_environment"]
@@ -33,11 +35,12 @@ class CacheSettings:
     subsample_count : int, optional
         None: every element of an item is hashed. N: of items with more than N elements, N elements
         in evenly spread blocks are hashed. Edits outside those blocks are **not seen**.
-    persistent : bool
-        Whether rows are kept on disk too, and found again by later runs.
+    persistent : bool, optional
+        Whether rows are kept on disk too, and found again by later runs. None: if there is a
+        `persistent_cache_dir`. False leaves that folder alone, as for a run that tries something.
     persistent_cache_dir : path, optional
-        The folder for them, one of its own; it may be shared by any number of runs. None: a temporary
-        one, which is deleted at exit.
+        The folder for them, which holds nothing else; any number of runs may share it. None: with
+        ``persistent=True`` a temporary one, which is deleted at exit.
     persistent_module_hash : str, optional
         A name to use instead of the computed namespace. Nothing about the module is then checked.
     max_memory_cache_size : int, str or float
@@ -77,12 +80,12 @@ class CacheSettings:
     Raises
     ------
     OptionError
-        If an option has a value that it cannot take.
+        If there is no such option, or it cannot have this value.
     """
 
     enabled: bool = True
     subsample_count: int | None = None
-    persistent: bool = False
+    persistent: bool | None = None
     persistent_cache_dir: str | os.PathLike[str] | None = None
     persistent_module_hash: str | None = None
     max_memory_cache_size: Size = 1_000_000_000
@@ -153,7 +156,8 @@ class CacheSettings:
         object.__setattr__(self, "verify", float(share))
 
     def _check_persistence(self) -> None:
-        _require(isinstance(self.persistent, bool), "persistent", self.persistent, "True or False")
+        is_known = self.persistent is None or isinstance(self.persistent, bool)
+        _require(is_known, "persistent", self.persistent, "True or False, or None: if there is a folder")
         parse_size("max_persistent_cache_size", self.max_persistent_cache_size, free=0)
         path = self.persistent_cache_dir
         if path is not None:
@@ -179,20 +183,16 @@ class CacheSettings:
             quality,
             f"an int from 0 to {most} for {name!r}",
         )
-        if self.persistent and name == "blosc2":
+        if self.is_persistent and name == "blosc2":
             require("blosc2", "blosc2", "compression='blosc2'")
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> CacheSettings:
-        """Settings from keyword options, with an error that lists the known ones."""
-        return cls().replace(options)
+    @property
+    def is_persistent(self) -> bool:
+        """Whether rows are kept on disk: as `persistent` says, or if there is a folder for them."""
+        return self.persistent_cache_dir is not None if self.persistent is None else self.persistent
 
     def replace(self, options: Mapping[str, Any]) -> CacheSettings:
         """The same settings with some options changed."""
-        known = [field.name for field in dataclasses.fields(self)]
-        for name in options:
-            if name not in known:
-                raise OptionError(f"unknown option {name!r}; the options are {', '.join(known)}")
         return dataclasses.replace(self, **options)
 
     def shares_tiers_with(self, other: CacheSettings) -> bool:
@@ -201,7 +201,7 @@ class CacheSettings:
             "max_memory_cache_size",
             "memory_cache_device",
             "policy",
-            "persistent",
+            "is_persistent",
             "persistent_cache_dir",
             "max_persistent_cache_size",
             "compression",
@@ -222,6 +222,19 @@ class CacheSettings:
         if isinstance(self.max_persistent_cache_size, float):
             free = free_disk(folder)
         return parse_size("max_persistent_cache_size", self.max_persistent_cache_size, free=free)
+
+
+_init = CacheSettings.__init__
+
+
+@functools.wraps(_init)
+def _init_by_name(self: CacheSettings, *args: Any, **options: Any) -> None:
+    """Set the options; unlike the constructor of other dataclasses, it knows what a wrong name may mean."""
+    check_names(options, [field.name for field in dataclasses.fields(CacheSettings)])
+    _init(self, *args, **options)
+
+
+CacheSettings.__init__ = _init_by_name  # type: ignore[method-assign]
 
 
 def disabled_by_environment() -> bool:

@@ -85,7 +85,7 @@ class TierStack:
         self._last_drop = object()  # another one after each drop
         self._finalizer: Any = None
         self._described: dict[bytes, Mapping[str, Any]] = {}
-        if settings.persistent and settings.persistent_cache_dir is not None:
+        if settings.is_persistent and settings.persistent_cache_dir is not None:
             with contextlib.suppress(OSError, NewerDirectoryError):  # the tier warns, and goes on in memory
                 CacheDirectory(str(settings.persistent_cache_dir), FileSystem()).check()
 
@@ -96,21 +96,21 @@ class TierStack:
             if self._memory is None:
                 device = self.settings.memory_cache_device
                 budget = self.settings.memory_budget()
-                if self.settings.persistent:
+                if self.settings.is_persistent:
                     budget = max(0, budget - queue_limit(budget))
                 self._memory = MemoryTier(
                     budget,
                     self.settings.policy,
                     None if device is None else torch.device(device),
                     self._users.namespaces,
-                    spills=self.settings.persistent,
+                    spills=self.settings.is_persistent,
                 )
             return self._memory
 
     @property
     def disk(self) -> DiskTier | None:
         """The disk tier; None if rows are not kept there."""
-        if not self.settings.persistent or self._has_no_folder:
+        if not self.settings.is_persistent or self._has_no_folder:
             return None
         with self._lock():
             if self._disk is None:
@@ -149,7 +149,7 @@ class TierStack:
         What comes from disk enters memory if there is room.
         """
         found = self.memory.get(keys)
-        if not self.settings.persistent or sum(len(rows) for _, rows in found.parts) == len(keys):
+        if not self.settings.is_persistent or sum(len(rows) for _, rows in found.parts) == len(keys):
             return Found(_merged(list(found.parts)))
         disk = self.disk
         if disk is None:
