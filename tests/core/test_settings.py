@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from torchcache2 import CacheSettings, OptionError, TorchcacheError, torchcache
-from torchcache2.core.settings import disabled_by_environment, parse_size
+from torchcache2.core.settings import disabled_by_environment
+from torchcache2.core.sizes import parse_size
 
 SIZES = [
     (0, 0),
@@ -99,7 +100,7 @@ WRONG = [
     ("persistent_module_hash", ["", 5, b"name", True], "None or a non-empty str"),
     ("max_memory_cache_size", NO_SIZES, "bytes as an int, a text like '4GB'"),
     ("max_persistent_cache_size", NO_SIZES, "bytes as an int, a text like '4GB'"),
-    ("persistent", [None, 0, 1, "yes", "/tmp"], "expected True or False"),
+    ("persistent", [0, 1, "", "yes", "/tmp"], "expected True or False"),
     (
         "persistent_cache_dir",
         ["", 5, b"/tmp", True, "s3://bucket/folder", "redis://localhost"],
@@ -175,7 +176,7 @@ def test_every_option_has_its_documented_default():
     assert dataclasses.asdict(CacheSettings()) == {
         "enabled": True,
         "subsample_count": None,
-        "persistent": False,
+        "persistent": None,
         "persistent_cache_dir": None,
         "persistent_module_hash": None,
         "max_memory_cache_size": 1_000_000_000,
@@ -268,13 +269,13 @@ def test_names_of_shared_arguments_come_in_any_collection(collection):
     assert CacheSettings(shared_args=collection(["table", "mask"])).shared_args == ("mask", "table")
 
 
-@pytest.mark.parametrize("options", [{"max_size": 5}, {"policy": "lru", "Enabled": True}, {"": 1}], ids=str)
+@pytest.mark.parametrize("options", [{"max_size": 5}, {"policy": "lru", "Extra": True}, {"": 1}], ids=str)
 def test_an_unknown_option_is_an_error_that_lists_the_options(options):
     unknown = list(options)[-1]
     known = [field.name for field in dataclasses.fields(CacheSettings)]
     for call in (
         lambda: torchcache(**options),
-        lambda: CacheSettings.from_options(options),
+        lambda: CacheSettings(**options),
         lambda: CacheSettings().replace(options),
     ):
         with pytest.raises(OptionError) as caught:

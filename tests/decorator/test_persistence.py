@@ -186,7 +186,7 @@ stats = {kind: call.cache_instance.stats() for kind, call in cached.items()}
 print(json.dumps({
     "counts": {kind: [s.hits, s.misses, s.faults, s.corrupt] for kind, s in stats.items()},
     "names": {kind: call.cache_instance.module_hash for kind, call in cached.items()},
-    "dirs": {kind: call.cache_instance.cache_dir for kind, call in cached.items()},
+    "dirs": {kind: str(call.cache_instance.cache_dir) for kind, call in cached.items()},
 }))
 torch.save(outputs, sys.argv[2])
 """
@@ -632,7 +632,7 @@ def test_an_instance_has_a_directory_of_its_own(path, tmp_path):
     module, own, none = cls(), cls(persistent_cache_dir=tmp_path / "own"), cls(persistent=False)
     for one in (module, own, none):
         one(X)
-    folders = [str(path), str(tmp_path / "own"), None]
+    folders = [path, tmp_path / "own", None]
     assert [one.cache_instance.cache_dir for one in (module, own, none)] == folders
     close(module, own, none)
     assert len(segments(path)) == len(segments(tmp_path / "own")) == 1
@@ -647,7 +647,7 @@ def test_cache_dir_says_where_rows_are(path, monkeypatch, tmp_path):
     for given, meant in ((path, path), ("rows", path), ("~/rows", tmp_path / "home" / "rows")):
         module = run(given)()
         monkeypatch.chdir(tmp_path)
-        assert module.cache_instance.cache_dir == str(meant)
+        assert module.cache_instance.cache_dir == meant
         module(X)
         monkeypatch.chdir("/")
         close(module)
@@ -860,7 +860,7 @@ def test_a_deep_copy_has_the_same_rows(path, make):
     module = make(path)
     module(X)
     twin = copy.deepcopy(module)
-    assert torch.equal(twin(X), module(X)) and twin.cache_instance.cache_dir == str(path)
+    assert torch.equal(twin(X), module(X)) and twin.cache_instance.cache_dir == path
     assert (
         sum(misses for _, misses in {id(m.cache_instance): counts(m) for m in (module, twin)}.values()) == 6
     )
@@ -891,7 +891,7 @@ def test_a_pickled_module_finds_its_rows(path, make):
     assert twin.cache_instance is not module.cache_instance
     again, sizes = computed(lambda: twin(X))
     assert sizes == [] and torch.equal(again, output)
-    assert twin.cache_instance.cache_dir == str(path)
+    assert twin.cache_instance.cache_dir == path
     close(module, twin)
 
 

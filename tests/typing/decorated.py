@@ -186,7 +186,7 @@ assert_type(stats.memory_rows, int)
 assert_type(stats.memory_bytes, int)
 assert_type(stats.bypasses, Mapping[str, int])
 assert_type(stats.seconds_computed, float)
-assert_type(stats.seconds_saved, float)
+assert_type(stats.seconds_saved, float | None)
 assert_type(stats.hit_rate, float)
 stats.hits = 5  # type: ignore[misc]
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from torchcache2.core.errors import OptionError
-from torchcache2.core.settings import free_memory
+from torchcache2.core.sizes import free_memory
 from torchcache2.files.filesystem import FileSystem, ShortFileError
 from torchcache2.files.layout import DamagedError, NewerFormatError, TooLargeError
 from torchcache2.files.schemajson import UnknownClassError

@@ -174,7 +174,7 @@ def _prune(
     """
     from torchcache2.cli import report
     from torchcache2.cli.removal import gone
-    from torchcache2.core.settings import parse_size
+    from torchcache2.core.sizes import parse_size
     from torchcache2.files.eviction import make_room, used_bytes
 
     budget = parse_size("--max-size", max_size)

@@ -103,7 +103,7 @@ def counted(count: int, what: str) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes for people: as `settings.parse_size` reads them, powers of 1000."""
+    """Bytes for people: as `sizes.parse_size` reads them, powers of 1000."""
     unit = "B"
     for larger in _UNITS:
         if count < 999.5:

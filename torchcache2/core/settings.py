@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-import re
-import shutil
 from collections.abc import Iterable, Mapping
-from decimal import Decimal
 from typing import Any, Literal
 
 import torch
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.extras import require
+from torchcache2.core.optionnames import check_names
+from torchcache2.core.sizes import Size, free_disk, free_memory, parse_size
 
-__all__ = ["CacheSettings", "disabled_by_environment", "parse_size", "strict_by_environment"]
+__all__ = ["CacheSettings", "disabled_by_environment", "strict_by_environment"]
 
-Size = int | float | str
 Policy = Literal["mru", "lru"]
 MissBatch = Literal["exact", "pad"]
 Compression = Literal["brotli", "blosc2", "none"]
 
 _MOST_QUALITY = {"brotli": 11, "blosc2": 9, "none": 11}
-
-_UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGT", start=1):
-    _UNITS[_letter] = _UNITS[_letter + "B"] = 1000**_power
-    _UNITS[_letter + "IB"] = 1024**_power
-_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +35,12 @@ class CacheSettings:
     subsample_count : int, optional
         None: every element of an item is hashed. N: of items with more than N elements, N elements
         in evenly spread blocks are hashed. Edits outside those blocks are **not seen**.
-    persistent : bool
-        Whether rows are kept on disk too, and found again by later runs.
+    persistent : bool, optional
+        Whether rows are kept on disk too, and found again by later runs. None: if there is a
+        `persistent_cache_dir`. False leaves that folder alone, as for a run that tries something.
     persistent_cache_dir : path, optional
-        The folder for them, one of its own; it may be shared by any number of runs. None: a temporary
-        one, which is deleted at exit.
+        The folder for them, which holds nothing else; any number of runs may share it. None: with
+        ``persistent=True`` a temporary one, which is deleted at exit.
     persistent_module_hash : str, optional
         A name to use instead of the computed namespace. Nothing about the module is then checked.
     max_memory_cache_size : int, str or float
@@ -87,12 +81,12 @@ class CacheSettings:
     Raises
     ------
     OptionError
-        If an option has a value that it cannot take.
+        If there is no such option, or it cannot have this value.
     """
 
     enabled: bool = True
     subsample_count: int | None = None
-    persistent: bool = False
+    persistent: bool | None = None
     persistent_cache_dir: str | os.PathLike[str] | None = None
     persistent_module_hash: str | None = None
     max_memory_cache_size: Size = 1_000_000_000
@@ -163,7 +157,8 @@ class CacheSettings:
         object.__setattr__(self, "verify", float(share))
 
     def _check_persistence(self) -> None:
-        _require(isinstance(self.persistent, bool), "persistent", self.persistent, "True or False")
+        is_known = self.persistent is None or isinstance(self.persistent, bool)
+        _require(is_known, "persistent", self.persistent, "True or False, or None: if there is a folder")
         parse_size("max_persistent_cache_size", self.max_persistent_cache_size, free=0)
         path = self.persistent_cache_dir
         if path is not None:
@@ -189,20 +184,16 @@ class CacheSettings:
             quality,
             f"an int from 0 to {most} for {name!r}",
         )
-        if self.persistent and name == "blosc2":
+        if self.is_persistent and name == "blosc2":
             require("blosc2", "blosc2", "compression='blosc2'")
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> CacheSettings:
-        """Settings from keyword options, with an error that lists the known ones."""
-        return cls().replace(options)
+    @property
+    def is_persistent(self) -> bool:
+        """Whether rows are kept on disk: as `persistent` says, or if there is a folder for them."""
+        return self.persistent_cache_dir is not None if self.persistent is None else self.persistent
 
     def replace(self, options: Mapping[str, Any]) -> CacheSettings:
         """The same settings with some options changed."""
-        known = [field.name for field in dataclasses.fields(self)]
-        for name in options:
-            if name not in known:
-                raise OptionError(f"unknown option {name!r}; the options are {', '.join(known)}")
         return dataclasses.replace(self, **options)
 
     def shares_tiers_with(self, other: CacheSettings) -> bool:
@@ -211,7 +202,7 @@ class CacheSettings:
             "max_memory_cache_size",
             "memory_cache_device",
             "policy",
-            "persistent",
+            "is_persistent",
             "persistent_cache_dir",
             "max_persistent_cache_size",
             "compression",
@@ -239,6 +230,19 @@ class CacheSettings:
         return parse_size("max_persistent_cache_size", self.max_persistent_cache_size, free=free)
 
 
+_init = CacheSettings.__init__
+
+
+@functools.wraps(_init)
+def _init_by_name(self: CacheSettings, *args: Any, **options: Any) -> None:
+    """Set the options; unlike the constructor of other dataclasses, it knows what a wrong name may mean."""
+    check_names(options, [field.name for field in dataclasses.fields(CacheSettings)])
+    _init(self, *args, **options)
+
+
+CacheSettings.__init__ = _init_by_name  # type: ignore[method-assign]
+
+
 def disabled_by_environment() -> bool:
     """Whether ``TORCHCACHE_DISABLE`` turns caching off for this run."""
     return _is_on("TORCHCACHE_DISABLE")
@@ -261,71 +265,6 @@ def _names(option: str, names: Any) -> tuple[str, ...]:
     is_valid = all(isinstance(name, str) for name in found)
     _require(is_valid, option, names, "a sequence of argument names, such as ('mask',)")
     return tuple(sorted(set(found)))
-
-
-def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
-    """Bytes meant by a size option.
-
-    Parameters
-    ----------
-    option : str
-        The option's name, for the error.
-    size : int, float or str
-        Bytes, a share of `free` in (0, 1], or a text with a unit (``KB`` = 1000, ``KiB`` = 1024).
-    free : int, optional
-        Bytes that are free; needed for a share.
-
-    Raises
-    ------
-    OptionError
-        If the size does not parse, is negative, or is a share of an unknown amount.
-    """
-    if isinstance(size, float) and 0.0 < size <= 1.0:
-        if free is None:
-            raise OptionError(f"{option}={size!r}: how much is free cannot be read here; give bytes or '4GB'")
-        return int(size * free)
-    if type(size) is int and size >= 0:
-        return size
-    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
-        unit = match[2].upper()
-        if unit in _UNITS:
-            count = Decimal(match[1]) * _UNITS[unit]
-            if count == int(count) or _UNITS[unit] > 1:
-                return int(count)
-    raise OptionError(
-        f"{option}={size!r}: expected bytes as an int, a text like '4GB' or '512MiB', "
-        "or a float in (0, 1] for a share of what is free"
-    )
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes free on a device for this process; None where it cannot be read."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = []
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        free.append(int(fields["MemAvailable"].split()[0]) * 1024)
-        # A container may have less than the machine.
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            limit = file.read().strip()
-        if limit != "max":
-            with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
-                free.append(max(0, int(limit) - int(file.read())))
-    except (OSError, KeyError, ValueError):
-        pass
-    return min(free) if free else None
-
-
-def free_disk(folder: str) -> int | None:
-    """Bytes free where a folder is, or will be; None where that cannot be read."""
-    while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
-        folder = os.path.dirname(folder)
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None
 
 
 def _is_name(path: str) -> bool:

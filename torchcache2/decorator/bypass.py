@@ -11,7 +11,7 @@ __all__ = ["ADVICE", "BypassError"]
 # What to do about each reason.
 ADVICE = {
     "grad": "call it under torch.no_grad() or set requires_grad_(False) on parameters and inputs",
-    "training": "call .eval() first",
+    "training": "call .eval() first; a trainer's model.train() may have undone it",
     "batch": "an item's output has to depend on that item alone. If the batch is not the first dimension, "
     "use batch_first=True; name arguments of the whole batch in shared_args; decorate a narrower function; "
     "quantize statically. If only rounding differs, probe=False keeps the rows",

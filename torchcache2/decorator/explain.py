@@ -5,27 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.identity.describe import describe, split
+from torchcache2.identity.describe import describe, form, split
 from torchcache2.identity.modulewalk import Fingerprint
 
 __all__ = ["CallSeen", "call_differences", "fingerprint_differences", "latest_fingerprint"]
 
 _MOST_LINES = 50
+_MOST_ALIKE = 3  # parts that differ in the same way and still have a line each
 _SOURCES = ("class", "function")
+
+Leaf = tuple[torch.dtype, tuple[int, ...]]
 
 
 class CallSeen(NamedTuple):
-    """What the items of a call had in common."""
+    """What the items of a call had in common.
+
+    `leaves` are path, dtype and shape of an item for each batched tensor; its first dimension, the batch, is
+    left out.
+    """
 
     namespace: bytes
     context: bytes
-    leaves: tuple[tuple[str, object, tuple[int, ...]], ...]
+    leaves: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 
 
 def fingerprint_differences(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """One line for each part that differs, the weights last."""
-    lines = []
+    """One line for each part that differs, or for many that differ in the same way; the weights last."""
+    alike: dict[tuple[str, str], list[str]] = {}
     names = sorted(
         before.parts.keys() | now.parts.keys(), key=lambda name: (name.startswith("weights "), name)
     )
@@ -34,26 +43,31 @@ def fingerprint_differences(before: Fingerprint, now: Fingerprint) -> list[str]:
             continue
         kind, _, path = name.partition(" ")
         if kind == "tensor" and f"weights {path}" in names:
-            continue  # that line says it
-        lines.append(_line(name, kind, path, before, now))
+            continue  # the line about its content says it
+        alike.setdefault((kind, _difference(name, kind, before, now)), []).append(path)
+    lines = []
+    for (kind, text), paths in alike.items():
+        title = "weights:" if kind == "weights" else f"source of {kind}" if kind in _SOURCES else kind
+        shown = paths if len(paths) <= _MOST_ALIKE else paths[:1]
+        lines += [f"{title} {path}".rstrip() + text for path in shown]
+        if len(shown) < len(paths):
+            others = ", ".join(paths[1:_MOST_ALIKE])
+            lines[-1] += f", and {len(paths) - 1:,} more: {others}, …"
     return _at_most(lines)
 
 
-def _line(name: str, kind: str, path: str, before: Fingerprint, now: Fingerprint) -> str:
-    title = f"{kind}: {path}" if kind == "weights" else f"source of {name}" if kind in _SOURCES else name
-    if name not in before.parts:
-        return f"{title} is new" + _value(now, name)
-    if name not in now.parts:
-        return f"{title} is gone" + _value(before, name)
+def _difference(name: str, kind: str, before: Fingerprint, now: Fingerprint) -> str:
+    """What is said of a part that differs, behind its name."""
     old, new = before.values.get(name), now.values.get(name)
-    if old is not None and new is not None:
-        return f"{title}: {old} → {new}"
-    return f"{title} has another class or submodules" if kind == "module" else f"{title} changed"
-
-
-def _value(fingerprint: Fingerprint, name: str) -> str:
-    value = fingerprint.values.get(name)
-    return "" if value is None else f": {value}"
+    if name not in before.parts:
+        return " is new" + ("" if new is None else f": {new}")
+    if name not in now.parts:
+        return " is gone" + ("" if old is None else f": {old}")
+    if old is not None and new is not None and old != new:
+        if kind == "weights" and old.partition(" ")[2] == new.partition(" ")[2]:  # one shape, other dtypes
+            old, new = old.partition(" ")[0], new.partition(" ")[0]
+        return f": {old} → {new}"
+    return " has another class or submodules" if kind == "module" else " changed"
 
 
 def latest_fingerprint(
@@ -94,14 +108,22 @@ def call_differences(before: CallSeen, now: CallSeen) -> list[str]:
         if old.get(name) != new.get(name):
             lines.append(f"{name}: {_described(old, name)} → {_described(new, name)}")
     old_leaves, new_leaves = (
-        {path: f"{dtype} {tuple(shape)}".removeprefix("torch.") for path, dtype, shape in call.leaves}
-        for call in (before, now)
+        {path: (dtype, shape) for path, dtype, shape in call.leaves} for call in (before, now)
     )
     for path in sorted(old_leaves.keys() | new_leaves.keys()):
-        left, right = old_leaves.get(path, "not given"), new_leaves.get(path, "not given")
+        left, right = old_leaves.get(path), new_leaves.get(path)
         if left != right:
-            lines.append(f"items of {path}: {left} → {right}")
+            texts = [form(*leaf) if leaf else "not given" for leaf in (left, right)]
+            padding = ": another padding?" if left and right and _differ_in_length(left, right) else ""
+            lines.append(f"items of {path}: {texts[0]} → {texts[1]}{padding}")
     return _at_most(lines)
+
+
+def _differ_in_length(left: Leaf, right: Leaf) -> bool:
+    """Whether a length is all that differs, wherever in the shape it is, such as twice in a mask."""
+    (dtype, shape), (other_dtype, other) = left, right
+    lengths = {pair for pair in zip(shape, other, strict=False) if pair[0] != pair[1]}
+    return dtype == other_dtype and len(shape) == len(other) and len(lengths) == 1
 
 
 def _named(context: bytes) -> dict[str, bytes]:

@@ -85,6 +85,8 @@ class ModuleCache(Cache):
         self.pure: dict[bytes, Shapes | None] = {}
         self._probes = probes if probes is not None else Probes()
         self._shortcuts = Shortcuts()
+        self._bypass: str | None = None  # the reason of the last call, if it was not cached
+        self._reasons: dict[str, str] = {}  # what was said of each reason last
         self._walks = 1
         self._entry: Forward | None = None
         if root is not None and plain is not None:
@@ -125,21 +127,37 @@ class ModuleCache(Cache):
     def explain(self) -> str:
         """Why items of the last call may have been misses, one line for each reason.
 
-        Compares the namespace with the one before: of this module, or if this is its first, of another
-        one of this class under the same decorator, or the one that was used last in the cache directory.
-        If the namespace has not changed, compares the arguments of the last two calls.
+        If the last call was not cached, the first line says why. Compares the namespace with the one before:
+        of this module, or if this is its first, of another one of this class under the same decorator, or
+        the one that was used last in the cache directory. If the namespace has not changed, compares the
+        arguments of the last two calls.
         """
         namespace = self.module_hash
+        bypass = self._why_not_cached()
+        lines = [f"not cached: {bypass}"] if bypass is not None else []
         calls = list(self._calls)
         if len(calls) == 2 and calls[0].namespace == calls[1].namespace == self.namespace:
-            lines = call_differences(*calls)
+            lines = lines or call_differences(*calls)
             return "\n".join(lines) or "nothing but the items differs between the last two calls"
         before = self.keeper.history.before(self.fingerprint)
         if before is not None:
-            return "\n".join(fingerprint_differences(before, self.fingerprint))
+            lines += fingerprint_differences(before, self.fingerprint)
+        if lines:
+            return "\n".join(lines)
         first = f"namespace {namespace} is the first of {self._name()} in this process"
         directory = self._tiers.directory
         return first if directory is None else self._explain_from(directory, first)
+
+    def _why_not_cached(self) -> str | None:
+        """Why the last call was not cached; None if it was."""
+        if self._closed:
+            return "the cache is closed"
+        if not self.settings.enabled:
+            return "enabled=False"
+        if disabled_by_environment():
+            return "TORCHCACHE_DISABLE is set"
+        reason = self._bypass
+        return None if reason is None else f"{reason}: {self._reasons[reason]}"
 
     def _explain_from(self, directory: CacheDirectory, first: str) -> str:
         """Compare with what earlier runs have left in a directory."""
@@ -175,6 +193,7 @@ class ModuleCache(Cache):
         kind = glance(root, args, kwargs)
         reason = None if self._is_strict() else self._shortcuts.reason(kind)
         if reason is not None:
+            self._bypass = reason
             self.count_bypass(reason, first_batch_size(args, kwargs), "")
             return (yield from self.run(plain, args, kwargs))
         computation = None
@@ -191,6 +210,7 @@ class ModuleCache(Cache):
             self._step_aside(BypassError.of(stop, is_final=is_final), kind, len(computation.keys))
             return stop.output
         if computation is not None:
+            self._bypass = None
             self._shortcuts.clear(kind)
             return output
         return (yield from self.run(plain, args, kwargs))
@@ -301,6 +321,8 @@ class ModuleCache(Cache):
 
     def _step_aside(self, stop: BypassError, kind: Glance, items: int) -> None:
         """Count a call that is not cached, or raise if such calls are errors."""
+        self._reasons[stop.reason] = stop.text
+        self._bypass = stop.reason
         if self._is_strict():
             raise stop.as_error(self._name()) from None
         self.count_bypass(stop.reason, items, stop.text)

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from torchcache2.core.errors import DecorationError
-from torchcache2.core.settings import CacheSettings, Compression, MissBatch, Policy, Size
+from torchcache2.core.settings import CacheSettings, Compression, MissBatch, Policy
+from torchcache2.core.sizes import Size
 from torchcache2.decorator.decoration import REPLICATE, Binding
 from torchcache2.decorator.instances import decorate_instance
 from torchcache2.decorator.modulecache import ModuleCache
@@ -44,7 +45,7 @@ def torchcache(
     *,
     enabled: bool = True,
     subsample_count: int | None = None,
-    persistent: bool = False,
+    persistent: bool | None = None,
     persistent_cache_dir: str | os.PathLike[str] | None = None,
     persistent_module_hash: str | None = None,
     max_memory_cache_size: Size = 1_000_000_000,
@@ -109,7 +110,7 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
     >>> square.cache_instance.stats().misses
     2
     """
-    settings = CacheSettings.from_options(options)
+    settings = CacheSettings(**options)
 
     def decorate(target: Any) -> Any:
         binding = Binding(settings)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Collection
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -250,10 +251,10 @@ class Cache:
         return self._counters.stats(**self._tiers.stats())
 
     @property
-    def cache_dir(self) -> str | None:
+    def cache_dir(self) -> Path | None:
         """The folder where rows are kept; None if they are kept in memory only."""
         directory = self._tiers.directory
-        return None if directory is None else directory.path
+        return None if directory is None else Path(directory.path)
 
     def description(self, namespace: bytes) -> dict[str, Any]:
         """What a namespace of this cache stands for, as JSON, for people and `explain`."""

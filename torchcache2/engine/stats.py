@@ -10,6 +10,8 @@ from torchcache2.core.locks import ProcessLock
 
 __all__ = ["CacheStats", "Counters"]
 
+_UNKNOWN = "not known: no miss was timed"
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheStats:
@@ -18,7 +20,7 @@ class CacheStats:
     Attributes
     ----------
     hits : int
-        Found. An item that another item of its batch equals counts as found.
+        Found. An item that equals another one of its batch counts as found.
     misses : int
         Computed and offered to the cache.
     bypasses : mapping of str to int
@@ -26,28 +28,30 @@ class CacheStats:
     evictions : int
         Rows forgotten to make room, by all caches that share the budget.
     memory_rows : int
-        Rows in the memory tier, shared likewise.
+        Rows in the memory tier, of all caches that share the budget.
     memory_bytes : int
-        Bytes that it has allocated.
+        Bytes that the memory tier has allocated.
     disk_rows : int
-        Rows on disk, or on their way there, of the namespaces that were asked for; shared likewise.
+        Rows on disk, or waiting to be written, of the namespaces that were asked for, of all caches that
+        share the budget.
     disk_bytes : int
-        Bytes of the whole cache directory.
+        Bytes of the whole cache directory; 0 before the first rows are sealed there.
     disk_evictions : int
-        Rows that were deleted there to make room.
+        Rows that were deleted from the directory to make room.
     corrupt : int
-        Damaged rows and files that were met; they are set aside and computed again.
+        Damaged rows and files that were met; files are set aside, and the items are computed again.
     faults : int
         Calls of the operating system for the cache directory that failed.
     verified : int
         Hits that were computed again; see the option `verify`.
     mismatched : int
-        Those of them that differed.
+        Verified hits that differed.
     seconds_computed : float
         Spent in the plain forward, bypasses left out.
-    seconds_saved : float
+    seconds_saved : float or None
         Estimated: hits times the mean time of a miss, less everything that the cache itself cost.
-        Negative where caching costs more than it saves.
+        Negative where caching costs more than it saves. None if there were hits, but no miss that says
+        what they would have cost, as in a second run that finds everything.
     """
 
     hits: int = 0
@@ -64,7 +68,7 @@ class CacheStats:
     verified: int = 0
     mismatched: int = 0
     seconds_computed: float = 0.0
-    seconds_saved: float = 0.0
+    seconds_saved: float | None = 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -82,7 +86,7 @@ class CacheStats:
             ("memory", f"{self.memory_rows:,} rows, {_bytes(self.memory_bytes)}"),
             *self._disk_lines(),
             ("computed", f"{self.seconds_computed:.2f} s"),
-            ("saved", f"{self.seconds_saved:.2f} s (estimated)"),
+            ("saved", _UNKNOWN if self.seconds_saved is None else f"{self.seconds_saved:.2f} s (estimated)"),
         ]
         if self.verified:
             lines.append(("verified", f"{self.verified:,}, of which {self.mismatched:,} differed"))
@@ -91,7 +95,8 @@ class CacheStats:
     def _disk_lines(self) -> list[tuple[str, str]]:
         lines = []
         if self.disk_rows or self.disk_bytes:
-            lines.append(("disk", f"{self.disk_rows:,} rows, {_bytes(self.disk_bytes)} in the directory"))
+            size = f"{_bytes(self.disk_bytes)} in the directory" if self.disk_bytes else "not sealed yet"
+            lines.append(("disk", f"{self.disk_rows:,} rows, {size}"))
         if self.disk_evictions:
             lines.append(("deleted", f"{self.disk_evictions:,} rows on disk, to make room"))
         if self.corrupt or self.faults:
@@ -150,6 +155,8 @@ class Counters:
         """The counts so far, and those of the tiers."""
         with self._lock():
             mean = self.seconds_computed / self._rows_computed if self._rows_computed else 0.0
+            saved = (self.hits - self.verified) * mean - self.seconds_spent
+            is_unknown = self.hits and not self._rows_computed
             return CacheStats(
                 hits=self.hits,
                 misses=self.misses,
@@ -158,7 +165,7 @@ class Counters:
                 verified=self.verified,
                 mismatched=self.mismatched,
                 seconds_computed=self.seconds_computed,
-                seconds_saved=(self.hits - self.verified) * mean - self.seconds_spent,
+                seconds_saved=None if is_unknown else saved,
             )
 
 

@@ -1,11 +1,13 @@
-"""What `Encoder` has written, for people."""
+"""What `Encoder` has written, and tensors without their content, for people."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-__all__ = ["describe", "split"]
+import torch
+
+__all__ = ["describe", "form", "split"]
 
 _MOST_DESCRIBED = 200
 _LABELS = (b"class ", b"function ", b"module ")  # of what has a part of its own
@@ -18,6 +20,11 @@ _DESCRIBED: dict[bytes, Callable[[bytes], str]] = {
     b"s": lambda rest: repr(rest[8:].decode("utf-8", "surrogatepass")),
     b"p": lambda rest: split(rest)[1].decode("utf-8", "replace"),
 }
+
+
+def form(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """A dtype and a shape, such as ``float32 (3, 4)``."""
+    return f"{dtype} {tuple(shape)}".removeprefix("torch.")
 
 
 def split(data: bytes) -> list[bytes]:

@@ -239,10 +239,11 @@ class NamespaceKeeper:
             )
         parts = dict(self._parts)
         parts |= {f"weights {path}": data for path, data in self._tensors.digests.items()}
+        values = self._values | {f"weights {path}": text for path, text in self._tensors.forms().items()}
         if name is not None:
             parts = {part: self._parts[part] for part in ("format", "option cache_dtype")}
             parts["persistent_module_hash"] = name.encode()
-        fingerprint = Fingerprint.of_parts(parts, self._values)
+        fingerprint = Fingerprint.of_parts(parts, values)
         if fingerprint.namespace != self.fingerprint.namespace:
             logger.info("%s: namespace %s", self.name, fingerprint.namespace.hex())
             self.history.add(self.fingerprint, fingerprint)

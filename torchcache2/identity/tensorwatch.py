@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from xxhash import xxh3_64_digest
 
+from torchcache2.identity.describe import form
 from torchcache2.identity.encoding import UnencodableError, tensor_digest
 
 __all__ = ["TensorWatch"]
@@ -147,6 +148,10 @@ class TensorWatch:
         self._head_bytes = b"".join(self._heads)
         self._probes = list(map(_probe, self.tensors))
         self._known, self._state = known, state
+
+    def forms(self) -> dict[str, str]:
+        """Dtype and shape of each tensor by its path, for people."""
+        return {name: form(tensor.dtype, tensor.shape) for name, tensor in self._named.items()}
 
     def forget(self) -> None:
         """Have the next `same` say no and all be read, and let go of the storage that is watched."""

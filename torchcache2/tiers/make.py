@@ -29,7 +29,7 @@ Describe = Callable[[bytes], Mapping[str, Any]]
 
 def check_folder(settings: CacheSettings) -> None:
     """Raise `OptionError` if the cache directory is a file, or a folder with somebody else's files."""
-    if settings.persistent and settings.persistent_cache_dir is not None:
+    if settings.is_persistent and settings.persistent_cache_dir is not None:
         with contextlib.suppress(OSError, NewerDirectoryError):  # the tier warns, and goes on in memory
             CacheDirectory(str(settings.persistent_cache_dir), FileSystem()).check()
 
@@ -47,7 +47,7 @@ def make_tiers(settings: CacheSettings, in_use: InUse, describe: Describe) -> li
     """
     budget = settings.memory_budget()
     # Rows that wait to be written count as memory, too.
-    queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4)) if settings.persistent else 0
+    queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4)) if settings.is_persistent else 0
     device = settings.memory_cache_device
     tiers: list[Tier] = [
         MemoryTier(
@@ -55,10 +55,10 @@ def make_tiers(settings: CacheSettings, in_use: InUse, describe: Describe) -> li
             settings.policy,
             None if device is None else torch.device(device),
             in_use,
-            spills=settings.persistent,
+            spills=settings.is_persistent,
         )
     ]
-    if settings.persistent:
+    if settings.is_persistent:
         try:
             tiers.append(_disk(settings, queue, in_use, describe))
         except OSError as error:

@@ -78,7 +78,7 @@ USED = """
             check(net, first)
     net.cache_instance.flush()
     assert os.path.isdir(net.cache_instance.cache_dir)
-    assert net.cache_instance.cache_dir.startswith(os.environ["TMPDIR"])
+    assert str(net.cache_instance.cache_dir).startswith(os.environ["TMPDIR"])
     assert len(os.listdir(os.environ["TMPDIR"])) == 1
     assert hits(net) == 100  # from the disk: there is no room in memory
     check(net, 100)

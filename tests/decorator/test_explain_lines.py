@@ -1,0 +1,253 @@
+"""What `explain` says first, what it puts in one line, and what it recognises: bypasses, dtypes, padding."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchcache2 import NotCachedError, torchcache
+
+X = torch.arange(12.0).view(3, 4)
+
+
+def lines(module):
+    return module.cache_instance.explain().splitlines()
+
+
+def frozen(*layers, **options):
+    return torchcache(**options)(nn.Sequential(*layers).eval().requires_grad_(False))
+
+
+# Whether the last call was cached at all
+
+
+def test_a_call_in_training_mode_is_said_not_to_be_cached(log):
+    net = frozen(nn.Linear(4, 4), nn.Dropout())
+    net(X)
+    net.train()
+    net(X)
+    first, *more = lines(net)
+    assert first == (
+        "not cached: training: Dropout drops out at random; call .eval() first; "
+        "a trainer's model.train() may have undone it"
+    )
+    assert more == ["training: False → True", "training 0: False → True", "training 1: False → True"]
+    net.eval()
+    net(X)
+    assert not lines(net)[0].startswith("not cached")
+    assert any("a trainer's model.train() may have undone it" in record.getMessage() for record in log)
+
+
+def test_calls_that_were_never_cached_have_one_line():
+    net = frozen(nn.Linear(4, 4)).requires_grad_(True)
+    net(X)
+    (line,) = lines(net)
+    assert line.startswith("not cached: grad: grad mode is on and a parameter requires grad; ")
+
+
+@torchcache
+def noisy(x):
+    return x + torch.rand(())
+
+
+@torchcache
+def counting(x, seen=[]):  # noqa: B006
+    seen.append(len(x))
+    return x * 2
+
+
+@torchcache
+def unbatched(x):
+    return x.sum()
+
+
+@torchcache
+def scaled(x, how):
+    return x * 2
+
+
+CALLS = {
+    "random": (noisy, (X,)),
+    "state": (counting, (X,)),
+    "output": (unbatched, (X,)),
+    "argument": (scaled, (X, object())),
+}
+
+
+@pytest.mark.parametrize("reason", CALLS)
+def test_a_reason_is_told_however_often_a_call_was_not_cached(reason):
+    function, args = CALLS[reason]
+    function(*args)
+    found = lines(function)
+    assert found[0].startswith(f"not cached: {reason}: ") and len(found[0]) > 30
+    for _ in range(20):  # soon such calls are spared the attempt
+        function(*args)
+    assert lines(function)[0].startswith(f"not cached: {reason}: ")
+    assert "nothing but the items differs" not in "\n".join(lines(function))
+
+
+def test_a_call_that_was_an_error_is_told_too():
+    net = frozen(nn.Linear(4, 4), strict=True).requires_grad_(True)
+    with pytest.raises(NotCachedError):
+        net(X)
+    assert lines(net)[0].startswith("not cached: grad: ")
+    with torch.no_grad():
+        net(X)
+    assert "is the first of" in lines(net)[0]
+
+
+def test_a_cache_that_is_off_says_so(monkeypatch):
+    net = frozen(nn.Linear(4, 4), enabled=False)
+    net(X)
+    assert lines(net) == ["not cached: enabled=False"]
+    net = frozen(nn.Linear(4, 4))
+    net(X)
+    monkeypatch.setenv("TORCHCACHE_DISABLE", "1")
+    assert lines(net)[0] == "not cached: TORCHCACHE_DISABLE is set"
+    monkeypatch.delenv("TORCHCACHE_DISABLE")
+    assert not lines(net)[0].startswith("not cached")
+    net.cache_instance.close()
+    assert lines(net)[0] == "not cached: the cache is closed"
+
+
+# Equal lines
+
+
+def layers(count):
+    return [nn.Linear(4, 4) for _ in range(count)]
+
+
+def test_weights_that_changed_alike_have_one_line():
+    net = frozen(*layers(30))
+    net(X)
+    for parameter in net.parameters():
+        parameter.data += 1
+    net(X)
+    assert lines(net) == ["weights: 0.bias changed, and 59 more: 0.weight, 1.bias, …"]
+
+
+def test_few_have_a_line_each():
+    net = frozen(*layers(3))
+    net(X)
+    for layer in net:
+        layer.bias.data += 1
+    net(X)
+    assert lines(net) == [f"weights: {number}.bias changed" for number in range(3)]
+
+
+def test_only_what_changed_alike_is_in_one_line():
+    net = frozen(*layers(6))
+    for number, layer in enumerate(net):
+        layer.heads, layer.number = 2, number
+    net(X)
+    for number, layer in enumerate(net):
+        layer.heads, layer.number = 4, number * 10 + 7
+        layer.bias.data += 1
+    net(X)
+    assert lines(net) == [
+        "attribute 0.heads: 2 → 4, and 5 more: 1.heads, 2.heads, …",
+        *[f"attribute {number}.number: {number} → {number * 10 + 7}" for number in range(6)],
+        "weights: 0.bias changed, and 5 more: 1.bias, 2.bias, …",
+    ]
+
+
+# Dtypes and shapes of weights
+
+
+def test_another_dtype_of_weights_is_named():
+    net = frozen(*layers(8))
+    net(X)
+    net.half()
+    net(X.half())
+    assert lines(net) == ["weights: 0.bias: float32 → float16, and 15 more: 0.weight, 1.bias, …"]
+    net[0].double()
+    net[0].bias.data += 1
+    net.cache_instance.module_hash  # noqa: B018
+    assert lines(net) == ["weights: 0.bias: float16 → float64", "weights: 0.weight: float16 → float64"]
+
+
+def test_another_shape_of_weights_is_named():
+    net = frozen(nn.Linear(4, 4))
+    net(X)
+    net[0].weight.data = torch.ones(2, 4)
+    net[0].bias.data = torch.ones(2, dtype=torch.float64)
+    net.cache_instance.module_hash  # noqa: B018
+    assert lines(net) == [
+        "weights: 0.bias: float32 (4,) → float64 (2,)",
+        "weights: 0.weight: float32 (4, 4) → float32 (2, 4)",
+    ]
+
+
+def test_new_weights_are_told_with_dtype_and_shape():
+    net = frozen(nn.Linear(4, 4))
+    net(X)
+    net[0].register_buffer("table", torch.ones(2, 3))
+    net(X)
+    assert "weights: 0.table is new: float32 (2, 3)" in lines(net)
+
+
+def test_the_dtype_of_an_earlier_run_is_known(path):
+    def run():
+        torch.manual_seed(0)
+        return frozen(nn.Linear(4, 4), persistent=True, persistent_cache_dir=path)
+
+    first = run()
+    first(X)
+    first.cache_instance.close()
+    second = run().half()
+    second(X.half())
+    assert lines(second)[1:] == ["weights: 0.bias: float32 → float16", "weights: 0.weight: float32 → float16"]
+    second.cache_instance.close()
+
+
+def test_dtypes_and_shapes_for_people_are_not_part_of_the_namespace():
+    net = frozen(nn.Linear(4, 4))
+    net(X)
+    fingerprint = net.cache_instance.fingerprint
+    assert fingerprint.values["weights 0.bias"] == "float32 (4,)"
+    assert type(fingerprint).of_parts(fingerprint.parts).namespace == fingerprint.namespace
+
+
+# Padding
+
+
+@torchcache
+def embedded(ids, mask=None):
+    return ids.float() if mask is None else (ids.float().unsqueeze(1) * mask).sum(1)
+
+
+def ids(length, dtype=torch.int64):
+    return torch.ones(2, length, dtype=dtype)
+
+
+LENGTHS = {
+    "a length": ((ids(7),), (ids(9),), ["items of ids: int64 (7,) → int64 (9,): another padding?"]),
+    "one length, in several places": (
+        (ids(7), torch.ones(2, 7, 7)),
+        (ids(9), torch.ones(2, 9, 9)),
+        [
+            "items of ids: int64 (7,) → int64 (9,): another padding?",
+            "items of mask: float32 (7, 7) → float32 (9, 9): another padding?",
+        ],
+    ),
+    "a dtype, too": ((ids(7),), (ids(9, torch.int32),), ["items of ids: int64 (7,) → int32 (9,)"]),
+    "a dtype": ((ids(7),), (ids(7, torch.int32),), ["items of ids: int64 (7,) → int32 (7,)"]),
+    "dimensions": ((ids(7),), (ids(7)[:, None],), ["items of ids: int64 (7,) → int64 (1, 7)"]),
+    "the first of two": (
+        (torch.ones(2, 7, 3),),
+        (torch.ones(2, 9, 3),),
+        ["items of ids: float32 (7, 3) → float32 (9, 3): another padding?"],
+    ),
+    "two lengths": (
+        (torch.ones(2, 7, 3),),
+        (torch.ones(2, 9, 4),),
+        ["items of ids: float32 (7, 3) → float32 (9, 4)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_another_length_may_be_another_padding(name):
+    before, now, expected = LENGTHS[name]
+    embedded(*before)
+    embedded(*now)
+    assert lines(embedded) == expected

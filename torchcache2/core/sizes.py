@@ -1,0 +1,87 @@
+"""Budgets in bytes, as options and commands state them, and how much is free."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from decimal import Decimal
+
+import torch
+
+from torchcache2.core.errors import OptionError
+
+__all__ = ["Size", "free_disk", "free_memory", "parse_size"]
+
+Size = int | float | str
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[_letter] = _UNITS[_letter + "B"] = 1000**_power
+    _UNITS[_letter + "IB"] = 1024**_power
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
+    """Bytes meant by a size option.
+
+    Parameters
+    ----------
+    option : str
+        The option's name, for the error.
+    size : int, float or str
+        Bytes, a share of `free` in (0, 1], or a text with a unit (``KB`` = 1000, ``KiB`` = 1024).
+    free : int, optional
+        Bytes that are free; needed for a share.
+
+    Raises
+    ------
+    OptionError
+        If the size does not parse, is negative, or is a share of an unknown amount.
+    """
+    if isinstance(size, float) and 0.0 < size <= 1.0:
+        if free is None:
+            raise OptionError(f"{option}={size!r}: how much is free cannot be read here; give bytes or '4GB'")
+        return int(size * free)
+    if type(size) is int and size >= 0:
+        return size
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
+        unit = match[2].upper()
+        if unit in _UNITS:
+            count = Decimal(match[1]) * _UNITS[unit]
+            if count == int(count) or _UNITS[unit] > 1:
+                return int(count)
+    raise OptionError(
+        f"{option}={size!r}: expected bytes as an int, a text like '4GB' or '512MiB', "
+        "or a float in (0, 1] for a share of what is free"
+    )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes free on a device for this process; None where it cannot be read."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = []
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        free.append(int(fields["MemAvailable"].split()[0]) * 1024)
+        # A container may have less than the machine.
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            limit = file.read().strip()
+        if limit != "max":
+            with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
+                free.append(max(0, int(limit) - int(file.read())))
+    except (OSError, KeyError, ValueError):
+        pass
+    return min(free) if free else None
+
+
+def free_disk(folder: str) -> int | None:
+    """Bytes free where a folder is, or will be; None where that cannot be read."""
+    while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
+        folder = os.path.dirname(folder)
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
