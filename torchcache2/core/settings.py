@@ -89,6 +89,8 @@ class CacheSettings:
         If an option has a value that it cannot take.
     """
 
+    __module__ = "torchcache2"
+
     enabled: bool = True
     subsample_count: int | None = None
     persistent: bool = False

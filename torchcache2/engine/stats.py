@@ -50,6 +50,8 @@ class CacheStats:
         Negative where caching costs more than it saves.
     """
 
+    __module__ = "torchcache2"
+
     hits: int = 0
     misses: int = 0
     bypasses: Mapping[str, int] = dataclasses.field(default_factory=dict)
