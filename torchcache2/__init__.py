@@ -40,6 +40,8 @@ __all__ = [
 ]
 
 _FILES = {
+    "_load_cache": "decorator.modulecache",  # which pickles name
+    "_load_instance": "decorator.instances",
     "Cache": "engine.cache",
     "CacheSettings": "core.settings",
     "CacheStats": "engine.stats",
@@ -50,7 +52,7 @@ _FILES = {
 
 def __getattr__(name: str) -> _typing.Any:
     # The command line would not be patient with the seconds that torch and its compiler take to import.
-    if name not in __all__:
+    if name not in (*__all__, *_FILES):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 

@@ -13,6 +13,9 @@
 The first two are a programmer's mistakes and are raised at once. What works without the cache works with it:
 without ``strict=True``, a call that cannot be cached is passed to the plain forward and told once. Faults of
 storage or network are never exceptions: they are counted misses and one warning.
+
+Public classes, here and elsewhere, say that they are of ``torchcache2``, where they are imported from: so pickles and
+tracebacks name them, and a pickle can be loaded when the file of a class has moved.
 """
 
 from __future__ import annotations
@@ -32,29 +35,43 @@ __all__ = [
 class TorchcacheError(Exception):
     """Base of every exception that torchcache2 raises."""
 
+    __module__ = "torchcache2"
+
 
 class OptionError(TorchcacheError, ValueError):
     """An option that does not exist, or a value that it cannot take."""
+
+    __module__ = "torchcache2"
 
 
 class DecorationError(TorchcacheError, TypeError):
     """``@torchcache`` was put on something that is neither a module nor a function."""
 
+    __module__ = "torchcache2"
+
 
 class NotCachedError(TorchcacheError, RuntimeError):
     """A call that cannot be cached, where ``strict=True`` asks for an error."""
+
+    __module__ = "torchcache2"
 
 
 class InputError(NotCachedError, ValueError):
     """A call without anything to cache by, or whose arguments differ in batch size."""
 
+    __module__ = "torchcache2"
+
 
 class UnhashableArgumentError(NotCachedError, TypeError):
     """An argument whose value cannot be put in a key."""
 
+    __module__ = "torchcache2"
+
 
 class OutputError(NotCachedError, ValueError):
     """An output with a tensor whose first dimension is not the batch, or that cannot be kept."""
+
+    __module__ = "torchcache2"
 
 
 def hint(value: object) -> str:

@@ -28,6 +28,8 @@ class Keys:
         A key is always of the same group.
     """
 
+    __module__ = "torchcache2"
+
     namespace: bytes
     data: Bytes2D
     group: bytes = b""

@@ -107,6 +107,9 @@ def set_logger_config(
         logger.warning(problem)
 
 
+set_logger_config.__module__ = "torchcache2"  # the path that pickles name, wherever this file is
+
+
 def _level_number(level: int | str) -> int | None:
     if isinstance(level, int):
         return level

@@ -84,6 +84,8 @@ class CacheSettings:
         If there is no such option, or it cannot have this value.
     """
 
+    __module__ = "torchcache2"
+
     enabled: bool = True
     subsample_count: int | None = None
     persistent: bool | None = None

@@ -88,16 +88,19 @@ class _InstanceForward:
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _load_instance_forward, (self._module(), self._own, self.cache)
+        return _load_instance, (self._module(), self._own, self.cache)
 
 
 setattr(_InstanceForward, ADDED_ATTRIBUTE, True)
 
 
-def _load_instance_forward(
+def _load_instance(
     module: nn.Module, own: Callable[..., Any] | None, cache: ModuleCache
 ) -> _InstanceForward:
     forward = _InstanceForward(module, own)
     forward.cache = cache
     cache.bind(module, forward.plain())
     return forward
+
+
+_load_instance.__module__ = "torchcache2"  # the path that pickles name, wherever this file is

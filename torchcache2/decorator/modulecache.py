@@ -374,4 +374,11 @@ class ModuleCache(Cache):
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ModuleCache, (None, None, self.settings)
+        return _load_cache, (self.settings,)
+
+
+def _load_cache(settings: CacheSettings) -> ModuleCache:
+    return ModuleCache(None, None, settings)
+
+
+_load_cache.__module__ = "torchcache2"  # the path that pickles name, wherever this file is

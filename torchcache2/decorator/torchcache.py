@@ -136,6 +136,9 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
     return decorate(target)
 
 
+torchcache.__module__ = "torchcache2"  # the path that pickles name, wherever this file is
+
+
 def _decorate_class(cls: type[nn.Module], binding: Binding) -> type[nn.Module]:
     setattr(cls, BINDING, binding)
     setattr(cls, "cache_instance", _CacheAttribute())  # noqa: B010  mypy knows no such attribute

@@ -72,6 +72,8 @@ class Cache:
     tensor([4., 0.], dtype=torch.float64)
     """
 
+    __module__ = "torchcache2"
+
     def __init__(
         self,
         namespace: bytes,

@@ -54,6 +54,8 @@ class CacheStats:
         what they would have cost, as in a second run that finds everything.
     """
 
+    __module__ = "torchcache2"
+
     hits: int = 0
     misses: int = 0
     bypasses: Mapping[str, int] = dataclasses.field(default_factory=dict)

@@ -14,7 +14,7 @@ from torch import nn
 
 from torchcache2.identity import sourcecode
 from torchcache2.identity.compiled import CompiledTexts
-from torchcache2.identity.encoding import qualified_name, sized, text_bytes
+from torchcache2.identity.encoding import public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.installed import InstalledCode
 from torchcache2.identity.lateimports import is_plain
 from torchcache2.identity.namewalk import NameWalk, values_of
@@ -224,7 +224,10 @@ class CodeWalk(NameWalk):
         wrapped = getattr(function, "__wrapped__", None)
         if where in ("torch", "builtin"):
             module = sourcecode.defining_module(function)
-            parts = [text_bytes(f"{module} {function.__qualname__} {function.__code__.co_name}")]
+            names = f"{function.__qualname__} {function.__code__.co_name}"
+            if is_ours(function):
+                module, names = public_module(module), _short_name(function)
+            parts = [text_bytes(f"{module} {names}")]
             parts += [self.encode(wrapped, path), self._closure(function, path)]
         elif where == "installed":
             parts = [self.installed(function, name), self._closure(function, path), self._defaults(function)]
@@ -268,14 +271,20 @@ class CodeWalk(NameWalk):
             if name in left_out:
                 continue
             self.cells.append((cell, value))
-            pairs += [(name, path), (value, f"{function.__name__}.{name}")]
+            if not is_ours(function):
+                pairs.append((name, path))
+            pairs.append((value, f"{function.__name__}.{name}"))
         return self.items(pairs)
 
 
 def is_ours(value: Any) -> bool:
-    """Whether the decorator has made a wrapper, whose marks `functools.wraps` copies to those of others."""
+    """Whether a function, or the class of an object, is this library's.
+
+    A wrapper of the decorator is; a wrapper of somebody else's has the same marks if `functools.wraps` has
+    copied them.
+    """
     module = getattr(value, "__globals__", {}).get("__name__", type(value).__module__)
-    return str(module).startswith(f"{__name__.partition('.')[0]}.decorator.")
+    return str(module).partition(".")[0] == __name__.partition(".")[0]
 
 
 def original(value: Any) -> Any:
@@ -298,6 +307,8 @@ def _is_path(value: Any) -> bool:
 
 
 def _short_name(obj: Any) -> str:
+    if is_ours(obj):  # what `torchcache(policy="lru")` returns counts as `torchcache` with these options
+        return str(obj.__qualname__).partition(".<locals>")[0]
     return str(obj.__qualname__).rpartition("<locals>.")[2]
 
 

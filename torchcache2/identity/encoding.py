@@ -34,12 +34,14 @@ __all__ = [
     "attributes",
     "digest",
     "item_bytes",
+    "public_module",
     "qualified_name",
     "sized",
     "tensor_digest",
     "text_bytes",
 ]
 
+_OURS = __name__.partition(".")[0]
 _PRINTED = (
     torch.dtype,
     torch.device,
@@ -75,9 +77,14 @@ def digest(parts: Iterable[bytes]) -> bytes:
 
 
 def qualified_name(obj: Any) -> str:
-    """``module.qualname`` of a class or function."""
+    """``module.qualname`` of a class or function; this library's are in ``torchcache2``, whatever the file."""
     name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", type(obj).__qualname__)
-    return f"{getattr(obj, '__module__', None) or ''}.{name}"
+    return f"{public_module(getattr(obj, '__module__', None) or '')}.{name}"
+
+
+def public_module(name: str) -> str:
+    """The name that a module counts by: files of this library may move, which is to change no key."""
+    return _OURS if name.startswith(f"{_OURS}.") else name
 
 
 def item_bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:

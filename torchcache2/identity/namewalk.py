@@ -13,7 +13,7 @@ from torchcache2.identity import sourcecode
 from torchcache2.identity.codenames import names_of
 from torchcache2.identity.compiled import CompiledTexts, names_in
 from torchcache2.identity.containers import MUTABLE
-from torchcache2.identity.encoding import Encoder, text_bytes
+from torchcache2.identity.encoding import Encoder, public_module, text_bytes
 from torchcache2.identity.imports import files_of, place_of, resolved
 from torchcache2.identity.lateimports import fields_of_code, is_plain, reached
 from torchcache2.identity.operators import (
@@ -137,7 +137,7 @@ class NameWalk(Encoder):
         where = self.origins.of(module)
         if where != "project":
             version = self.installed(module, "") if where == "installed" else b""
-            return b"M" + text_bytes(module.__name__) + version
+            return b"M" + text_bytes(public_module(module.__name__)) + version
         if getattr(module, "__file__", None) is None and not hasattr(module, "__path__"):
             return self.unreadable(module, path)
         self._whole[id(module)] = module
