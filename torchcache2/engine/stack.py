@@ -17,7 +17,8 @@ from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import logger
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
-from torchcache2.files.directory import CacheDirectory, NewerDirectoryError
+from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.base import Found, Positions
 from torchcache2.tiers.disk.scratch import Scratch
@@ -86,7 +87,7 @@ class TierStack:
         self._finalizer: Any = None
         self._described: dict[bytes, Mapping[str, Any]] = {}
         if settings.persistent and settings.persistent_cache_dir is not None:
-            with contextlib.suppress(OSError, NewerDirectoryError):  # the tier warns, and goes on in memory
+            with contextlib.suppress(OSError, NewerFormatError):  # the tier warns, and goes on in memory
                 CacheDirectory(str(settings.persistent_cache_dir), FileSystem()).check()
 
     @property

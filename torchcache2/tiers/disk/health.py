@@ -14,8 +14,8 @@ from collections import Counter
 
 from torchcache2.core.logs import logger
 from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.errors import DamagedError, NewerFormatError
 from torchcache2.files.filesystem import is_read_only
-from torchcache2.files.layout import DamagedError, NewerFormatError
 
 __all__ = ["Health"]
 

@@ -1,4 +1,4 @@
-"""`Scratch`: a temporary cache directory, deleted at exit. Making one deletes those that killed runs have left."""
+"""`Scratch`: a temporary cache directory, deleted at exit. Making one deletes what killed runs have left."""
 
 from __future__ import annotations
 
