@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchcache2.core.errors import OptionError
-from torchcache2.files.codec import CorruptError, Lane, codec, lane
+from torchcache2.files.codec import Lane, codec, lane
+from torchcache2.files.errors import DamagedError
 
 NAMES = ["none", "brotli", "blosc2"]
 COMPRESSING = ["brotli", "blosc2"]
@@ -351,7 +352,7 @@ def refused(method, block, parts, lanes):
         try:
             method.decode(block, [buffer[64:-64] for buffer in around], lanes)
             outs.append([buffer[64:-64].tobytes() for buffer in around])
-        except CorruptError:
+        except DamagedError:
             outs.append(None)
         assert all(set(buffer[:64]) | set(buffer[-64:]) == {rest} for buffer in around)
     assert outs[0] == outs[1]
@@ -485,7 +486,8 @@ BOMB = """
 import resource, sys
 import brotli
 import numpy as np
-from torchcache2.files.codec import CorruptError, Lane, codec
+from torchcache2.files.codec import Lane, codec
+from torchcache2.files.errors import DamagedError
 
 assert "blosc2" not in sys.modules
 block = sys.stdin.buffer.read()
@@ -495,7 +497,7 @@ with open("/proc/self/statm") as file:
 resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), resource.RLIM_INFINITY))
 try:
     codec("brotli").decode(block, [out], split)
-except CorruptError as error:
+except DamagedError as error:
     print(error)
 try:
     brotli.decompress(block[5:])

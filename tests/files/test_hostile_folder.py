@@ -39,8 +39,9 @@ from torchcache2.cli.archive import export, import_archive
 from torchcache2.cli.commands import run
 from torchcache2.cli.report import in_use
 from torchcache2.files.descriptors import Descriptors
-from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, CacheDirectory, NewerDirectoryError
+from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, CacheDirectory
 from torchcache2.files.encode import ulid
+from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.eviction import deleting
 from torchcache2.files.filenames import TAG_TEXT
 from torchcache2.files.filesystem import FileSystem, StrangeFileError
@@ -421,7 +422,7 @@ def test_a_tag_of_a_format_that_is_not_known(path, log, capfd, digits):
     fill(path)
     (path / TAG).write_text((path / TAG).read_text().replace("format 1", f"format {digits}"))
     before = snapshot(path)
-    with pytest.raises(NewerDirectoryError, match="Upgrade"):
+    with pytest.raises(NewerFormatError, match="Upgrade"):
         CacheDirectory(str(path), FileSystem()).check()
     tier = handle(path, 1, "lru")
     put(tier, ["new"])

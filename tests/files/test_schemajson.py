@@ -23,13 +23,8 @@ from transformers.utils import ModelOutput
 
 from torchcache2.core.rows import BARE, Leaf, Rows, Schema
 from torchcache2.files import classnames, leafjson, schemajson
-from torchcache2.files.schemajson import (
-    SchemaError,
-    UnknownClassError,
-    UnserialisableError,
-    schema_from_json,
-    schema_to_json,
-)
+from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
+from torchcache2.files.schemajson import schema_from_json, schema_to_json
 
 CPU = torch.device("cpu")
 
@@ -411,7 +406,8 @@ PROCESS = """
 import json, sys
 import torch
 from torchcache2.core.rows import Rows
-from torchcache2.files.schemajson import UnknownClassError, schema_from_json, schema_to_json
+from torchcache2.files.errors import UnknownClassError
+from torchcache2.files.schemajson import schema_from_json, schema_to_json
 
 def schemas():
     import elsewhere as e
@@ -623,7 +619,7 @@ HOSTILE = {
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
 def test_json_that_was_never_written_is_refused(data):
     modules = set(sys.modules)
-    with pytest.raises(SchemaError):
+    with pytest.raises(DamagedError):
         schema_from_json(data)
     assert set(sys.modules) == modules
 
@@ -664,7 +660,7 @@ def test_a_name_that_is_no_imported_node_type_is_neither_imported_nor_called(nam
         with pytest.raises(UnknownClassError) as caught:
             schema_from_json(no_leaves(structure))
         assert caught.value.name == name
-        assert not isinstance(caught.value, SchemaError)
+        assert not isinstance(caught.value, DamagedError)
     assert set(sys.modules) == modules
     assert "antigravity" not in sys.modules
 
@@ -875,7 +871,7 @@ def test_json_that_was_changed_is_refused_or_is_a_schema(data):
     modules = set(sys.modules)
     try:
         schema = schema_from_json(data)
-    except (SchemaError, UnknownClassError):
+    except (DamagedError, UnknownClassError):
         schema = None
     assert set(sys.modules) == modules
     if schema is not None:

@@ -22,8 +22,9 @@ from torchcache2.cli.check import Verdict, printable, row_limit, verdict
 from torchcache2.core.errors import OptionError, TorchcacheError
 from torchcache2.files.directory import FINGERPRINT, LOCK, NAMESPACE_NAME, SEGMENT_NAME, TAG, CacheDirectory
 from torchcache2.files.encode import ulid, write_whole
+from torchcache2.files.errors import DamagedError
 from torchcache2.files.filenames import is_left_over, stated_format
-from torchcache2.files.filesystem import Descriptor, Entry, FileSystem, ShortFileError
+from torchcache2.files.filesystem import Descriptor, Entry, FileSystem
 from torchcache2.files.layout import FORMAT_VERSION
 
 __all__ = ["ArchiveError", "Imported", "export", "import_archive"]
@@ -127,7 +128,7 @@ def import_archive(path: str, directory: CacheDirectory, progress: Progress = la
     ------
     ArchiveError
         If the file is not an archive of a cache directory; nothing has been written then.
-    OptionError, NewerDirectoryError
+    OptionError, NewerFormatError
         See `CacheDirectory.check`.
     OSError
         As the file system does. What was imported before is whole.
@@ -323,7 +324,7 @@ def _copy(
         piece = buffer[: min(_PIECE, size - done)]
         try:
             fs.read_all(source, [piece], start + done)
-        except ShortFileError as error:
+        except DamagedError as error:
             raise OSError(errno.EIO, str(error)) from None
         at = fs.write_all(target, [piece], at)
         progress(len(piece))

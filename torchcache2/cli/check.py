@@ -8,9 +8,8 @@ import torch
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.sizes import free_memory
-from torchcache2.files.filesystem import FileSystem, ShortFileError
-from torchcache2.files.layout import DamagedError, NewerFormatError, TooLargeError
-from torchcache2.files.schemajson import UnknownClassError
+from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
+from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.segment import Descriptors, Segment
 
 __all__ = ["STATES", "Verdict", "printable", "row_limit", "verdict"]
@@ -66,11 +65,11 @@ def verdict(fs: FileSystem, path: str, namespace: str, limit: int) -> Verdict:
         return Verdict("gone")
     except OSError as error:
         return Verdict("damaged", reason=f"cannot be read: {error.strerror}")
-    except (DamagedError, ShortFileError) as error:
+    except DamagedError as error:
         return Verdict("damaged", reason=printable(str(error)))
     except NewerFormatError as error:
         return Verdict("unchecked", reason=printable(f"is of the newer format {error}: upgrade torchcache2"))
-    except (TooLargeError, UnknownClassError, OptionError) as error:
+    except (UnreadableError, OptionError) as error:
         return Verdict("unchecked", reason=printable(str(error)))
     except MemoryError:
         return Verdict("unchecked", reason="needs more memory than there is")

@@ -254,7 +254,8 @@ def _import(
 ) -> None:
     """Add the segments of an exported file, after checking each. Exit code 1 if some are left out."""
     from torchcache2.cli import archive
-    from torchcache2.files.directory import CacheDirectory, NewerDirectoryError
+    from torchcache2.files.directory import CacheDirectory
+    from torchcache2.files.errors import NewerFormatError
     from torchcache2.files.filesystem import FileSystem
 
     try:
@@ -262,7 +263,7 @@ def _import(
             done = archive.import_archive(file, CacheDirectory(directory, FileSystem()), advance)
     except archive.ArchiveError as error:
         raise OptionError(f"{file!r} {error}; nothing was imported") from None
-    except NewerDirectoryError as error:
+    except NewerFormatError as error:
         raise OptionError(str(error)) from None
     bad = [{"file": name, "state": found.state, "reason": found.reason} for name, found in done.refused]
     if form is _Format.json:

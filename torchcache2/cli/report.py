@@ -12,10 +12,9 @@ import numpy as np
 
 from torchcache2.cli.check import printable
 from torchcache2.core.errors import OptionError
-from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, CacheDirectory, Contents, NewerDirectoryError
+from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, CacheDirectory, Contents
+from torchcache2.files.errors import NewerFormatError, UnreadableError
 from torchcache2.files.filesystem import FileSystem, StrangeFileError
-from torchcache2.files.layout import DamagedError, NewerFormatError, TooLargeError
-from torchcache2.files.schemajson import UnknownClassError
 from torchcache2.files.segment import Descriptors, Segment
 
 __all__ = ["Namespace", "existing", "in_use", "name", "namespace", "totals"]
@@ -104,7 +103,7 @@ def existing(path: str, fs: FileSystem) -> CacheDirectory:
         raise OptionError(f"{path!r} is a file, not a cache directory") from None
     except OptionError:
         raise OptionError(f"{path!r} is not a cache directory: it has no {TAG} of torchcache2") from None
-    except NewerDirectoryError as error:
+    except NewerFormatError as error:
         raise OptionError(str(error)) from None
     if TAG not in names and not directory.scan():
         raise OptionError(f"{path!r} is not a cache directory: it has neither {TAG} nor a namespace")
@@ -122,7 +121,7 @@ def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
             segment = Segment.open(directory.fs, descriptors, path, limit=_ANY, structured=False)
         except FileNotFoundError:
             continue  # deleted meanwhile
-        except (OSError, DamagedError, NewerFormatError, TooLargeError, UnknownClassError, OptionError):
+        except (OSError, UnreadableError, OptionError):
             unreadable += 1
             continue
         rows += len(segment)

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from torchcache2.files.jsonparts import SchemaError, UnknownClassError, UnserialisableError, list_of
+from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
+from torchcache2.files.jsonparts import list_of
 
 __all__ = [
     "BUILTINS",
@@ -40,7 +41,7 @@ def name_of(cls: Any, where: str) -> str:
         name = "__main__:" + name.partition(":")[2]
     try:
         class_of(name, lambda found: found is cls)
-    except (SchemaError, UnknownClassError):
+    except (DamagedError, UnknownClassError):
         raise UnserialisableError(f"{where} needs {name}, which is not found by that name") from None
     if not is_storable(cls):
         raise UnserialisableError(f"{where} needs {name}, which is not a node type of pytrees")
@@ -50,10 +51,10 @@ def name_of(cls: Any, where: str) -> str:
 def class_of(name: Any, accepted: Callable[[Any], bool]) -> Any:
     """The class of that name, if this process has it and it is one that is accepted."""
     if type(name) is not str or len(name) > MAX_NAME or not name.isprintable():
-        raise SchemaError("a class that is not a name")
+        raise DamagedError("a class that is not a name")
     module, _, qualname = name.partition(":")
     if not module or not all(qualname.split(".")):
-        raise SchemaError("a class that is not a name")
+        raise DamagedError("a class that is not a name")
     value: Any = sys.modules.get(module)
     for part in qualname.split("."):
         namespace: Any = {}
@@ -111,12 +112,12 @@ def _is_struct_sequence(cls: Any) -> bool:
 def check_fields(cls: Any, name: str, fields: Any, children: int) -> None:
     """Whether a class has the fields that it had when it was written."""
     if fields is not None and not all(type(field) is str for field in list_of(fields)):
-        raise SchemaError("fields that are not names")
+        raise DamagedError("fields that are not names")
     known = fields_of(cls)
     if known != fields:
         raise UnknownClassError(name, "has other fields than when its schema was written")
     if known is not None and (is_namedtuple(cls) or _is_struct_sequence(cls)) and len(known) != children:
-        raise SchemaError("another number of children than of fields")
+        raise DamagedError("another number of children than of fields")
 
 
 def qualified(cls: Any, separator: str = ".") -> str:

@@ -4,7 +4,7 @@ A block is one or more rows: for each leaf a part, the bytes of its elements. Ro
 known from elsewhere; a block holds none of them. The number of elements of a part is its size over the
 lane's width; a part whose size is not a multiple of the width has width 1 and is not rotated. Parts
 of no bytes leave nothing in a block. All integers are little-endian. Checksums are not the codec's: a
-changed block gives `CorruptError` or wrong bytes.
+changed block gives `DamagedError` or wrong bytes.
 
 Codec ``none``
     The bytes of the parts, one after another.
@@ -48,8 +48,9 @@ import numpy as np
 import torch
 
 from torchcache2.core.extras import require
+from torchcache2.files.errors import DamagedError
 
-__all__ = ["Codec", "CorruptError", "Lane", "codec", "lane"]
+__all__ = ["Codec", "Lane", "codec", "lane"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Words = np.ndarray[Any, np.dtype[Any]]
@@ -71,10 +72,6 @@ _PIPELINE = bytes([1, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0])  # shuffle, the
 _ZEROS = 0x10  # nothing but zeros, and no bytes after the header
 _WORTH_THREADS = 1 << 19
 _WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
-
-
-class CorruptError(Exception):
-    """Bytes that the codec cannot have written. Internal: callers count it as a miss."""
 
 
 class Lane(NamedTuple):
@@ -122,7 +119,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, block: bytes | memoryview, outs: Sequence[Bytes], lanes: Sequence[Lane]) -> None:
-        """Fill `outs` from a block; `CorruptError` if it does not hold exactly that."""
+        """Fill `outs` from a block; `DamagedError` if it does not hold exactly that."""
         ...
 
 
@@ -160,10 +157,10 @@ class Plain:
         return b"".join(part.data for part in parts)
 
     def decode(self, block: bytes | memoryview, outs: Sequence[Bytes], lanes: Sequence[Lane]) -> None:
-        """Fill `outs` from a block; `CorruptError` if it does not hold exactly that."""
+        """Fill `outs` from a block; `DamagedError` if it does not hold exactly that."""
         data, at = np.frombuffer(block, np.uint8), 0
         if len(data) != sum(map(len, outs)):
-            raise CorruptError(f"a block of {len(data)} bytes for {sum(map(len, outs))}")
+            raise DamagedError(f"a block of {len(data)} bytes for {sum(map(len, outs))}")
         for out in outs:
             out[:] = data[at : at + len(out)]
             at += len(out)
@@ -186,7 +183,7 @@ class Brotli:
         return b"".join(pieces)
 
     def decode(self, block: bytes | memoryview, outs: Sequence[Bytes], lanes: Sequence[Lane]) -> None:
-        """Fill `outs` from a block; `CorruptError` if it does not hold exactly that.
+        """Fill `outs` from a block; `DamagedError` if it does not hold exactly that.
 
         Whatever the block says, memory beside `outs` stays within a few times the largest of them.
         """
@@ -195,7 +192,7 @@ class Brotli:
             if len(out):
                 at = _decode(data, at, out, split)
         if at != len(data):
-            raise CorruptError(f"{len(data) - at} bytes after the last part")
+            raise DamagedError(f"{len(data) - at} bytes after the last part")
 
     def _encode(self, part: Bytes, split: Lane, pieces: list[Any]) -> None:
         _require_size(part)
@@ -242,12 +239,12 @@ def _decode(data: memoryview, at: int, out: Bytes, split: Lane) -> int:
     if flags == 0:
         return _join(data, at + 1, out, count, width, rotated)
     if flags != _HAS_BITMAP or at + 5 > len(data):
-        raise CorruptError(f"flags {flags}")
+        raise DamagedError(f"flags {flags}")
     (full,) = _U32.unpack_from(data, at + 1)
     bitmap, at = _stream(data, at + 5, (count + 7) // 8)
     nonzero = np.unpackbits(bitmap, count=count, bitorder="little").view(np.bool_)
     if full != np.count_nonzero(nonzero) or (count % 8 and bitmap[-1] >> count % 8):
-        raise CorruptError(f"a bitmap that is not of {full} in {count} elements")
+        raise DamagedError(f"a bitmap that is not of {full} in {count} elements")
     packed = np.empty(full * width, np.uint8)
     at = _join(data, at, packed, full, width, rotated)
     words: Words = out.view(_WORDS[width])
@@ -273,26 +270,26 @@ def _stream(data: memoryview, at: int, size: int) -> tuple[Bytes, int]:
     """The `size` bytes that the stream at `at` holds, and where it ends."""
     begin = at + 4
     if begin > len(data):
-        raise CorruptError("a block that ends too early")
+        raise DamagedError("a block that ends too early")
     (head,) = _U32.unpack_from(data, at)
     stored = head & (_COMPRESSED - 1)
     end = begin + stored
     if end > len(data):
-        raise CorruptError("a block that ends too early")
+        raise DamagedError("a block that ends too early")
     if head < _COMPRESSED:
         if stored != size:
-            raise CorruptError(f"{stored} raw bytes for {size}")
+            raise DamagedError(f"{stored} raw bytes for {size}")
         return np.frombuffer(data[begin:end], np.uint8), end
     if not 0 < stored < size or data[begin] & 0xF in _WIDE_WINDOWS:
-        raise CorruptError(f"a brotli stream of {stored} bytes for {size}, or one with too large a window")
+        raise DamagedError(f"a brotli stream of {stored} bytes for {size}, or one with too large a window")
     decompressor = brotli.Decompressor()
     try:
         # One byte more than wanted: at its limit the reader may stop short of the end of the stream.
         held = decompressor.process(data[begin:end], output_buffer_limit=size + 1)
     except brotli.error as error:
-        raise CorruptError(str(error)) from None
+        raise DamagedError(str(error)) from None
     if len(held) != size or not decompressor.is_finished():
-        raise CorruptError(f"a brotli stream that does not hold {size} bytes")
+        raise DamagedError(f"a brotli stream that does not hold {size} bytes")
     return np.frombuffer(held, np.uint8), end
 
 
@@ -328,7 +325,7 @@ class Blosc2:
         return b"".join(pieces)
 
     def decode(self, block: bytes | memoryview, outs: Sequence[Bytes], lanes: Sequence[Lane]) -> None:
-        """Fill `outs` from a block; `CorruptError` if it does not hold exactly that."""
+        """Fill `outs` from a block; `DamagedError` if it does not hold exactly that."""
         data, at = memoryview(block), 0
         for out, split in zip(outs, lanes, strict=True):
             if len(out):
@@ -337,16 +334,16 @@ class Blosc2:
                 try:
                     self._library.decompress2(chunk, out, **threads)
                 except (ValueError, RuntimeError) as error:
-                    raise CorruptError(str(error)) from None
+                    raise DamagedError(str(error)) from None
         if at != len(data):
-            raise CorruptError(f"{len(data) - at} bytes after the last part")
+            raise DamagedError(f"{len(data) - at} bytes after the last part")
 
 
 def _chunk(data: memoryview, at: int, size: int, width: int) -> tuple[memoryview, int]:
     """The chunk at `at`, whose header is one that `Blosc2` writes for `size` bytes, and where it ends."""
     begin = at + 4
     if begin + _HEADER.size > len(data):
-        raise CorruptError("a block that ends too early")
+        raise DamagedError("a block that ends too early")
     (stored,) = _U32.unpack_from(data, at)
     end = begin + stored
     version, _, flags, typesize, held, part, length, pipeline, special = _HEADER.unpack_from(data, begin)
@@ -360,5 +357,5 @@ def _chunk(data: memoryview, at: int, size: int, width: int) -> tuple[memoryview
         or special not in (0, _ZEROS)
         or (special == _ZEROS and stored != _HEADER.size)
     ):
-        raise CorruptError(f"not a chunk of {size} bytes")
+        raise DamagedError(f"not a chunk of {size} bytes")
     return data[begin:end], end

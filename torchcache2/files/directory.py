@@ -26,6 +26,7 @@ from typing import Any
 
 from torchcache2.core.errors import OptionError
 from torchcache2.files.encode import ulid
+from torchcache2.files.errors import DamagedError, NewerFormatError
 from torchcache2.files.filenames import (
     CORRUPT,
     FINGERPRINT,
@@ -39,7 +40,7 @@ from torchcache2.files.filenames import (
     is_ours,
     stated_format,
 )
-from torchcache2.files.filesystem import Descriptor, FileSystem, ShortFileError, StrangeFileError
+from torchcache2.files.filesystem import Descriptor, FileSystem, StrangeFileError
 from torchcache2.files.layout import FORMAT_VERSION
 
 __all__ = [
@@ -50,7 +51,6 @@ __all__ = [
     "TAG",
     "CacheDirectory",
     "Contents",
-    "NewerDirectoryError",
 ]
 
 _MOST_TEXT = 16 << 20
@@ -59,10 +59,6 @@ _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 _ENTRIES = 10
 _TRIES, _CLAIMS, _BETWEEN_TRIES = 20, 2, 0.005  # seconds
 _OLD = 24 * 3600.0  # seconds after which a temporary file is a dead writer's where there are no locks
-
-
-class NewerDirectoryError(Exception):
-    """A directory of a later version of the format."""
 
 
 class CacheDirectory:
@@ -85,7 +81,7 @@ class CacheDirectory:
         ------
         OptionError
             If it is a file, a folder with somebody else's files, or a path that no folder can have.
-        NewerDirectoryError
+        NewerFormatError
             If a later version of the format is there.
         OSError
             If it cannot be read.
@@ -112,7 +108,7 @@ class CacheDirectory:
                     "that does not exist yet, or an empty one"
                 )
         elif not 1 <= tag <= FORMAT_VERSION:
-            raise NewerDirectoryError(
+            raise NewerFormatError(
                 f"{self.path!r} has format {tag}, and this version of torchcache2 knows format "
                 f"{FORMAT_VERSION}: nothing is read or written there. Upgrade torchcache2, or give another "
                 "folder"
@@ -178,7 +174,7 @@ class CacheDirectory:
         path = os.path.join(self.path, namespace, FINGERPRINT)
         try:
             document = json.loads(self.fs.read_file(path, _MOST_TEXT))
-        except (OSError, ShortFileError, ValueError, RecursionError):
+        except (OSError, DamagedError, ValueError, RecursionError):
             return {}
         return document if isinstance(document, dict) else {}
 
@@ -326,7 +322,7 @@ class CacheDirectory:
         """The format that the directory says it has; None if it does not say that it is a cache."""
         try:
             return stated_format(self.fs.read_file(os.path.join(self.path, TAG), _MOST_TEXT))
-        except (FileNotFoundError, NotADirectoryError, StrangeFileError, ShortFileError):
+        except (FileNotFoundError, NotADirectoryError, StrangeFileError, DamagedError):
             return None
 
     def _make_folder(self, path: str) -> bool:

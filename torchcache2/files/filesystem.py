@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from torchcache2.files.descriptors import Descriptor, Descriptors
+from torchcache2.files.errors import DamagedError
 
 try:
     import fcntl
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Descriptor", "Entry", "FileSystem", "ShortFileError", "StrangeFileError", "is_read_only"]
+__all__ = ["Descriptor", "Entry", "FileSystem", "StrangeFileError", "is_read_only"]
 
 _MOST_BUFFERS = 1024  # of one call; IOV_MAX of Linux
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -29,10 +30,6 @@ _READING = (
     os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 )
 T = TypeVar("T")
-
-
-class ShortFileError(Exception):
-    """A file ends before what was to be read."""
 
 
 class StrangeFileError(OSError):
@@ -220,13 +217,13 @@ class FileSystem:
 
         Raises
         ------
-        ShortFileError
+        DamagedError
             If it has more than `limit` bytes: it is not what it is taken for.
         """
         file = self.open(path)
         size = self.size(file)
         if size > limit:
-            raise ShortFileError(f"{path} has {size} bytes, expected at most {limit}")
+            raise DamagedError(f"{path} has {size} bytes, expected at most {limit}")
         data = bytearray(size)
         self.read_all(file, [memoryview(data)], 0)
         return bytes(data)
@@ -236,7 +233,7 @@ class FileSystem:
 
         Raises
         ------
-        ShortFileError
+        DamagedError
             If the file ends before.
         """
         for first in range(0, len(buffers), _MOST_BUFFERS):
@@ -247,7 +244,7 @@ class FileSystem:
                 rest = _after(some, done)
                 more = self.read(file, rest, offset + done)
                 if more == 0:
-                    raise ShortFileError(f"nothing at byte {offset + done}")
+                    raise DamagedError(f"nothing at byte {offset + done}")
                 done += more
             offset += size
 

@@ -8,16 +8,9 @@ from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from torchcache2.files.layout import (
-    FORMAT,
-    FORMAT_VERSION,
-    ZEROS,
-    DamagedError,
-    Layout,
-    NewerFormatError,
-    TooLargeError,
-)
-from torchcache2.files.schemajson import SchemaError, schema_from_json
+from torchcache2.files.errors import DamagedError, NewerFormatError, TooLargeError
+from torchcache2.files.layout import FORMAT, FORMAT_VERSION, ZEROS, Layout
+from torchcache2.files.schemajson import schema_from_json
 
 __all__ = ["checked", "parse", "read_size", "stated"]
 
@@ -116,7 +109,7 @@ def parse(text: bytes, file_bytes: int, limit: int, *, structured: bool = True) 
         _check(layout, file_bytes - 8 - len(text), limit)
         if header != layout.tensors():
             raise DamagedError("tensors that contradict the schema")
-    except (*_UNPARSABLE, SchemaError) as error:
+    except _UNPARSABLE as error:
         raise DamagedError(_unparsed(error)) from None
     return layout
 

@@ -1,14 +1,13 @@
-"""The parts that the JSON of a schema is made of, and what may be wrong with it."""
+"""The parts that the JSON of a schema is made of, each checked as it is read."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+from torchcache2.files.errors import DamagedError
+
 __all__ = [
-    "SchemaError",
-    "UnknownClassError",
-    "UnserialisableError",
     "from_hex",
     "items_of",
     "list_of",
@@ -19,28 +18,6 @@ __all__ = [
 ]
 
 _HEX = re.compile(r"([0-9a-f]{2})*")
-
-
-class SchemaError(Exception):
-    """JSON that no version of this library wrote."""
-
-
-class UnknownClassError(Exception):
-    """A class, dtype or device that this process does not know, or a class with other fields by now.
-
-    Attributes
-    ----------
-    name : str
-        What is unknown; a class as ``module:qualname``.
-    """
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name!r} {reason}")
-        self.name = name
-
-
-class UnserialisableError(Exception):
-    """A schema that has no JSON form, with the type that has none and where it is."""
 
 
 def text_to_json(text: str) -> Any:
@@ -59,39 +36,39 @@ def text_from_json(data: Any) -> str:
             return from_hex(body).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         pass
-    raise SchemaError("a text that is not one")
+    raise DamagedError("a text that is not one")
 
 
 def from_hex(data: Any) -> bytes:
     """The bytes."""
     if type(data) is not str or not _HEX.fullmatch(data):
-        raise SchemaError("bytes that are not hexadecimal")
+        raise DamagedError("bytes that are not hexadecimal")
     return bytes.fromhex(data)
 
 
 def tagged(data: Any) -> tuple[Any, Any]:
     """The one tag of an object, and what it has."""
     if type(data) is not dict or len(data) != 1:
-        raise SchemaError("neither a plain value nor an object with one tag")
+        raise DamagedError("neither a plain value nor an object with one tag")
     return next(iter(data.items()))
 
 
 def members_of(data: Any, needed: set[str], optional: set[str] | None = None) -> dict[str, Any]:
     """An object with certain members."""
     if type(data) is not dict or not needed <= set(data) <= needed | (optional or set()):
-        raise SchemaError(f"not an object with {', '.join(sorted(needed))}")
+        raise DamagedError(f"not an object with {', '.join(sorted(needed))}")
     return data
 
 
 def list_of(data: Any) -> list[Any]:
     """A list."""
     if type(data) is not list:
-        raise SchemaError("something else where a list belongs")
+        raise DamagedError("something else where a list belongs")
     return data
 
 
 def items_of(items: list[Any], count: int) -> list[Any]:
     """The items of a list of a certain length."""
     if len(items) != count:
-        raise SchemaError(f"{len(items)} items where {count} belong")
+        raise DamagedError(f"{len(items)} items where {count} belong")
     return items

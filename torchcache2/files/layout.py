@@ -42,17 +42,10 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from torchcache2.core.rows import Schema
-from torchcache2.files.schemajson import UnserialisableError, schema_to_json
+from torchcache2.files.errors import UnserialisableError
+from torchcache2.files.schemajson import schema_to_json
 
-__all__ = [
-    "FORMAT_VERSION",
-    "DamagedError",
-    "Layout",
-    "NewerFormatError",
-    "TooLargeError",
-    "ragged_extents",
-    "schema_text",
-]
+__all__ = ["FORMAT_VERSION", "Layout", "ragged_extents", "schema_text"]
 
 FORMAT_VERSION = 1
 _MOST_SCHEMA_BYTES = 2 << 20  # a header has it with escapes, and paths once more
@@ -78,18 +71,6 @@ _DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }  # what every reader of safetensors can read; other leaves are stored as their bytes
-
-
-class DamagedError(Exception):
-    """A file that is not what was written: what does not hold."""
-
-
-class NewerFormatError(Exception):
-    """A file of a later version of the format."""
-
-
-class TooLargeError(Exception):
-    """A segment with rows of more bytes than the reader allows."""
 
 
 @dataclasses.dataclass(frozen=True)

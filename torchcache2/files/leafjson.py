@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from torchcache2.core.rows import Leaf
+from torchcache2.files.errors import DamagedError, UnknownClassError
 from torchcache2.files.jsonparts import (
-    SchemaError,
-    UnknownClassError,
     list_of,
     members_of,
     text_from_json,
@@ -55,32 +54,32 @@ def leaf_from_json(data: Any) -> Leaf:
     device = _device(members["device"]) if "device" in members else None
     extents = list_of(members["shape"])
     if len(extents) > MAX_DIMS:
-        raise SchemaError(f"a shape of more than {MAX_DIMS} dimensions")
+        raise DamagedError(f"a shape of more than {MAX_DIMS} dimensions")
     size = 1
     for extent in extents:
         if extent is not None and not (type(extent) is int and 0 <= extent < MAX_ROW):
-            raise SchemaError("an extent that is not a number of elements")
+            raise DamagedError("an extent that is not a number of elements")
         size *= extent or 1
     if size >= MAX_ROW:
-        raise SchemaError("a row of too many elements")
+        raise DamagedError("a row of too many elements")
     if type(last) is not bool or (last and len(extents) not in (3, 4)):
-        raise SchemaError("channels_last of a leaf without channels")
+        raise DamagedError("channels_last of a leaf without channels")
     if type(kind) is not str or (kind != "tensor" and kind not in _WIDTHS):
-        raise SchemaError("a leaf of no known kind")
+        raise DamagedError("a leaf of no known kind")
     if kind == "tensor":
         if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
-            raise SchemaError("a stored dtype that the dtype is not rounded to")
+            raise DamagedError("a stored dtype that the dtype is not rounded to")
     elif not (dtype == stored == torch.uint8 and len(extents) == 1 and device is None):
-        raise SchemaError("a value that is not kept as its bytes")
+        raise DamagedError("a value that is not kept as its bytes")
     elif _WIDTHS[kind] not in (None, extents[0]):
-        raise SchemaError("a value of another width than its kind")
+        raise DamagedError("a value of another width than its kind")
     shape = tuple([-1 if extent is None else extent for extent in extents])
     return Leaf(path, kind, dtype, stored, shape, last, device)
 
 
 def _dtype(name: Any) -> torch.dtype:
     if type(name) is not str or not _DTYPE.fullmatch(name):
-        raise SchemaError("a dtype that is not a name")
+        raise DamagedError("a dtype that is not a name")
     if name not in _DTYPES:
         raise UnknownClassError(name, "is not a dtype of this version of PyTorch")
     return _DTYPES[name]
@@ -88,7 +87,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 def _device(name: Any) -> str:
     if type(name) is not str or not _DEVICE.fullmatch(name):
-        raise SchemaError("a device that is not a name")
+        raise DamagedError("a device that is not a name")
     try:
         torch.device(name)
     except Exception:  # of a backend that is not imported

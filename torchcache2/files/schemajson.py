@@ -37,10 +37,8 @@ from torchcache2.files.classnames import (
     one_of,
     qualified,
 )
+from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.jsonparts import (
-    SchemaError,
-    UnknownClassError,
-    UnserialisableError,
     from_hex,
     items_of,
     list_of,
@@ -52,9 +50,6 @@ from torchcache2.files.jsonparts import (
 from torchcache2.files.leafjson import NEEDED, POSSIBLE, leaf_from_json, leaf_to_json
 
 __all__ = [
-    "SchemaError",
-    "UnknownClassError",
-    "UnserialisableError",
     "schema_from_json",
     "schema_to_json",
 ]
@@ -84,7 +79,7 @@ def schema_to_json(schema: Schema) -> dict[str, Any]:
     }
     try:  # so that the limits of the reader are those of the writer too
         schema_from_json(data)
-    except (SchemaError, UnknownClassError) as error:
+    except (DamagedError, UnknownClassError) as error:
         raise UnserialisableError(f"the schema of the output could not be read back: {error}") from None
     return data
 
@@ -102,7 +97,7 @@ def schema_from_json(data: Any, *, structured: bool = True) -> Schema:
 
     Raises
     ------
-    SchemaError
+    DamagedError
         If no version of this library wrote it.
     UnknownClassError
         If it names a class, dtype or device that this process does not know (yet).
@@ -110,7 +105,7 @@ def schema_from_json(data: Any, *, structured: bool = True) -> Schema:
     members = members_of(data, {"structure", "leaves"})
     leaves = list_of(members["leaves"])
     if len(leaves) > MAX_LEAVES:
-        raise SchemaError(f"more than {MAX_LEAVES} leaves")
+        raise DamagedError(f"more than {MAX_LEAVES} leaves")
     if not structured:
         structure = pytree.tree_flatten([0] * len(leaves))[1]
         named = [members_of(leaf, NEEDED, POSSIBLE) for leaf in leaves]
@@ -118,7 +113,7 @@ def schema_from_json(data: Any, *, structured: bool = True) -> Schema:
         return Schema(structure, tuple([leaf_from_json(leaf) for leaf in leaves]))
     structure = _Reader().node(members["structure"], 0)
     if structure.num_leaves != len(leaves):
-        raise SchemaError(f"{len(leaves)} leaves for a structure of {structure.num_leaves}")
+        raise DamagedError(f"{len(leaves)} leaves for a structure of {structure.num_leaves}")
     return Schema(structure, tuple([leaf_from_json(leaf) for leaf in leaves]))
 
 
@@ -219,7 +214,7 @@ class _Writer(_Counter):
 
 class _Reader(_Counter):
     def __init__(self) -> None:
-        super().__init__(SchemaError)
+        super().__init__(DamagedError)
 
     def node(self, data: Any, depth: int) -> pytree.TreeSpec:
         self.count(depth)
@@ -235,14 +230,14 @@ class _Reader(_Counter):
         if tag == "defaultdict":
             factory, items = items_of(items, 2)
             if factory is not None and (type(factory) is not str or factory not in _FACTORIES):
-                raise SchemaError("a defaultdict of no builtin type")
+                raise DamagedError("a defaultdict of no builtin type")
             keys, nodes = self.pairs(items, depth, self.node)
             return pytree.TreeSpec(collections.defaultdict, [factory and _FACTORIES[factory], keys], nodes)
         if tag == "deque":
             length, items = items_of(items, 2)
             nodes = self.nodes(items, depth)
             if length is not None and not (type(length) is int and len(nodes) <= length < 2**63):
-                raise SchemaError("a deque without room for its items")
+                raise DamagedError("a deque without room for its items")
             return pytree.TreeSpec(collections.deque, length, nodes)
         if tag == "namedtuple":
             name, fields, items = items_of(items, 3)
@@ -255,7 +250,7 @@ class _Reader(_Counter):
             context, nodes = self.value(context, depth + 1), self.nodes(items, depth)
             check_fields(cls, name, fields, len(nodes))
             return pytree.TreeSpec(cls, context, nodes)
-        raise SchemaError("a node of no known kind")
+        raise DamagedError("a node of no known kind")
 
     def nodes(self, items: Any, depth: int) -> list[Any]:
         return [self.node(item, depth + 1) for item in list_of(items)]
@@ -264,9 +259,9 @@ class _Reader(_Counter):
         pairs = [items_of(list_of(item), 2) for item in list_of(items)]
         keys = [self.value(key, depth + 1) for key, _ in pairs]
         if not all(_is_key(key, MAX_DEPTH) for key in keys):
-            raise SchemaError("a key of a type that keys do not have")
+            raise DamagedError("a key of a type that keys do not have")
         if len(set(keys)) != len(keys):
-            raise SchemaError("two equal keys")
+            raise DamagedError("two equal keys")
         return keys, [read(value, depth + 1) for _, value in pairs]
 
     def value(self, data: Any, depth: int) -> Any:
@@ -292,7 +287,7 @@ class _Reader(_Counter):
             return dict(zip(keys, values, strict=True))
         if tag == "class":
             return class_of(body, is_storable)
-        raise SchemaError("a value of no known kind")
+        raise DamagedError("a value of no known kind")
 
 
 def _is_key(value: Any, depth: int) -> bool:

@@ -12,12 +12,13 @@ from xxhash import xxh3_64_intdigest
 from torchcache2.core.gather import empty_bytes, moved
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files import codec as codecs
-from torchcache2.files.codec import CorruptError, lane
+from torchcache2.files.codec import lane
 from torchcache2.files.descriptors import Descriptors
 from torchcache2.files.encode import Encoded, row_checksums
-from torchcache2.files.filesystem import Descriptor, FileSystem, ShortFileError
+from torchcache2.files.errors import DamagedError, TooLargeError
+from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.files.header import checked, parse, read_size, stated
-from torchcache2.files.layout import DamagedError, Layout, TooLargeError
+from torchcache2.files.layout import Layout
 
 __all__ = ["Descriptors", "Segment", "empty_columns", "rows_of"]
 
@@ -90,23 +91,20 @@ class Segment:
         ------
         OSError
             As the file system does.
-        DamagedError, NewerFormatError, TooLargeError, UnknownClassError
-            See `torchcache2.files.header.parse`.
+        UnreadableError
+            Which one: see `torchcache2.files.header.parse`.
         OptionError
             If its codec is not installed.
         """
         file = fs.open(path)
         size = fs.size(file)
-        try:
-            first = _read(fs, file, 0, min(size, _FIRST_READ))
-            end = 8 + read_size(first[:8], size)
-            if end > len(first):
-                first += _read(fs, file, len(first), end - len(first))
-            start, checksum = stated(first[8:end], size)
-            if start > len(first):
-                first += _read(fs, file, len(first), start - len(first))
-        except ShortFileError as error:
-            raise DamagedError(str(error)) from None
+        first = _read(fs, file, 0, min(size, _FIRST_READ))
+        end = 8 + read_size(first[:8], size)
+        if end > len(first):
+            first += _read(fs, file, len(first), end - len(first))
+        start, checksum = stated(first[8:end], size)
+        if start > len(first):
+            first += _read(fs, file, len(first), start - len(first))
         if not checked(first[:start], checksum):
             raise DamagedError("another checksum")
         layout = parse(first[8:end], size, limit, structured=structured)
@@ -169,7 +167,7 @@ class Segment:
                 self._read_columns(file, rows, columns, targets)
             else:
                 self._read_blocks(file, rows, columns, targets)
-        except (ShortFileError, CorruptError, DamagedError):
+        except DamagedError:
             return False
         found = row_checksums(columns, targets.tolist())
         return bool((found == self._checksums[rows]).all())
@@ -219,7 +217,7 @@ class Segment:
             data = memoryview(bytearray(sizes[i]))
             self._fs.read_all(file, [data], starts[i])
             if xxh3_64_intdigest(data) & 0xFFFFFFFF != checksums[i]:
-                raise CorruptError("another checksum")
+                raise DamagedError("another checksum")
             if per_block == 1:
                 place = targets[first]
                 self._codec.decode(data, [column[place] for column in columns], self._lanes)

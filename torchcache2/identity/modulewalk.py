@@ -187,10 +187,6 @@ class Walk(ObjectWalk):
             return self.unreadable(value, path)
         return b"S" + self.encode([str(value.layout), tuple(value.shape), *parts], path)
 
-    def kind(self, kind: type, path: str) -> bytes:
-        """Walk a class."""
-        return self.klass(kind, path)
-
     def rank(self, element: Any) -> bytes:
         """By label, by content, or by what a walk of its own writes."""
         if id(element) in self._labels:

@@ -11,7 +11,8 @@ import torch
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import logger
 from torchcache2.core.settings import CacheSettings
-from torchcache2.files.directory import CacheDirectory, NewerDirectoryError
+from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.eviction import used_bytes
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.base import Tier
@@ -30,7 +31,7 @@ Describe = Callable[[bytes], Mapping[str, Any]]
 def check_folder(settings: CacheSettings) -> None:
     """Raise `OptionError` if the cache directory is a file, or a folder with somebody else's files."""
     if settings.is_persistent and settings.persistent_cache_dir is not None:
-        with contextlib.suppress(OSError, NewerDirectoryError):  # the tier warns, and goes on in memory
+        with contextlib.suppress(OSError, NewerFormatError):  # the tier warns, and goes on in memory
             CacheDirectory(str(settings.persistent_cache_dir), FileSystem()).check()
 
 

@@ -16,8 +16,7 @@ import numpy as np
 from torchcache2.core.errors import OptionError
 from torchcache2.files.descriptors import Descriptor
 from torchcache2.files.directory import FINGERPRINT, CacheDirectory
-from torchcache2.files.layout import DamagedError, NewerFormatError, TooLargeError
-from torchcache2.files.schemajson import UnknownClassError
+from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.files.segment import Descriptors, Segment
 from torchcache2.tiers.disk.places import Places
 from torchcache2.tiers.disk.unwritten import Pending
@@ -162,15 +161,15 @@ class Located:
             segment = Segment.open(self._directory.fs, self._descriptors, path, limit=self._limit)
         except FileNotFoundError:
             return False
-        except (OptionError, TooLargeError, UnknownClassError):
-            self._changed = -1  # perhaps later: when what it needs is there
-            return False
         except (OSError, DamagedError, NewerFormatError) as error:
             if isinstance(error, DamagedError):
                 self.names.add(name)
             else:
                 self._changed = -1
             self._on_fault(error, path)
+            return False
+        except (OptionError, UnreadableError):
+            self._changed = -1  # perhaps it can be opened later, when what it needs is there
             return False
         self.names.add(name)
         if segment.layout.namespace != self.namespace:

@@ -11,8 +11,8 @@ import contextlib
 import errno
 
 from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.errors import DamagedError, NewerFormatError
 from torchcache2.files.filesystem import is_read_only
-from torchcache2.files.layout import DamagedError, NewerFormatError
 from torchcache2.tiers.breaker import Breaker
 
 __all__ = ["Health"]

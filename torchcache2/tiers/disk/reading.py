@@ -12,7 +12,7 @@ import torch
 
 from torchcache2.core.keys import Positions
 from torchcache2.core.rows import Rows, Schema
-from torchcache2.files.layout import DamagedError
+from torchcache2.files.errors import DamagedError
 from torchcache2.files.segment import Columns, empty_columns, rows_of
 from torchcache2.tiers.disk.catalog import Source
 

@@ -1,27 +1,25 @@
-"""`Scratch`: a temporary cache directory, deleted at exit; those that killed runs have left go with it."""
+"""`Scratch`: a temporary cache directory, deleted at exit. Making one deletes what killed runs have left."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import multiprocessing.process
-import multiprocessing.util
 import os
 import shutil
 import tempfile
 
+from torchcache2.core.exits import AtExit
 from torchcache2.files.filesystem import Descriptor, FileSystem
 
 __all__ = ["Scratch"]
 
-_EXIT_PRIORITY = 0  # after the tier has closed
+_EXIT_PRIORITY = 0  # lower than that of the writer, which writes into the folder
 _PREFIX = "torchcache2-"
 _CACHE = "cache"
-_ALIVE = ".alive"  # its lock says that the run that made the folder still goes on
+_ALIVE = ".alive"  # a file in the folder; it is locked as long as the run that made the folder goes on
 
 
 class Scratch:
-    """A folder that exists as long as this, and the process.
+    """A folder that exists until `remove` is called or the process ends.
 
     Raises
     ------
@@ -38,11 +36,8 @@ class Scratch:
             self._top = tempfile.mkdtemp(prefix=_PREFIX)
             alive = fs.create(os.path.join(self._top, _ALIVE))
             if fs.lock(alive, exclusive=True) is not False and fs.links(alive):
-                self._alive = alive  # else another run took it for a dead one's
-        atexit.register(self.remove)
-        if multiprocessing.process.parent_process() is not None:
-            # Such a process ends without the handlers of `atexit`.
-            multiprocessing.util.Finalize(None, self.remove, exitpriority=_EXIT_PRIORITY)
+                self._alive = alive  # else another run took the folder for a dead run's and deleted it
+        self._exit = AtExit(self.remove, _EXIT_PRIORITY)
 
     @property
     def path(self) -> str:
@@ -52,7 +47,7 @@ class Scratch:
     def remove(self) -> None:
         """Delete the folder; a forked child leaves it to its parent."""
         if os.getpid() == self._pid:
-            atexit.unregister(self.remove)
+            self._exit.cancel()
             _delete(self._top)
             self._alive = None
 
@@ -74,7 +69,7 @@ class Scratch:
 
 
 def _delete(top: str) -> None:
-    """Delete a folder; what could not be deleted is found by the next run, as ``.alive`` goes last."""
+    """Delete a folder; ``.alive`` goes last, so that the next run finds what could not be deleted."""
     cache = os.path.join(top, _CACHE)
     shutil.rmtree(cache, ignore_errors=True)
     if not os.path.lexists(cache):
@@ -82,7 +77,7 @@ def _delete(top: str) -> None:
 
 
 def _is_scratch(fs: FileSystem, top: str) -> bool:
-    """Whether a folder is one that this user's runs have made, and nothing else is in it."""
+    """Whether this user's runs have made a folder, and it has no files of others."""
     if hasattr(os, "getuid") and os.lstat(top).st_uid != os.getuid():
         return False
     entries = {entry.name: entry.is_folder for entry in fs.entries(top)}

@@ -24,11 +24,11 @@ from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.settings import Policy
 from torchcache2.files import codec as codecs
-from torchcache2.files.directory import CacheDirectory, NewerDirectoryError
+from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.errors import DamagedError, NewerFormatError, UnserialisableError
 from torchcache2.files.eviction import used_bytes
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.layout import DamagedError, schema_text
-from torchcache2.files.schemajson import UnserialisableError
+from torchcache2.files.layout import schema_text
 from torchcache2.files.segment import Segment
 from torchcache2.tiers.base import Found, Tier, TierStats
 from torchcache2.tiers.disk.catalog import Located, Source
@@ -277,7 +277,7 @@ class DiskTier(Tier):
             self.directory.check()
             self.directory.create()
             self.directory.remove_leftovers()
-        except NewerDirectoryError as error:
+        except NewerFormatError as error:
             self._health.newer(str(error))
         except OSError as error:
             self._health.write_fault(error, self.path)

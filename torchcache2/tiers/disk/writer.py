@@ -14,10 +14,7 @@ that waited when it was made to its parent.
 
 from __future__ import annotations
 
-import atexit
 import math
-import multiprocessing.process
-import multiprocessing.util
 import os
 import threading
 import time
@@ -25,12 +22,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from torchcache2.core.exits import AtExit
 from torchcache2.core.rows import Schema
 from torchcache2.tiers.disk.unwritten import Pending
 
 __all__ = ["Writer"]
 
-_EXIT_PRIORITY = 10
+_EXIT_PRIORITY = 10  # higher than that of a temporary directory, which is deleted afterwards
 _SHARE = 0.02  # of the time that rows of a namespace have waited: so long may the next ones
 _LONGEST_DELAY = 600.0  # seconds
 Kind = tuple[bytes, Schema]
@@ -89,8 +87,7 @@ class Writer:
         self._ready: deque[Pending] = deque()
         self._writing: list[Pending] = []
         self._thread: threading.Thread | None = None
-        self._finalizer: Any = None
-        self._is_registered = False
+        self._exit: AtExit | None = None
         self._ending = False
 
     @property
@@ -166,9 +163,8 @@ class Writer:
         with self._lock:
             self._ending = True
             self._changed.notify_all()
-        atexit.unregister(self._at_exit)
-        if self._finalizer is not None:
-            self._finalizer.cancel()
+        if self._exit is not None:
+            self._exit.cancel()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and self._is_alive():
             thread.join()
@@ -185,14 +181,8 @@ class Writer:
         """Start the thread if there is none; with the lock held."""
         if self._thread is not None or self._ending:
             return
-        if not self._is_registered:
-            atexit.register(self._at_exit)
-            if multiprocessing.process.parent_process() is not None:
-                # Such a process ends without the handlers of `atexit`.
-                self._finalizer = multiprocessing.util.Finalize(
-                    None, self._at_exit, exitpriority=_EXIT_PRIORITY
-                )
-            self._is_registered = True
+        if self._exit is None:
+            self._exit = AtExit(self._at_exit, _EXIT_PRIORITY)
         self._thread = threading.Thread(target=self._work, name="torchcache2 writer", daemon=True)
         try:
             self._thread.start()
