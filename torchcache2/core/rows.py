@@ -11,11 +11,11 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OutputError, hint
 from torchcache2.core.gather import as_bytes, empty_rows, select, with_ordinary_tensors
 from torchcache2.core.transfer import to_device
@@ -23,7 +23,6 @@ from torchcache2.core.transfer import to_device
 __all__ = ["BARE", "Leaf", "Rows", "Schema", "UnstorableError", "rounded"]
 
 _HOST = torch.device("cpu")
-Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _PACKED = {"bool": "<?", "int": "<q", "float": "<d", "complex": "<dd"}

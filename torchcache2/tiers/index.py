@@ -10,14 +10,11 @@ Not thread-safe: the owner holds a lock.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-__all__ = ["KeyIndex"]
+from torchcache2.core.arrays import Entries, Words
 
-Words = np.ndarray[Any, np.dtype[np.uint64]]
-Entries = np.ndarray[Any, np.dtype[np.int64]]
+__all__ = ["KeyIndex"]
 
 _FREE, _REMOVED = -1, -2
 _WINDOW = np.arange(8)  # slots that are looked at together: one cache line

@@ -9,10 +9,8 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
 
-import numpy as np
-
+from torchcache2.core.arrays import Array, Entries, Words
 from torchcache2.core.errors import OptionError
 from torchcache2.files.descriptors import Descriptor
 from torchcache2.files.directory import FINGERPRINT, CacheDirectory
@@ -21,11 +19,9 @@ from torchcache2.files.schemajson import UnknownClassError
 from torchcache2.files.segment import Descriptors, Segment
 from torchcache2.tiers.disk.places import Places
 from torchcache2.tiers.disk.unwritten import Pending
-from torchcache2.tiers.index import Entries, Words
 
 __all__ = ["Located", "Source"]
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Source = Segment | Pending
 
 _LOOK_EVERY = 2.0  # seconds between looks for other writers' segments

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 
-from torchcache2.tiers.index import Entries, KeyIndex, Words
+from torchcache2.core.arrays import Array, Entries, Words
+from torchcache2.tiers.index import KeyIndex
 
 __all__ = ["Places"]
 
-Array = np.ndarray[Any, np.dtype[Any]]
 
 _GROWTH = 1.0625
 _CHECKED_AT_ONCE = 1 << 18  # keys that another source has too; some 20 ms

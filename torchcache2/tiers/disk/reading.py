@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from torchcache2.core.keys import Positions
+from torchcache2.core.arrays import Array, Positions
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.layout import DamagedError
 from torchcache2.files.segment import Columns, empty_columns, rows_of
@@ -19,8 +19,6 @@ from torchcache2.tiers.disk.catalog import Source
 __all__ = ["fetch"]
 
 _ASKED_BESIDE = 8 << 20  # bytes of a batch that are worth a thread
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class _Job(NamedTuple):

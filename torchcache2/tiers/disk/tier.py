@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from torchcache2.core.arrays import Positions
 from torchcache2.core.gather import with_ordinary_tensors
-from torchcache2.core.keys import Keys, Positions
+from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.settings import Policy
 from torchcache2.files import codec as codecs

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 
+from torchcache2.core.arrays import Array
 from torchcache2.core.gather import as_bytes, moved
 from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
@@ -20,7 +20,6 @@ _CPU = torch.device("cpu")
 _SLAB = 8 << 20
 _ALIGNED = 64
 _BATCH_BYTES = 2048  # about what a batch takes as Python objects
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Slabs:

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.core.arrays import Bytes2D, Entries, Words
 from torchcache2.core.gather import gather
-from torchcache2.core.keys import Bytes2D
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.transfer import Runtime, StreamOrder
-from torchcache2.tiers.index import Entries, KeyIndex, Words
+from torchcache2.tiers.index import KeyIndex
 
 __all__ = ["Arena"]
 

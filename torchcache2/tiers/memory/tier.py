@@ -20,8 +20,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from torchcache2.core.arrays import Positions
 from torchcache2.core.gather import with_ordinary_tensors
-from torchcache2.core.keys import Keys, Positions
+from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows, Schema
@@ -266,7 +267,7 @@ class MemoryTier(Tier):
         staging = self._pending.arriving.nbytes if self._pending is not None else 0
         return self._arenas.nbytes + staging
 
-    def _absent(self, keys: Keys, arena: Arena | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _absent(self, keys: Keys, arena: Arena | None) -> Positions:
         absent = np.ones(len(keys), bool)
         asked = self._arenas.holding(keys)
         if arena is not None and not any(other is arena for other in asked):
