@@ -16,7 +16,8 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from torchcache2.core.arrays import Bytes, Bytes2D
 from torchcache2.core.gather import as_bytes, moved
 from torchcache2.core.keys import Keys
-from torchcache2.core.rows import Rows, Schema
+from torchcache2.core.rows import Rows
+from torchcache2.core.schema import Schema
 from torchcache2.files.codec import Codec, Lane, Plain, lane
 from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.files.layout import BLOCK_BYTES, Layout, schema_text

@@ -11,7 +11,8 @@ from xxhash import xxh3_64_intdigest
 
 from torchcache2.core.arrays import Array
 from torchcache2.core.gather import empty_bytes, moved
-from torchcache2.core.rows import Rows, Schema
+from torchcache2.core.rows import Rows
+from torchcache2.core.schema import Schema
 from torchcache2.files import codec as codecs
 from torchcache2.files.codec import CorruptError, lane
 from torchcache2.files.descriptors import Descriptors

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from torchcache2.core.arrays import Array, Positions
-from torchcache2.core.rows import Rows, Schema
+from torchcache2.core.rows import Rows
+from torchcache2.core.schema import Schema
 from torchcache2.files.layout import DamagedError
 from torchcache2.files.segment import Columns, empty_columns, rows_of
 from torchcache2.tiers.disk.catalog import Source

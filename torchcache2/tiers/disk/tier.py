@@ -22,7 +22,8 @@ import numpy as np
 from torchcache2.core.arrays import Positions
 from torchcache2.core.gather import with_ordinary_tensors
 from torchcache2.core.keys import Keys
-from torchcache2.core.rows import Rows, Schema
+from torchcache2.core.rows import Rows
+from torchcache2.core.schema import Schema
 from torchcache2.core.settings import Policy
 from torchcache2.files import codec as codecs
 from torchcache2.files.directory import CacheDirectory, NewerDirectoryError

@@ -11,7 +11,8 @@ from torchcache2.core.arrays import Array
 from torchcache2.core.gather import as_bytes, moved
 from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
-from torchcache2.core.rows import Rows, Schema
+from torchcache2.core.rows import Rows
+from torchcache2.core.schema import Schema
 from torchcache2.core.transfer import CUDA, Arriving, Runtime
 
 __all__ = ["Held", "Pending", "Slabs"]

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from torchcache2.core.rows import Schema
+from torchcache2.core.schema import Schema
 from torchcache2.tiers.disk.unwritten import Pending
 
 __all__ = ["Writer"]

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from torchcache2.core.arrays import Bytes2D, Entries, Words
 from torchcache2.core.gather import gather
-from torchcache2.core.rows import Rows, Schema
+from torchcache2.core.rows import Rows
+from torchcache2.core.schema import Schema
 from torchcache2.core.transfer import Runtime, StreamOrder
 from torchcache2.tiers.index import KeyIndex
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from torchcache2.core.keys import Keys
-from torchcache2.core.rows import Schema
+from torchcache2.core.schema import Schema
 from torchcache2.tiers.memory.arena import Arena
 
 __all__ = ["GROUP_BYTES", "ArenaTable"]

@@ -25,7 +25,8 @@ from torchcache2.core.gather import with_ordinary_tensors
 from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce
-from torchcache2.core.rows import Rows, Schema
+from torchcache2.core.rows import Rows
+from torchcache2.core.schema import Schema
 from torchcache2.core.settings import Policy
 from torchcache2.core.transfer import CUDA, Arriving, Runtime
 from torchcache2.tiers.base import Found, Tier, TierStats
