@@ -29,6 +29,8 @@ class ArenaTable:
     ----------
     nbytes : int
         Bytes of all arenas when they were last measured, and of the groups.
+    last_used : dict of bytes to int
+        When each namespace was last used, by the tier's clock.
     """
 
     def __init__(self) -> None:
@@ -37,6 +39,7 @@ class ArenaTable:
     def clear(self) -> None:
         """Forget everything."""
         self.nbytes = 0
+        self.last_used: dict[bytes, int] = {}
         self._arenas: dict[bytes, dict[Name, Arena]] = {}
         self._groups: dict[bytes, dict[bytes, list[Arena]]] = {}
         self._sizes: dict[Arena, int] = {}
@@ -91,25 +94,24 @@ class ArenaTable:
 
     def pop(self, namespace: bytes) -> int:
         """Forget a namespace; how many rows it had."""
+        self.last_used.pop(namespace, None)
         arenas = self._arenas.pop(namespace, {}).values()
         self.nbytes -= sum(self._sizes.pop(arena) for arena in arenas)
         self.nbytes -= GROUP_BYTES * len(self._groups.pop(namespace, ()))
         return sum(map(len, arenas))
 
-    def pop_empty(self, namespace: bytes, keep: Arena | None = None) -> bool:
-        """Forget arenas without rows; whether the namespace has none left."""
+    def pop_empty(self, namespace: bytes, keep: Arena | None = None) -> None:
+        """Forget arenas without rows, but for one to `keep`; a namespace without arenas goes too."""
         arenas = self._arenas.get(namespace, {})
         empty = [name for name, arena in arenas.items() if len(arena) == 0 and arena is not keep]
         for name in empty:
             self.nbytes -= self._sizes.pop(arenas.pop(name))
         if not arenas:
             self.pop(namespace)
-            return True
-        if empty:
+        elif empty:
             groups = self._groups.get(namespace, {})
             for group in list(groups):
                 groups[group] = [arena for arena in groups[group] if arena in self._sizes]
                 if not groups[group]:
                     del groups[group]
                     self.nbytes -= GROUP_BYTES
-        return False

@@ -31,12 +31,12 @@ from torchcache2.core.settings import Policy
 from torchcache2.core.transfer import CUDA, Arriving, Runtime
 from torchcache2.tiers.base import Found, Tier, TierStats
 from torchcache2.tiers.memory.arena import Arena
-from torchcache2.tiers.memory.table import GROUP_BYTES, ArenaTable
+from torchcache2.tiers.memory.room import Room
+from torchcache2.tiers.memory.table import ArenaTable
 
 __all__ = ["MemoryTier"]
 
 _MOST_ARENAS = 1024  # each is some reservations of address space, of which a process has a limited number
-_EVICTED_AT_ONCE = 64  # a 64th of the rows: finding the oldest reads when every row was last used
 
 
 class _Pending(NamedTuple):
@@ -84,15 +84,13 @@ class MemoryTier(Tier):
         self._pending: _Pending | None = None
         self.policy = policy
         self._device = device
-        self._in_use = in_use
         self._lock = ProcessLock()
         self._clock = 0
-        self._evictions = 0
         self._closed = False
         self._dropped: deque[bytes] = deque()
         self._told = ToldOnce()
         self._arenas = ArenaTable()
-        self._last_used: dict[bytes, int] = {}
+        self._room = Room(self._arenas, budget, policy, in_use)
 
     @with_ordinary_tensors
     def get(self, keys: Keys) -> Found:
@@ -147,7 +145,7 @@ class MemoryTier(Tier):
             return TierStats(
                 rows=sum(map(len, self._arenas)),
                 bytes=self._used(),
-                evictions=self._evictions,
+                evictions=self._room.evictions,
             )
 
     def counts(self) -> dict[str, int]:
@@ -187,16 +185,13 @@ class MemoryTier(Tier):
         if self._lock.was_torn():
             self._forget_all()
         while self._dropped:
-            namespace = self._dropped.popleft()
-            self._arenas.pop(namespace)
-            self._last_used.pop(namespace, None)
+            self._arenas.pop(self._dropped.popleft())
         if self._closed:
             self._forget_all()
 
     def _forget_all(self) -> None:
         self._pending = None
         self._arenas.clear()
-        self._last_used.clear()
 
     def _find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
         parts: list[tuple[Positions, Rows]] = []
@@ -204,7 +199,7 @@ class MemoryTier(Tier):
         if not arenas:
             return parts
         self._clock += 1
-        self._last_used[keys.namespace] = self._clock
+        self._arenas.last_used[keys.namespace] = self._clock
         for arena in arenas:
             entries = arena.find(keys.words)
             positions = np.flatnonzero(entries >= 0)
@@ -229,11 +224,11 @@ class MemoryTier(Tier):
         if arena is None or len(keys) == 0:
             if arena is not None:
                 self._arenas.link(keys, arena)
-            self._forget_empty(keys.namespace)
+            self._arenas.pop_empty(keys.namespace)
             return 0
         self._clock += 1
-        self._last_used[keys.namespace] = self._clock
-        kept = self._make_room(keys.namespace, arena, len(keys), evicts)
+        self._arenas.last_used[keys.namespace] = self._clock
+        kept = self._room.make(keys.namespace, arena, len(keys), evicts)
         if kept < len(keys):
             if self.policy == "mru" and not self._spills:
                 self._told(
@@ -247,7 +242,7 @@ class MemoryTier(Tier):
             self._arenas.link(keys, arena)
             self._append(arena, keys, rows)
         elif len(arena) == 0:
-            self._forget_empty(keys.namespace)
+            self._arenas.pop_empty(keys.namespace)
         return kept
 
     def _append(self, arena: Arena, keys: Keys, rows: Rows) -> None:
@@ -288,7 +283,7 @@ class MemoryTier(Tier):
         arena = self._arenas.get(namespace, name)
         if arena is None and rows.schema.row_bytes < self.budget:
             if len(self._arenas) >= _MOST_ARENAS:
-                self._drop_unused(namespace)
+                self._room.drop_unused(namespace)
             is_remote = any(map(self._runtime.holds, rows.columns))
             try:
                 arena = Arena(rows.schema, device, self.budget, self._runtime if is_remote else None)
@@ -298,75 +293,3 @@ class MemoryTier(Tier):
             else:
                 self._arenas.add(namespace, name, arena)
         return arena
-
-    def _make_room(self, namespace: bytes, arena: Arena, count: int, evicts: bool) -> int:
-        """Make room for `count` rows, or as many of them as the budget and policy allow."""
-        while arena.room < count:
-            free = self.budget - self._used() - GROUP_BYTES
-            for wanted in (arena.slab(count), count):
-                if arena.cost(wanted) <= free and self._reserve(arena, wanted):
-                    return count
-            if self._drop_unused(namespace):
-                continue
-            if evicts and self.policy == "lru" and self._evict(arena, count - arena.room):
-                continue
-            low, high = arena.room, count  # low fits, high does not
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (middle, high) if arena.cost(middle) <= free else (low, middle)
-            return low if arena.cost(low) <= free and self._reserve(arena, low) else 0
-        return count
-
-    def _reserve(self, arena: Arena, count: int) -> bool:
-        try:
-            return arena.reserve(count)
-        finally:
-            self._arenas.measure(arena)
-
-    def _drop_unused(self, namespace: bytes) -> bool:
-        """Forget the namespace that was used least recently, of those that nothing alive uses."""
-        if self._in_use is None:
-            return False
-        used = {namespace, *self._in_use()}
-        unused = [name for name in self._arenas.namespaces() if name not in used]
-        if not unused:
-            return False
-        oldest = min(unused, key=lambda name: self._last_used.get(name, 0))
-        self._evictions += self._arenas.pop(oldest)
-        self._last_used.pop(oldest, None)
-        return True
-
-    def _evict(self, favoured: Arena, count: int) -> bool:
-        """Forget least recently used rows, worth `count` of the favoured arena; False if there are none."""
-        arenas = list(self._arenas)
-        lengths = list(map(len, arenas))
-        total = sum(lengths)
-        if total == 0:
-            return False
-        row_bytes = np.repeat([arena.row_bytes for arena in arenas], lengths)
-        needed = count * favoured.row_bytes
-        most = max(count, total // _EVICTED_AT_ONCE, round(needed / float(row_bytes.mean())) + 1)
-        ticks = np.concatenate([arena.ticks for arena in arenas])
-        if most < total:
-            oldest = np.argpartition(ticks, most)[:most]
-            oldest = oldest[np.argsort(ticks[oldest], kind="stable")]
-        else:
-            oldest = np.argsort(ticks, kind="stable")
-        enough = int(np.searchsorted(np.cumsum(row_bytes[oldest]), needed)) + 1
-        victims = np.sort(oldest[: max(enough, total // _EVICTED_AT_ONCE)])
-        end = 0
-        for arena, length in zip(arenas, lengths, strict=True):
-            start, end = end, end + length
-            low, high = np.searchsorted(victims, [start, end])
-            arena.remove(victims[low:high] - start)
-            if arena is not favoured and high > low:
-                arena.shrink()
-                self._arenas.measure(arena)
-        self._evictions += len(victims)
-        for namespace in self._arenas.namespaces():
-            self._forget_empty(namespace, keep=favoured)
-        return True
-
-    def _forget_empty(self, namespace: bytes, keep: Arena | None = None) -> None:
-        if self._arenas.pop_empty(namespace, keep):
-            self._last_used.pop(namespace, None)
