@@ -59,7 +59,7 @@ class KeyIndex:
         if count > self.room:
             self._slots = np.full(self._slots_for(count), _FREE, np.int64)
         elif self._count + self._removed + count > len(self._slots) * 7 // 8:
-            self._slots.fill(_FREE)  # removed slots lengthen every probe
+            self._slots.fill(_FREE)  # every probe goes on past removed slots
         else:
             return
         self._removed = 0

@@ -95,7 +95,7 @@ def header_of(file):
 
 
 def test_the_directory_is_as_documented(make, path):
-    tier = make(describe=lambda namespace: {"class": "Backbone", "namespace in words": namespace.decode()})
+    tier = make(description=lambda namespace: {"class": "Backbone", "namespace in words": namespace.decode()})
     seal(tier, range(5), namespace=NAMESPACES[0])
     seal(tier, range(3), namespace=NAMESPACES[1])
     assert (path / TAG).read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55\n")

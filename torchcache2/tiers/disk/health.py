@@ -18,7 +18,13 @@ from torchcache2.tiers.breaker import Breaker
 __all__ = ["Health"]
 
 _MOST_NAMED = 3  # namespaces that cannot be written
-_OF_ALL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # wherever they are met
+_OF_ALL = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+)  # concern the whole directory wherever they are met
 
 
 class Health(Breaker):

@@ -1,4 +1,4 @@
-"""Rows of a batch from the sources that have them, put together by schema in the order of the batch."""
+"""Rows of a batch from the segments that have them, put together by schema in the order of the batch."""
 
 from __future__ import annotations
 
@@ -15,60 +15,60 @@ from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Schema
 from torchcache2.files.layout import DamagedError
 from torchcache2.files.segment import Columns, empty_columns, rows_of
-from torchcache2.tiers.disk.catalog import Source
+from torchcache2.tiers.disk.catalog import AnySegment
 
-__all__ = ["fetch"]
+__all__ = ["read_rows"]
 
 _ASKED_BESIDE = 8 << 20  # bytes of a batch that are worth a thread
 
 
 class _Job(NamedTuple):
-    """Rows of one source and schema."""
+    """Rows of one segment and schema."""
 
     number: int
     rows: Array
     positions: Positions
 
 
-def fetch(
-    sources: Mapping[int, Source],
+def read_rows(
+    segments: Mapping[int, AnySegment],
     numbers: Array,
     rows: Array,
     positions: Positions,
-    on_lost: Callable[[int, Source, Exception], None],
+    on_lost: Callable[[int, AnySegment, Exception], None],
 ) -> list[tuple[Positions, Rows]]:
     """Read rows; the system is asked for all of them before, or while, the first is waited for.
 
     Parameters
     ----------
-    sources : mapping of int to Source
+    segments : mapping of int to AnySegment
     numbers, rows : ndarray of int64, shape (n,)
-        Source and row of each.
+        Segment and row of each.
     positions : ndarray of int64, shape (n,)
         Of each in the batch, ascending.
     on_lost : callable
-        Is told the number of a source that cannot be read, the source, and why: its rows are left out.
+        Is told the number of a segment that cannot be read, the segment, and why: its rows are left out.
     """
     jobs: dict[Schema, list[_Job]] = {}
-    for number, source in sources.items():
+    for number, segment in segments.items():
         which = np.flatnonzero(numbers == number)
-        for schema, some in source.schemas(rows[which]):
+        for schema, some in segment.schemas(rows[which]):
             chosen = which[some]
             jobs.setdefault(schema, []).append(_Job(number, rows[chosen], positions[chosen]))
-    with _read_ahead(sources, jobs):
-        parts = [_read(sources, schema, some_jobs, on_lost) for schema, some_jobs in jobs.items()]
+    with _read_ahead(segments, jobs):
+        parts = [_read(segments, schema, some_jobs, on_lost) for schema, some_jobs in jobs.items()]
     return [part for part in parts if part is not None]
 
 
 @contextlib.contextmanager
-def _read_ahead(sources: Mapping[int, Source], jobs: Mapping[Schema, list[_Job]]) -> Iterator[None]:
+def _read_ahead(segments: Mapping[int, AnySegment], jobs: Mapping[Schema, list[_Job]]) -> Iterator[None]:
     """Ask for all rows; for many bytes in a thread, since a system whose queue is full has us wait."""
 
     def ask() -> None:
         for some_jobs in jobs.values():
             for job in some_jobs:
                 with contextlib.suppress(OSError):  # reading will say so
-                    sources[job.number].read_ahead(job.rows)
+                    segments[job.number].read_ahead(job.rows)
 
     size = sum(schema.row_bytes * len(job.rows) for schema, some in jobs.items() for job in some)
     thread = threading.Thread(target=ask, name="torchcache2 read-ahead", daemon=True)
@@ -91,27 +91,27 @@ def _started(thread: threading.Thread) -> bool:
 
 
 def _read(
-    sources: Mapping[int, Source],
+    segments: Mapping[int, AnySegment],
     schema: Schema,
     jobs: list[_Job],
-    on_lost: Callable[[int, Source, Exception], None],
+    on_lost: Callable[[int, AnySegment, Exception], None],
 ) -> tuple[Positions, Rows] | None:
     """Rows of one schema, in the order of their positions."""
     wanted = np.sort(np.concatenate([job.positions for job in jobs]))
     columns: Columns = empty_columns(schema, len(wanted))
     good = np.ones(len(wanted), bool)
     for job in jobs:
-        source = sources[job.number]
+        segment = segments[job.number]
         targets = np.searchsorted(wanted, job.positions)
         error: Exception | None = None
         try:
-            if not source.read(job.rows, columns, targets):
+            if not segment.read(job.rows, columns, targets):
                 error = DamagedError("a row is not what was written")
         except OSError as fault:
             error = fault
         if error is not None:
             good[targets] = False
-            on_lost(job.number, source, error)
+            on_lost(job.number, segment, error)
     result = rows_of(schema, columns, len(wanted))
     if good.all():
         return wanted, result

@@ -33,12 +33,12 @@ from torchcache2.files.layout import DamagedError, schema_text
 from torchcache2.files.schemajson import UnserialisableError
 from torchcache2.files.segment import Segment
 from torchcache2.tiers.base import Found, Tier, TierStats
-from torchcache2.tiers.disk.catalog import Located, Source
+from torchcache2.tiers.disk.catalog import AnySegment, Located
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
-from torchcache2.tiers.disk.reading import fetch
+from torchcache2.tiers.disk.reading import read_rows
 from torchcache2.tiers.disk.sealing import Sealing
-from torchcache2.tiers.disk.unwritten import Held, Slabs
+from torchcache2.tiers.disk.unwritten import OwnRows, Slabs
 from torchcache2.tiers.disk.writer import Writer
 
 __all__ = ["DiskTier"]
@@ -68,7 +68,7 @@ class DiskTier(Tier):
         Bytes of rows that may wait to be written; a caller that brings more waits.
     in_use : callable, optional
         The namespaces that something alive in this process uses; default: all.
-    describe : callable, optional
+    description : callable, optional
         What a namespace stands for, for its ``fingerprint.json``.
     fs : FileSystem, optional
     delay : float
@@ -98,7 +98,7 @@ class DiskTier(Tier):
         *,
         queue: int = _QUEUED,
         in_use: Callable[[], Collection[bytes]] | None = None,
-        describe: Callable[[bytes], Mapping[str, Any]] | None = None,
+        description: Callable[[bytes], Mapping[str, Any]] | None = None,
         fs: FileSystem | None = None,
         delay: float = _SEALED_AFTER,
         temporary: bool = False,
@@ -123,7 +123,7 @@ class DiskTier(Tier):
             codecs.codec(codec, quality),
             budget,
             policy,
-            describe,
+            description,
             target=self._target,
             temporary=temporary,
         )
@@ -163,7 +163,7 @@ class DiskTier(Tier):
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, and delete its segments."""
         if self._lock()._is_owned():
-            self._later(self.drop, namespace)  # the garbage collector calls, while tables change
+            self._later(self.drop, namespace)  # the garbage collector calls while this thread changes tables
             return
         with self._lock():
             self._known.begin()
@@ -173,7 +173,7 @@ class DiskTier(Tier):
             contents = self.directory.contents(namespace.hex())
             if not self._health.writes:
                 with self._lock():
-                    if self._health.reads:  # they cannot be deleted: never open them again
+                    if self._health.reads:  # files that cannot be deleted must not be opened again
                         self._known.new(namespace).names = {entry.name for entry in contents.segments}
                 return
             names = [entry.name for entry in (*contents.segments, *contents.corrupt)]
@@ -191,7 +191,7 @@ class DiskTier(Tier):
             finally:
                 self._known.remove_files(namespace, names)  # another thread may have opened them meanwhile
             if left:
-                with self._lock():  # such as another user's: never open them again
+                with self._lock():  # files that stay, such as another user's, must not be opened again
                     located = self._known.located.get(namespace) or self._known.new(namespace)
                     located.names |= left
         except OSError as error:
@@ -210,7 +210,7 @@ class DiskTier(Tier):
         with self._lock():
             located = self._known.located.get(namespace)
             if located is not None:
-                located.hold()  # the new file
+                located.hold()  # the lock was on the file that has been replaced
 
     def flush(self) -> None:
         """Return when everything that was put is sealed, or forgotten because of a fault."""
@@ -270,7 +270,7 @@ class DiskTier(Tier):
         return writes or bool(self._lock()._is_owned())
 
     def _later(self, function: Callable[..., None], *args: object) -> None:
-        # If no thread can be started, the process ends, and `atexit` closes.
+        # No thread can be started while the process ends; the tier is closed at exit then.
         with contextlib.suppress(RuntimeError):
             threading.Thread(target=function, args=args, daemon=True).start()
 
@@ -297,7 +297,7 @@ class DiskTier(Tier):
 
     def _find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
         if keys.namespace not in self._known.located:
-            self._known.let_go()  # or a process that only reads would hold all that it ever used
+            self._known.let_go()  # otherwise a process that only reads would hold all that it ever used
         with self._lock():
             self._known.begin()
             if self._known.closed or not self._health.reads:
@@ -306,7 +306,7 @@ class DiskTier(Tier):
                 located = self._known.namespace(keys.namespace)
                 entries = located.find(keys.words)
                 if (entries < 0).any() and located.look():
-                    entries = located.find(keys.words)  # all of them: entries move
+                    entries = located.find(keys.words)  # of all keys: looking may have moved every entry
             except BaseException:
                 self._known.start_anew(keys.namespace)
                 raise
@@ -314,32 +314,32 @@ class DiskTier(Tier):
             if not self._health.reads or len(positions) == 0:
                 return []
             numbers, rows = located.where(entries[positions])
-            sources = {number: located.sources[number] for number in np.unique(numbers).tolist()}
+            segments = {number: located.segments[number] for number in np.unique(numbers).tolist()}
 
         gone, damaged = [], []
 
-        def lost(number: int, source: Source, error: Exception) -> None:
-            if not isinstance(error, FileNotFoundError):  # else another process has made room
-                self._health.fault(error, getattr(source, "path", self.path))
+        def lost(number: int, segment: AnySegment, error: Exception) -> None:
+            if not isinstance(error, FileNotFoundError):  # a file that is gone made room for others
+                self._health.fault(error, getattr(segment, "path", self.path))
             gone.append(number)
             if isinstance(error, DamagedError):
                 damaged.append(number)
 
-        found = fetch(sources, numbers, rows, positions, lost)
+        found = read_rows(segments, numbers, rows, positions, lost)
         if gone:
             self._known.remove(keys.namespace, gone, damaged)
-        for source in sources.values():
-            self._touch(source)
+        for segment in segments.values():
+            self._touch(segment)
         return found
 
-    def _touch(self, source: Source) -> None:
+    def _touch(self, segment: AnySegment) -> None:
         """Say that a segment is in use; at most once a minute."""
-        if isinstance(source, Segment) and self._health.writes:
+        if isinstance(segment, Segment) and self._health.writes:
             now = time.monotonic()
-            if now - self._touched.get(source.path, -_TOUCHED_EVERY) >= _TOUCHED_EVERY:
-                self._touched[source.path] = now
+            if now - self._touched.get(segment.path, -_TOUCHED_EVERY) >= _TOUCHED_EVERY:
+                self._touched[segment.path] = now
                 with contextlib.suppress(OSError):
-                    self._fs.touch(source.path)
+                    self._fs.touch(segment.path)
 
     def _takes(self, namespace: bytes, schema: Schema) -> bool:
         """Whether rows of a namespace and schema can be written at all."""
@@ -361,7 +361,7 @@ class DiskTier(Tier):
         return known
 
     def _keep(self, keys: Keys, rows: Rows) -> int:
-        held = Held(rows, self._slabs)
+        own = OwnRows(rows, self._slabs)
         with self._lock():
             self._known.begin()
             if self._known.closed or self._known.writer is None:
@@ -372,22 +372,22 @@ class DiskTier(Tier):
                     return 0
                 absent = np.flatnonzero(located.find(keys.words) < 0)
                 if len(absent) < len(keys):
-                    keys, held = keys.take(absent), held.take(absent)
-                self._queue_rows(self._known.writer, located, keys, held)
+                    keys, own = keys.take(absent), own.take(absent)
+                self._queue_rows(self._known.writer, located, keys, own)
             except BaseException:
                 self._known.start_anew(keys.namespace)
                 raise
         return len(keys)
 
-    def _queue_rows(self, writer: Writer, located: Located, keys: Keys, held: Held) -> None:
+    def _queue_rows(self, writer: Writer, located: Located, keys: Keys, own: OwnRows) -> None:
         """Have rows join segments to be, none of them much larger than it should."""
-        family = held.schema.family
-        step = max(1, writer.target // max(1, held.schema.row_bytes))
+        family = own.schema.family
+        step = max(1, writer.target // max(1, own.schema.row_bytes))
         for start in range(0, len(keys), step):
-            some, piece = keys, held
+            some, piece = keys, own
             if step < len(keys):
                 some = keys.take(np.arange(start, min(len(keys), start + step)))
-                piece = held.part(start, start + len(some))
+                piece = own.part(start, start + len(some))
             pending = writer.open(keys.namespace, family, self._known.number)
             before = pending.nbytes
             located.add(some.data, pending, pending.add(some, piece))

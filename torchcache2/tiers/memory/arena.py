@@ -249,7 +249,7 @@ class _ReservedColumn(_Column):
         if size < self._committed:
             self._map.madvise(mmap.MADV_DONTNEED, size, self._committed - size)
             if hasattr(mmap, "MADV_NOHUGEPAGE"):
-                # Else the next page in front of it would be a huge one that reaches into it.
+                # Otherwise a huge page that begins in front of this range could reach into it.
                 self._map.madvise(mmap.MADV_NOHUGEPAGE, size, self._committed - size)
             self._committed, self.capacity = size, size // self.row_bytes
 

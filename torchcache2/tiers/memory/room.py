@@ -59,7 +59,7 @@ class Room:
                 continue
             if evicts and self._policy == "lru" and self._evict(arena, count - arena.room):
                 continue
-            low, high = arena.room, count  # low fits, high does not
+            low, high = arena.room, count  # `low` rows fit, `high` rows do not
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (middle, high) if arena.cost(middle) <= free else (low, middle)

@@ -57,7 +57,7 @@ class ArenaTable:
         """The namespaces that have arenas."""
         return list(self._arenas)
 
-    def holding(self, keys: Keys) -> list[Arena]:
+    def arenas_for(self, keys: Keys) -> list[Arena]:
         """The arenas that may have rows of these keys."""
         if not keys.group:
             return list(self._arenas.get(keys.namespace, {}).values())
@@ -68,24 +68,24 @@ class ArenaTable:
         return self._arenas.get(namespace, {}).get(name)
 
     def add(self, namespace: bytes, name: Name, arena: Arena) -> None:
-        """A new arena."""
+        """Add a new arena."""
         self._arenas.setdefault(namespace, {})[name] = arena
         self.measure(arena)
 
     def measure(self, arena: Arena) -> None:
-        """An arena may have another size."""
+        """Count an arena's bytes anew, as its size may have changed."""
         size = arena.nbytes
         self.nbytes += size - self._sizes.get(arena, 0)
         self._sizes[arena] = size
 
     def link(self, keys: Keys, arena: Arena) -> None:
-        """Rows of such keys are in this arena from now on."""
+        """Say that rows of the keys' group are in this arena from now on."""
         if not keys.group:
             return
         groups = self._groups.setdefault(keys.namespace, {})
         if len(groups) >= _MOST_GROUPS and keys.group not in groups:
             self.nbytes -= GROUP_BYTES * len(groups)
-            groups.clear()  # their rows are not found again until they are put again
+            groups.clear()  # their rows are found again only after they are put again
         if keys.group not in groups:
             self.nbytes += GROUP_BYTES
         arenas = groups.setdefault(keys.group, [])
@@ -93,7 +93,7 @@ class ArenaTable:
             arenas.append(arena)
 
     def pop(self, namespace: bytes) -> int:
-        """Forget a namespace; how many rows it had."""
+        """Forget a namespace; returns how many rows it had."""
         self.last_used.pop(namespace, None)
         arenas = self._arenas.pop(namespace, {}).values()
         self.nbytes -= sum(self._sizes.pop(arena) for arena in arenas)

@@ -1,6 +1,6 @@
 """`MemoryTier`: rows in RAM (or on a device) under an exact byte budget.
 
-Each namespace and schema has an arena of its own. When the budget is full, rows of namespaces that
+Each pair of namespace and schema has its arena. When the budget is full, rows of namespaces that
 nothing alive uses go first, the least recently used namespace first. After that ``mru`` keeps
 what came first, which is the best that can be had when every epoch reads every item once; ``lru`` drops
 the least recently used rows, which suits serving.
@@ -39,7 +39,7 @@ __all__ = ["MemoryTier"]
 _MOST_ARENAS = 1024  # each is some reservations of address space, of which a process has a limited number
 
 
-class _Pending(NamedTuple):
+class _Incoming(NamedTuple):
     """Rows on their way into an arena, which has room for them."""
 
     arena: Arena
@@ -81,7 +81,7 @@ class MemoryTier(Tier):
         self._spills = spills
         self.budget = budget
         self._runtime = runtime
-        self._pending: _Pending | None = None
+        self._incoming: _Incoming | None = None
         self.policy = policy
         self._device = device
         self._lock = ProcessLock()
@@ -163,18 +163,20 @@ class MemoryTier(Tier):
 
     def _catch_up(self) -> None:
         self._forget_dropped()
-        pending, self._pending = self._pending, None
-        if pending is None:
+        incoming, self._incoming = self._incoming, None
+        if incoming is None:
             return
-        columns = pending.arriving.wait()
-        if pending.arena in self._arenas:  # else it has been dropped
-            rows = Rows(pending.schema, columns, len(pending.keys))
-            pending.arena.append(pending.keys.data, rows, self._clock)
+        columns = incoming.arriving.wait()
+        if incoming.arena in self._arenas:  # else it has been dropped
+            rows = Rows(incoming.schema, columns, len(incoming.keys))
+            incoming.arena.append(incoming.keys.data, rows, self._clock)
 
     def _try_to_forget(self) -> None:
-        # Perhaps called by the garbage collector, in the middle of a call that holds the lock.
+        # The garbage collector may call this in the middle of a call that holds the lock: it must not wait.
         lock = self._lock()
-        for is_free in map(lock.acquire, (False,)):  # unlike after a call, no interrupt comes after this
+        for is_free in map(
+            lock.acquire, (False,)
+        ):  # an interrupt cannot come between this and `try`, as it could after a call
             if is_free:
                 try:
                     self._forget_dropped()
@@ -190,12 +192,12 @@ class MemoryTier(Tier):
             self._forget_all()
 
     def _forget_all(self) -> None:
-        self._pending = None
+        self._incoming = None
         self._arenas.clear()
 
     def _find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
         parts: list[tuple[Positions, Rows]] = []
-        arenas = self._arenas.holding(keys)
+        arenas = self._arenas.arenas_for(keys)
         if not arenas:
             return parts
         self._clock += 1
@@ -249,25 +251,25 @@ class MemoryTier(Tier):
         """Write rows that there is room for, now or when they have arrived on the host."""
         remote = [column for column in rows.columns if self._runtime.holds(column)]
         if remote and arena.device.type == "cpu":
-            # Those on the host are the caller's, who may write to them before the others have arrived.
+            # The caller may write to columns on the host before the others have arrived.
             columns = rows.laid_out_as(arena.schema).columns
             columns = tuple(c if self._runtime.holds(c) else c.clone() for c in columns)
             arriving = Arriving(columns, self._runtime)
-            self._pending = _Pending(arena, arena.schema, keys, arriving)
+            self._incoming = _Incoming(arena, arena.schema, keys, arriving)
             if self._used() > self.budget:
                 self._catch_up()
         else:
             arena.append(keys.data, rows, self._clock)
 
     def _used(self) -> int:
-        staging = self._pending.arriving.nbytes if self._pending is not None else 0
+        staging = self._incoming.arriving.nbytes if self._incoming is not None else 0
         return self._arenas.nbytes + staging
 
     def _absent(self, keys: Keys, arena: Arena | None) -> Positions:
         absent = np.ones(len(keys), bool)
-        asked = self._arenas.holding(keys)
+        asked = self._arenas.arenas_for(keys)
         if arena is not None and not any(other is arena for other in asked):
-            asked = [*asked, arena]  # if the group has been forgotten
+            asked = [*asked, arena]  # the table may have forgotten that the group is in this arena
         for other in asked:
             absent &= other.find(keys.words) < 0
         return np.flatnonzero(absent)
@@ -277,7 +279,7 @@ class MemoryTier(Tier):
         if device is None:
             device = rows.columns[0].device if rows.columns else torch.device("cpu")
         elif device.type == "cuda" and device.index is None and torch.cuda.is_available():
-            # The one that is current now, whichever will be current later.
+            # The device that is current now is meant, whichever will be current later.
             device = self._device = torch.device("cuda", torch.cuda.current_device())
         name = rows.schema, rows.schema.layout, device
         arena = self._arenas.get(namespace, name)
@@ -288,7 +290,7 @@ class MemoryTier(Tier):
             try:
                 arena = Arena(rows.schema, device, self.budget, self._runtime if is_remote else None)
             except (AssertionError, OSError, MemoryError, RuntimeError) as error:
-                # Torch asserts that it was built for a device.
+                # An `AssertionError` comes from a torch that was not built for the device.
                 self._told("device", "there is no memory for rows on %s: %s", device, error)
             else:
                 self._arenas.add(namespace, name, arena)
