@@ -1,9 +1,10 @@
-"""Rows of a batch from the segments that have them, put together by schema in the order of the batch."""
+"""`Reader`: rows of a batch from the segments that have them, by schema, in the order of the batch."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -11,15 +12,84 @@ import numpy as np
 import torch
 
 from torchcache2.core.arrays import Array, Positions
+from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Schema
+from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.layout import DamagedError
-from torchcache2.files.segment import Columns, empty_columns, rows_of
+from torchcache2.files.segment import Columns, Segment, empty_columns, rows_of
 from torchcache2.tiers.disk.catalog import AnySegment
+from torchcache2.tiers.disk.health import Health
+from torchcache2.tiers.disk.known import Known
 
-__all__ = ["read_rows"]
+__all__ = ["Reader"]
 
+_TOUCHED_EVERY = 60.0  # seconds
 _ASKED_BESIDE = 8 << 20  # bytes of a batch that are worth a thread
+
+
+class Reader:
+    """Finds and reads rows of one tier.
+
+    Parameters
+    ----------
+    directory : CacheDirectory
+    known : Known
+    health : Health
+    """
+
+    def __init__(self, directory: CacheDirectory, known: Known, health: Health) -> None:
+        self._directory = directory
+        self._known = known
+        self._health = health
+        self._touched: dict[str, float] = {}  # when, by path
+
+    def find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
+        """The rows of those keys that are here, by schema, with their positions in the batch."""
+        if keys.namespace not in self._known.located:
+            self._known.let_go()  # otherwise a process that only reads would hold all that it ever used
+        with self._known.lock():
+            self._known.begin()
+            if self._known.closed or not self._health.reads:
+                return []
+            try:
+                located = self._known.namespace(keys.namespace)
+                entries = located.find(keys.words)
+                if (entries < 0).any() and located.look():
+                    entries = located.find(keys.words)  # of all keys: looking may have moved every entry
+            except BaseException:
+                self._known.start_anew(keys.namespace)
+                raise
+            positions = np.flatnonzero(entries >= 0)
+            if not self._health.reads or len(positions) == 0:
+                return []
+            numbers, rows = located.where(entries[positions])
+            segments = {number: located.segments[number] for number in np.unique(numbers).tolist()}
+
+        gone, damaged = [], []
+
+        def lost(number: int, segment: AnySegment, error: Exception) -> None:
+            if not isinstance(error, FileNotFoundError):  # a file that is gone made room for others
+                self._health.fault(error, getattr(segment, "path", self._directory.path))
+            gone.append(number)
+            if isinstance(error, DamagedError):
+                damaged.append(number)
+
+        found = _read_rows(segments, numbers, rows, positions, lost)
+        if gone:
+            self._known.remove(keys.namespace, gone, damaged)
+        for segment in segments.values():
+            self._touch(segment)
+        return found
+
+    def _touch(self, segment: AnySegment) -> None:
+        """Say that a segment is in use; at most once a minute."""
+        if isinstance(segment, Segment) and self._health.writes:
+            now = time.monotonic()
+            if now - self._touched.get(segment.path, -_TOUCHED_EVERY) >= _TOUCHED_EVERY:
+                self._touched[segment.path] = now
+                with contextlib.suppress(OSError):
+                    self._directory.fs.touch(segment.path)
 
 
 class _Job(NamedTuple):
@@ -30,7 +100,7 @@ class _Job(NamedTuple):
     positions: Positions
 
 
-def read_rows(
+def _read_rows(
     segments: Mapping[int, AnySegment],
     numbers: Array,
     rows: Array,

@@ -13,32 +13,23 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import numpy as np
-
-from torchcache2.core.arrays import Positions
 from torchcache2.core.gather import with_ordinary_tensors
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
-from torchcache2.core.schema import Schema
 from torchcache2.core.settings import Policy
 from torchcache2.files import codec as codecs
 from torchcache2.files.directory import CacheDirectory, NewerDirectoryError
 from torchcache2.files.eviction import used_bytes
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.layout import DamagedError, schema_text
-from torchcache2.files.schemajson import UnserialisableError
-from torchcache2.files.segment import Segment
 from torchcache2.tiers.base import Found, Tier, TierStats
-from torchcache2.tiers.disk.catalog import AnySegment, Located
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
-from torchcache2.tiers.disk.reading import read_rows
+from torchcache2.tiers.disk.queueing import Queueing
+from torchcache2.tiers.disk.reading import Reader
 from torchcache2.tiers.disk.sealing import Sealing
-from torchcache2.tiers.disk.unwritten import OwnRows, Slabs
 from torchcache2.tiers.disk.writer import Writer
 
 __all__ = ["DiskTier"]
@@ -46,7 +37,6 @@ __all__ = ["DiskTier"]
 _SEGMENT_BYTES = 64 << 20
 _SEALED_AFTER = 5.0  # seconds
 _QUEUED = 256 << 20
-_TOUCHED_EVERY = 60.0  # seconds
 
 
 class DiskTier(Tier):
@@ -127,9 +117,8 @@ class DiskTier(Tier):
             target=self._target,
             temporary=temporary,
         )
-        self._touched: dict[str, float] = {}
-        self._serialisable: dict[Schema, bool] = {}
-        self._slabs = Slabs()
+        self._reader = Reader(self.directory, self._known, self._health)
+        self._queueing = Queueing(self._known, self._health, budget)
         self._open_directory()
 
     @property
@@ -141,7 +130,7 @@ class DiskTier(Tier):
     def get(self, keys: Keys) -> Found:
         """The rows of those keys that are here, read into fresh memory."""
         try:
-            return Found(self._find(keys))
+            return Found(self._reader.find(keys))
         except Exception as error:  # such as no memory: a fault is a miss
             self._health.fault(error, self.path)
             return Found([])
@@ -149,10 +138,10 @@ class DiskTier(Tier):
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys, to be written soon; waits only while too many wait already."""
-        if not self._takes(keys.namespace, rows.schema) or len(keys) == 0:
+        if not self._queueing.takes(keys.namespace, rows.schema) or len(keys) == 0:
             return 0
         try:
-            kept = self._keep(keys, rows)
+            kept = self._queueing.keep(keys, rows)
         except Exception as error:
             self._health.fault(error, self.path)
             return 0
@@ -294,101 +283,3 @@ class DiskTier(Tier):
             delay=self._delay,
             at_exit=self.close,
         )
-
-    def _find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
-        if keys.namespace not in self._known.located:
-            self._known.let_go()  # otherwise a process that only reads would hold all that it ever used
-        with self._lock():
-            self._known.begin()
-            if self._known.closed or not self._health.reads:
-                return []
-            try:
-                located = self._known.namespace(keys.namespace)
-                entries = located.find(keys.words)
-                if (entries < 0).any() and located.look():
-                    entries = located.find(keys.words)  # of all keys: looking may have moved every entry
-            except BaseException:
-                self._known.start_anew(keys.namespace)
-                raise
-            positions = np.flatnonzero(entries >= 0)
-            if not self._health.reads or len(positions) == 0:
-                return []
-            numbers, rows = located.where(entries[positions])
-            segments = {number: located.segments[number] for number in np.unique(numbers).tolist()}
-
-        gone, damaged = [], []
-
-        def lost(number: int, segment: AnySegment, error: Exception) -> None:
-            if not isinstance(error, FileNotFoundError):  # a file that is gone made room for others
-                self._health.fault(error, getattr(segment, "path", self.path))
-            gone.append(number)
-            if isinstance(error, DamagedError):
-                damaged.append(number)
-
-        found = read_rows(segments, numbers, rows, positions, lost)
-        if gone:
-            self._known.remove(keys.namespace, gone, damaged)
-        for segment in segments.values():
-            self._touch(segment)
-        return found
-
-    def _touch(self, segment: AnySegment) -> None:
-        """Say that a segment is in use; at most once a minute."""
-        if isinstance(segment, Segment) and self._health.writes:
-            now = time.monotonic()
-            if now - self._touched.get(segment.path, -_TOUCHED_EVERY) >= _TOUCHED_EVERY:
-                self._touched[segment.path] = now
-                with contextlib.suppress(OSError):
-                    self._fs.touch(segment.path)
-
-    def _takes(self, namespace: bytes, schema: Schema) -> bool:
-        """Whether rows of a namespace and schema can be written at all."""
-        if not self._health.may_write(namespace) or self._known.closed:
-            return False
-        if schema.row_bytes > self.budget:
-            return False
-        known = self._serialisable.get(schema)
-        if known is None:
-            try:
-                schema_text(schema)
-                known = True
-            except UnserialisableError as error:
-                self._health.tell("schema", "such outputs stay in memory, not on disk: %s", str(error))
-                known = False
-            if len(self._serialisable) > 1000:
-                self._serialisable.clear()
-            self._serialisable[schema] = known
-        return known
-
-    def _keep(self, keys: Keys, rows: Rows) -> int:
-        own = OwnRows(rows, self._slabs)
-        with self._lock():
-            self._known.begin()
-            if self._known.closed or self._known.writer is None:
-                return 0
-            try:
-                located = self._known.namespace(keys.namespace)
-                if not self._health.writes:  # what is there is of a newer format
-                    return 0
-                absent = np.flatnonzero(located.find(keys.words) < 0)
-                if len(absent) < len(keys):
-                    keys, own = keys.take(absent), own.take(absent)
-                self._queue_rows(self._known.writer, located, keys, own)
-            except BaseException:
-                self._known.start_anew(keys.namespace)
-                raise
-        return len(keys)
-
-    def _queue_rows(self, writer: Writer, located: Located, keys: Keys, own: OwnRows) -> None:
-        """Have rows join segments to be, none of them much larger than it should."""
-        family = own.schema.family
-        step = max(1, writer.target // max(1, own.schema.row_bytes))
-        for start in range(0, len(keys), step):
-            some, piece = keys, own
-            if step < len(keys):
-                some = keys.take(np.arange(start, min(len(keys), start + step)))
-                piece = own.part(start, start + len(some))
-            pending = writer.open(keys.namespace, family, self._known.number)
-            before = pending.nbytes
-            located.add(some.data, pending, pending.add(some, piece))
-            writer.added(pending, family, pending.nbytes - before)

@@ -174,9 +174,8 @@ class MemoryTier(Tier):
     def _try_to_forget(self) -> None:
         # The garbage collector may call this in the middle of a call that holds the lock: it must not wait.
         lock = self._lock()
-        for is_free in map(
-            lock.acquire, (False,)
-        ):  # an interrupt cannot come between this and `try`, as it could after a call
+        # In this form, no interrupt comes between `acquire` and `try`, as it could after an ordinary call.
+        for is_free in map(lock.acquire, (False,)):
             if is_free:
                 try:
                     self._forget_dropped()
