@@ -493,7 +493,7 @@ def test_rows_that_another_thread_flushes_while_the_tier_is_closed_stay(make, pa
 
     directory.create()
     directory.prepare(A, {})
-    tier = make(fs=fs, describe=describe)
+    tier = make(fs=fs, description=describe)
     put(tier, range(5))
     fs.when("sync", A.hex(), before=lambda: (closing.set(), close_on.wait(30)))
     closer = threading.Thread(target=tier.close)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
-__all__ = ["Bytes2D", "Keys", "Positions"]
+from torchcache2.core.arrays import Bytes2D, Positions, Words
 
-Bytes2D = np.ndarray[Any, np.dtype[np.uint8]]
-Positions = np.ndarray[Any, np.dtype[np.int64]]
+__all__ = ["Keys"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,7 +45,7 @@ class Keys:
         return len(self.data)
 
     @property
-    def words(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    def words(self) -> Words:
         """The keys as little-endian uint64, shape (n, 2)."""
         return self.data.view("<u8")
 

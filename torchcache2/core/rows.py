@@ -1,4 +1,4 @@
-"""`Schema` and `Rows`: what a computation returns for a batch, one row per item.
+"""`Rows`: what a computation returns for a batch, one row per item.
 
 An output is a pytree. Its tensors become columns of shape ``(n, *shape)``; its numbers and texts
 become columns too, the value repeated for each row, because they are data and not part of the schema.
@@ -6,24 +6,23 @@ become columns too, the value repeated for each row, because they are data and n
 
 from __future__ import annotations
 
-import dataclasses
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OutputError, hint
 from torchcache2.core.gather import as_bytes, empty_rows, select, with_ordinary_tensors
+from torchcache2.core.schema import BARE, Leaf, Schema
 from torchcache2.core.transfer import to_device
 
-__all__ = ["BARE", "Leaf", "Rows", "Schema", "UnstorableError", "rounded"]
+__all__ = ["Rows", "UnstorableError", "rounded"]
 
 _HOST = torch.device("cpu")
-Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _PACKED = {"bool": "<?", "int": "<q", "float": "<d", "complex": "<dd"}
@@ -34,103 +33,6 @@ class UnstorableError(Exception):
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}; only dense tensors, numbers, texts and None can be kept")
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One leaf of an output.
-
-    Attributes
-    ----------
-    path : str
-        Where it is in the output, as in ``['hidden'][0]``; empty for a bare tensor.
-    kind : str
-        ``tensor``, or the type tag of a value that is not one: ``int``, ``str``, ``none``, ...
-    dtype, stored : torch.dtype
-        Of the output, and of the column that keeps it.
-    shape : tuple of int
-        Of one row; -1 where it differs between the rows of a segment.
-    channels_last : bool
-        Whether rows are laid out with their channels last, and the output likewise. Leaves that differ
-        in this alone are equal: convolutions choose by the batch size too.
-    device : str, optional
-        The device of the output where that is not the device of the call.
-    """
-
-    path: str
-    kind: str
-    dtype: torch.dtype
-    stored: torch.dtype
-    shape: tuple[int, ...]
-    channels_last: bool = dataclasses.field(default=False, compare=False)
-    device: str | None = None
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """Of one row as it lies in the column."""
-        return (*self.shape[1:], self.shape[0]) if self.channels_last else self.shape
-
-    def place(self, device: torch.device) -> torch.device:
-        """Where the output is, of a call on `device`."""
-        return torch.device(self.device) if self.device else device
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of the column."""
-        size = self.stored.itemsize
-        for extent in self.shape:
-            size *= extent
-        return size
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Schema:
-    """The structure of an output and its leaves; equal schemas can share a column."""
-
-    structure: pytree.TreeSpec
-    leaves: tuple[Leaf, ...]
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Schema) or self.leaves != other.leaves:
-            return False
-        try:
-            return bool(self.structure == other.structure)
-        except Exception:  # what a node keeps beside its children may compare as it likes
-            return False
-
-    def __hash__(self) -> int:
-        return hash(self.leaves)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row, all columns together."""
-        return sum(leaf.row_bytes for leaf in self.leaves)
-
-    @property
-    def family(self) -> Schema:
-        """What this schema has in common with those that differ in the shapes of rows alone.
-
-        Rows with their channels last are a family of their own, so that they come back as such.
-        """
-        return self.with_shapes([(-1 - leaf.channels_last,) * len(leaf.shape) for leaf in self.leaves])
-
-    @property
-    def layout(self) -> tuple[bool, ...]:
-        """Which leaves have their channels last."""
-        return tuple([leaf.channels_last for leaf in self.leaves])
-
-    @property
-    def in_logical_order(self) -> Schema:
-        """The same schema for columns that are contiguous in the order of their dimensions."""
-        leaves = tuple([dataclasses.replace(leaf, channels_last=False) for leaf in self.leaves])
-        return Schema(self.structure, leaves)
-
-    def with_shapes(self, shapes: Iterable[tuple[int, ...]]) -> Schema:
-        """The same schema for rows whose leaves have other shapes."""
-        pairs = zip(self.leaves, shapes, strict=True)
-        return Schema(self.structure, tuple([dataclasses.replace(leaf, shape=s) for leaf, s in pairs]))
 
 
 class Rows:
@@ -222,7 +124,18 @@ class Rows:
         )
 
     def take(self, positions: Tensor) -> Rows:
-        """The rows at `positions` (int64), in that order."""
+        """A copy of some rows.
+
+        Parameters
+        ----------
+        positions : Tensor of int64, shape (k,)
+            From 0 to n - 1, in any order, and any of them several times.
+
+        Returns
+        -------
+        Rows
+            k rows, in the order of `positions`; each column stays on its device.
+        """
         picked = [select(column, positions.to(column.device)) for column in self.columns]
         return Rows(self.schema, picked, len(positions))
 
@@ -270,9 +183,6 @@ def rounded(output: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype).to(value.dtype) if inexact else value
 
     return pytree.tree_map(leaf, output)
-
-
-BARE = pytree.tree_flatten(0)[1]
 
 
 def _tensor_column(

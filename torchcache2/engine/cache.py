@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OptionError, OutputError
-from torchcache2.core.keys import Keys, Positions
+from torchcache2.core.keys import Keys
 from torchcache2.core.logs import logger
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from torchcache2.core.keys import Keys, Positions
+from torchcache2.core.arrays import Positions
+from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from torchcache2.core.modes import product_precision
-from torchcache2.core.rows import Leaf, Rows
+from torchcache2.core.rows import Rows
+from torchcache2.core.schema import Leaf
 
 __all__ = ["differences", "leaf_differences"]
 

@@ -47,13 +47,12 @@ import brotli  # type: ignore[import-untyped]
 import numpy as np
 import torch
 
+from torchcache2.core.arrays import Array, Bytes
 from torchcache2.core.extras import require
 from torchcache2.files.errors import DamagedError
 
 __all__ = ["Codec", "Lane", "codec", "lane"]
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Words = np.ndarray[Any, np.dtype[Any]]
 
 _U32 = struct.Struct("<I")
 _COMPRESSED = 1 << 31
@@ -197,7 +196,7 @@ class Brotli:
     def _encode(self, part: Bytes, split: Lane, pieces: list[Any]) -> None:
         _require_size(part)
         width, rotated = _applied(split, part)
-        words: Words = part.view(_WORDS[width])
+        words: Array = part.view(_WORDS[width])
         full = int(np.count_nonzero(words))
         if len(words) - full > _ZEROS_WORTH_A_BITMAP * len(words):
             nonzero = words != 0
@@ -247,7 +246,7 @@ def _decode(data: memoryview, at: int, out: Bytes, split: Lane) -> int:
         raise DamagedError(f"a bitmap that is not of {full} in {count} elements")
     packed = np.empty(full * width, np.uint8)
     at = _join(data, at, packed, full, width, rotated)
-    words: Words = out.view(_WORDS[width])
+    words: Array = out.view(_WORDS[width])
     words.fill(0)
     words[nonzero] = packed.view(_WORDS[width])
     return at
@@ -259,7 +258,7 @@ def _join(data: memoryview, at: int, out: Bytes, count: int, width: int, rotated
     for number in range(width):
         table[:, number], at = _stream(data, at, count)
     if rotated:
-        words: Words = out.view(_WORDS[width])
+        words: Array = out.view(_WORDS[width])
         signs = words << (8 * width - 1)
         words >>= 1
         words |= signs

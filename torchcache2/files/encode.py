@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from torchcache2.core.arrays import Bytes, Bytes2D
 from torchcache2.core.gather import as_bytes, moved
 from torchcache2.core.keys import Keys
-from torchcache2.core.rows import Rows, Schema
+from torchcache2.core.rows import Rows
+from torchcache2.core.schema import Schema
 from torchcache2.files.codec import Codec, Lane, Plain, lane
 from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.files.layout import BLOCK_BYTES, Layout, schema_text
@@ -30,8 +32,6 @@ _MOST_PART = (1 << 31) - 64  # bytes of a leaf in a row that a codec takes
 _SAMPLES = 32
 _FEW = 4  # blocks
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
-Bytes1D = np.ndarray[Any, np.dtype[np.uint8]]
-Bytes2D = np.ndarray[Any, np.dtype[np.uint8]]
 Batch = tuple[Keys, Rows]
 
 
@@ -208,7 +208,7 @@ def _shapes(schema: Schema, schemas: Sequence[Schema], counts: Sequence[int]) ->
     return np.repeat(np.array(rows, np.int64), counts, axis=0)
 
 
-def _blocks(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> Iterator[list[Bytes1D]]:
+def _blocks(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> Iterator[list[Bytes]]:
     """The rows of each block, leaf by leaf."""
     left: list[list[Bytes2D]] = []  # rows of a block that is not full
     held = 0
@@ -225,14 +225,14 @@ def _blocks(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> Iterator[lis
         yield _joined(left)
 
 
-def _joined(parts: Sequence[Sequence[Bytes2D]]) -> list[Bytes1D]:
+def _joined(parts: Sequence[Sequence[Bytes2D]]) -> list[Bytes]:
     if len(parts) == 1:
         return [column.reshape(-1) for column in parts[0]]
     return [np.concatenate(columns).reshape(-1) for columns in zip(*parts, strict=True)]
 
 
 def _encoded(
-    blocks: Iterator[list[Bytes1D]], codec: Codec, lanes: Sequence[Lane], limit: int | None
+    blocks: Iterator[list[Bytes]], codec: Codec, lanes: Sequence[Lane], limit: int | None
 ) -> list[bytes] | None:
     """Encoded blocks; None if they are longer than `limit` together."""
     done, size = [], 0

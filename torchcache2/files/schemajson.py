@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from torchcache2.core.rows import BARE, Schema
+from torchcache2.core.schema import BARE, Schema
 from torchcache2.files.classnames import (
     BUILTINS,
     check_fields,

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest
 
+from torchcache2.core.arrays import Array
 from torchcache2.core.gather import empty_bytes, moved
-from torchcache2.core.rows import Rows, Schema
+from torchcache2.core.rows import Rows
+from torchcache2.core.schema import Schema
 from torchcache2.files import codec as codecs
 from torchcache2.files.codec import lane
 from torchcache2.files.descriptors import Descriptors
@@ -25,7 +27,6 @@ __all__ = ["Descriptors", "Segment", "empty_columns", "rows_of"]
 _CHECKED_AT_ONCE = 8 << 20  # bytes
 _MOST_EXTENT = 1 << 48
 _FIRST_READ = 64 << 10  # bytes of a file that are read at once: most headers are shorter
-Array = np.ndarray[Any, np.dtype[Any]]
 Columns = list[np.ndarray[Any, np.dtype[np.uint8]]]
 
 

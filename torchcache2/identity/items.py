@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_digest
 
+from torchcache2.core.arrays import Bytes2D
 from torchcache2.core.gather import is_channels_last
-from torchcache2.core.keys import Bytes2D, Keys
+from torchcache2.core.keys import Keys
 from torchcache2.core.transfer import to_host
 from torchcache2.identity.encoding import digest, item_bytes
 

@@ -12,7 +12,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from torchcache2.core.keys import Keys, Positions
+from torchcache2.core.arrays import Positions
+from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.files.directory import CacheDirectory
 

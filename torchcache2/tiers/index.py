@@ -11,14 +11,11 @@ Not thread-safe: the owner holds a lock.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-__all__ = ["KeyIndex"]
+from torchcache2.core.arrays import Entries, Words
 
-Words = np.ndarray[Any, np.dtype[np.uint64]]
-Entries = np.ndarray[Any, np.dtype[np.int64]]
+__all__ = ["KeyIndex"]
 
 _FREE, _REMOVED = -1, -2
 _WINDOW = np.arange(16)[:, None]  # slots that are looked at together: two cache lines
@@ -64,7 +61,7 @@ class KeyIndex:
         if count > self.room:
             self._slots = np.full(self._slots_for(count), _FREE, np.int64)
         elif self._count + self._removed + count > len(self._slots) * 3 // 4:
-            self._slots.fill(_FREE)  # removed slots lengthen every probe
+            self._slots.fill(_FREE)  # every probe goes on past removed slots
         else:
             return
         self._removed = 0

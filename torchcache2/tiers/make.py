@@ -25,7 +25,7 @@ __all__ = ["check_folder", "make_tiers"]
 _LEAST_QUEUED, _MOST_QUEUED = 16 << 20, 256 << 20
 
 InUse = Callable[[], Collection[bytes]]
-Describe = Callable[[bytes], Mapping[str, Any]]
+Description = Callable[[bytes], Mapping[str, Any]]
 
 
 def check_folder(settings: CacheSettings) -> None:
@@ -35,7 +35,7 @@ def check_folder(settings: CacheSettings) -> None:
             CacheDirectory(str(settings.persistent_cache_dir), FileSystem()).check()
 
 
-def make_tiers(settings: CacheSettings, in_use: InUse, describe: Describe) -> list[Tier]:
+def make_tiers(settings: CacheSettings, in_use: InUse, description: Description) -> list[Tier]:
     """The tiers of one budget, fastest first.
 
     Parameters
@@ -43,7 +43,7 @@ def make_tiers(settings: CacheSettings, in_use: InUse, describe: Describe) -> li
     settings : CacheSettings
     in_use : callable
         The namespaces that something alive in this process uses.
-    describe : callable
+    description : callable
         What a namespace stands for, for people and later runs.
     """
     budget = settings.memory_budget()
@@ -61,7 +61,7 @@ def make_tiers(settings: CacheSettings, in_use: InUse, describe: Describe) -> li
     ]
     if settings.is_persistent:
         try:
-            tiers.append(_disk(settings, queue, in_use, describe))
+            tiers.append(_disk(settings, queue, in_use, description))
         except OSError as error:
             logger.warning("there is no temporary folder: rows stay in memory (%s)", str(error))
         except OptionError as error:  # the folder was good when something was decorated
@@ -69,7 +69,7 @@ def make_tiers(settings: CacheSettings, in_use: InUse, describe: Describe) -> li
     return tiers
 
 
-def _disk(settings: CacheSettings, queue: int, in_use: InUse, describe: Describe) -> DiskTier:
+def _disk(settings: CacheSettings, queue: int, in_use: InUse, description: Description) -> DiskTier:
     scratch = Scratch() if settings.persistent_cache_dir is None else None
     path = scratch.path if scratch is not None else str(settings.persistent_cache_dir)
     used = 0
@@ -84,7 +84,7 @@ def _disk(settings: CacheSettings, queue: int, in_use: InUse, describe: Describe
         settings.compression_quality,
         queue=queue,
         in_use=in_use,
-        describe=describe,
+        description=description,
         temporary=scratch is not None,
         closed=None if scratch is None else scratch.remove,
     )

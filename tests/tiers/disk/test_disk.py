@@ -52,7 +52,7 @@ from torchcache2.files.encode import ulid
 from torchcache2.files.eviction import make_room
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.disk import catalog as located_module
-from torchcache2.tiers.disk import tier as disk_module
+from torchcache2.tiers.disk import reading as reading_module
 from torchcache2.tiers.disk.tier import DiskTier
 
 CODECS = ["none", "brotli", "blosc2"]
@@ -95,7 +95,7 @@ def header_of(file):
 
 
 def test_the_directory_is_as_documented(make, path):
-    tier = make(describe=lambda namespace: {"class": "Backbone", "namespace in words": namespace.decode()})
+    tier = make(description=lambda namespace: {"class": "Backbone", "namespace in words": namespace.decode()})
     seal(tier, range(5), namespace=NAMESPACES[0])
     seal(tier, range(3), namespace=NAMESPACES[1])
     assert (path / TAG).read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55\n")
@@ -972,7 +972,7 @@ def test_a_smaller_budget_does_not_harm_what_is_there(make, path, log, codec, ra
 
 
 def test_a_segment_that_is_read_is_touched_at_most_once_a_minute(make, path, monkeypatch):
-    assert 30 <= disk_module._TOUCHED_EVERY <= 60
+    assert 30 <= reading_module._TOUCHED_EVERY <= 60
     fill(path, 2)
     one, two = segments(path)
     tier = make()
@@ -984,7 +984,7 @@ def test_a_segment_that_is_read_is_touched_at_most_once_a_minute(make, path, mon
     for _ in range(3):
         assert found(tier, [(0, 1)], 1000)
     assert one.stat().st_mtime == then
-    monkeypatch.setattr(disk_module, "_TOUCHED_EVERY", 0.0)
+    monkeypatch.setattr(reading_module, "_TOUCHED_EVERY", 0.0)
     assert found(tier, [(0, 1)], 1000)
     assert one.stat().st_mtime > time.time() - 100
 

@@ -31,7 +31,7 @@ from torchcache2.files.eviction import Allowance, make_room
 from torchcache2.tiers.disk import places as places_module
 from torchcache2.tiers.disk.places import Places
 from torchcache2.tiers.disk.tier import DiskTier
-from torchcache2.tiers.disk.unwritten import Held, Slabs
+from torchcache2.tiers.disk.unwritten import OwnRows, Slabs
 from torchcache2.tiers.disk.writer import Writer
 from torchcache2.tiers.index import KeyIndex
 
@@ -432,7 +432,7 @@ class Slow:
             at_exit=lambda: None,
             clock=self.clock,
         )
-        self.held = Held(rows_of(range(10), 750), Slabs())
+        self.held = OwnRows(rows_of(range(10), 750), Slabs())
         self.keys = keys_of(range(10))
         self.numbers = 0
 

@@ -1,4 +1,4 @@
-"""`Located`: where the rows of one namespace are, of all segments of a directory and those to be written.
+"""`Located`: where the rows of one namespace are: in segments of the directory, or waiting to be written.
 
 Not thread-safe: the tier holds a lock.
 """
@@ -9,10 +9,8 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
 
-import numpy as np
-
+from torchcache2.core.arrays import Array, Entries, Words
 from torchcache2.core.errors import OptionError
 from torchcache2.files.descriptors import Descriptor
 from torchcache2.files.directory import FINGERPRINT, CacheDirectory
@@ -20,12 +18,10 @@ from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableE
 from torchcache2.files.segment import Descriptors, Segment
 from torchcache2.tiers.disk.places import Places
 from torchcache2.tiers.disk.unwritten import Pending
-from torchcache2.tiers.index import Entries, Words
 
-__all__ = ["Located", "Source"]
+__all__ = ["AnySegment", "Located"]
 
-Array = np.ndarray[Any, np.dtype[Any]]
-Source = Segment | Pending
+AnySegment = Segment | Pending
 
 _LOOK_EVERY = 2.0  # seconds between looks for other writers' segments
 _SETTLED = 2e9  # nanoseconds after which a folder's time of change says that nothing came since
@@ -33,7 +29,7 @@ _HOLD_EVERY = 0.1  # seconds
 
 
 class Located:
-    """Key → source and row.
+    """Key → segment and row.
 
     Parameters
     ----------
@@ -41,7 +37,7 @@ class Located:
     directory : CacheDirectory
     descriptors : Descriptors
     number : callable
-        The number of the next source.
+        The number of the next segment.
     limit : int
         Bytes that a row may have.
     on_fault : callable
@@ -49,7 +45,7 @@ class Located:
 
     Attributes
     ----------
-    sources : dict of int to Source
+    segments : dict of int to AnySegment
     names : set of str
         Files that are known, and need not be opened.
     """
@@ -64,7 +60,7 @@ class Located:
         on_fault: Callable[[Exception, str], None],
     ) -> None:
         self.namespace = namespace
-        self.sources: dict[int, Source] = {}
+        self.segments: dict[int, AnySegment] = {}
         self.names: set[str] = set()
         self._directory = directory
         self._descriptors = descriptors
@@ -76,7 +72,7 @@ class Located:
         self._tried = -_HOLD_EVERY
         self._looked = -_LOOK_EVERY
         self._changed = -1
-        self._numbers: dict[str, int] = {}  # sources by the names of their files
+        self._numbers: dict[str, int] = {}  # segments by the names of their files
         self._places = Places()
 
     def __len__(self) -> int:
@@ -85,13 +81,14 @@ class Located:
     @property
     def nbytes(self) -> int:
         """Bytes of the index in memory."""
-        segments = sum(source.index_bytes for source in self.sources.values() if isinstance(source, Segment))
-        return self._places.nbytes + segments
+        sealed = [one for one in self.segments.values() if isinstance(one, Segment)]
+        return self._places.nbytes + sum(one.index_bytes for one in sealed)
 
     def hold(self, *, is_used: bool = True) -> None:
-        """Count as a user of the namespace from now on; does not wait, as whoever deletes may wait for us.
+        """Count as a user of the namespace from now on, so that nobody deletes it.
 
-        If it is used now, the hold of another one goes if there are too many.
+        Does not wait for whoever is deleting now, who may wait for us. A process holds a limited number of
+        namespaces: one that `is_used` now takes the place of another one.
         """
         self._is_wanted = True
         self._tried = time.monotonic()
@@ -102,7 +99,7 @@ class Located:
                     self._descriptors.hold(self._fingerprint, file)
 
     def held(self) -> Descriptor | None:
-        """What says to others that this process uses the namespace, as long as it exists; None if nothing."""
+        """The open file that tells others that this process uses the namespace; None if there is none."""
         file = self._descriptors.held(self._fingerprint, is_used=False)
         try:
             if file is not None and self._directory.fs.same(file, self._fingerprint):
@@ -112,7 +109,7 @@ class Located:
         return None
 
     def keep_hold(self) -> None:
-        """Count as a user again, if `let_go` was too early, or somebody was just deleting."""
+        """Count as a user again, if `let_go` was too early, or `hold` failed as somebody was deleting."""
         is_held = self._descriptors.held(self._fingerprint) is not None
         if not self._is_wanted or (not is_held and time.monotonic() - self._tried > _HOLD_EVERY):
             self.hold()
@@ -125,8 +122,7 @@ class Located:
     def look(self) -> bool:
         """Open segments that are new, and forget those that are gone, at most every few seconds.
 
-        Returns whether there were any, or rows of those that are gone are found elsewhere: entries are others
-        then.
+        Returns whether anything changed. What `find` returned before is not valid then.
         """
         changed = self._look()
         return self._places.restore() or changed
@@ -142,20 +138,20 @@ class Located:
                 return False
             # A file that comes in the same tick of the clock would not change the time again.
             self._changed = changed if time.time_ns() - changed > _SETTLED else -1
-            entries = self._directory.contents(self.namespace.hex()).segments
+            files = self._directory.contents(self.namespace.hex()).segments
         except OSError as error:
             self._changed = -1  # look again
             self._on_fault(error, self._directory.folder(self.namespace))
             return False
-        missing = self._numbers.keys() - {entry.name for entry in entries}  # others have deleted them
+        missing = self._numbers.keys() - {file.name for file in files}  # other processes have deleted these
         self.remove_files(missing)
-        opened = [self.open(e.name) for e in entries if e.name not in self.names]
-        if entries:
+        opened = [self.open(file.name) for file in files if file.name not in self.names]
+        if files:
             self.hold()
         return bool(missing) or any(opened)
 
     def open(self, name: str) -> bool:
-        """Open one segment; whether it has rows for us."""
+        """Open one segment; returns whether it has rows of this namespace."""
         path = os.path.join(self._directory.folder(self.namespace), name)
         try:
             segment = Segment.open(self._directory.fs, self._descriptors, path, limit=self._limit)
@@ -175,7 +171,7 @@ class Located:
         if segment.layout.namespace != self.namespace:
             return False  # somebody renamed the folder
         number = self._number()
-        self.sources[number] = segment
+        self.segments[number] = segment
         self._numbers[name] = number
         assert segment.keys is not None
         self._places.add(segment.keys, number, 0)
@@ -187,32 +183,32 @@ class Located:
         return self._places.find(words)
 
     def where(self, entries: Entries) -> tuple[Entries, Entries]:
-        """Source and row of entries."""
+        """The segment's number, and the row in it, of each entry."""
         return self._places.where(entries)
 
-    def add(self, keys: Array, source: Pending, first: int) -> None:
-        """Rows `first` and up of a segment to be are under these keys."""
-        self.sources[source.number] = source
-        self._places.add(keys, source.number, first)
+    def add(self, keys: Array, segment: Pending, first: int) -> None:
+        """Row `first` of a segment to be, and those after it, have these keys, uint8 ``(n, 16)``."""
+        self.segments[segment.number] = segment
+        self._places.add(keys, segment.number, first)
 
     def sealed(self, number: int, segment: Segment) -> None:
         """A segment to be is a file now."""
-        if number in self.sources:
-            self.sources[number] = segment
+        if number in self.segments:
+            self.segments[number] = segment
             self._numbers[os.path.basename(segment.path)] = number
 
     def remove(self, numbers: Collection[int], damaged: Collection[int] = ()) -> int:
-        """Forget sources; how many rows are gone. Files that are not damaged may come back.
+        """Forget segments; returns how many rows were found in them. The files may come back, unless damaged.
 
-        Rows that other sources have too are found again after the next look.
+        Rows that other segments have too are found again after the next look.
         """
-        gone = {number: self.sources.pop(number) for number in numbers if number in self.sources}
+        gone = {number: self.segments.pop(number) for number in numbers if number in self.segments}
         if not gone:
             return 0
-        for number, source in gone.items():
-            if isinstance(source, Segment):
-                name = os.path.basename(source.path)
-                self._descriptors.forget(source.path)
+        for number, segment in gone.items():
+            if isinstance(segment, Segment):
+                name = os.path.basename(segment.path)
+                self._descriptors.forget(segment.path)
                 self._numbers.pop(name, None)
                 if number not in damaged:
                     self.names.discard(name)
@@ -220,11 +216,11 @@ class Located:
         return self._places.remove(gone)
 
     def remove_files(self, names: Iterable[str]) -> int:
-        """Forget the sources that are files of these names; how many rows are gone."""
+        """Forget the segments in files of these names; returns how many rows were found in them."""
         return self.remove([self._numbers[name] for name in names if name in self._numbers])
 
     def forget_pending(self) -> None:
-        """In a forked child: forget what the parent writes, to find it when it is sealed."""
-        self.remove([number for number, source in self.sources.items() if isinstance(source, Pending)])
+        """In a forked child: forget the rows that the parent will write; they are found when it has."""
+        self.remove([number for number, segment in self.segments.items() if isinstance(segment, Pending)])
         self.names = set(self._numbers)
         self._changed = -1

@@ -18,7 +18,8 @@ from torchcache2.tiers.breaker import Breaker
 __all__ = ["Health"]
 
 _MOST_NAMED = 3  # namespaces that cannot be written
-_OF_ALL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # wherever they are met
+# These concern the whole directory, whichever namespace they are met in.
+_OF_ALL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Health(Breaker):

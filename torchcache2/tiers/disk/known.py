@@ -66,12 +66,12 @@ class Known:
         self._wanted: set[bytes] = set()  # namespaces that are held, or should be
 
     def begin(self) -> None:
-        """Make what belongs to this process; with the lock held."""
+        """Have a writer of this process; with the lock held. A forked child starts with a new one."""
         torn = self.lock.was_torn()
         if self.writer is not None and self.writer.pid == os.getpid():
             return
         if torn:
-            # The parent was in the middle of something in another thread.
+            # Another thread of the parent was changing these when it forked.
             self.located = {}
             self.descriptors = Descriptors(self._directory.fs)
         elif self.writer is not None:
@@ -80,11 +80,11 @@ class Known:
         self.writer = self._make_writer()
 
     def number(self) -> int:
-        """Of the next source of rows."""
+        """A number for the next segment."""
         return next(self._numbers)
 
     def namespace(self, namespace: bytes) -> Located:
-        """What is known of a namespace, whose user we are from now on; with the lock held."""
+        """What is known of a namespace; this process counts as its user from now on. With the lock held."""
         located = self.located.get(namespace)
         if located is None:
             located = self.new(namespace)
@@ -106,11 +106,11 @@ class Known:
         return located
 
     def remove(self, namespace: bytes, numbers: Collection[int], damaged: Collection[int] = ()) -> int:
-        """Rows of sources are not found any more, unless others have them too; how many those sources had."""
+        """Forget segments; returns how many rows were found in them. Other segments may have them too."""
         return self._change(namespace, lambda located: located.remove(numbers, damaged))
 
     def remove_files(self, namespace: bytes, names: Collection[str]) -> int:
-        """Likewise of files."""
+        """Forget the segments in files of these names, likewise."""
         return self._change(namespace, lambda located: located.remove_files(names))
 
     def _change(self, namespace: bytes, change: Callable[[Located], int]) -> int:
@@ -125,11 +125,11 @@ class Known:
                 raise
 
     def start_anew(self, namespace: bytes) -> None:
-        """Forget what is in memory of a namespace, and find again what is sealed; with the lock held.
+        """Forget what is known of a namespace, and the rows that wait; with the lock held.
 
-        As after an interrupt, when tables may be half changed.
+        What is sealed is found again. Needed after an interrupt, when tables may be half changed.
         """
-        located = self.located.pop(namespace, None)  # first: nothing may find rows that are dropped
+        located = self.located.pop(namespace, None)  # comes first, so that nobody finds rows that are dropped
         if located is not None:
             located.let_go()
         dropped = self.writer.drop(namespace) if self.writer is not None else []
@@ -138,9 +138,9 @@ class Known:
             self.new(namespace).names = names
 
     def let_go(self) -> Collection[bytes] | None:
-        """Do not count as a user of namespaces that nothing alive uses any more; those that are, if known.
+        """Stop counting as a user of namespaces that nothing alive uses; returns those in use, if known.
 
-        Without the lock: whoever is asked may wait for one, which a thread has that waits for ours.
+        Must be called without the lock. `in_use` may wait for another lock, whose owner may wait for ours.
         """
         if self._in_use is None:
             return None
@@ -164,7 +164,7 @@ class Known:
                     located.hold(is_used=False)  # others may have made its folder since
 
     def held(self, namespace: bytes, enter: Callable[[], Descriptor | None]) -> Descriptor | None:
-        """What says to others that a namespace is in use; `enter` has its folder made if nothing does yet."""
+        """The open file that tells others that a namespace is in use; `enter` makes one if there is none."""
         self.let_go()
         with self.lock():
             located = self.located.get(namespace)

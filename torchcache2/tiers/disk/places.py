@@ -1,7 +1,8 @@
-"""`Places`: where the row of each key is, as a source and a number in it; and where it is as well.
+"""`Places`: in which segment the row of each key is, and in which others it is as well.
 
-Processes that compute the same items at once each seal them. The first source of a key that is seen stays its
-own; the others are kept aside, 24 bytes a key, and take its place when that source is gone.
+Processes that compute the same items at the same time seal each item once each. A key is found in the first
+of these segments that was seen. The others are kept aside, 24 bytes a key, and take its place when that
+segment is gone.
 
 Not thread-safe: the tier holds a lock.
 """
@@ -10,29 +11,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 
-from torchcache2.tiers.index import Entries, KeyIndex, Words
+from torchcache2.core.arrays import Array, Entries, Words
+from torchcache2.tiers.index import KeyIndex
 
 __all__ = ["Places"]
 
-Array = np.ndarray[Any, np.dtype[Any]]
 
 _GROWTH = 1.0625
-_CHECKED_AT_ONCE = 1 << 18  # keys that another source has too; some 20 ms
+_CHECKED_AT_ONCE = 1 << 18  # keys that another segment has too; some 20 ms
 
 
 class Places:
-    """Key → source and row."""
+    """Key → segment and row."""
 
     def __init__(self) -> None:
         self._index = KeyIndex(np.empty((0, 2), np.uint64))
         self._locations = np.empty(0, np.int64)
         self._copies: deque[tuple[Words, Entries]] = deque()
-        self._unchecked = 0  # of them, from the left: since the last removal
-        self._gone: set[int] = set()  # sources that may still be among them
+        self._unchecked = 0  # copies, counted from the left, not looked at since the last removal
+        self._gone: set[int] = set()  # removed segments that copies may still name
 
     def __len__(self) -> int:
         return len(self._index)
@@ -48,16 +48,19 @@ class Places:
         return self._index.find(words)
 
     def where(self, entries: Entries) -> tuple[Entries, Entries]:
-        """Source and row of entries."""
+        """The segment's number, and the row in it, of each entry."""
         locations = self._locations[entries]
         return locations >> 32, locations & 0xFFFFFFFF
 
     def add(self, keys: Array, number: int, first: int) -> None:
-        """Rows `first` and up of a source are under these keys; the first source of a key stays its own."""
+        """Row `first` of a segment and those after it have these keys, uint8 ``(n, 16)``.
+
+        A key that another segment has already is still found there.
+        """
         words: Words = keys.view("<u8")
         locations = number << 32 | np.arange(first, first + len(words))
         low = np.sort(words[:, 0])
-        if (low[1:] == low[:-1]).any():  # in files of strangers only
+        if (low[1:] == low[:-1]).any():  # only files that we did not write have a key twice
             distinct = np.unique(words, axis=0, return_index=True)[1]
             words, locations = words[distinct], locations[distinct]
         absent = self._index.find(words) < 0
@@ -67,7 +70,10 @@ class Places:
         self._append(words, locations)
 
     def remove(self, numbers: Collection[int]) -> int:
-        """Forget sources; how many keys were their own. `restore` finds those again that others have."""
+        """Forget segments; returns how many keys were found in them.
+
+        Keys that other segments have too are found again after `restore`.
+        """
         count = len(self._index)
         entries = np.flatnonzero(np.isin(self._locations[:count] >> 32, list(numbers)))
         moved, target = self._index.remove(entries)
@@ -78,9 +84,9 @@ class Places:
         return len(entries)
 
     def restore(self) -> bool:
-        """Have sources take the place of those that are gone; True if any did.
+        """Find keys of removed segments in others that have them; True if there were any.
 
-        Looks at so many keys as take no time that is noticed; the others are for the next call.
+        Each call looks at so many keys that nobody notices the time. The rest is left to the next call.
         """
         if not self._unchecked:
             return False
@@ -94,7 +100,7 @@ class Places:
         here = ~np.isin(locations >> 32, list(self._gone))
         words, locations = words[here], locations[here]
         absent = np.flatnonzero(self._index.find(words) < 0)
-        chosen = absent[np.unique(words[absent, 0], return_index=True)[1]]  # one of several
+        chosen = absent[np.unique(words[absent, 0], return_index=True)[1]]  # a key may be in several
         self._append(words[chosen], locations[chosen])
         rest = np.ones(len(words), bool)
         rest[chosen] = False

@@ -1,75 +1,144 @@
-"""Rows of a batch from the sources that have them, put together by schema in the order of the batch."""
+"""`Reader`: rows of a batch from the segments that have them, by schema, in the order of the batch."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from torchcache2.core.keys import Positions
-from torchcache2.core.rows import Rows, Schema
+from torchcache2.core.arrays import Array, Positions
+from torchcache2.core.keys import Keys
+from torchcache2.core.rows import Rows
+from torchcache2.core.schema import Schema
+from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import DamagedError
-from torchcache2.files.segment import Columns, empty_columns, rows_of
-from torchcache2.tiers.disk.catalog import Source
+from torchcache2.files.segment import Columns, Segment, empty_columns, rows_of
+from torchcache2.tiers.disk.catalog import AnySegment
+from torchcache2.tiers.disk.health import Health
+from torchcache2.tiers.disk.known import Known
 
-__all__ = ["fetch"]
+__all__ = ["Reader"]
 
+_TOUCHED_EVERY = 60.0  # seconds
 _ASKED_BESIDE = 8 << 20  # bytes of a batch that are worth a thread
 
-Array = np.ndarray[Any, np.dtype[Any]]
+
+class Reader:
+    """Finds and reads rows of one tier.
+
+    Parameters
+    ----------
+    directory : CacheDirectory
+    known : Known
+    health : Health
+    """
+
+    def __init__(self, directory: CacheDirectory, known: Known, health: Health) -> None:
+        self._directory = directory
+        self._known = known
+        self._health = health
+        self._touched: dict[str, float] = {}  # when, by path
+
+    def find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
+        """The rows of those keys that are here, by schema, with their positions in the batch."""
+        if keys.namespace not in self._known.located:
+            self._known.let_go()  # otherwise a process that only reads would hold all that it ever used
+        with self._known.lock():
+            self._known.begin()
+            if self._known.closed or not self._health.reads:
+                return []
+            try:
+                located = self._known.namespace(keys.namespace)
+                entries = located.find(keys.words)
+                if (entries < 0).any() and located.look():
+                    entries = located.find(keys.words)  # of all keys: looking may have moved every entry
+            except BaseException:
+                self._known.start_anew(keys.namespace)
+                raise
+            positions = np.flatnonzero(entries >= 0)
+            if not self._health.reads or len(positions) == 0:
+                return []
+            numbers, rows = located.where(entries[positions])
+            segments = {number: located.segments[number] for number in np.unique(numbers).tolist()}
+
+        gone, damaged = [], []
+
+        def lost(number: int, segment: AnySegment, error: Exception) -> None:
+            if not isinstance(error, FileNotFoundError):  # a file that is gone made room for others
+                self._health.fault(error, getattr(segment, "path", self._directory.path))
+            gone.append(number)
+            if isinstance(error, DamagedError):
+                damaged.append(number)
+
+        found = _read_rows(segments, numbers, rows, positions, lost)
+        if gone:
+            self._known.remove(keys.namespace, gone, damaged)
+        for segment in segments.values():
+            self._touch(segment)
+        return found
+
+    def _touch(self, segment: AnySegment) -> None:
+        """Say that a segment is in use; at most once a minute."""
+        if isinstance(segment, Segment) and self._health.writes:
+            now = time.monotonic()
+            if now - self._touched.get(segment.path, -_TOUCHED_EVERY) >= _TOUCHED_EVERY:
+                self._touched[segment.path] = now
+                with contextlib.suppress(OSError):
+                    self._directory.fs.touch(segment.path)
 
 
 class _Job(NamedTuple):
-    """Rows of one source and schema."""
+    """Rows of one segment and schema."""
 
     number: int
     rows: Array
     positions: Positions
 
 
-def fetch(
-    sources: Mapping[int, Source],
+def _read_rows(
+    segments: Mapping[int, AnySegment],
     numbers: Array,
     rows: Array,
     positions: Positions,
-    on_lost: Callable[[int, Source, Exception], None],
+    on_lost: Callable[[int, AnySegment, Exception], None],
 ) -> list[tuple[Positions, Rows]]:
     """Read rows; the system is asked for all of them before, or while, the first is waited for.
 
     Parameters
     ----------
-    sources : mapping of int to Source
+    segments : mapping of int to AnySegment
     numbers, rows : ndarray of int64, shape (n,)
-        Source and row of each.
+        Segment and row of each.
     positions : ndarray of int64, shape (n,)
         Of each in the batch, ascending.
     on_lost : callable
-        Is told the number of a source that cannot be read, the source, and why: its rows are left out.
+        Is told the number of a segment that cannot be read, the segment, and why: its rows are left out.
     """
     jobs: dict[Schema, list[_Job]] = {}
-    for number, source in sources.items():
+    for number, segment in segments.items():
         which = np.flatnonzero(numbers == number)
-        for schema, some in source.schemas(rows[which]):
+        for schema, some in segment.schemas(rows[which]):
             chosen = which[some]
             jobs.setdefault(schema, []).append(_Job(number, rows[chosen], positions[chosen]))
-    with _read_ahead(sources, jobs):
-        parts = [_read(sources, schema, some_jobs, on_lost) for schema, some_jobs in jobs.items()]
+    with _read_ahead(segments, jobs):
+        parts = [_read(segments, schema, some_jobs, on_lost) for schema, some_jobs in jobs.items()]
     return [part for part in parts if part is not None]
 
 
 @contextlib.contextmanager
-def _read_ahead(sources: Mapping[int, Source], jobs: Mapping[Schema, list[_Job]]) -> Iterator[None]:
+def _read_ahead(segments: Mapping[int, AnySegment], jobs: Mapping[Schema, list[_Job]]) -> Iterator[None]:
     """Ask for all rows; for many bytes in a thread, since a system whose queue is full has us wait."""
 
     def ask() -> None:
         for some_jobs in jobs.values():
             for job in some_jobs:
                 with contextlib.suppress(OSError):  # reading will say so
-                    sources[job.number].read_ahead(job.rows)
+                    segments[job.number].read_ahead(job.rows)
 
     size = sum(schema.row_bytes * len(job.rows) for schema, some in jobs.items() for job in some)
     thread = threading.Thread(target=ask, name="torchcache2 read-ahead", daemon=True)
@@ -92,27 +161,27 @@ def _started(thread: threading.Thread) -> bool:
 
 
 def _read(
-    sources: Mapping[int, Source],
+    segments: Mapping[int, AnySegment],
     schema: Schema,
     jobs: list[_Job],
-    on_lost: Callable[[int, Source, Exception], None],
+    on_lost: Callable[[int, AnySegment, Exception], None],
 ) -> tuple[Positions, Rows] | None:
     """Rows of one schema, in the order of their positions."""
     wanted = np.sort(np.concatenate([job.positions for job in jobs]))
     columns: Columns = empty_columns(schema, len(wanted))
     good = np.ones(len(wanted), bool)
     for job in jobs:
-        source = sources[job.number]
+        segment = segments[job.number]
         targets = np.searchsorted(wanted, job.positions)
         error: Exception | None = None
         try:
-            if not source.read(job.rows, columns, targets):
+            if not segment.read(job.rows, columns, targets):
                 error = DamagedError("a row is not what was written")
         except OSError as fault:
             error = fault
         if error is not None:
             good[targets] = False
-            on_lost(job.number, source, error)
+            on_lost(job.number, segment, error)
     result = rows_of(schema, columns, len(wanted))
     if good.all():
         return wanted, result

@@ -24,7 +24,7 @@ __all__ = ["Sealing"]
 
 
 class Sealing:
-    """Of one tier.
+    """Seals the rows of one tier.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class Sealing:
     budget : int
         Bytes of the whole directory.
     policy : {"mru", "lru"}
-    describe : callable, optional
+    description : callable, optional
         What a namespace stands for, for its ``fingerprint.json``.
     target : int
         Bytes of a segment.
@@ -56,7 +56,7 @@ class Sealing:
         codec: Codec,
         budget: int,
         policy: Policy,
-        describe: Callable[[bytes], Mapping[str, Any]] | None,
+        description: Callable[[bytes], Mapping[str, Any]] | None,
         *,
         target: int,
         temporary: bool,
@@ -69,7 +69,7 @@ class Sealing:
         self._codec = codec
         self._budget = budget
         self._policy = policy
-        self._describe = describe
+        self._description = description
         self._temporary = temporary
         self._allowance = Allowance(target)
         self._one_at_a_time = ProcessLock()
@@ -87,7 +87,7 @@ class Sealing:
                     return
                 located.names.add(name)
                 pending.name = name
-            described = self._describe(pending.namespace) if self._describe is not None else {}
+            described = self._description(pending.namespace) if self._description is not None else {}
             if not self._sealed(pending, folder, name, encoded, described):
                 self.forget(pending)
                 return
@@ -124,15 +124,15 @@ class Sealing:
         for is_last in (False, True):
             if self._temporary and not self._fs.exists(self._directory.path):
                 return False  # its run has ended: nobody would delete it again
-            # The hold lasts until the segment is written, as the cache that used the namespace may be gone.
+            # Held until the segment is written: the cache that used the namespace may have been closed.
             held = self._known.held(pending.namespace, enter)
             try:
-                with self._one_at_a_time():  # both would see the same room
+                with self._one_at_a_time():  # two threads would find the same room, and both use it
                     if not self._has_room(encoded.nbytes, extra):
                         return False
                     write(self._fs, folder, name, encoded)
                 return True
-            except FileNotFoundError:  # somebody has deleted the folder in spite of the hold
+            except FileNotFoundError:  # somebody has deleted the folder although we hold it
                 if is_last:
                     raise
             finally:
@@ -140,7 +140,7 @@ class Sealing:
         return False
 
     def forget(self, pending: Pending) -> None:
-        """Rows that nobody will write are not found any more."""
+        """Have rows not found any more that nobody will write."""
         self._known.remove(pending.namespace, [pending.number])
 
     def _has_room(self, size: int, extra: int) -> bool:
@@ -156,9 +156,9 @@ class Sealing:
                 self._directory, size, self._budget, lru=self._policy == "lru", removed=self._removed
             )
         except PermissionError:
-            self._health.faults += 1  # what would have to go is another user's
+            self._health.faults += 1  # the segments that would have to go belong to another user
         except OSError as error:
-            self._health.write_fault(error, self._directory.path)  # not that of the namespace to be written
+            self._health.write_fault(error, self._directory.path)  # concerns the whole directory
             return False
         if room < 0:
             self._health.full(self._budget)

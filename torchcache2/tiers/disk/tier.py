@@ -13,30 +13,24 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import numpy as np
-
 from torchcache2.core.gather import with_ordinary_tensors
-from torchcache2.core.keys import Keys, Positions
-from torchcache2.core.rows import Rows, Schema
+from torchcache2.core.keys import Keys
+from torchcache2.core.rows import Rows
 from torchcache2.core.settings import Policy
 from torchcache2.files import codec as codecs
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.errors import DamagedError, NewerFormatError, UnserialisableError
+from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.eviction import used_bytes
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.layout import schema_text
-from torchcache2.files.segment import Segment
 from torchcache2.tiers.base import Found, Tier, TierStats
-from torchcache2.tiers.disk.catalog import Located, Source
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
-from torchcache2.tiers.disk.reading import fetch
+from torchcache2.tiers.disk.queueing import Queueing
+from torchcache2.tiers.disk.reading import Reader
 from torchcache2.tiers.disk.sealing import Sealing
-from torchcache2.tiers.disk.unwritten import Held, Slabs
 from torchcache2.tiers.disk.writer import Writer
 
 __all__ = ["DiskTier"]
@@ -44,7 +38,6 @@ __all__ = ["DiskTier"]
 _SEGMENT_BYTES = 64 << 20
 _SEALED_AFTER = 5.0  # seconds
 _QUEUED = 256 << 20
-_TOUCHED_EVERY = 60.0  # seconds
 
 
 class DiskTier(Tier):
@@ -66,7 +59,7 @@ class DiskTier(Tier):
         Bytes of rows that may wait to be written; a caller that brings more waits.
     in_use : callable, optional
         The namespaces that something alive in this process uses; default: all.
-    describe : callable, optional
+    description : callable, optional
         What a namespace stands for, for its ``fingerprint.json``.
     fs : FileSystem, optional
     delay : float
@@ -96,7 +89,7 @@ class DiskTier(Tier):
         *,
         queue: int = _QUEUED,
         in_use: Callable[[], Collection[bytes]] | None = None,
-        describe: Callable[[bytes], Mapping[str, Any]] | None = None,
+        description: Callable[[bytes], Mapping[str, Any]] | None = None,
         fs: FileSystem | None = None,
         delay: float = _SEALED_AFTER,
         temporary: bool = False,
@@ -121,13 +114,12 @@ class DiskTier(Tier):
             codecs.codec(codec, quality),
             budget,
             policy,
-            describe,
+            description,
             target=self._target,
             temporary=temporary,
         )
-        self._touched: dict[str, float] = {}
-        self._serialisable: dict[Schema, bool] = {}
-        self._slabs = Slabs()
+        self._reader = Reader(self.directory, self._known, self._health)
+        self._queueing = Queueing(self._known, self._health, budget)
         self._open_directory()
 
     @property
@@ -139,7 +131,7 @@ class DiskTier(Tier):
     def get(self, keys: Keys) -> Found:
         """The rows of those keys that are here, read into fresh memory."""
         try:
-            return Found(self._find(keys))
+            return Found(self._reader.find(keys))
         except Exception as error:  # such as no memory: a fault is a miss
             self._health.fault(error, self.path)
             return Found([])
@@ -147,10 +139,10 @@ class DiskTier(Tier):
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys, to be written soon; waits only while too many wait already."""
-        if not self._takes(keys.namespace, rows.schema) or len(keys) == 0:
+        if not self._queueing.takes(keys.namespace, rows.schema) or len(keys) == 0:
             return 0
         try:
-            kept = self._keep(keys, rows)
+            kept = self._queueing.keep(keys, rows)
         except Exception as error:
             self._health.fault(error, self.path)
             return 0
@@ -161,7 +153,7 @@ class DiskTier(Tier):
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, and delete its segments."""
         if self._lock()._is_owned():
-            self._later(self.drop, namespace)  # the garbage collector calls, while tables change
+            self._later(self.drop, namespace)  # the garbage collector calls while this thread changes tables
             return
         with self._lock():
             self._known.begin()
@@ -171,7 +163,7 @@ class DiskTier(Tier):
             contents = self.directory.contents(namespace.hex())
             if not self._health.writes:
                 with self._lock():
-                    if self._health.reads:  # they cannot be deleted: never open them again
+                    if self._health.reads:  # files that cannot be deleted must not be opened again
                         self._known.new(namespace).names = {entry.name for entry in contents.segments}
                 return
             names = [entry.name for entry in (*contents.segments, *contents.corrupt)]
@@ -189,7 +181,7 @@ class DiskTier(Tier):
             finally:
                 self._known.remove_files(namespace, names)  # another thread may have opened them meanwhile
             if left:
-                with self._lock():  # such as another user's: never open them again
+                with self._lock():  # files that stay, such as another user's, must not be opened again
                     located = self._known.located.get(namespace) or self._known.new(namespace)
                     located.names |= left
         except OSError as error:
@@ -208,7 +200,7 @@ class DiskTier(Tier):
         with self._lock():
             located = self._known.located.get(namespace)
             if located is not None:
-                located.hold()  # the new file
+                located.hold()  # the lock was on the file that has been replaced
 
     def flush(self) -> None:
         """Return when everything that was put is sealed, or forgotten because of a fault."""
@@ -268,7 +260,7 @@ class DiskTier(Tier):
         return writes or bool(self._lock()._is_owned())
 
     def _later(self, function: Callable[..., None], *args: object) -> None:
-        # If no thread can be started, the process ends, and `atexit` closes.
+        # No thread can be started while the process ends; the tier is closed at exit then.
         with contextlib.suppress(RuntimeError):
             threading.Thread(target=function, args=args, daemon=True).start()
 
@@ -292,101 +284,3 @@ class DiskTier(Tier):
             delay=self._delay,
             at_exit=self.close,
         )
-
-    def _find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
-        if keys.namespace not in self._known.located:
-            self._known.let_go()  # or a process that only reads would hold all that it ever used
-        with self._lock():
-            self._known.begin()
-            if self._known.closed or not self._health.reads:
-                return []
-            try:
-                located = self._known.namespace(keys.namespace)
-                entries = located.find(keys.words)
-                if (entries < 0).any() and located.look():
-                    entries = located.find(keys.words)  # all of them: entries move
-            except BaseException:
-                self._known.start_anew(keys.namespace)
-                raise
-            positions = np.flatnonzero(entries >= 0)
-            if not self._health.reads or len(positions) == 0:
-                return []
-            numbers, rows = located.where(entries[positions])
-            sources = {number: located.sources[number] for number in np.unique(numbers).tolist()}
-
-        gone, damaged = [], []
-
-        def lost(number: int, source: Source, error: Exception) -> None:
-            if not isinstance(error, FileNotFoundError):  # else another process has made room
-                self._health.fault(error, getattr(source, "path", self.path))
-            gone.append(number)
-            if isinstance(error, DamagedError):
-                damaged.append(number)
-
-        found = fetch(sources, numbers, rows, positions, lost)
-        if gone:
-            self._known.remove(keys.namespace, gone, damaged)
-        for source in sources.values():
-            self._touch(source)
-        return found
-
-    def _touch(self, source: Source) -> None:
-        """Say that a segment is in use; at most once a minute."""
-        if isinstance(source, Segment) and self._health.writes:
-            now = time.monotonic()
-            if now - self._touched.get(source.path, -_TOUCHED_EVERY) >= _TOUCHED_EVERY:
-                self._touched[source.path] = now
-                with contextlib.suppress(OSError):
-                    self._fs.touch(source.path)
-
-    def _takes(self, namespace: bytes, schema: Schema) -> bool:
-        """Whether rows of a namespace and schema can be written at all."""
-        if not self._health.may_write(namespace) or self._known.closed:
-            return False
-        if schema.row_bytes > self.budget:
-            return False
-        known = self._serialisable.get(schema)
-        if known is None:
-            try:
-                schema_text(schema)
-                known = True
-            except UnserialisableError as error:
-                self._health.tell("schema", "such outputs stay in memory, not on disk: %s", str(error))
-                known = False
-            if len(self._serialisable) > 1000:
-                self._serialisable.clear()
-            self._serialisable[schema] = known
-        return known
-
-    def _keep(self, keys: Keys, rows: Rows) -> int:
-        held = Held(rows, self._slabs)
-        with self._lock():
-            self._known.begin()
-            if self._known.closed or self._known.writer is None:
-                return 0
-            try:
-                located = self._known.namespace(keys.namespace)
-                if not self._health.writes:  # what is there is of a newer format
-                    return 0
-                absent = np.flatnonzero(located.find(keys.words) < 0)
-                if len(absent) < len(keys):
-                    keys, held = keys.take(absent), held.take(absent)
-                self._queue_rows(self._known.writer, located, keys, held)
-            except BaseException:
-                self._known.start_anew(keys.namespace)
-                raise
-        return len(keys)
-
-    def _queue_rows(self, writer: Writer, located: Located, keys: Keys, held: Held) -> None:
-        """Have rows join segments to be, none of them much larger than it should."""
-        family = held.schema.family
-        step = max(1, writer.target // max(1, held.schema.row_bytes))
-        for start in range(0, len(keys), step):
-            some, piece = keys, held
-            if step < len(keys):
-                some = keys.take(np.arange(start, min(len(keys), start + step)))
-                piece = held.part(start, start + len(some))
-            pending = writer.open(keys.namespace, family, self._known.number)
-            before = pending.nbytes
-            located.add(some.data, pending, pending.add(some, piece))
-            writer.added(pending, family, pending.nbytes - before)

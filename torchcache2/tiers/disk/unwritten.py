@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 
+from torchcache2.core.arrays import Array
 from torchcache2.core.gather import as_bytes, moved
 from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
-from torchcache2.core.rows import Rows, Schema
+from torchcache2.core.rows import Rows
+from torchcache2.core.schema import Schema
 from torchcache2.core.transfer import CUDA, Arriving, Runtime
 
-__all__ = ["Held", "Pending", "Slabs"]
+__all__ = ["OwnRows", "Pending", "Slabs"]
 
 _CPU = torch.device("cpu")
 _SLAB = 8 << 20
 _ALIGNED = 64
 _BATCH_BYTES = 2048  # about what a batch takes as Python objects
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Slabs:
@@ -46,8 +46,8 @@ class Slabs:
             return self._slab[start : self._used]
 
 
-class Held:
-    """Rows of the cache's own on the host, perhaps still on their way there.
+class OwnRows:
+    """A copy of rows on the host that nobody else writes to; it may still be on its way there.
 
     Parameters
     ----------
@@ -99,21 +99,21 @@ class Held:
             assert self._rows is not None
             return self._rows
 
-    def part(self, start: int, end: int) -> Held:
+    def part(self, start: int, end: int) -> OwnRows:
         """Some of the rows, without a copy."""
         columns = [column[start:end] for column in self.rows.columns]
         return self._of(Rows(self.rows.schema, columns, end - start))
 
-    def take(self, positions: Array) -> Held:
+    def take(self, positions: Array) -> OwnRows:
         """A copy of some of the rows."""
         return self._of(self.rows.take(torch.from_numpy(positions)))
 
-    def _of(self, rows: Rows) -> Held:
-        held = Held.__new__(Held)
-        held.schema, held.count = self.schema, len(rows)
-        held.nbytes = len(rows) * self.schema.row_bytes
-        held._lock, held._arriving, held._rows = ProcessLock(), None, rows
-        return held
+    def _of(self, rows: Rows) -> OwnRows:
+        own = OwnRows.__new__(OwnRows)
+        own.schema, own.count = self.schema, len(rows)
+        own.nbytes = len(rows) * self.schema.row_bytes
+        own._lock, own._arriving, own._rows = ProcessLock(), None, rows
+        return own
 
 
 class Pending:
@@ -123,13 +123,13 @@ class Pending:
     ----------
     namespace : bytes
     number : int
-        Of this source of rows.
+        The number under which `Located` knows this segment.
     nbytes, count : int
-        Bytes and rows.
+        Bytes and number of the rows.
     since : float
-        When the first came, by the writer's clock.
+        When the first row came, by the writer's clock.
     name : str
-        Of the file, when it is about to be written.
+        The file's name, once it is about to be written.
     dropped : bool
         Whether they are to be forgotten.
     thread : int
@@ -141,7 +141,7 @@ class Pending:
     def __init__(self, namespace: bytes, number: int, since: float) -> None:
         self.namespace = namespace
         self.number = number
-        self.batches: list[tuple[Keys, Held]] = []
+        self.batches: list[tuple[Keys, OwnRows]] = []
         self.nbytes = 0
         self.count = 0
         self.since = since
@@ -154,12 +154,12 @@ class Pending:
     def __len__(self) -> int:
         return self.count
 
-    def add(self, keys: Keys, held: Held) -> int:
-        """Add a batch; the number of its first row."""
+    def add(self, keys: Keys, own: OwnRows) -> int:
+        """Add a batch; returns the number of its first row."""
         first = self.count
         self._starts.append(first)
-        self.batches.append((keys, held))
-        self.nbytes += held.nbytes + 16 * len(keys) + _BATCH_BYTES
+        self.batches.append((keys, own))
+        self.nbytes += own.nbytes + 16 * len(keys) + _BATCH_BYTES
         self.count += len(keys)
         return first
 
@@ -169,13 +169,13 @@ class Pending:
 
     def rows(self) -> list[tuple[Keys, Rows]]:
         """All rows, to be written."""
-        return [(keys, held.rows.laid_out_as(held.schema)) for keys, held in self.batches]
+        return [(keys, own.rows.laid_out_as(own.schema)) for keys, own in self.batches]
 
     def read_ahead(self, rows: Array) -> None:
-        """Nothing: they are in memory."""
+        """Does nothing, as the rows are in memory."""
 
     def schemas(self, rows: Array) -> Iterator[tuple[Schema, Array]]:
-        """The schemas of some rows, and for each which of them have it."""
+        """Yields the schemas of some rows, each with the positions in `rows` of those that have it."""
         numbers = self._batches_of(rows)
         by_schema: dict[Schema, list[Array]] = {}
         for number in np.unique(numbers).tolist():
@@ -189,9 +189,9 @@ class Pending:
         numbers = self._batches_of(rows)
         for number in np.unique(numbers).tolist():
             which = np.flatnonzero(numbers == number)
-            held = self.batches[number][1].rows
+            own = self.batches[number][1].rows
             chosen = rows[which] - self._starts[number]
-            for column, source in zip(columns, held.columns, strict=True):
+            for column, source in zip(columns, own.columns, strict=True):
                 column[targets[which]] = as_bytes(source).numpy()[chosen]
         return True
 

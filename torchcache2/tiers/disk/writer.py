@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchcache2.core.exits import AtExit
-from torchcache2.core.rows import Schema
+from torchcache2.core.schema import Schema
 from torchcache2.tiers.disk.unwritten import Pending
 
 __all__ = ["Writer"]

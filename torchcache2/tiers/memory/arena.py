@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.core.arrays import Bytes2D, Entries, Words
 from torchcache2.core.gather import gather
-from torchcache2.core.keys import Bytes2D
-from torchcache2.core.rows import Rows, Schema
+from torchcache2.core.rows import Rows
+from torchcache2.core.schema import Schema
 from torchcache2.core.transfer import Runtime, StreamOrder
-from torchcache2.tiers.index import Entries, KeyIndex, Words
+from torchcache2.tiers.index import KeyIndex
 
 __all__ = ["Arena"]
 
@@ -248,7 +249,7 @@ class _ReservedColumn(_Column):
         if size < self._committed:
             self._map.madvise(mmap.MADV_DONTNEED, size, self._committed - size)
             if hasattr(mmap, "MADV_NOHUGEPAGE"):
-                # Else the next page in front of it would be a huge one that reaches into it.
+                # Otherwise a huge page that begins in front of this range could reach into it.
                 self._map.madvise(mmap.MADV_NOHUGEPAGE, size, self._committed - size)
             self._committed, self.capacity = size, size // self.row_bytes
 

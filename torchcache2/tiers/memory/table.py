@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from torchcache2.core.keys import Keys
-from torchcache2.core.rows import Schema
+from torchcache2.core.schema import Schema
 from torchcache2.tiers.memory.arena import Arena
 
 __all__ = ["GROUP_BYTES", "ArenaTable"]
@@ -29,6 +29,8 @@ class ArenaTable:
     ----------
     nbytes : int
         Bytes of all arenas when they were last measured, and of the groups.
+    last_used : dict of bytes to int
+        When each namespace was last used, by the tier's clock.
     """
 
     def __init__(self) -> None:
@@ -37,6 +39,7 @@ class ArenaTable:
     def clear(self) -> None:
         """Forget everything."""
         self.nbytes = 0
+        self.last_used: dict[bytes, int] = {}
         self._arenas: dict[bytes, dict[Name, Arena]] = {}
         self._groups: dict[bytes, dict[bytes, list[Arena]]] = {}
         self._sizes: dict[Arena, int] = {}
@@ -54,7 +57,7 @@ class ArenaTable:
         """The namespaces that have arenas."""
         return list(self._arenas)
 
-    def holding(self, keys: Keys) -> list[Arena]:
+    def arenas_for(self, keys: Keys) -> list[Arena]:
         """The arenas that may have rows of these keys."""
         if not keys.group:
             return list(self._arenas.get(keys.namespace, {}).values())
@@ -65,24 +68,24 @@ class ArenaTable:
         return self._arenas.get(namespace, {}).get(name)
 
     def add(self, namespace: bytes, name: Name, arena: Arena) -> None:
-        """A new arena."""
+        """Add a new arena."""
         self._arenas.setdefault(namespace, {})[name] = arena
         self.measure(arena)
 
     def measure(self, arena: Arena) -> None:
-        """An arena may have another size."""
+        """Count an arena's bytes anew, as its size may have changed."""
         size = arena.nbytes
         self.nbytes += size - self._sizes.get(arena, 0)
         self._sizes[arena] = size
 
     def link(self, keys: Keys, arena: Arena) -> None:
-        """Rows of such keys are in this arena from now on."""
+        """Say that rows of the keys' group are in this arena from now on."""
         if not keys.group:
             return
         groups = self._groups.setdefault(keys.namespace, {})
         if len(groups) >= _MOST_GROUPS and keys.group not in groups:
             self.nbytes -= GROUP_BYTES * len(groups)
-            groups.clear()  # their rows are not found again until they are put again
+            groups.clear()  # their rows are found again only after they are put again
         if keys.group not in groups:
             self.nbytes += GROUP_BYTES
         arenas = groups.setdefault(keys.group, [])
@@ -90,26 +93,25 @@ class ArenaTable:
             arenas.append(arena)
 
     def pop(self, namespace: bytes) -> int:
-        """Forget a namespace; how many rows it had."""
+        """Forget a namespace; returns how many rows it had."""
+        self.last_used.pop(namespace, None)
         arenas = self._arenas.pop(namespace, {}).values()
         self.nbytes -= sum(self._sizes.pop(arena) for arena in arenas)
         self.nbytes -= GROUP_BYTES * len(self._groups.pop(namespace, ()))
         return sum(map(len, arenas))
 
-    def pop_empty(self, namespace: bytes, keep: Arena | None = None) -> bool:
-        """Forget arenas without rows; whether the namespace has none left."""
+    def pop_empty(self, namespace: bytes, keep: Arena | None = None) -> None:
+        """Forget arenas without rows, but for one to `keep`; a namespace without arenas goes too."""
         arenas = self._arenas.get(namespace, {})
         empty = [name for name, arena in arenas.items() if len(arena) == 0 and arena is not keep]
         for name in empty:
             self.nbytes -= self._sizes.pop(arenas.pop(name))
         if not arenas:
             self.pop(namespace)
-            return True
-        if empty:
+        elif empty:
             groups = self._groups.get(namespace, {})
             for group in list(groups):
                 groups[group] = [arena for arena in groups[group] if arena in self._sizes]
                 if not groups[group]:
                     del groups[group]
                     self.nbytes -= GROUP_BYTES
-        return False

@@ -1,6 +1,6 @@
 """`MemoryTier`: rows in RAM (or on a device) under an exact byte budget.
 
-Each namespace and schema has an arena of its own. When the budget is full, rows of namespaces that
+Each pair of namespace and schema has its arena. When the budget is full, rows of namespaces that
 nothing alive uses go first, the least recently used namespace first. After that ``mru`` keeps
 what came first, which is the best that can be had when every epoch reads every item once; ``lru`` drops
 the least recently used rows, which suits serving.
@@ -20,24 +20,26 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from torchcache2.core.arrays import Positions
 from torchcache2.core.gather import with_ordinary_tensors
-from torchcache2.core.keys import Keys, Positions
+from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce
-from torchcache2.core.rows import Rows, Schema
+from torchcache2.core.rows import Rows
+from torchcache2.core.schema import Schema
 from torchcache2.core.settings import Policy
 from torchcache2.core.transfer import CUDA, Arriving, Runtime
 from torchcache2.tiers.base import Found, Tier, TierStats
 from torchcache2.tiers.memory.arena import Arena
-from torchcache2.tiers.memory.table import GROUP_BYTES, ArenaTable
+from torchcache2.tiers.memory.room import Room
+from torchcache2.tiers.memory.table import ArenaTable
 
 __all__ = ["MemoryTier"]
 
 _MOST_ARENAS = 1024  # each is some reservations of address space, of which a process has a limited number
-_EVICTED_AT_ONCE = 64  # a 64th of the rows: finding the oldest reads when every row was last used
 
 
-class _Pending(NamedTuple):
+class _Incoming(NamedTuple):
     """Rows on their way into an arena, which has room for them."""
 
     arena: Arena
@@ -79,18 +81,16 @@ class MemoryTier(Tier):
         self._spills = spills
         self.budget = budget
         self._runtime = runtime
-        self._pending: _Pending | None = None
+        self._incoming: _Incoming | None = None
         self.policy = policy
         self._device = device
-        self._in_use = in_use
         self._lock = ProcessLock()
         self._clock = 0
-        self._evictions = 0
         self._closed = False
         self._dropped: deque[bytes] = deque()
         self._told = ToldOnce()
         self._arenas = ArenaTable()
-        self._last_used: dict[bytes, int] = {}
+        self._room = Room(self._arenas, budget, policy, in_use)
 
     @with_ordinary_tensors
     def get(self, keys: Keys) -> Found:
@@ -145,7 +145,7 @@ class MemoryTier(Tier):
             return TierStats(
                 rows=sum(map(len, self._arenas)),
                 bytes=self._used(),
-                evictions=self._evictions,
+                evictions=self._room.evictions,
             )
 
     def counts(self) -> dict[str, int]:
@@ -163,18 +163,19 @@ class MemoryTier(Tier):
 
     def _catch_up(self) -> None:
         self._forget_dropped()
-        pending, self._pending = self._pending, None
-        if pending is None:
+        incoming, self._incoming = self._incoming, None
+        if incoming is None:
             return
-        columns = pending.arriving.wait()
-        if pending.arena in self._arenas:  # else it has been dropped
-            rows = Rows(pending.schema, columns, len(pending.keys))
-            pending.arena.append(pending.keys.data, rows, self._clock)
+        columns = incoming.arriving.wait()
+        if incoming.arena in self._arenas:  # else it has been dropped
+            rows = Rows(incoming.schema, columns, len(incoming.keys))
+            incoming.arena.append(incoming.keys.data, rows, self._clock)
 
     def _try_to_forget(self) -> None:
-        # Perhaps called by the garbage collector, in the middle of a call that holds the lock.
+        # The garbage collector may call this in the middle of a call that holds the lock: it must not wait.
         lock = self._lock()
-        for is_free in map(lock.acquire, (False,)):  # unlike after a call, no interrupt comes after this
+        # In this form, no interrupt comes between `acquire` and `try`, as it could after an ordinary call.
+        for is_free in map(lock.acquire, (False,)):
             if is_free:
                 try:
                     self._forget_dropped()
@@ -185,24 +186,21 @@ class MemoryTier(Tier):
         if self._lock.was_torn():
             self._forget_all()
         while self._dropped:
-            namespace = self._dropped.popleft()
-            self._arenas.pop(namespace)
-            self._last_used.pop(namespace, None)
+            self._arenas.pop(self._dropped.popleft())
         if self._closed:
             self._forget_all()
 
     def _forget_all(self) -> None:
-        self._pending = None
+        self._incoming = None
         self._arenas.clear()
-        self._last_used.clear()
 
     def _find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
         parts: list[tuple[Positions, Rows]] = []
-        arenas = self._arenas.holding(keys)
+        arenas = self._arenas.arenas_for(keys)
         if not arenas:
             return parts
         self._clock += 1
-        self._last_used[keys.namespace] = self._clock
+        self._arenas.last_used[keys.namespace] = self._clock
         for arena in arenas:
             entries = arena.find(keys.words)
             positions = np.flatnonzero(entries >= 0)
@@ -227,11 +225,11 @@ class MemoryTier(Tier):
         if arena is None or len(keys) == 0:
             if arena is not None:
                 self._arenas.link(keys, arena)
-            self._forget_empty(keys.namespace)
+            self._arenas.pop_empty(keys.namespace)
             return 0
         self._clock += 1
-        self._last_used[keys.namespace] = self._clock
-        kept = self._make_room(keys.namespace, arena, len(keys), evicts)
+        self._arenas.last_used[keys.namespace] = self._clock
+        kept = self._room.make(keys.namespace, arena, len(keys), evicts)
         if kept < len(keys):
             if self.policy == "mru" and not self._spills:
                 self._told(
@@ -245,32 +243,32 @@ class MemoryTier(Tier):
             self._arenas.link(keys, arena)
             self._append(arena, keys, rows)
         elif len(arena) == 0:
-            self._forget_empty(keys.namespace)
+            self._arenas.pop_empty(keys.namespace)
         return kept
 
     def _append(self, arena: Arena, keys: Keys, rows: Rows) -> None:
         """Write rows that there is room for, now or when they have arrived on the host."""
         remote = [column for column in rows.columns if self._runtime.holds(column)]
         if remote and arena.device.type == "cpu":
-            # Those on the host are the caller's, who may write to them before the others have arrived.
+            # The caller may write to columns on the host before the others have arrived.
             columns = rows.laid_out_as(arena.schema).columns
             columns = tuple(c if self._runtime.holds(c) else c.clone() for c in columns)
             arriving = Arriving(columns, self._runtime)
-            self._pending = _Pending(arena, arena.schema, keys, arriving)
+            self._incoming = _Incoming(arena, arena.schema, keys, arriving)
             if self._used() > self.budget:
                 self._catch_up()
         else:
             arena.append(keys.data, rows, self._clock)
 
     def _used(self) -> int:
-        staging = self._pending.arriving.nbytes if self._pending is not None else 0
+        staging = self._incoming.arriving.nbytes if self._incoming is not None else 0
         return self._arenas.nbytes + staging
 
-    def _absent(self, keys: Keys, arena: Arena | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _absent(self, keys: Keys, arena: Arena | None) -> Positions:
         absent = np.ones(len(keys), bool)
-        asked = self._arenas.holding(keys)
+        asked = self._arenas.arenas_for(keys)
         if arena is not None and not any(other is arena for other in asked):
-            asked = [*asked, arena]  # if the group has been forgotten
+            asked = [*asked, arena]  # the table may have forgotten that the group is in this arena
         for other in asked:
             absent &= other.find(keys.words) < 0
         return np.flatnonzero(absent)
@@ -280,91 +278,19 @@ class MemoryTier(Tier):
         if device is None:
             device = rows.columns[0].device if rows.columns else torch.device("cpu")
         elif device.type == "cuda" and device.index is None and torch.cuda.is_available():
-            # The one that is current now, whichever will be current later.
+            # The device that is current now is meant, whichever will be current later.
             device = self._device = torch.device("cuda", torch.cuda.current_device())
         name = rows.schema, rows.schema.layout, device
         arena = self._arenas.get(namespace, name)
         if arena is None and rows.schema.row_bytes < self.budget:
             if len(self._arenas) >= _MOST_ARENAS:
-                self._drop_unused(namespace)
+                self._room.drop_unused(namespace)
             is_remote = any(map(self._runtime.holds, rows.columns))
             try:
                 arena = Arena(rows.schema, device, self.budget, self._runtime if is_remote else None)
             except (AssertionError, OSError, MemoryError, RuntimeError) as error:
-                # Torch asserts that it was built for a device.
+                # An `AssertionError` comes from a torch that was not built for the device.
                 self._told("device", "there is no memory for rows on %s: %s", device, error)
             else:
                 self._arenas.add(namespace, name, arena)
         return arena
-
-    def _make_room(self, namespace: bytes, arena: Arena, count: int, evicts: bool) -> int:
-        """Make room for `count` rows, or as many of them as the budget and policy allow."""
-        while arena.room < count:
-            free = self.budget - self._used() - GROUP_BYTES
-            for wanted in (arena.slab(count), count):
-                if arena.cost(wanted) <= free and self._reserve(arena, wanted):
-                    return count
-            if self._drop_unused(namespace):
-                continue
-            if evicts and self.policy == "lru" and self._evict(arena, count - arena.room):
-                continue
-            low, high = arena.room, count  # low fits, high does not
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (middle, high) if arena.cost(middle) <= free else (low, middle)
-            return low if arena.cost(low) <= free and self._reserve(arena, low) else 0
-        return count
-
-    def _reserve(self, arena: Arena, count: int) -> bool:
-        try:
-            return arena.reserve(count)
-        finally:
-            self._arenas.measure(arena)
-
-    def _drop_unused(self, namespace: bytes) -> bool:
-        """Forget the namespace that was used least recently, of those that nothing alive uses."""
-        if self._in_use is None:
-            return False
-        used = {namespace, *self._in_use()}
-        unused = [name for name in self._arenas.namespaces() if name not in used]
-        if not unused:
-            return False
-        oldest = min(unused, key=lambda name: self._last_used.get(name, 0))
-        self._evictions += self._arenas.pop(oldest)
-        self._last_used.pop(oldest, None)
-        return True
-
-    def _evict(self, favoured: Arena, count: int) -> bool:
-        """Forget least recently used rows, worth `count` of the favoured arena; False if there are none."""
-        arenas = list(self._arenas)
-        lengths = list(map(len, arenas))
-        total = sum(lengths)
-        if total == 0:
-            return False
-        row_bytes = np.repeat([arena.row_bytes for arena in arenas], lengths)
-        needed = count * favoured.row_bytes
-        most = max(count, total // _EVICTED_AT_ONCE, round(needed / float(row_bytes.mean())) + 1)
-        ticks = np.concatenate([arena.ticks for arena in arenas])
-        if most < total:
-            oldest = np.argpartition(ticks, most)[:most]
-            oldest = oldest[np.argsort(ticks[oldest], kind="stable")]
-        else:
-            oldest = np.argsort(ticks, kind="stable")
-        enough = int(np.searchsorted(np.cumsum(row_bytes[oldest]), needed)) + 1
-        victims = np.sort(oldest[: max(enough, total // _EVICTED_AT_ONCE)])
-        end = 0
-        for arena, length in zip(arenas, lengths, strict=True):
-            start, end = end, end + length
-            low, high = np.searchsorted(victims, [start, end])
-            arena.remove(victims[low:high] - start)
-            if arena is not favoured and high > low:
-                arena.shrink()
-                self._arenas.measure(arena)
-        self._evictions += len(victims)
-        for namespace in self._arenas.namespaces():
-            self._forget_empty(namespace, keep=favoured)
-        return True
-
-    def _forget_empty(self, namespace: bytes, keep: Arena | None = None) -> None:
-        if self._arenas.pop_empty(namespace, keep):
-            self._last_used.pop(namespace, None)

@@ -1,0 +1,16 @@
+"""Types of numpy arrays; mypy does not check shapes, which are in the names and docstrings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Array", "Bytes", "Bytes2D", "Entries", "Positions", "Words"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]  # (size,)
+Bytes2D = np.ndarray[Any, np.dtype[np.uint8]]  # (n, bytes of a row)
+Words = np.ndarray[Any, np.dtype[np.uint64]]  # (n, 2): keys as two little-endian numbers
+Positions = np.ndarray[Any, np.dtype[np.int64]]  # (n,): places in a batch
+Entries = np.ndarray[Any, np.dtype[np.int64]]  # (n,): numbers that an index gives to keys

@@ -1,0 +1,110 @@
+"""`Schema`: the structure of an output, and the dtype and shape of each of its leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from torch.utils import _pytree as pytree
+
+__all__ = ["BARE", "Leaf", "Schema"]
+
+BARE = pytree.tree_flatten(0)[1]  # the structure of an output that is one tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf of an output.
+
+    Attributes
+    ----------
+    path : str
+        Where it is in the output, as in ``['hidden'][0]``; empty for a bare tensor.
+    kind : str
+        ``tensor``, or the type tag of a value that is not one: ``int``, ``str``, ``none``, ...
+    dtype, stored : torch.dtype
+        Of the output, and of the column that keeps it.
+    shape : tuple of int
+        Of one row; -1 where it differs between the rows of a segment.
+    channels_last : bool
+        Whether rows are laid out with their channels last, and the output likewise. Leaves that differ
+        in this alone are equal: convolutions choose by the batch size too.
+    device : str, optional
+        The device of the output where that is not the device of the call.
+    """
+
+    path: str
+    kind: str
+    dtype: torch.dtype
+    stored: torch.dtype
+    shape: tuple[int, ...]
+    channels_last: bool = dataclasses.field(default=False, compare=False)
+    device: str | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of one row as it lies in the column."""
+        return (*self.shape[1:], self.shape[0]) if self.channels_last else self.shape
+
+    def place(self, device: torch.device) -> torch.device:
+        """Where the output is, of a call on `device`."""
+        return torch.device(self.device) if self.device else device
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of the column."""
+        size = self.stored.itemsize
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schema:
+    """The structure of an output and its leaves; equal schemas can share a column."""
+
+    structure: pytree.TreeSpec
+    leaves: tuple[Leaf, ...]
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Schema) or self.leaves != other.leaves:
+            return False
+        try:
+            return bool(self.structure == other.structure)
+        except Exception:  # what a node keeps beside its children may compare as it likes
+            return False
+
+    def __hash__(self) -> int:
+        return hash(self.leaves)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, all columns together."""
+        return sum(leaf.row_bytes for leaf in self.leaves)
+
+    @property
+    def family(self) -> Schema:
+        """What this schema has in common with those that differ in the shapes of rows alone.
+
+        Rows with their channels last are a family of their own, so that they come back as such.
+        """
+        return self.with_shapes([(-1 - leaf.channels_last,) * len(leaf.shape) for leaf in self.leaves])
+
+    @property
+    def layout(self) -> tuple[bool, ...]:
+        """Which leaves have their channels last."""
+        return tuple([leaf.channels_last for leaf in self.leaves])
+
+    @property
+    def in_logical_order(self) -> Schema:
+        """The same schema for columns that are contiguous in the order of their dimensions."""
+        leaves = tuple([dataclasses.replace(leaf, channels_last=False) for leaf in self.leaves])
+        return Schema(self.structure, leaves)
+
+    def with_shapes(self, shapes: Iterable[tuple[int, ...]]) -> Schema:
+        """The same schema for rows whose leaves have other shapes."""
+        pairs = zip(self.leaves, shapes, strict=True)
+        return Schema(self.structure, tuple([dataclasses.replace(leaf, shape=s) for leaf, s in pairs]))
