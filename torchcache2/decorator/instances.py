@@ -94,9 +94,7 @@ class _InstanceForward:
 setattr(_InstanceForward, ADDED_ATTRIBUTE, True)
 
 
-def _load_instance(
-    module: nn.Module, own: Callable[..., Any] | None, cache: ModuleCache
-) -> _InstanceForward:
+def _load_instance(module: nn.Module, own: Callable[..., Any] | None, cache: ModuleCache) -> _InstanceForward:
     forward = _InstanceForward(module, own)
     forward.cache = cache
     cache.bind(module, forward.plain())
