@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
-import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -15,14 +13,8 @@ from torch import nn
 
 from torchcache2.core.keys import Keys
 from torchcache2.core.settings import CacheSettings, disabled_by_environment, strict_by_environment
-from torchcache2.decorator.bypass import (
-    BypassError,
-    ask_arguments,
-    ask_module,
-    ask_randomness,
-    ask_weights,
-    not_stored,
-)
+from torchcache2.decorator import bypass
+from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.explain import (
     CallSeen,
     call_differences,
@@ -34,8 +26,9 @@ from torchcache2.decorator.probe import STRONGEST
 from torchcache2.decorator.probeplan import ProbePlan
 from torchcache2.decorator.probes import DEPENDENT, Kind, Probes
 from torchcache2.decorator.randomness import RandomContexts
+from torchcache2.decorator.running import Runner
 from torchcache2.decorator.shortcuts import Glance, Shortcuts, glance
-from torchcache2.decorator.tracing import entry, is_traced
+from torchcache2.decorator.tracing import is_traced
 from torchcache2.engine.batch import NotStoredError
 from torchcache2.engine.cache import Cache, now
 from torchcache2.engine.stack import TierStack
@@ -47,7 +40,6 @@ from torchcache2.identity.entries import first_batch_size
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.modulewalk import Fingerprint
 from torchcache2.identity.namespace import History, NamespaceKeeper
-from torchcache2.identity.sourcecode import origin
 
 __all__ = ["ModuleCache"]
 
@@ -83,7 +75,7 @@ class ModuleCache(Cache):
         probes: Probes | None = None,
     ) -> None:
         super().__init__(bytes(16), settings, tiers=tiers)
-        self._running = threading.local()
+        self._runner = Runner()
         self._made = now()
         self._root: Callable[[], Any] = lambda: None
         self.keeper = NamespaceKeeper("a cache without a module", settings, history)
@@ -93,7 +85,6 @@ class ModuleCache(Cache):
         self._probes = probes if probes is not None else Probes()
         self._shortcuts = Shortcuts()
         self._walks = 1
-        self._entry: Forward | None = None
         if root is not None and plain is not None:
             self.bind(root, plain)
 
@@ -102,8 +93,7 @@ class ModuleCache(Cache):
         self._root = weakref.ref(root)
         self.keeper.name = type(root).__name__ if isinstance(root, nn.Module) else root.__name__
         self._read_signature(plain)
-        function = plain.__func__ if isinstance(plain, types.MethodType) else None
-        self._entry = entry() if function and origin(function) == "torch" else None
+        self._runner.bind(plain)
 
     def _read_signature(self, plain: Forward) -> None:
         settings = self.settings
@@ -175,7 +165,7 @@ class ModuleCache(Cache):
 
     def call(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
         """The output of ``plain(*args, **kwargs)``."""
-        if getattr(self._running, "now", False) or not self.settings.enabled:
+        if self._runner.is_inside or not self.settings.enabled:
             return (yield plain, args, kwargs)  # inside of its own forward: the outermost call is cached
         if is_traced() or disabled_by_environment():
             return (yield plain, args, kwargs)
@@ -185,7 +175,7 @@ class ModuleCache(Cache):
         reason = None if self._is_strict() else self._shortcuts.reason(kind)
         if reason is not None:
             self.count_bypass(reason, first_batch_size(args, kwargs), "")
-            return (yield from self._run(plain, args, kwargs))
+            return (yield from self._runner.run(plain, args, kwargs))
         computation = None
         try:
             computation = self._computation(root, plain, args, kwargs)
@@ -202,7 +192,7 @@ class ModuleCache(Cache):
         if computation is not None:
             self._shortcuts.clear(kind)
             return output
-        return (yield from self._run(plain, args, kwargs))
+        return (yield from self._runner.run(plain, args, kwargs))
 
     def _computation(
         self, root: Any, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -211,20 +201,20 @@ class ModuleCache(Cache):
 
         None if the arguments do not fit the signature: Python says what is wrong.
         """
-        ask_module(self.keeper, root)
+        bypass.ask_module(self.keeper, root)
         if self._walks != self.keeper.walks:  # a default may be another now
             self._read_signature(plain)
             self._walks = self.keeper.walks
-        call = ask_arguments(self.signature, args, kwargs, self.keeper)
+        call = bypass.ask_arguments(self.signature, args, kwargs, self.keeper)
         if call is None:
             return None
         seen = self.keeper.look_at_tensors()
         self.namespace = seen.namespace
-        ask_weights(seen)
+        bypass.ask_weights(seen)
         leaves = tuple([(path, tensor.dtype, tensor.shape[1:]) for path, tensor in call.leaves])
         self._calls.append(CallSeen(seen.namespace, call.context, leaves))
         context = digest([seen.namespace, call.context])
-        ask_randomness(self._random, context)
+        bypass.ask_randomness(self._random, context)
         keys = self._keys(seen.namespace, call)
         plan = ProbePlan(
             self._probes, self._probed_before, root, self.fingerprint, call, keys, is_on=self.settings.probe
@@ -234,7 +224,7 @@ class ModuleCache(Cache):
             call,
             keys,
             context,
-            functools.partial(self._run, plain),
+            functools.partial(self._runner.run, plain),
             root=root,
             keeper=self.keeper,
             seen=seen,
@@ -294,16 +284,6 @@ class ModuleCache(Cache):
 
     def _is_strict(self) -> bool:
         return self.settings.strict or strict_by_environment()
-
-    def _run(self, plain: Forward, args: Any, kwargs: Mapping[str, Any]) -> Steps[Any]:
-        """Run the forward, and what it calls of itself, without the cache."""
-        self._running.now = True
-        try:
-            if self._entry is not None and isinstance(plain, types.MethodType):
-                return (yield self._entry, (plain.__func__, plain.__self__, args, kwargs), {})
-            return (yield plain, args, kwargs)
-        finally:
-            self._running.now = False
 
     def _not_stacked(self, output: Any) -> Any:
         if not self.settings.probe:
