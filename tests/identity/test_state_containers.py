@@ -588,7 +588,7 @@ def test_many_and_large_containers_cost_little():
     module.parts = [[float(i)] * 10 for i in range(5000)]
     module.forward_parts = module.parts
     walk = module.cache_instance.keeper
-    walk.reason_to_bypass(module)
+    walk.facts(module)
     watch = walk._watch
     assert sum(map(len, watch._small._seen)) < 6000
     assert sum(map(len, watch._large._seen)) < 12_000

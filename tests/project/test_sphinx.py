@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchcache2 import CacheSettings
-from torchcache2.decorator.bypass import ADVICE
+from torchcache2.decorator.bypass import REASONS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -129,7 +129,7 @@ def test_every_option_is_on_the_page_of_options(option):
     assert f"`{option}`" in rows
 
 
-@pytest.mark.parametrize("reason", ADVICE)
+@pytest.mark.parametrize("reason", REASONS)
 def test_every_reason_to_step_aside_has_its_row_and_section(reason):
     page = (DOCS / "bypasses.md").read_text(encoding="utf-8")
     assert f"| [`{reason}`](#{reason}) |" in page

@@ -14,8 +14,8 @@ The first two are a programmer's mistakes and are raised at once. What works wit
 without ``strict=True``, a call that cannot be cached is passed to the plain forward and told once. Faults of
 storage or network are never exceptions: they are counted misses and one warning.
 
-Public classes, here and elsewhere, say that they are of ``torchcache2``, where they are imported from: so
-pickles and tracebacks name them, and a pickle can be loaded when the file of a class has moved.
+The ``__module__`` of a public class, here and elsewhere, is ``torchcache2``, from where it is imported: this
+is the path that pickles and tracebacks name, so that a pickle can be loaded when the class's file has moved.
 """
 
 from __future__ import annotations

@@ -1,34 +1,90 @@
-"""`BypassError`: why a call is not cached, on its way to whoever counts it."""
+"""May this call be cached? Every reason why not, where it is asked, and what to do about it.
+
+What can be told before the forward runs is asked here, in this order: of the module, of the arguments, of the
+weights. `torchcache2.decorator.forward` asks the rest of what the forward did, and
+`torchcache2.decorator.probeplan` of what is known of the module's items.
+"""
 
 from __future__ import annotations
 
-from torchcache2.core.errors import NotCachedError, OutputError
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.nn.utils import parametrize
+
+from torchcache2.core.errors import (
+    InputError,
+    NotCachedError,
+    OptionError,
+    OutputError,
+    UnhashableArgumentError,
+)
 from torchcache2.core.rows import UnstorableError
+from torchcache2.decorator.randomness import RandomContexts
 from torchcache2.engine.batch import NotStoredError
+from torchcache2.identity.arguments import BoundCall, Signature, UncachedArgumentError
+from torchcache2.identity.namespace import NamespaceKeeper, Seen
 
-__all__ = ["ADVICE", "BypassError"]
+__all__ = [
+    "REASONS",
+    "BypassError",
+    "Reason",
+    "ask_arguments",
+    "ask_module",
+    "ask_randomness",
+    "ask_weights",
+    "not_stored",
+]
 
-# What to do about each reason.
-ADVICE = {
-    "grad": "call it under torch.no_grad() or set requires_grad_(False) on parameters and inputs",
-    "training": "call .eval() first; a trainer's model.train() may have undone it",
-    "batch": "an item's output has to depend on that item alone. If the batch is not the first dimension, "
-    "use batch_first=True; name arguments of the whole batch in shared_args; decorate a narrower function; "
-    "quantize statically. If only rounding differs, probe=False keeps the rows",
-    "parametrize": "call it outside of that context",
-    "lazy": "the next call can be cached",
-    "inference": "make or load the module under torch.no_grad() instead",
-    "random": "its output is random: nothing to do if that is meant, else remove the random operation; or "
-    "another thread drew random numbers meanwhile",
-    "state": "the forward changed a tensor, an attribute or a container of its own module, or a global one; "
-    "if that happens at every call, it cannot be cached",
-    "subclass": "pass dense tensors of torch's own type to have the call cached",
-    "autocast": "change weights outside of the autocast context",
-    "input": "the forward changed its input in place; have it work on a copy",
+
+class Reason(NamedTuple):
+    """A reason why calls are not cached.
+
+    `asked` says of what it is asked first: of the module and of the weights at every call, at little cost; of
+    the arguments and of the forward by an attempt that costs as much as caching does. `advice` says what to
+    do; it is empty where each sentence says so itself.
+    """
+
+    asked: Literal["module", "weights", "arguments", "forward"]
+    advice: str = ""
+
+
+REASONS = {
+    "grad": Reason(
+        "module", "call it under torch.no_grad() or set requires_grad_(False) on parameters and inputs"
+    ),
+    "training": Reason("module", "call .eval() first; a trainer's model.train() may have undone it"),
+    "argument": Reason("arguments"),
+    "batch": Reason(
+        "forward",
+        "an item's output has to depend on that item alone. If the batch is not the first dimension, "
+        "use batch_first=True; name arguments of the whole batch in shared_args; decorate a narrower "
+        "function; quantize statically. If only rounding differs, probe=False keeps the rows",
+    ),
+    "random": Reason(
+        "forward",
+        "its output is random: nothing to do if that is meant, else remove the random operation; or "
+        "another thread drew random numbers meanwhile",
+    ),
+    "state": Reason(
+        "forward",
+        "the forward changed a tensor, an attribute or a container of its own module, or a global one; "
+        "if that happens at every call, it cannot be cached",
+    ),
+    "inference": Reason("module", "make or load the module under torch.no_grad() instead"),
+    "autocast": Reason("weights", "change weights outside of the autocast context"),
+    "input": Reason("forward", "the forward changed its input in place; have it work on a copy"),
+    "parametrize": Reason("module", "call it outside of that context"),
+    "subclass": Reason("arguments", "pass dense tensors of torch's own type to have the call cached"),
+    "lazy": Reason("module", "the next call can be cached"),
+    "output": Reason("forward"),
 }
-
-# What is only found by trying, which costs as much as caching does. Others are seen at once.
-_FOUND_BY_TRYING = frozenset(("argument", "batch", "input", "output", "random", "state", "subclass"))
+_LAYERS = {  # what an `UnsteadyLayer` does
+    "drops out": ("training", "{} drops out at random"),
+    "normalises": ("training", "{} normalises by the statistics of the batch"),
+    "scales": ("batch", "the dynamically quantized {} scales by the range of the batch"),
+}
 
 
 class BypassError(Exception):
@@ -37,7 +93,7 @@ class BypassError(Exception):
     Parameters
     ----------
     reason : str
-        A word for statistics.
+        A key of `REASONS`.
     text : str
         A sentence that says what to do, too.
     error : Exception, optional
@@ -53,12 +109,12 @@ class BypassError(Exception):
         self.reason = reason
         self.text = text
         self.error = error
-        self.is_final = is_final and reason in _FOUND_BY_TRYING
+        self.is_final = is_final and REASONS[reason].asked in ("arguments", "forward")
 
     @classmethod
     def because(cls, reason: str, why: str, *, is_final: bool = True) -> BypassError:
         """With the advice that there is for the reason."""
-        return cls(reason, f"{why}; {ADVICE[reason]}", is_final=is_final)
+        return cls(reason, f"{why}; {REASONS[reason].advice}", is_final=is_final)
 
     @classmethod
     def of(cls, stop: NotStoredError, *, is_final: bool = True) -> BypassError:
@@ -71,3 +127,69 @@ class BypassError(Exception):
             return self.error
         kind = OutputError if isinstance(self.error, UnstorableError) else NotCachedError
         return kind(f"{name}: not cached ({self.reason}): {self.text}")
+
+
+def not_stored(reason: str, output: Any, why: str = "") -> NotStoredError:
+    """What to raise of an output that must not be stored, with the advice that there is for the reason."""
+    advice = REASONS[reason].advice
+    return NotStoredError(reason, f"{why}; {advice}" if why else advice, output)
+
+
+def ask_module(keeper: NamespaceKeeper, root: Any) -> None:
+    """Raise if no call of the module can be cached now, whatever its arguments are."""
+    facts = keeper.facts(root)
+    if facts.is_parametrized and parametrize._cache_enabled:
+        raise BypassError.because("parametrize", "parametrize.cached() keeps weights that may have changed")
+    if torch.is_grad_enabled() and keeper.requires_grad():
+        keeper.distrust_tensors()
+        raise BypassError.because("grad", "grad mode is on and a parameter requires grad")
+    if facts.has_lazy:
+        raise BypassError.because("lazy", "a parameter is uninitialised")
+    if facts.is_uncounted:
+        raise BypassError.because(
+            "inference",
+            "weights made under torch.inference_mode have no version counters, and more than 500 kB of them "
+            "are too many to be read at every call",
+        )
+    if facts.unsteady is not None:
+        reason, text = _LAYERS[facts.unsteady.does]
+        raise BypassError.because(reason, text.format(facts.unsteady.name))
+
+
+def ask_arguments(
+    signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], keeper: NamespaceKeeper
+) -> BoundCall | None:
+    """The call, bound to a signature; raises if its arguments cannot be cached by.
+
+    None if the arguments do not fit the signature: Python says what is wrong.
+    """
+    try:
+        call = signature.bind(args, kwargs)
+    except UncachedArgumentError as error:
+        raise BypassError.because("subclass", str(error)) from None
+    except (InputError, UnhashableArgumentError) as error:
+        raise BypassError("argument", str(error), error) from None
+    except OptionError:
+        raise
+    except TypeError:
+        return None
+    except Exception as error:  # such as an image that cannot be read
+        raise BypassError("argument", f"the arguments cannot be read: {error!r}", error) from None
+    if torch.is_grad_enabled() and call.requires_grad:
+        keeper.distrust_tensors()
+        raise BypassError.because("grad", "an input requires grad")
+    return call
+
+
+def ask_weights(seen: Seen) -> None:
+    """Raise if the forward may compute with other weights than those that were seen."""
+    if seen.has_old_casts:
+        text = "weights have changed while autocast is on, which keeps its copies of the old ones"
+        raise BypassError.because("autocast", text)
+
+
+def ask_randomness(random: RandomContexts, context: bytes) -> None:
+    """Raise if calls of this context drew random numbers before, and are not to be tried again yet."""
+    if random.bypasses(context):
+        final = random.is_final(context)
+        raise BypassError.because("random", "its output was random before", is_final=final)

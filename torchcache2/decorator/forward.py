@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from operator import is_
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Bytes2D, Keys
 from torchcache2.core.settings import CacheSettings
-from torchcache2.decorator.bypass import ADVICE
+from torchcache2.decorator.bypass import not_stored
+from torchcache2.decorator.inputs import Inputs
 from torchcache2.decorator.probe import Comparison
-from torchcache2.decorator.probes import Kind
-from torchcache2.decorator.probing import Probing, copied
+from torchcache2.decorator.probeplan import ProbePlan
+from torchcache2.decorator.probing import Forward, Probing, copied
 from torchcache2.decorator.randomness import RandomContexts, RandomState
 from torchcache2.decorator.undo import Undo
-from torchcache2.engine.batch import NotStoredError, WholeBatch
+from torchcache2.engine.batch import WholeBatch
 from torchcache2.engine.steps import Steps
-from torchcache2.identity.arguments import BoundCall, Signature
-from torchcache2.identity.entries import argument_leaves
-from torchcache2.identity.items import item_keys
+from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
 
 __all__ = ["Computation", "Shapes"]
@@ -35,203 +31,225 @@ _MOST_KINDS = 10_000
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """Version counters; inference tensors have none."""
-    return [tensor._version for tensor in tensors if not tensor.is_inference()]
-
-
-class Computing(Protocol):
-    """The cache that a computation is for."""
-
-    settings: CacheSettings
-    keeper: NamespaceKeeper
-    signature: Signature
-    random: RandomContexts
-    pure: dict[bytes, Shapes | None]
-
-    def decide_on_probe(self, computation: Computation, *, computes: bool) -> None:
-        """Have a computation probe its batch."""
-        ...
-
-    def run(self, plain: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Steps[Any]:
-        """Run the forward without the cache."""
-        ...
-
-
 class Computation:
     """Runs the forward for some items of a call, and says if the outcome must not be stored.
 
-    Attributes
+    Parameters
     ----------
+    call : BoundCall
     keys : Keys
-    bound : BoundCall
-        The call.
+        Of its items.
     context : bytes
-        A digest of the namespace and the arguments that are not batched.
-    probes : dict of Kind to int
-        If there are any, the whole batch is computed, and parts of it are computed by themselves and
-        compared: the kinds of call that this tells about, and the strength of the probe.
+        A digest of the namespace and the arguments that are not batched, 16 bytes.
+    forward : callable
+        ``forward(args, kwargs)`` are the steps of the plain forward.
+    root : nn.Module or function
+    keeper : NamespaceKeeper
+        Of `root`.
+    seen : Seen
+        What the keeper saw for this call.
+    plan : ProbePlan
+        Whether to probe the batch.
+    random : RandomContexts
+        Which contexts are random.
+    shapes : dict of bytes to shapes
+        By the group of their keys, the calls that have left no trace, and the shapes of an item's output.
+    bind, keys_of : callable
+        See `Inputs`.
+    settings : CacheSettings
     """
 
     def __init__(
         self,
-        cache: Computing,
-        root: Any,
-        plain: Callable[..., Any],
         call: BoundCall,
-        seen: Seen,
+        keys: Keys,
         context: bytes,
+        forward: Forward,
+        *,
+        root: Any,
+        keeper: NamespaceKeeper,
+        seen: Seen,
+        plan: ProbePlan,
+        random: RandomContexts,
+        shapes: dict[bytes, Shapes | None],
+        bind: Callable[[tuple[Any, ...], Mapping[str, Any]], BoundCall],
+        keys_of: Callable[[BoundCall], Bytes2D],
+        settings: CacheSettings,
     ) -> None:
-        self._cache = cache
-        self._root = root
-        self._plain = plain
-        self.bound = call
-        self._seen = seen
+        self.keys = keys
         self.context = context
-        self.probes: dict[Kind, int] = {}
-        self._is_decided = False
-        self.keys = self._keys(call)
-        self._kind = self.keys.group
-
-    def _keys(self, call: BoundCall) -> Keys:
-        count = self._cache.settings.subsample_count
-        entries = [*call.entries, *call.aligned]
-        return item_keys(self._seen.namespace, call.context, call.leaves, entries, subsample_count=count)
+        self.plan = plan
+        self._call = call
+        self._forward = forward
+        self._root = root
+        self._keeper = keeper
+        self._seen = seen
+        self._random = random
+        self._shapes = shapes
+        self._bind = bind
+        self._keys_of = keys_of
+        self._settings = settings
 
     @property
     def device(self) -> torch.device:
         """Where outputs are expected: with the batch or, if that is no tensor, with the weights."""
         tensors = self._seen.tensors.tensors
-        return self.bound.device or (tensors[0].device if tensors else torch.device("cpu"))
+        return self._call.device or (tensors[0].device if tensors else torch.device("cpu"))
 
     def dtypes(self) -> set[torch.dtype]:
         """What the forward computes with."""
-        return {tensor.dtype for _, tensor in self.bound.leaves} | self._seen.tensors.dtypes
+        return {tensor.dtype for _, tensor in self._call.leaves} | self._seen.tensors.dtypes
 
     def steps(self, positions: Tensor) -> Steps[Any]:
-        """Run the forward for the items at some positions.
+        """The output for the items at some positions (int64, CPU, shape ``(k,)``), or a `WholeBatch`.
 
-        For a part of the batch only if calls like this one have left no trace before: what sets itself up
-        when it first runs, or counts, does so once, and with the caller's own arguments. And only if it is
-        known which arguments belong to the items.
+        Raises
+        ------
+        NotStoredError
+            If it must not be stored.
         """
-        call, cache = self.bound, self._cache
-        if not self._is_decided:
-            self._is_decided = True
-            cache.decide_on_probe(self, computes=True)
-        suspect = cache.random.is_suspect(self.context)
-        all_positions = len(positions) == call.batch_size
-        may_take = not self.probes and not call.aligned and (suspect or self._kind in cache.pure)
-        if not (all_positions or may_take):
-            output = yield from self.steps(torch.arange(call.batch_size))
-            return WholeBatch(output)
+        self.plan.decide_uneven()
+        is_whole = len(positions) == self._call.batch_size
+        if not (is_whole or self._may_compute_parts()):
+            return (yield from self._whole_batch())
+        suspect = self._random.is_suspect(self.context)
         # A second run of a suspect needs the caller's own arguments as they were.
-        whole = all_positions and not suspect
-        args, kwargs = (call.args, call.kwargs) if whole else call.take(positions)
-        before = argument_leaves(args, kwargs)
-        inputs = [leaf for leaf in before if isinstance(leaf, Tensor)]
-        counts = versions(inputs)
-        content = self._content(args, kwargs, inputs)
-        undo = None if whole else Undo(cache.keeper, self._seen, self._root)
-        state = RandomState(cache.keeper.generators)
-        failure = ""
-        try:
-            output = yield from self._run(args, kwargs, state if suspect else None)
-        except Exception as error:
-            if all_positions:
-                raise
-            failure = f"the forward of {len(positions)} of its {call.batch_size} items raises {error!r}"
-        if failure:
-            # If the whole batch raises, too, the caller sees that exception, as without a cache.
-            if undo is not None:
-                undo()
-            output = yield from cache.run(self._plain, call.args, call.kwargs)
-            raise NotStoredError("batch", f"{failure}; {ADVICE['batch']}", output)
-        reason = None
-        if (not suspect or cache.random.is_suspect(self.context)) and state.moved():
-            reason = "random"
-            cache.random.add(self.context)
-        elif cache.keeper.changed_since(self._seen, self._root):
-            reason = "state"
-        elif (
-            versions(inputs) != counts
-            or not _same(argument_leaves(args, kwargs), before)
-            or not np.array_equal(self._content(args, kwargs, inputs), content)
-            or not self._has_same_context(args, kwargs, positions)
-        ):
-            reason = "input"
-        elif any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output)):
-            reason = "grad"
+        is_callers = is_whole and not suspect
+        args, kwargs = (self._call.args, self._call.kwargs) if is_callers else self._call.take(positions)
+        inputs = Inputs(self._call, args, kwargs, positions, self._bind, self._keys_of)
+        undo = None if is_callers else Undo(self._keeper, self._seen, self._root)
+        state = RandomState(self._keeper.generators)
+        output = yield from self._run(inputs, state, undo, suspect, len(positions))
+        reason = self._trace(inputs, state, suspect, output)
         if reason is not None:
-            if undo is not None:
-                # The caller is to see what one plain forward does.
-                if reason == "random" and (suspect or threading.active_count() == 1):
-                    state.restore()
-                undo()
-                output = yield from cache.run(self._plain, call.args, call.kwargs)
-            raise NotStoredError(reason, ADVICE[reason], output)
+            is_own = reason == "random" and (suspect or threading.active_count() == 1)
+            output = yield from self._run_again(output, undo, state if is_own else None)
+            raise not_stored(reason, output)
         shapes = _shapes_of_items(output, len(positions))
-        # All items of a batch have outputs of one shape: if other batches have others, it is the batch's.
-        known = cache.pure.get(self._kind)
-        is_odd = cache.settings.probe and None not in (known, shapes) and known != shapes
-        if is_odd and not all_positions:
+        is_odd = self._is_odd(shapes)
+        if is_odd and not is_whole:
             if undo is not None:
                 undo()
-            output = yield from self.steps(torch.arange(call.batch_size))
-            if _shapes_of_items(output, call.batch_size) != shapes:
-                raise NotStoredError("batch", _odd_text(known, shapes), output)
-            return WholeBatch(output)
-        if self.probes or is_odd:
-            compare = Comparison(output, call.batch_size, self.device, self.dtypes())
+            return (yield from self._whole_of_odd(shapes))
+        if is_odd or self.plan.kinds:
+            compare = Comparison(output, self._call.batch_size, self.device, self.dtypes())
             if not compare.is_possible:  # the output cannot be kept
-                self.probes = {}
+                self.plan.kinds.clear()
                 return output
-            if is_odd and call.lengths is None:
-                raise NotStoredError("batch", _odd_text(known, shapes), output)
-        if self.probes or (is_odd and call.batch_size > 1):
-            probing = Probing(cache.keeper, self._seen, self._root, cache.settings.miss_batch == "pad")
-            # The forward may use the memory of its output again, for a part.
-            output = pytree.tree_map(copied, output)
-            forward = functools.partial(cache.run, self._plain)
-            found = yield from probing.dependence(call, self.keys, compare, forward)
-            if found is not None:
-                raise NotStoredError("batch", f"{found}; {ADVICE['batch']}", output)
-            if not probing.is_conclusive:
-                self.probes = {}
-        if len(cache.pure) >= _MOST_KINDS:
-            cache.pure.clear()
-        cache.pure[self._kind] = shapes
-        return self._own(output, inputs) if all_positions else output
+            if is_odd and self._call.lengths is None:
+                raise not_stored("batch", output, self._odd_text(shapes))
+            if self.plan.kinds or self._call.batch_size > 1:
+                output = yield from self._probe(compare, output)
+        self._remember(shapes)
+        return self._own(output, inputs.tensors) if is_whole else output
 
-    def _run(self, args: Any, kwargs: Mapping[str, Any], disturbed: RandomState | None) -> Steps[Any]:
-        """Run the forward; with other random numbers than the caller's, if it is to draw none."""
-        if disturbed is None:
-            return (yield from self._cache.run(self._plain, args, kwargs))
-        disturbed.disturb()
+    def _may_compute_parts(self) -> bool:
+        """Whether the forward may run for a part of the batch.
+
+        Only if calls like this one have left no trace before: what sets itself up when it first runs, or
+        counts, does so once, and with the caller's own arguments. And only if it is known which arguments
+        belong to the items.
+        """
+        is_known = self.keys.group in self._shapes or self._random.is_suspect(self.context)
+        return is_known and not self.plan.kinds and not self._call.aligned
+
+    def _whole_batch(self) -> Steps[WholeBatch]:
+        output = yield from self.steps(torch.arange(self._call.batch_size))
+        return WholeBatch(output)
+
+    def _run(
+        self, inputs: Inputs, state: RandomState, undo: Undo | None, suspect: bool, count: int
+    ) -> Steps[Any]:
+        """Run the forward for `count` items; raises `NotStoredError` if it raises for a part of the batch."""
         try:
-            output = yield from self._cache.run(self._plain, args, kwargs)
+            if suspect:
+                return (yield from self._run_disturbed(inputs, state))
+            return (yield from self._forward(inputs.args, inputs.kwargs))
+        except Exception as error:
+            if count == self._call.batch_size:
+                raise
+            failure = f"the forward of {count} of its {self._call.batch_size} items raises {error!r}"
+        # If the whole batch raises, too, the caller sees that exception, as without a cache.
+        output = yield from self._run_again(None, undo)
+        raise not_stored("batch", output, failure)
+
+    def _run_disturbed(self, inputs: Inputs, state: RandomState) -> Steps[Any]:
+        """Run the forward with other random numbers than the caller's: if it draws none, it is no suspect."""
+        state.disturb()
+        try:
+            output = yield from self._forward(inputs.args, inputs.kwargs)
         except BaseException:
-            disturbed.restore()
+            state.restore()
             raise
-        if not disturbed.moved():
-            disturbed.restore()
-            self._cache.random.clear(self.context)
+        if not state.moved():
+            state.restore()
+            self._random.clear(self.context)
         return output
 
-    def _has_same_context(self, args: Any, kwargs: Mapping[str, Any], positions: Tensor) -> bool:
-        """Whether arguments that are no tensors are what they were."""
-        if not self.bound.can_change:
-            return True
-        try:
-            return not self.bound.is_changed(self._cache.signature.bind(tuple(args), kwargs), positions)
-        except Exception:  # one has become what cannot be put in a key
-            return False
+    def _run_again(self, output: Any, undo: Undo | None, state: RandomState | None = None) -> Steps[Any]:
+        """The output of the one plain forward that the caller is to see.
 
-    def _content(self, args: Any, kwargs: Mapping[str, Any], inputs: list[Tensor]) -> Any:
-        """What tells of changes in inference tensors, which have no version counters."""
-        if not any(tensor.is_inference() for tensor in inputs):
-            return None
-        return self._keys(self._cache.signature.bind(tuple(args), kwargs)).data
+        That is `output`, if the forward has run with the caller's own arguments. Else there is an `undo`, and
+        perhaps a `state` of generators to go back to, for the forward to run once more.
+        """
+        if undo is None:
+            return output
+        if state is not None:
+            state.restore()
+        undo()
+        return (yield from self._forward(self._call.args, self._call.kwargs))
+
+    def _trace(self, inputs: Inputs, state: RandomState, suspect: bool, output: Any) -> str | None:
+        """The trace that the forward has left, for which its output must not be stored; None if none."""
+        if (not suspect or self._random.is_suspect(self.context)) and state.moved():
+            self._random.add(self.context)
+            return "random"
+        if self._keeper.changed_since(self._seen, self._root):
+            return "state"
+        if inputs.changed():
+            return "input"
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output)):
+            return "grad"
+        return None
+
+    def _is_odd(self, shapes: Shapes | None) -> bool:
+        """Whether items had outputs of another shape before.
+
+        All items of a batch have outputs of one shape: if other batches have others, it is the batch's.
+        """
+        known = self._shapes.get(self.keys.group)
+        return self._settings.probe and None not in (known, shapes) and known != shapes
+
+    def _whole_of_odd(self, shapes: Shapes | None) -> Steps[WholeBatch]:
+        """The whole batch, after a part of it had outputs of other shapes than items had before."""
+        text = self._odd_text(shapes)
+        whole = yield from self._whole_batch()
+        if _shapes_of_items(whole.output, self._call.batch_size) != shapes:
+            raise not_stored("batch", whole.output, text)
+        return whole
+
+    def _odd_text(self, shapes: Shapes | None) -> str:
+        known = self._shapes.get(self.keys.group)
+        return f"items of one shape have outputs of the shapes {known} and {shapes}"
+
+    def _probe(self, compare: Comparison, output: Any) -> Steps[Any]:
+        """Compute parts of the batch by themselves; the output of the whole, if items are independent."""
+        pads = self._settings.miss_batch == "pad"
+        probing = Probing(self._keeper, self._seen, self._root, pads)
+        # The forward may use the memory of its output again, for a part.
+        output = pytree.tree_map(copied, output)
+        found = yield from probing.dependence(self._call, self.keys, compare, self._forward)
+        if found is not None:
+            raise not_stored("batch", output, found)
+        if not probing.is_conclusive:
+            self.plan.kinds.clear()
+        return output
+
+    def _remember(self, shapes: Shapes | None) -> None:
+        """Calls like this one leave no trace."""
+        if len(self._shapes) >= _MOST_KINDS:
+            self._shapes.clear()
+        self._shapes[self.keys.group] = shapes
 
     def _own(self, output: Any, inputs: list[Tensor]) -> Any:
         """The output, with copies of tensors that are parts or aliases of others."""
@@ -254,14 +272,6 @@ def _shapes_of_items(output: Any, count: int) -> Shapes | None:
     if count == 0 or not all(shape and shape[0] == count for shape in shapes):
         return None
     return tuple([tuple(shape[1:]) for shape in shapes])
-
-
-def _odd_text(before: Shapes | None, now: Shapes | None) -> str:
-    return f"items of one shape have outputs of the shapes {before} and {now}; {ADVICE['batch']}"
-
-
-def _same(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all(map(is_, left, right))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 import time
-import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from torchcache2.core.errors import InputError, OptionError, UnhashableArgumentError
+from torchcache2.core.keys import Keys
 from torchcache2.core.settings import CacheSettings, disabled_by_environment, strict_by_environment
-from torchcache2.decorator.bypass import ADVICE, BypassError
-from torchcache2.decorator.collectives import has_collectives
+from torchcache2.decorator import bypass
+from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.explain import (
     CallSeen,
     call_differences,
@@ -24,23 +22,24 @@ from torchcache2.decorator.explain import (
     latest_fingerprint,
 )
 from torchcache2.decorator.forward import Computation, Shapes
-from torchcache2.decorator.probe import STRONGEST, strength
+from torchcache2.decorator.probe import STRONGEST
+from torchcache2.decorator.probeplan import ProbePlan
 from torchcache2.decorator.probes import DEPENDENT, Kind, Probes
 from torchcache2.decorator.randomness import RandomContexts
+from torchcache2.decorator.running import Runner
 from torchcache2.decorator.shortcuts import Glance, Shortcuts, glance
-from torchcache2.decorator.structure import item_lengths
-from torchcache2.decorator.tracing import entry, is_traced
+from torchcache2.decorator.tracing import is_traced
 from torchcache2.engine.batch import NotStoredError
 from torchcache2.engine.cache import Cache, now
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.steps import Steps
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.identity.arguments import BoundCall, Signature, UncachedArgumentError
+from torchcache2.identity.arguments import BoundCall, Signature
 from torchcache2.identity.encoding import digest, qualified_name
 from torchcache2.identity.entries import first_batch_size
+from torchcache2.identity.items import item_keys
 from torchcache2.identity.modulewalk import Fingerprint
 from torchcache2.identity.namespace import History, NamespaceKeeper
-from torchcache2.identity.sourcecode import origin
 
 __all__ = ["ModuleCache"]
 
@@ -76,19 +75,18 @@ class ModuleCache(Cache):
         probes: Probes | None = None,
     ) -> None:
         super().__init__(bytes(16), settings, tiers=tiers)
-        self._running = threading.local()
+        self._runner = Runner()
         self._made = now()
         self._root: Callable[[], Any] = lambda: None
         self.keeper = NamespaceKeeper("a cache without a module", settings, history)
         self._calls: deque[CallSeen] = deque(maxlen=2)
-        self.random = RandomContexts()
-        self.pure: dict[bytes, Shapes | None] = {}
+        self._random = RandomContexts()
+        self._shapes: dict[bytes, Shapes | None] = {}
         self._probes = probes if probes is not None else Probes()
         self._shortcuts = Shortcuts()
         self._bypass: str | None = None  # the reason of the last call, if it was not cached
         self._reasons: dict[str, str] = {}  # what was said of each reason last
         self._walks = 1
-        self._entry: Forward | None = None
         if root is not None and plain is not None:
             self.bind(root, plain)
 
@@ -97,8 +95,7 @@ class ModuleCache(Cache):
         self._root = weakref.ref(root)
         self.keeper.name = type(root).__name__ if isinstance(root, nn.Module) else root.__name__
         self._read_signature(plain)
-        function = plain.__func__ if isinstance(plain, types.MethodType) else None
-        self._entry = entry() if function and origin(function) == "torch" else None
+        self._runner.bind(plain)
 
     def _read_signature(self, plain: Forward) -> None:
         settings = self.settings
@@ -184,7 +181,7 @@ class ModuleCache(Cache):
 
     def call(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
         """The output of ``plain(*args, **kwargs)``."""
-        if getattr(self._running, "now", False) or not self.settings.enabled:
+        if self._runner.is_inside or not self.settings.enabled:
             return (yield plain, args, kwargs)  # inside of its own forward: the outermost call is cached
         if is_traced() or disabled_by_environment():
             return (yield plain, args, kwargs)
@@ -195,7 +192,7 @@ class ModuleCache(Cache):
         if reason is not None:
             self._bypass = reason
             self.count_bypass(reason, first_batch_size(args, kwargs), "")
-            return (yield from self.run(plain, args, kwargs))
+            return (yield from self._runner.run(plain, args, kwargs))
         computation = None
         try:
             computation = self._computation(root, plain, args, kwargs)
@@ -206,14 +203,14 @@ class ModuleCache(Cache):
             self._step_aside(stop, kind, first_batch_size(args, kwargs))
         except NotStoredError as stop:
             assert computation is not None
-            is_final = stop.reason != "random" or self.random.is_final(computation.context)
+            is_final = stop.reason != "random" or self._random.is_final(computation.context)
             self._step_aside(BypassError.of(stop, is_final=is_final), kind, len(computation.keys))
             return stop.output
         if computation is not None:
             self._bypass = None
             self._shortcuts.clear(kind)
             return output
-        return (yield from self.run(plain, args, kwargs))
+        return (yield from self._runner.run(plain, args, kwargs))
 
     def _computation(
         self, root: Any, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -222,73 +219,49 @@ class ModuleCache(Cache):
 
         None if the arguments do not fit the signature: Python says what is wrong.
         """
-        reason = self.keeper.reason_to_bypass(root)
-        if reason is not None:
-            if reason[0] == "grad":
-                self.keeper.distrust_tensors()
-            raise BypassError.because(*reason)
+        bypass.ask_module(self.keeper, root)
         if self._walks != self.keeper.walks:  # a default may be another now
             self._read_signature(plain)
             self._walks = self.keeper.walks
-        call = self._bound(args, kwargs)
+        call = bypass.ask_arguments(self.signature, args, kwargs, self.keeper)
         if call is None:
             return None
-        if torch.is_grad_enabled() and call.requires_grad:
-            self.keeper.distrust_tensors()
-            raise BypassError.because("grad", "an input requires grad")
         seen = self.keeper.look_at_tensors()
         self.namespace = seen.namespace
-        if seen.doubt is not None:
-            raise BypassError.because(*seen.doubt)
+        bypass.ask_weights(seen)
         leaves = tuple([(path, tensor.dtype, tensor.shape[1:]) for path, tensor in call.leaves])
         self._calls.append(CallSeen(seen.namespace, call.context, leaves))
         context = digest([seen.namespace, call.context])
-        if self.random.bypasses(context):
-            final = self.random.is_final(context)
-            raise BypassError.because("random", "its output was random before", is_final=final)
-        computation = Computation(self, root, plain, call, seen, context)
-        self.decide_on_probe(computation, computes=False)
-        return computation
+        bypass.ask_randomness(self._random, context)
+        keys = self._keys(seen.namespace, call)
+        plan = ProbePlan(
+            self._probes, self._probed_before, root, self.fingerprint, call, keys, is_on=self.settings.probe
+        )
+        plan.decide()
+        return Computation(
+            call,
+            keys,
+            context,
+            functools.partial(self._runner.run, plain),
+            root=root,
+            keeper=self.keeper,
+            seen=seen,
+            plan=plan,
+            random=self._random,
+            shapes=self._shapes,
+            bind=self.signature.bind,
+            keys_of=lambda call: self._keys(seen.namespace, call).data,
+            settings=self.settings,
+        )
 
-    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall | None:
-        try:
-            return self.signature.bind(args, kwargs)
-        except UncachedArgumentError as error:
-            raise BypassError.because("subclass", str(error)) from None
-        except (InputError, UnhashableArgumentError) as error:
-            raise BypassError("argument", str(error), error) from None
-        except OptionError:
-            raise
-        except TypeError:
-            return None
-        except Exception as error:  # such as an image that cannot be read
-            raise BypassError("argument", f"the arguments cannot be read: {error!r}", error) from None
-
-    def decide_on_probe(self, computation: Computation, *, computes: bool) -> None:
-        """Have a computation probe its batch if such calls were not yet; raises if items are dependent.
-
-        Whether items are equally long is only looked at if something is computed.
-        """
-        keys, call = computation.keys, computation.bound
-        if not self.settings.probe or len(keys) < 2:
-            return
-        kinds = [(keys.group, False), (keys.group + b"uneven", True)]
-        for group, uneven in kinds[: 1 + computes]:
-            if self._probes.is_settled(group, len(keys)) or (uneven and item_lengths(call) is None):
-                continue
-            kind, possible = Kind.of(self.fingerprint, call, uneven=uneven), strength(keys)
-            result = self._probes.result(kind, self._probed_before)
-            if result == DEPENDENT:
-                raise BypassError.because("batch", "an item's output depends on the rest of its batch")
-            if result is None and has_collectives(self.root, self.fingerprint):
-                result = STRONGEST
-            if result is not None and result >= possible:
-                self._probes.settle(group, result)
-            else:
-                computation.probes[kind] = possible
+    def _keys(self, namespace: bytes, call: BoundCall) -> Keys:
+        entries = [*call.entries, *call.aligned]
+        count = self.settings.subsample_count
+        return item_keys(namespace, call.context, call.leaves, entries, subsample_count=count)
 
     def _cached(self, computation: Computation, start: float) -> Steps[Any]:
-        probes = bool(computation.probes)
+        plan = computation.plan
+        probes = bool(plan.kinds)
         dtypes = computation.dtypes() if self.settings.verify or probes else ()
         try:
             output = yield from self.steps(
@@ -301,11 +274,11 @@ class ModuleCache(Cache):
             )
         except NotStoredError as stop:
             if stop.reason == "batch":
-                for kind in computation.probes or [Kind.of(self.fingerprint, computation.bound)]:
+                for kind in plan.overlooked():
                     self._probed(kind, DEPENDENT)
                 self._tiers.drop(computation.keys.namespace)
             raise
-        for kind, result in computation.probes.items():
+        for kind, result in plan.kinds.items():
             self._probed(kind, result)
         return output
 
@@ -332,22 +305,11 @@ class ModuleCache(Cache):
     def _is_strict(self) -> bool:
         return self.settings.strict or strict_by_environment()
 
-    def run(self, plain: Forward, args: Any, kwargs: Mapping[str, Any]) -> Steps[Any]:
-        """Run the forward, and what it calls of itself, without the cache."""
-        self._running.now = True
-        try:
-            if self._entry is not None and isinstance(plain, types.MethodType):
-                return (yield self._entry, (plain.__func__, plain.__self__, args, kwargs), {})
-            return (yield plain, args, kwargs)
-        finally:
-            self._running.now = False
-
     def _not_stacked(self, output: Any) -> Any:
         if not self.settings.probe:
             return output
         # One forward gives all items of a batch one shape, so those of another one have changed it.
-        text = f"items have outputs of another shape in another batch; {ADVICE['batch']}"
-        raise NotStoredError("batch", text, output)
+        raise not_stored("batch", output, "items have outputs of another shape in another batch")
 
     def _distrust(self) -> None:
         self.refresh()

@@ -18,7 +18,7 @@ from torchcache2.engine.steps import Steps
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
 
-__all__ = ["Probing", "copied"]
+__all__ = ["Forward", "Probing", "copied"]
 
 Forward = Callable[[Any, Mapping[str, Any]], Steps[Any]]
 

@@ -16,7 +16,7 @@ from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-__all__ = ["entry", "is_exported", "is_traced", "with_own_code"]
+__all__ = ["compilable_call", "is_exported", "is_traced", "with_own_code"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,19 +33,19 @@ def with_own_code(function: F) -> F:
     return function
 
 
-def entry() -> Callable[..., Any]:
+def compilable_call() -> Callable[..., Any]:
     """A function ``(method, module, args, kwargs)`` that makes a call compilable.
 
     `torch.compile` starts no graph in functions of torch's own, such as ``nn.Sequential.forward``, but
     follows calls of them.
     """
 
-    def entry(
+    def call(
         method: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         return method(module, *args, **kwargs)
 
-    return with_own_code(entry)
+    return with_own_code(call)
 
 
 def is_exported() -> bool:

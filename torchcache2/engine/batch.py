@@ -1,4 +1,4 @@
-"""`Batch`: the items of one `fetch`, and the calls that compute some of them."""
+"""`Batch`: the items of one call, and the calls of the forward that compute some of them."""
 
 from __future__ import annotations
 
@@ -45,13 +45,15 @@ class WholeBatch:
 
 
 class Batch:
-    """Computes, and counts what it computed.
+    """Computes items of a batch, and counts what it computed.
 
     Parameters
     ----------
     keys : Keys
+        Of the n items of the batch.
     compute : callable
-        ``compute(positions)`` are the steps whose result is the output for those items.
+        ``compute(positions)`` are the steps whose result is the output for those items: a pytree whose
+        tensors have shape ``(k, ...)``, for positions of shape ``(k,)``, int64 on the CPU; or a `WholeBatch`.
     device : torch.device
         Where outputs go that were computed on the device of the call.
     settings : CacheSettings
@@ -62,10 +64,12 @@ class Batch:
 
     Attributes
     ----------
-    misses, computed : int
-        Items that were not found, and rows that the forward has computed.
+    misses : int
+        Items that were computed because they were not found.
+    computed : int
+        Items that the forward has computed in all, with padding, and twice where it had to run again.
     seconds : float
-        Spent in the forward.
+        Spent in the forward, by the clock.
     """
 
     def __init__(
@@ -90,7 +94,26 @@ class Batch:
         self._pads = settings.miss_batch == "pad"
 
     def compute(self, positions: Positions) -> Steps[tuple[Any, Rows]]:
-        """Compute the items at some positions; the output, which may be longer, and their rows."""
+        """Compute the items at some positions.
+
+        Parameters
+        ----------
+        positions : ndarray of int64, shape (k,)
+            Ascending.
+
+        Returns
+        -------
+        output : pytree
+            What the forward has returned. Its tensors have shape ``(p, ...)`` with p >= k: with padding, or
+            if the forward runs for the whole batch only, it computes more items than it is asked for.
+        rows : Rows
+            The k rows of the items at `positions`, in that order.
+
+        Raises
+        ------
+        NotStoredError
+            If the output has no rows; it carries the output of the whole batch.
+        """
         count, padded = len(positions), self._padded(positions)
         output = yield from self._timed(padded)
         if isinstance(output, WholeBatch):
@@ -111,13 +134,13 @@ class Batch:
         return output, rows.head(count)
 
     def compute_all(self) -> Steps[Any]:
-        """The whole batch, computed without the cache."""
+        """The output of the whole batch, tensors of shape ``(n, ...)``, computed without the cache."""
         self.misses = len(self.keys)
         output = yield from self._timed(np.arange(len(self.keys)))
         return output if self.dtype is None else rounded(output, self.dtype)
 
     def output(self, rows: Rows) -> Steps[Any]:
-        """What the rows of a whole batch stand for."""
+        """The output that the n rows of the whole batch stand for, tensors of shape ``(n, ...)``."""
         try:
             return rows.to_pytree(device=self.device)
         # A value that is one for the batch differs between its rows; or a class that another version of the
@@ -126,7 +149,10 @@ class Batch:
             return (yield from self.compute_all())
 
     def _padded(self, positions: Positions) -> Positions:
-        """As many positions as the next power of two, or the whole batch."""
+        """The positions to compute: with ``miss_batch="pad"`` a power of two of them, or the whole batch.
+
+        What is added comes last: the last position again, or if it is the whole batch, all in order.
+        """
         count = len(positions)
         if not self._pads or count == 0:
             return positions

@@ -24,6 +24,7 @@ from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.version import __version__
 from torchcache2.engine.batch import Batch, ComputeSteps, NotStoredError
+from torchcache2.engine.found import Hits, Misses
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import CacheStats, Counters
 from torchcache2.engine.steps import Steps, run_steps, transparent
@@ -164,64 +165,52 @@ class Cache:
         return output
 
     def _outcome(self, batch: Batch) -> Steps[Any]:
+        """The output of a batch: find, claim, compute, keep, put together."""
         if self._closed:
             return (yield from batch.compute_all())
-        keys, tiers = batch.keys, self._tiers
-        parts = tiers.get(keys).parts
-        if len(parts) > 1:  # rows of different schemas do not stack
-            return self._not_stacked((yield from batch.compute_all()))
-        found, hits = parts[0] if parts else (_NOWHERE, None)
-        checked = found if batch.probes else self._sample(found)
-        if hits is not None and len(found) == len(keys) and len(checked) == 0:
-            return (yield from batch.output(hits))
-        missing = np.ones(len(keys), bool)
-        missing[found] = False
-        wanted = np.flatnonzero(missing)
-        duplicates = keys.take(wanted).first_positions()
-        distinct = wanted if duplicates is None else wanted[duplicates[0]]
-
-        asked = np.union1d(distinct, checked) if len(checked) else distinct
-        output, rows = yield from batch.compute(asked)
-        batch.misses = len(distinct)
-        if hits is not None and len(checked):
-            again = rows.take(torch.from_numpy(np.searchsorted(asked, checked)))
-            rows = rows.take(torch.from_numpy(np.searchsorted(asked, distinct)))
-            held = hits.take(torch.from_numpy(np.searchsorted(found, checked)))
-            if not self._agree(held, again, checked, batch.dtypes):
-                try:
-                    return (yield from batch.compute_all())
-                finally:
-                    self._distrust()
-                    tiers.drop(keys.namespace)  # no row of it can be trusted
-        tiers.put(self, keys.take(distinct), rows)
-        if self._closed:  # by another thread, since `get`
-            tiers.forget(keys.namespace)
-        if len(distinct) == len(keys):
-            return output if batch.dtype is None else (yield from batch.output(rows))
-        if duplicates is not None:
-            rows = rows.take(torch.from_numpy(duplicates[1]))
+        hits = self._find(batch)
         if hits is None:
-            return (yield from batch.output(rows))
-        if len(wanted) == 0:
-            return (yield from batch.output(hits))
-        if hits.schema != rows.schema:
             return self._not_stacked((yield from batch.compute_all()))
-        both = Rows.scatter([(found, hits), (wanted, rows)], len(keys), device=batch.device)
-        return (yield from batch.output(both))
+        if hits.rows is not None and len(hits.positions) == len(batch.keys) and len(hits.checked) == 0:
+            return (yield from batch.output(hits.rows))
+        misses = self._claim(batch.keys, hits)
+        asked = np.union1d(misses.distinct, hits.checked) if len(hits.checked) else misses.distinct
+        output, rows = yield from batch.compute(asked)
+        batch.misses = len(misses.distinct)
+        if len(hits.checked):
+            if not self._verify(hits, asked, rows, batch.dtypes):
+                return (yield from self._start_over(batch))
+            rows = rows.take(torch.from_numpy(np.searchsorted(asked, misses.distinct)))
+        self._keep(batch.keys.take(misses.distinct), rows)
+        if len(misses.distinct) == len(batch.keys):
+            return output if batch.dtype is None else (yield from batch.output(rows))
+        return (yield from self._put_together(batch, hits, misses, rows))
 
-    def _sample(self, found: Positions) -> Positions:
-        """Positions of hits to verify."""
-        share = self.settings.verify
-        if share == 0.0:
-            return _NOWHERE
-        # Of its own: the generators of the caller stay as they would without a cache.
-        return found[self._random_shares.random(len(found)) < share]
+    def _find(self, batch: Batch) -> Hits | None:
+        """The rows that the tiers have; None if some are of different schemas, which do not stack."""
+        parts = self._tiers.get(batch.keys).parts
+        if len(parts) > 1:
+            return None
+        positions, rows = parts[0] if parts else (_NOWHERE, None)
+        # The probe computes everything, and compares all of it.
+        checked = positions if batch.probes else self._sample(positions)
+        return Hits(positions, rows, checked)
 
-    def _agree(self, hits: Rows, again: Rows, positions: Positions, dtypes: Collection[torch.dtype]) -> bool:
-        """Whether hits at some positions equal the same items computed again; warns if not."""
-        apart = differences(hits, again, dtypes)
+    def _claim(self, keys: Keys, hits: Hits) -> Misses:
+        """The items that this call computes; claims of other processes will be looked at here."""
+        return Misses.of(keys, hits)
+
+    def _verify(self, hits: Hits, asked: Positions, rows: Rows, dtypes: Collection[torch.dtype]) -> bool:
+        """Whether the hits to check equal the same items among the computed ones; warns if not.
+
+        `rows` are what was computed at the positions `asked`, and `dtypes` what it was computed from.
+        """
+        assert hits.rows is not None
+        before = hits.rows.take(torch.from_numpy(np.searchsorted(hits.positions, hits.checked)))
+        again = rows.take(torch.from_numpy(np.searchsorted(asked, hits.checked)))
+        apart = differences(before, again, dtypes)
         wrong = np.flatnonzero(apart)
-        self._counters.verify(verified=len(positions), mismatched=len(wrong))
+        self._counters.verify(verified=len(hits.checked), mismatched=len(wrong))
         if len(wrong) == 0:
             return True
         worst = wrong[apart[wrong].argmax()]
@@ -231,11 +220,47 @@ class Cache:
             "that is not noticed, or the forward is not deterministic",
             self._name(),
             len(wrong),
-            len(positions),
-            positions[worst],
+            len(hits.checked),
+            hits.checked[worst],
             apart[worst],
         )
         return False
+
+    def _start_over(self, batch: Batch) -> Steps[Any]:
+        """Compute the whole batch, and drop the namespace: one row was wrong, so none can be trusted."""
+        try:
+            return (yield from batch.compute_all())
+        finally:
+            self._distrust()
+            self._tiers.drop(batch.keys.namespace)
+
+    def _keep(self, keys: Keys, rows: Rows) -> None:
+        """Put computed rows into the tiers."""
+        self._tiers.put(self, keys, rows)
+        if self._closed:  # by another thread, while this one computed
+            self._tiers.forget(keys.namespace)
+
+    def _put_together(self, batch: Batch, hits: Hits, misses: Misses, rows: Rows) -> Steps[Any]:
+        """The output of the batch in its order: of hits, and of the rows computed for distinct misses."""
+        if len(misses.positions) == 0:
+            assert hits.rows is not None
+            return (yield from batch.output(hits.rows))
+        if misses.inverse is not None:
+            rows = rows.take(torch.from_numpy(misses.inverse))
+        if hits.rows is None:
+            return (yield from batch.output(rows))
+        if hits.rows.schema != rows.schema:
+            return self._not_stacked((yield from batch.compute_all()))
+        parts = [(hits.positions, hits.rows), (misses.positions, rows)]
+        return (yield from batch.output(Rows.scatter(parts, len(batch.keys), device=batch.device)))
+
+    def _sample(self, positions: Positions) -> Positions:
+        """Those positions of hits that `verify` has checked, at random."""
+        share = self.settings.verify
+        if share == 0.0:
+            return _NOWHERE
+        # Not a generator of the caller's: those stay as they would without a cache.
+        return positions[self._random_shares.random(len(positions)) < share]
 
     def _not_stacked(self, output: Any) -> Any:
         """What to do with the output of a batch whose rows are of different schemas."""

@@ -1,14 +1,14 @@
-"""Which layers give outputs that are random, or that depend on the rest of the batch."""
+"""Which layers draw at random, or mix the items of a batch."""
 
 from __future__ import annotations
+
+from typing import Literal, NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-__all__ = ["Reason", "depends_on_batch"]
-
-Reason = tuple[str, str]  # a word for statistics, and a sentence
+__all__ = ["UnsteadyLayer", "unsteady"]
 
 _DYNAMIC = (
     "torch.ao.nn.quantized.dynamic",
@@ -17,14 +17,21 @@ _DYNAMIC = (
 )
 
 
-def depends_on_batch(module: nn.Module) -> Reason | None:
-    """Why outputs of a module are random or depend on the rest of the batch, if they do."""
+class UnsteadyLayer(NamedTuple):
+    """The class of a layer, and what makes its output of an item another one in another batch or call."""
+
+    name: str
+    does: Literal["drops out", "normalises", "scales"]
+
+
+def unsteady(module: nn.Module) -> UnsteadyLayer | None:
+    """What a module by itself, as it is now, draws or mixes; None if it does neither."""
     name = type(module).__name__
     if type(module).__module__.startswith(_DYNAMIC):
-        return "batch", f"the dynamically quantized {name} scales by the range of the batch"
+        return UnsteadyLayer(name, "scales")
     if isinstance(module, _BatchNorm):
         if module.training or module.running_mean is None:
-            return "training", f"{name} normalises by the statistics of the batch"
+            return UnsteadyLayer(name, "normalises")
     elif getattr(module, "training", False):  # frozen scripted modules have no flag
         rate = 0.0
         if isinstance(module, _DropoutNd):
@@ -32,5 +39,5 @@ def depends_on_batch(module: nn.Module) -> Reason | None:
         elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
             rate = module.dropout
         if rate > 0:
-            return "training", f"{name} drops out at random"
+            return UnsteadyLayer(name, "drops out")
     return None

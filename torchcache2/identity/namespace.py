@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-from torch.nn.utils import parametrize
+from torch import Tensor, nn
 
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce, listed, logger
@@ -18,37 +17,53 @@ from torchcache2.identity.attributes import Attributes
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.describe import describe
 from torchcache2.identity.encoding import digest
-from torchcache2.identity.mixing import Reason, depends_on_batch
+from torchcache2.identity.mixing import UnsteadyLayer, unsteady
 from torchcache2.identity.modulewalk import Fingerprint, Walk
 from torchcache2.identity.tensorwatch import TensorWatch
 from torchcache2.identity.watch import Watch
 
-__all__ = ["History", "NamespaceKeeper", "Seen"]
+__all__ = ["Facts", "History", "NamespaceKeeper", "Seen"]
 
 _NONE = bytes(16)
 _MOST_REMEMBERED = 16
 # Each is one encoded value.
 _PLAIN_PARTS = ("attribute ", "child ", "constructor argument ", "global ", "training")
 _DEVICES = ("cpu", "cuda")
-_UNCOUNTED = (
-    "inference",
-    "weights made under torch.inference_mode have no version counters, and more than 500 kB of them are too "
-    "many to be read at every call",
-)
-_OLD_PARAMETERS = "parametrize", "parametrize.cached() keeps weights that may have changed"
-_OLD_CASTS = "autocast", "weights have changed while autocast is on, which keeps its copies of the old ones"
+_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
 class Seen(NamedTuple):
     """A namespace, and the tensors as they were when it was made.
 
-    `doubt` says why the forward may not compute with those tensors.
+    With `has_old_casts`, the forward may compute with other weights than these: with copies that autocast has
+    made of earlier ones.
     """
 
     namespace: bytes
     tensors: TensorWatch
     generation: int
-    doubt: Reason | None = None
+    has_old_casts: bool = False
+
+
+class Facts(NamedTuple):
+    """What a module is as long as its structure stays, from which follows whether it may be cached.
+
+    Attributes
+    ----------
+    has_lazy : bool
+        Whether a parameter is not initialised yet.
+    is_uncounted : bool
+        Whether it has tensors without version counters that are too large to be compared at every call.
+    is_parametrized : bool
+        Whether a part of it is parametrized.
+    unsteady : UnsteadyLayer, optional
+        The first of its layers that draws at random or mixes items.
+    """
+
+    has_lazy: bool = False
+    is_uncounted: bool = False
+    is_parametrized: bool = False
+    unsteady: UnsteadyLayer | None = None
 
 
 class History:
@@ -117,22 +132,23 @@ class NamespaceKeeper:
         with self._lock():
             self._watch: Watch | None = None
             self._tensors = TensorWatch({})
-            self._reason: Reason | None = None
+            self._facts = Facts()
             self._parts: dict[str, bytes] = {}
             self._values: dict[str, str] = {}
             self._is_known = False
             self._has_old_casts = False
-            self._is_parametrized = False
 
-    def reason_to_bypass(self, root: Any) -> Reason | None:
-        """Why a call of the module now cannot be cached, whatever its arguments are."""
+    def facts(self, root: Any) -> Facts:
+        """What the module is now."""
         with self._lock():
             if self._lock.was_torn():
                 self.reset()
             self._notice_structure(root)
-            if self._is_parametrized and parametrize._cache_enabled:
-                return _OLD_PARAMETERS
-            return self._reason_grad() or self._reason
+            return self._facts
+
+    def requires_grad(self) -> bool:
+        """Whether a tensor of the module requires grad; `facts` has looked which tensors it has."""
+        return any(map(_requires_grad, self._tensors.tensors))
 
     def look(self, root: Any) -> Seen:
         """The namespace as of now."""
@@ -143,18 +159,17 @@ class NamespaceKeeper:
             return self.look_at_tensors()
 
     def look_at_tensors(self) -> Seen:
-        """The namespace as of now, after `reason_to_bypass` has looked at everything else."""
+        """The namespace as of now, after `facts` has looked at everything else."""
         with self._lock():
             keeps_casts = autocast_keeps_weights(_DEVICES)
             if not (self._is_known and self._tensors.same()):
                 before = self.fingerprint.namespace
                 self._read()
-                trains = any(tensor.requires_grad for tensor in self._tensors.tensors)
-                if keeps_casts and trains and before not in (_NONE, self.fingerprint.namespace):
+                if keeps_casts and self.requires_grad() and before not in (_NONE, self.fingerprint.namespace):
                     self._has_old_casts = True
             self._has_old_casts = self._has_old_casts and keeps_casts
-            doubt = _OLD_CASTS if self._has_old_casts else None
-            return Seen(self.fingerprint.namespace, self._tensors, self._tensors.generation, doubt)
+            tensors = self._tensors
+            return Seen(self.fingerprint.namespace, tensors, tensors.generation, self._has_old_casts)
 
     def changed_since(self, seen: Seen, root: Any) -> bool:
         """Whether the module, or a tensor of it, has changed since it was looked at."""
@@ -183,13 +198,6 @@ class NamespaceKeeper:
         with self._lock():
             self._tensors.forget()
 
-    def _reason_grad(self) -> Reason | None:
-        if torch.is_grad_enabled():
-            for tensor in self._tensors.tensors:
-                if tensor.requires_grad:
-                    return "grad", "grad mode is on and a parameter requires grad"
-        return None
-
     def _notice_structure(self, root: Any) -> bool:
         """Walk the module again if anything but the content of its tensors has changed; whether it did."""
         module = _module(root)
@@ -206,14 +214,13 @@ class NamespaceKeeper:
         self._tensors = TensorWatch(walk.tensors, self._tensors)
         self.generators = walk.generators
         self._is_known = False
-        self._reason = None
-        if self._tensors.has_lazy:
-            self._reason = "lazy", "a parameter is uninitialised"
-        elif self._tensors.is_blind and self._settings.persistent_module_hash is None:
-            self._reason = _UNCOUNTED
-        self._is_parametrized = any("parametrizations" in part._modules for part, _, _ in walk.modules)
-        for part, _, _ in walk.modules:
-            self._reason = self._reason or depends_on_batch(part)
+        parts = [part for part, _, _ in walk.modules]
+        self._facts = Facts(
+            self._tensors.has_lazy,
+            self._tensors.is_blind and self._settings.persistent_module_hash is None,
+            any("parametrizations" in part._modules for part in parts),
+            next(filter(None, map(unsteady, parts)), None),
+        )
         for name in sorted(walk.assigned):
             self._tell(logger.info, f"{name} is assigned by forward and not part of the key")
         if walk.unread and self._settings.persistent_module_hash is None:
