@@ -28,15 +28,14 @@ from tests.helpers.storage import (
     wait_until,
     warnings_of,
 )
-from torchcache2.cli import report
 from torchcache2.cli.archive import export, import_archive
-from torchcache2.cli.removal import remove_namespace
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.cache import Cache
 from torchcache2.engine.stack import TierStack
 from torchcache2.files.directory import FINGERPRINT, CacheDirectory
 from torchcache2.files.eviction import make_room
 from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.removal import in_use, remove_namespace
 from torchcache2.tiers.disk import tier as disk_module
 from torchcache2.tiers.disk.scratch import Scratch
 
@@ -114,7 +113,7 @@ def raise_(error):
 
 
 def used(directory):
-    return [one for one in NAMESPACES if report.in_use(directory, one.hex())]
+    return [one for one in NAMESPACES if in_use(directory, one.hex())]
 
 
 def deleted_but_open(path):
@@ -160,13 +159,13 @@ def test_a_namespace_that_is_only_asked_about_is_not_taken_for_one_in_use(make, 
     assert warnings_of(log) == []
 
 
-def test_segments_whose_fingerprint_is_lost_stay_when_somebody_begins_to_use_them(make, path):
+@pytest.mark.parametrize("number", [1, 2], ids=["after the scan", "while it is claimed"])
+def test_segments_whose_fingerprint_is_lost_stay_when_somebody_begins_to_use_them(make, path, number):
     fill(path, 3)
     (path / A.hex() / FINGERPRINT).unlink()
     tier = make()
     fs = Meddled()
-    # The first look asks whether there is room already.
-    fs.when("entries", A.hex(), number=2, after=lambda: seal(tier, NEW, WIDTH))
+    fs.when("entries", A.hex(), number=number, after=lambda: seal(tier, NEW, WIDTH))
     assert not make_room(CacheDirectory(str(path), fs), 0, 1000, lru=False)
     assert fs.happened() and len(segments(path, A)) == 4
     assert sealed_names(path, ALL, WIDTH) == ALL and sealed_names(path, NEW, WIDTH) == NEW
@@ -190,9 +189,9 @@ def test_who_claims_a_fingerprint_that_was_replaced_deletes_nothing(path, direct
 FORKS = """
 import os, sys
 from tests.helpers.storage import NAMESPACES, Unsynced, size_of
-from torchcache2.cli import report
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.eviction import make_room
+from torchcache2.files.removal import in_use
 
 path, namespace = sys.argv[1], NAMESPACES[0]
 read, write = os.pipe()
@@ -213,7 +212,7 @@ class Forking(Unsynced):
 
 directory = CacheDirectory(path, Forking())
 assert make_room(directory, 0, size_of(path) - 1, lru=False)
-assert report.in_use(directory, namespace.hex()) is False
+assert in_use(directory, namespace.hex()) is False
 assert directory.hold(namespace) is not None
 assert make_room(directory, 0, 1000, lru=False)
 assert os.waitpid(child, os.WNOHANG) == (0, 0)

@@ -29,6 +29,7 @@ from torchcache2.files.errors import DamagedError, NewerFormatError, Unserialisa
 from torchcache2.files.eviction import used_bytes
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.layout import schema_text
+from torchcache2.files.removal import remove_leftovers
 from torchcache2.files.segment import Segment
 from torchcache2.tiers.base import Found, Positions, TierStats
 from torchcache2.tiers.disk.catalog import Located, Source
@@ -209,6 +210,8 @@ class DiskTier:
             located = self._known.located.get(namespace)
             if located is not None:
                 located.hold()  # the new file
+        with contextlib.suppress(OSError):
+            remove_leftovers(self.directory, namespace.hex())  # the old one, if no other process holds it
 
     def flush(self) -> None:
         """Return when everything that was put is sealed, or forgotten because of a fault."""
@@ -274,7 +277,7 @@ class DiskTier:
         try:
             self.directory.check()
             self.directory.create()
-            self.directory.remove_leftovers()
+            remove_leftovers(self.directory)
         except NewerFormatError as error:
             self._health.newer(str(error))
         except OSError as error:
