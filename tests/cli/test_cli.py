@@ -44,13 +44,14 @@ from tests.helpers.warm import start
 from torchcache2.cli import archive
 from torchcache2.cli.check import verdict
 from torchcache2.cli.main import main
-from torchcache2.cli.removal import remove_namespace
 from torchcache2.core.rows import Rows
 from torchcache2.files import layout as segment
 from torchcache2.files.codec import codec
 from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, CacheDirectory
-from torchcache2.files.encode import encode, ulid
+from torchcache2.files.encode import encode
 from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.removal import claimed, remove_namespace
+from torchcache2.files.whole import ulid
 from torchcache2.tiers.disk.tier import DiskTier
 
 FIRST, SECOND, THIRD = (namespace.hex() for namespace in NAMESPACES)
@@ -1084,10 +1085,9 @@ def test_a_namespace_is_in_use_while_it_is_imported(exported, tmp_path):
 
     class Asks(FileSystem):
         def rename(self, old, new):
-            with CacheDirectory(str(tmp_path / "new"), FileSystem()).claimed(
-                Path(new).parent.name
-            ) as claimed:
-                seen.append(claimed)
+            directory = CacheDirectory(str(tmp_path / "new"), FileSystem())
+            with claimed(directory, Path(new).parent.name) as claim:
+                seen.append(claim)
             super().rename(old, new)
 
     archive.import_archive(str(exported), CacheDirectory(str(tmp_path / "new"), Asks()))

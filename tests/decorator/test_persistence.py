@@ -29,8 +29,9 @@ from tests.helpers.outputs import assert_same
 from torchcache2 import Cache, CacheSettings, Keys, OptionError, torchcache
 from torchcache2.core.rows import Rows
 from torchcache2.files.codec import codec
-from torchcache2.files.encode import SEGMENT, encode, ulid, write
+from torchcache2.files.encode import SEGMENT, encode, write
 from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.whole import ulid
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 CPU = torch.device("cpu")
@@ -434,7 +435,8 @@ waiting, collected = threading.Event(), threading.Event()
 
 def profile(frame, event, argument):
     # In the writer, when it is about to write a segment.
-    if event == "call" and frame.f_code.co_name == "encode" and frame.f_code.co_filename.endswith("encode.py"):
+    code = frame.f_code
+    if event == "call" and code.co_name == "encode" and code.co_filename.endswith("encode.py"):
         threading.setprofile(None)
         sys.setprofile(None)
         waiting.set()

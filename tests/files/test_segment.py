@@ -35,7 +35,7 @@ from torchcache2.files import leafjson, schemajson
 from torchcache2.files.codec import codec as codec_of
 from torchcache2.files.codec import lane
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.encode import encode, ulid, write
+from torchcache2.files.encode import encode, write
 from torchcache2.files.errors import (
     DamagedError,
     NewerFormatError,
@@ -47,6 +47,7 @@ from torchcache2.files.errors import (
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.layout import Layout
 from torchcache2.files.segment import Descriptors, Segment, empty_columns, rows_of
+from torchcache2.files.whole import ulid
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CPU = torch.device("cpu")

@@ -25,18 +25,18 @@ from tests.helpers.storage import (
     sealed_names,
     segments,
     size_of,
+    strange_files,
     wait_until,
     warnings_of,
 )
-from torchcache2.cli import report
 from torchcache2.cli.archive import export, import_archive
-from torchcache2.cli.removal import remove_namespace
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.cache import Cache
 from torchcache2.engine.stack import TierStack
 from torchcache2.files.directory import FINGERPRINT, CacheDirectory
 from torchcache2.files.eviction import make_room
 from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.removal import in_use, remove_leftovers, remove_namespace
 from torchcache2.tiers.disk import tier as disk_module
 from torchcache2.tiers.disk.scratch import Scratch
 
@@ -114,7 +114,7 @@ def raise_(error):
 
 
 def used(directory):
-    return [one for one in NAMESPACES if report.in_use(directory, one.hex())]
+    return [one for one in NAMESPACES if in_use(directory, one.hex())]
 
 
 def deleted_but_open(path):
@@ -160,13 +160,13 @@ def test_a_namespace_that_is_only_asked_about_is_not_taken_for_one_in_use(make, 
     assert warnings_of(log) == []
 
 
-def test_segments_whose_fingerprint_is_lost_stay_when_somebody_begins_to_use_them(make, path):
+@pytest.mark.parametrize("number", [1, 2], ids=["after the scan", "while it is claimed"])
+def test_segments_whose_fingerprint_is_lost_stay_when_somebody_begins_to_use_them(make, path, number):
     fill(path, 3)
     (path / A.hex() / FINGERPRINT).unlink()
     tier = make()
     fs = Meddled()
-    # The first look asks whether there is room already.
-    fs.when("entries", A.hex(), number=2, after=lambda: seal(tier, NEW, WIDTH))
+    fs.when("entries", A.hex(), number=number, after=lambda: seal(tier, NEW, WIDTH))
     assert not make_room(CacheDirectory(str(path), fs), 0, 1000, lru=False)
     assert fs.happened() and len(segments(path, A)) == 4
     assert sealed_names(path, ALL, WIDTH) == ALL and sealed_names(path, NEW, WIDTH) == NEW
@@ -190,9 +190,9 @@ def test_who_claims_a_fingerprint_that_was_replaced_deletes_nothing(path, direct
 FORKS = """
 import os, sys
 from tests.helpers.storage import NAMESPACES, Unsynced, size_of
-from torchcache2.cli import report
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.eviction import make_room
+from torchcache2.files.removal import in_use
 
 path, namespace = sys.argv[1], NAMESPACES[0]
 read, write = os.pipe()
@@ -213,7 +213,7 @@ class Forking(Unsynced):
 
 directory = CacheDirectory(path, Forking())
 assert make_room(directory, 0, size_of(path) - 1, lru=False)
-assert report.in_use(directory, namespace.hex()) is False
+assert in_use(directory, namespace.hex()) is False
 assert directory.hold(namespace) is not None
 assert make_room(directory, 0, 1000, lru=False)
 assert os.waitpid(child, os.WNOHANG) == (0, 0)
@@ -363,6 +363,69 @@ def test_rm_leaves_a_namespace_that_somebody_begins_to_use(make, path, directory
     fs.when("entries", A.hex(), after=begin)
     remove_namespace(CacheDirectory(str(path), fs), A.hex())
     assert directory.fs.same(holds[0], path / A.hex() / FINGERPRINT)
+
+
+# Who replaces a fingerprint, and who deletes
+
+
+MOMENTS = [
+    *(("link", FINGERPRINT, {}, when) for when in ("before", "after")),
+    *(("create", f"{FINGERPRINT}.", {}, when) for when in ("before", "after")),
+    *(("lock", f"{FINGERPRINT}.", {"exclusive": True}, when) for when in ("before", "after")),
+    *((call, f"{FINGERPRINT}.", {}, "before") for call in ("write", "sync", "rename")),
+    *(("rename", f"{FINGERPRINT}.", {}, "after"), ("unlock", FINGERPRINT, {}, "after")),
+    *(("sync_folder", A.hex(), {}, when) for when in ("before", "after")),
+]
+
+
+@pytest.mark.parametrize("by", ["prune", "rm"])
+@pytest.mark.parametrize(
+    ("call", "text", "options", "when"), MOMENTS, ids=[f"{m[3]}-{m[0]}" for m in MOMENTS]
+)
+def test_room_is_made_while_a_fingerprint_is_replaced(
+    make, path, directory, log, call, text, options, when, by
+):
+    def delete():
+        remove_leftovers(directory)
+        if by == "prune":
+            assert not make_room(directory, 0, 1000, lru=False)
+        else:
+            assert not remove_namespace(directory, A.hex())
+
+    fill(path, 3)
+    fs = Meddled()
+    tier, other = make(fs=fs), make()  # the other one has the old file locked, and is idle
+    assert found(tier, ALL, WIDTH) == found(other, ALL, WIDTH) == ALL
+    fs.when(call, text, **{when: delete}, **options)
+    tier.describe(A, {"probed": {"00" * 16: 3}}, create=False)
+    assert fs.happened() and tier.stats().faults == 0 and warnings_of(log) == []
+    assert directory.fingerprint(A.hex())["probed"] == {"00" * 16: 3}
+    delete()
+    assert used(directory) == [A]
+    tier.close()
+    delete()
+    assert used(directory) == [A] and found(other, ALL, WIDTH) == sealed_names(path, ALL, WIDTH) == ALL
+    other.close()
+    assert remove_namespace(directory, A.hex()) and not (path / A.hex()).exists()
+
+
+def test_a_fingerprint_that_nobody_else_uses_is_replaced_without_a_trace(make, path):
+    fill(path, 1)
+    tier = make()
+    assert found(tier, ALL, WIDTH) == ALL
+    tier.describe(A, {"probed": {"00" * 16: 3}}, create=False)
+    assert strange_files(path) == []
+
+
+@pytest.mark.parametrize("call", ["link", "create", "rename"])
+def test_a_namespace_that_is_deleted_by_force_is_not_described(make, path, directory, log, call):
+    fill(path, 1)
+    fs = Meddled()
+    tier = make(fs=fs)
+    assert found(tier, ALL, WIDTH) == ALL
+    fs.when(call, FINGERPRINT, before=lambda: shutil.rmtree(path / A.hex()))
+    tier.describe(A, {"probed": {"00" * 16: 3}}, create=False)
+    assert fs.happened() and tier.stats().faults == 0 and warnings_of(log) == []
 
 
 # Who drops, and who reads

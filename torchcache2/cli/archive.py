@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 from torchcache2.cli.check import Verdict, printable, row_limit, verdict
 from torchcache2.core.errors import OptionError, TorchcacheError
 from torchcache2.files.directory import FINGERPRINT, LOCK, NAMESPACE_NAME, SEGMENT_NAME, TAG, CacheDirectory
-from torchcache2.files.encode import ulid, write_whole
+from torchcache2.files.encode import SEGMENT, TEMPORARY
 from torchcache2.files.errors import DamagedError
 from torchcache2.files.filenames import is_left_over, stated_format
 from torchcache2.files.filesystem import Descriptor, Entry, FileSystem
 from torchcache2.files.layout import FORMAT_VERSION
+from torchcache2.files.whole import write_whole
 
 __all__ = ["ArchiveError", "Imported", "export", "import_archive"]
 
@@ -98,17 +99,14 @@ def export(directory: CacheDirectory, path: str, progress: Progress = lambda _: 
     path = os.path.abspath(path)
     if fs.exists(path):
         raise OptionError(f"{path!r} exists already")
-    temporary = f"{path}.{ulid()}.tmp"
-    try:
-        file = fs.create(temporary)
-        count, end = _write_archive(directory, file, progress)
-        fs.sync(file)
-        fs.link(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            fs.remove(temporary)
-    fs.sync_folder(os.path.dirname(path))
-    return count, end
+    done = (0, 0)
+
+    def fill(file: Descriptor, _: str) -> None:
+        nonlocal done
+        done = _write_archive(directory, file, progress)
+
+    write_whole(fs, path, fill, stem=f"{path}.", suffix=".tmp", replaces=False)
+    return done
 
 
 def import_archive(path: str, directory: CacheDirectory, progress: Progress = lambda _: None) -> Imported:
@@ -181,7 +179,7 @@ def _import_segment(
             raise _RefusedError(found)
 
     try:
-        write_whole(fs, folder, member.name, fill)
+        write_whole(fs, path, fill, stem=os.path.join(folder, ""), suffix=SEGMENT + TEMPORARY)
     except _RefusedError as refused:
         done.refused.append((f"{member.namespace}/{member.name}", refused.verdict))
         return

@@ -31,7 +31,7 @@ from torchcache2.core.version import __version__
 
 # What reads a directory is imported by the commands, not here: it needs PyTorch, and a second for it.
 if TYPE_CHECKING:
-    from torchcache2.cli.removal import Gone
+    from torchcache2.cli.report import Gone
     from torchcache2.files.directory import CacheDirectory, Contents
 
 __all__ = ["run"]
@@ -173,17 +173,17 @@ def _prune(
     than the size is in use.
     """
     from torchcache2.cli import report
-    from torchcache2.cli.removal import gone
     from torchcache2.core.sizes import parse_size
     from torchcache2.files.eviction import make_room, used_bytes
+    from torchcache2.files.removal import remove_leftovers
 
     budget = parse_size("--max-size", max_size)
     cache, before = _scanned(directory)
     names = {one.namespace: report.name(cache, one.namespace) for one in before}
-    cache.remove_leftovers()
+    remove_leftovers(cache)
     enough = make_room(cache, 0, budget, lru=False)
     after = cache.scan()
-    _print_deleted(gone(before, after), names, form)
+    _print_deleted(report.gone(before, after), names, form)
     if not enough:
         tell(f"torchcache2: {size(used_bytes(after))} are left, in use by running processes")
         raise typer.Exit(1)
@@ -204,10 +204,10 @@ def _rm(
 ) -> None:
     """Delete namespaces. Files that are not the cache's stay."""
     from torchcache2.cli import report
-    from torchcache2.cli.removal import gone, remove_namespace, wanted
     from torchcache2.files.filesystem import FileSystem
+    from torchcache2.files.removal import remove_namespace
 
-    chosen = wanted(namespaces, directory, FileSystem())
+    chosen = report.wanted(namespaces, directory, FileSystem())
     found = [report.namespace(cache, one) for cache, one in chosen]
     used = [one for one in found if one.in_use is not False]
     if used and not force:
@@ -222,7 +222,7 @@ def _rm(
     busy = [one.namespace for cache, one in chosen if not remove_namespace(cache, one.namespace, force=force)]
     before = [one for _, one in chosen]
     after = [cache.contents(one.namespace) for cache, one in chosen]
-    _print_deleted(gone(before, after), {one.id: one.name for one in found}, form)
+    _print_deleted(report.gone(before, after), {one.id: one.name for one in found}, form)
     if busy:
         tell(f"torchcache2: {', '.join(busy)}: a process uses it by now")
         raise typer.Exit(1)

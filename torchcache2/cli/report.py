@@ -6,18 +6,20 @@ import collections
 import dataclasses
 import datetime
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchcache2.cli.check import printable
 from torchcache2.core.errors import OptionError
-from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, CacheDirectory, Contents
+from torchcache2.files.directory import LOCK, TAG, CacheDirectory, Contents
 from torchcache2.files.errors import NewerFormatError, UnreadableError
-from torchcache2.files.filesystem import FileSystem, StrangeFileError
+from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.removal import in_use
 from torchcache2.files.segment import Descriptors, Segment
 
-__all__ = ["Namespace", "existing", "in_use", "name", "namespace", "totals"]
+__all__ = ["Gone", "Namespace", "existing", "gone", "name", "namespace", "totals", "wanted"]
 
 _ANY = 2**63  # bytes of a row: nothing is read of it
 _ALPHABET = {letter: value for value, letter in enumerate("0123456789ABCDEFGHJKMNPQRSTVWXYZ")}
@@ -151,6 +153,58 @@ def name(directory: CacheDirectory, namespace: str) -> str:
     return printable(stated) if isinstance(stated, str) and stated else "?"
 
 
+class Gone(NamedTuple):
+    """What is gone of a namespace."""
+
+    namespace: str
+    files: int
+    bytes: int
+
+
+def wanted(names: Sequence[str], directory: str, fs: FileSystem) -> list[tuple[CacheDirectory, Contents]]:
+    """The namespaces that are meant, each once.
+
+    Parameters
+    ----------
+    names : sequence of str
+        First characters of a namespace, or the path of its folder.
+    directory : str
+        Of those that are no paths.
+    fs : FileSystem
+
+    Raises
+    ------
+    OptionError
+        If a name does not mean exactly one.
+    """
+    found = {}
+    for text in names:
+        top, name = os.path.split(os.path.normpath(text))
+        is_path = os.sep in text
+        cache = existing((top or ".") if is_path else directory, fs)
+        matching = [one for one in cache.scan() if text and one.namespace.startswith(name)]
+        if is_path:
+            matching = [one for one in matching if one.namespace == name]
+        if not matching:
+            raise OptionError(f"there is no namespace {name!r} in {cache.path}")
+        if len(matching) > 1:
+            several = ", ".join(one.namespace for one in matching)
+            raise OptionError(f"{name!r} is the beginning of several namespaces: {several}")
+        found[cache.path, matching[0].namespace] = cache, matching[0]
+    return list(found.values())
+
+
+def gone(before: Sequence[Contents], after: Sequence[Contents]) -> list[Gone]:
+    """What was there before, and is no longer."""
+    left = {(one.namespace, entry.name) for one in after for entry in one.entries}
+    found = []
+    for one in before:
+        sizes = [entry.size for entry in one.entries if (one.namespace, entry.name) not in left]
+        if sizes:
+            found.append(Gone(one.namespace, len(sizes), sum(sizes)))
+    return found
+
+
 def totals(directory: CacheDirectory, contents: list[Contents]) -> dict[str, Any]:
     """Counts of the whole directory, for ``json.dumps``."""
     namespaces = [namespace(directory, one) for one in contents]
@@ -176,25 +230,13 @@ def totals(directory: CacheDirectory, contents: list[Contents]) -> dict[str, Any
     }
 
 
-def in_use(directory: CacheDirectory, namespace: str) -> bool | None:
-    """Whether a living process uses a namespace; None where there are no locks that would say so."""
-    path = os.path.join(directory.path, namespace, FINGERPRINT)
-    try:
-        locked = directory.fs.lock(directory.fs.open(path), exclusive=True)
-    except (FileNotFoundError, StrangeFileError):
-        return False
-    except OSError:
-        return None
-    return None if locked is None else not locked
-
-
 def _foreign(directory: CacheDirectory, contents: list[Contents]) -> int:
     """Names in the directory and in its namespaces that are not the cache's, and are left alone."""
     ours = {LOCK, *(one.namespace for one in contents)}
     names = [entry.name for entry in directory.fs.entries(directory.path)]
     count = sum(name not in ours and name != TAG and not name.startswith(TAG + ".") for name in names)
     for one in contents:
-        known = {entry.name for entry in (*one.segments, *one.corrupt, *one.temporary, *one.others)}
+        known = {entry.name for entry in one.entries}
         folder = os.path.join(directory.path, one.namespace)
         try:
             count += sum(entry.name not in known for entry in directory.fs.entries(folder))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchcache2.core.keys import Bytes2D, Keys
+from torchcache2.core.arrays import Bytes2D
+from torchcache2.core.keys import Keys
 from torchcache2.core.settings import CacheSettings
 from torchcache2.decorator.bypass import not_stored
 from torchcache2.decorator.inputs import Inputs

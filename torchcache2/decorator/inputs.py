@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from torchcache2.core.keys import Bytes2D
+from torchcache2.core.arrays import Bytes2D
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.entries import argument_leaves
 

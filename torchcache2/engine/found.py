@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchcache2.core.keys import Keys, Positions
+from torchcache2.core.arrays import Positions
+from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 
 __all__ = ["Hits", "Misses"]

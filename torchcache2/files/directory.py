@@ -21,11 +21,10 @@ import errno
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torchcache2.core.errors import OptionError
-from torchcache2.files.encode import ulid
 from torchcache2.files.errors import DamagedError, NewerFormatError
 from torchcache2.files.filenames import (
     CORRUPT,
@@ -40,8 +39,9 @@ from torchcache2.files.filenames import (
     is_ours,
     stated_format,
 )
-from torchcache2.files.filesystem import Descriptor, FileSystem, StrangeFileError
+from torchcache2.files.filesystem import Descriptor, Entry, FileSystem, StrangeFileError
 from torchcache2.files.layout import FORMAT_VERSION
+from torchcache2.files.whole import ulid, write_whole
 
 __all__ = [
     "FINGERPRINT",
@@ -57,8 +57,7 @@ _MOST_TEXT = 16 << 20
 _PROBE = memoryview(b"whether something can be written here")
 _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 _ENTRIES = 10
-_TRIES, _CLAIMS, _BETWEEN_TRIES = 20, 2, 0.005  # seconds
-_OLD = 24 * 3600.0  # seconds after which a temporary file is a dead writer's where there are no locks
+_TRIES, _BETWEEN_TRIES = 20, 0.005  # seconds
 
 
 class CacheDirectory:
@@ -118,8 +117,7 @@ class CacheDirectory:
         """Make the folder, and what says that it is a cache."""
         self._make_folder(self.path)
         if self.format() is None:
-            self._write_new(os.path.join(self.path, TAG), TAG_TEXT.encode())
-            self.fs.sync_folder(self.path)
+            self._write(os.path.join(self.path, TAG), TAG_TEXT.encode())
 
     def folder(self, namespace: bytes) -> str:
         """Of a namespace."""
@@ -156,10 +154,7 @@ class CacheDirectory:
             return 0
 
     def prepare(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> None:
-        """Make a namespace's folder, and the file that says what it stands for.
-
-        The name of that file is on the disk when the folder is synced, as it is after each segment.
-        """
+        """Make a namespace's folder, and the file that says what it stands for."""
         folder = self.folder(namespace)
         is_new = self._make_folder(folder)
         path = os.path.join(folder, FINGERPRINT)
@@ -167,7 +162,7 @@ class CacheDirectory:
             if not is_new:
                 self.fs.sync_folder(self.path)  # whoever made the folder may have died before
             document = {"format_version": FORMAT_VERSION, "namespace": namespace.hex(), **fingerprint}
-            self._write_new(path, json.dumps(document, indent=1, sort_keys=True).encode())
+            self._write(path, json.dumps(document, indent=1, sort_keys=True).encode())
 
     def fingerprint(self, namespace: str) -> dict[str, Any]:
         """What a namespace stands for, as somebody wrote it; empty if that cannot be read."""
@@ -179,9 +174,11 @@ class CacheDirectory:
         return document if isinstance(document, dict) else {}
 
     def describe(self, namespace: bytes, fingerprint: Mapping[str, Any], *, create: bool) -> bool:
-        """Add to what a namespace's file says what probes have found since; whether that changed anything.
+        """Add what probes have found to the file that says what a namespace stands for.
 
-        Another file takes its place, as files are never modified. Where there is none, `create` makes one.
+        Returns whether that changed anything. Files are never modified: another one takes its place. Whoever
+        uses the namespace has the old one locked: it stays under a temporary name until they let go of it.
+        Where there is no file, `create` makes one.
         """
         before = self.fingerprint(namespace.hex())
         if not before:
@@ -190,11 +187,23 @@ class CacheDirectory:
             return False
         found = before.get("probed")
         probed = {**(found if isinstance(found, dict) else {}), **fingerprint.get("probed", {})}
-        if probed == found:
-            return False
+        hold = self.hold(namespace) if probed != found else None
+        if hold is None:
+            return False  # nothing is new, or somebody is deleting the namespace
+        path = os.path.join(self.folder(namespace), FINGERPRINT)
         text = json.dumps({**before, "probed": probed}, indent=1, sort_keys=True)
-        self._write_new(os.path.join(self.folder(namespace), FINGERPRINT), text.encode(), replaces=True)
+        try:
+            self.fs.link(path, f"{path}.{ulid()}")
+            self._write(path, text.encode(), replaces=True)
+        except FileNotFoundError:  # somebody has deleted the namespace although it is in use
+            return False
         return True
+
+    def old_fingerprints(self, namespace: str) -> list[str]:
+        """Paths of fingerprints that were replaced, which their users have locked, or that are being made."""
+        folder = os.path.join(self.path, namespace)
+        names = [entry.name for entry in self.contents(namespace).temporary]
+        return [os.path.join(folder, name) for name in names if name.startswith(FINGERPRINT)]
 
     def enter(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> Descriptor | None:
         """Make a namespace's folder, and count as a user, as long as the result exists.
@@ -207,14 +216,12 @@ class CacheDirectory:
         StrangeFileError
             If the namespace's folder, or what says what it stands for, is something else.
         """
-        path = os.path.join(self.folder(namespace), FINGERPRINT)
         for _ in range(_ENTRIES):
             with contextlib.suppress(FileNotFoundError, FileExistsError):  # it is deleted meanwhile
                 self.prepare(namespace, fingerprint)
             try:
-                held = self.hold(namespace)
-                if held is not None and self.fs.same(held, path):
-                    return held
+                if (hold := self.hold(namespace)) is not None:
+                    return hold
             except StrangeFileError:
                 raise
             except OSError:
@@ -227,38 +234,18 @@ class CacheDirectory:
         Also None while somebody else has claimed it; who is `patient` waits for some milliseconds.
         """
         path = os.path.join(self.folder(namespace), FINGERPRINT)
-        try:
-            file = self.fs.open(path)
-        except FileNotFoundError:
-            return None
-        for left in reversed(range(_TRIES if patient else 1)):
+        for left in reversed(range(_TRIES if patient else 2)):
+            try:
+                file = self.fs.open(path)
+            except FileNotFoundError:
+                return None
             if self.fs.lock(file, exclusive=False) is not False:
-                return file
-            if left:
+                if self.fs.same(file, path):
+                    return file
+                continue  # another file has taken its place
+            if left and patient:
                 time.sleep(_BETWEEN_TRIES)  # somebody asks whether it is in use, and lets go at once
         return None  # somebody deletes it
-
-    @contextlib.contextmanager
-    def claimed(self, namespace: str) -> Iterator[bool | None]:
-        """Whether no process uses a namespace, and none can begin to until the end.
-
-        False if that is unknown; None if it has no ``fingerprint.json`` by which one could tell.
-        """
-        path = os.path.join(self.path, namespace, FINGERPRINT)
-        try:
-            file = self.fs.open(path)
-        except (FileNotFoundError, StrangeFileError):
-            yield None
-            return
-        locked = self.fs.lock(file, exclusive=True)
-        for _ in range(_CLAIMS):
-            if locked is False:
-                time.sleep(_BETWEEN_TRIES)  # somebody may ask the same
-                locked = self.fs.lock(file, exclusive=True)
-        try:
-            yield bool(locked) and self.fs.same(file, path)
-        finally:
-            self.fs.unlock(file)  # closing does not, if a child was forked meanwhile
 
     def set_aside(self, path: str) -> None:
         """Give a damaged segment a name under which nobody reads it; one that had it is gone."""
@@ -287,36 +274,20 @@ class CacheDirectory:
         try:
             self._make_folder(self.path)
             self.fs.entries(self.path)
-            file, first = self._new_file(os.path.join(self.path, TAG))
-            second = os.path.join(self.path, f"{TAG}.{ulid()}")
+            tag = os.path.join(self.path, f"{TAG}.")
+            probe = tag + ulid()
             try:
-                self.fs.write_all(file, [_PROBE], 0)
-                self.fs.sync(file)
-                self.fs.rename(first, second)
-                self.fs.sync_folder(self.path)
+                write_whole(self.fs, probe, [_PROBE], stem=tag)
             finally:
-                for path in (first, second):
-                    with contextlib.suppress(FileNotFoundError):
-                        self.fs.remove(path)
+                with contextlib.suppress(FileNotFoundError):
+                    self.fs.remove(probe)
         except OSError:
             return False
         return True
 
-    def remove_leftovers(self) -> None:
-        """Delete what dead writers left; what somebody else has the rights to stays."""
-        tags = [e for e in self.fs.entries(self.path) if e.name.startswith(f"{TAG}.") and is_ours(e)]
-        found = [(os.path.join(self.path, entry.name), entry.mtime) for entry in tags]
-        for contents in self.scan():
-            folder = os.path.join(self.path, contents.namespace)
-            found += [(os.path.join(folder, entry.name), entry.mtime) for entry in contents.temporary]
-        for path, mtime in found:
-            try:
-                file = self.fs.open(path)
-                locked = self.fs.lock(file, exclusive=True)
-                if locked or (locked is None and time.time() - mtime > _OLD):
-                    self.fs.remove(path)
-            except (FileNotFoundError, StrangeFileError, PermissionError):
-                continue
+    def temporary(self) -> list[Entry]:
+        """Files of the directory itself that are being written, or were when their writer died."""
+        return [e for e in self.fs.entries(self.path) if e.name.startswith(f"{TAG}.") and is_ours(e)]
 
     def format(self) -> int | None:
         """The format that the directory says it has; None if it does not say that it is a cache."""
@@ -339,28 +310,7 @@ class CacheDirectory:
             self.fs.sync_folder(os.path.dirname(path))
         return bool(missing)
 
-    def _write_new(self, path: str, data: bytes, *, replaces: bool = False) -> None:
-        """Write a small file that is whole or not there; whoever comes first, or who `replaces` another."""
-        file, temporary = self._new_file(path)
-        try:
-            self.fs.write_all(file, [memoryview(data)], 0)
-            self.fs.sync(file)
-            if replaces:
-                self.fs.unlock(file)  # who uses the namespace wants to hold this file
-                self.fs.rename(temporary, path)
-            else:
-                self.fs.link(temporary, path)
-        except FileExistsError:
-            pass
-        finally:
-            with contextlib.suppress(OSError):
-                self.fs.remove(temporary)
-
-    def _new_file(self, path: str) -> tuple[Descriptor, str]:
-        """A temporary file beside a path, and its own path."""
-        while True:
-            temporary = f"{path}.{ulid()}"
-            file = self.fs.create(temporary)
-            if self.fs.lock(file, exclusive=True) is not False and self.fs.links(file):
-                return file, temporary
-            # Somebody took it for a dead writer's.
+    def _write(self, path: str, data: bytes, *, replaces: bool = False) -> None:
+        """Write a small file; one that is there already stays, unless this one `replaces` it."""
+        with contextlib.suppress(FileExistsError):
+            write_whole(self.fs, path, [memoryview(data)], stem=f"{path}.", replaces=replaces)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import secrets
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +16,11 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Schema
 from torchcache2.files.codec import Codec, Lane, Plain, lane
-from torchcache2.files.filesystem import Descriptor, FileSystem
+from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.layout import BLOCK_BYTES, Layout, schema_text
+from torchcache2.files.whole import write_whole
 
-__all__ = ["SEGMENT", "TEMPORARY", "Encoded", "encode", "row_checksums", "ulid", "write", "write_whole"]
+__all__ = ["SEGMENT", "TEMPORARY", "Encoded", "encode", "row_checksums", "write"]
 
 SEGMENT = ".safetensors"
 TEMPORARY = ".tmp"  # behind the name of a segment that is being written
@@ -31,7 +29,6 @@ _HOPELESS = 0.98  # a sample that keeps more than this share of its bytes
 _MOST_PART = (1 << 31) - 64  # bytes of a leaf in a row that a codec takes
 _SAMPLES = 32
 _FEW = 4  # blocks
-_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 Batch = tuple[Keys, Rows]
 
 
@@ -46,7 +43,6 @@ class Encoded:
         Header and index.
     data : sequence of memoryview
         The rows, as they follow in the file.
-    checksums : ndarray of uint64, shape (n,)
     index : mapping of str to ndarray
         ``block_checksums``, ``offsets``, ``shapes`` where there are any.
     """
@@ -54,7 +50,6 @@ class Encoded:
     layout: Layout
     head: bytes
     data: Sequence[memoryview]
-    checksums: np.ndarray[Any, np.dtype[np.uint64]]
     index: dict[str, np.ndarray[Any, Any]]
 
     @property
@@ -119,42 +114,13 @@ def encode(batches: Sequence[Batch], codec: Codec, *, library: str = "") -> Enco
     index["keys"] = np.concatenate([keys.data for keys, _ in batches])
     index["checksums"] = checksums
     head = layout.header([np.ascontiguousarray(index[name]).tobytes() for name in layout.index])
-    return Encoded(layout, head, [memoryview(block) for block in data], checksums, index)
+    return Encoded(layout, head, [memoryview(block) for block in data], index)
 
 
 def write(fs: FileSystem, folder: str, name: str, encoded: Encoded) -> None:
     """Write a segment that is whole or not there."""
-    buffers = [memoryview(encoded.head), *encoded.data]
-    write_whole(fs, folder, name, lambda file, _: fs.write_all(file, buffers, 0))
-
-
-def write_whole(fs: FileSystem, folder: str, name: str, fill: Callable[[Descriptor, str], object]) -> None:
-    """Write a file that is whole or not there: a temporary one, which is synced and renamed.
-
-    Whoever deletes what dead writers left sees by its lock that this one lives.
-
-    Parameters
-    ----------
-    fs : FileSystem
-    folder, name : str
-        Where the file will be.
-    fill : callable
-        Writes the bytes; is told the open file and its temporary path. If it raises, there is no file.
-    """
-    while True:
-        temporary = os.path.join(folder, ulid() + SEGMENT + TEMPORARY)
-        file = fs.create(temporary)
-        if fs.lock(file, exclusive=True) is not False and fs.links(file):
-            break  # else somebody took it for a dead writer's, before it was locked
-    try:
-        fill(file, temporary)
-        fs.sync(file)
-        fs.rename(temporary, os.path.join(folder, name))
-    except BaseException:
-        with contextlib.suppress(OSError):
-            fs.remove(temporary)
-        raise
-    fs.sync_folder(folder)
+    path, stem = os.path.join(folder, name), os.path.join(folder, "")
+    write_whole(fs, path, [memoryview(encoded.head), *encoded.data], stem=stem, suffix=SEGMENT + TEMPORARY)
 
 
 def row_checksums(
@@ -173,15 +139,6 @@ def row_checksums(
                 state.update(view[row * size : row * size + size])
             digests.append(state.intdigest())
     return np.array(digests, np.uint64)
-
-
-def ulid() -> str:
-    """A name that no other writer uses and that sorts by time: 48 bits of milliseconds, 80 random ones.
-
-    As in the ULID specification (github.com/ulid/spec).
-    """
-    number = (int(time.time() * 1000) & (2**48 - 1)) << 80 | secrets.randbits(80)
-    return "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5))
 
 
 def _common(schemas: Sequence[Schema]) -> Schema:

@@ -61,9 +61,14 @@ class Contents:
     others: list[Entry]
 
     @property
+    def entries(self) -> list[Entry]:
+        """All of these files."""
+        return [*self.segments, *self.corrupt, *self.temporary, *self.others]
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
-        return sum(e.size for e in (*self.segments, *self.corrupt, *self.temporary, *self.others))
+        """Bytes of all of these files."""
+        return sum(entry.size for entry in self.entries)
 
     @property
     def last_used(self) -> float:

@@ -12,10 +12,11 @@ from torchcache2.core.settings import Policy
 from torchcache2.core.version import __version__
 from torchcache2.files.codec import Codec
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.encode import SEGMENT, Encoded, encode, ulid, write
+from torchcache2.files.encode import SEGMENT, Encoded, encode, write
 from torchcache2.files.eviction import Allowance, room_after
 from torchcache2.files.filesystem import Descriptor
 from torchcache2.files.segment import Segment
+from torchcache2.files.whole import ulid
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
 from torchcache2.tiers.disk.unwritten import Pending

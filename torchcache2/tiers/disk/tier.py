@@ -25,6 +25,7 @@ from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.eviction import used_bytes
 from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.removal import remove_leftovers
 from torchcache2.tiers.base import Found, Tier, TierStats
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
@@ -201,6 +202,8 @@ class DiskTier(Tier):
             located = self._known.located.get(namespace)
             if located is not None:
                 located.hold()  # the lock was on the file that has been replaced
+        with contextlib.suppress(OSError):
+            remove_leftovers(self.directory, namespace.hex())  # the old one, if no other process holds it
 
     def flush(self) -> None:
         """Return when everything that was put is sealed, or forgotten because of a fault."""
@@ -268,7 +271,7 @@ class DiskTier(Tier):
         try:
             self.directory.check()
             self.directory.create()
-            self.directory.remove_leftovers()
+            remove_leftovers(self.directory)
         except NewerFormatError as error:
             self._health.newer(str(error))
         except OSError as error:

@@ -1,0 +1,77 @@
+"""Deleting from a cache directory. Other processes that meddle are in `tests/system/test_races.py`."""
+
+import errno
+import os
+
+import pytest
+
+from tests.helpers.storage import NAMESPACES, Unsynced, fill, segments, size_of
+from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.eviction import make_room
+from torchcache2.files.removal import deleting, remove_namespace
+
+A, B, _ = NAMESPACES
+
+
+class Scans(Unsynced):
+    """Counts how often the names in the directory are read; some files cannot be deleted."""
+
+    def __init__(self, kept=()):
+        self.scans = []
+        self.kept = kept
+
+    def entries(self, path):
+        self.scans.append(os.path.basename(path))
+        return super().entries(path)
+
+    def remove(self, path):
+        if os.path.basename(path) in self.kept:
+            raise PermissionError(errno.EPERM, "not yours", path)
+        super().remove(path)
+
+
+@pytest.mark.parametrize("lru", [False, True])
+def test_a_full_directory_is_scanned_once_to_make_room(path, lru):
+    fill(path, 5)
+    fs = Scans()
+    assert make_room(CacheDirectory(str(path), fs), 10_000, size_of(path), lru=lru)
+    assert fs.scans.count(path.name) == 1
+    assert len(segments(path)) == 4
+
+
+def test_a_directory_that_another_process_made_room_in_is_scanned_again(path, monkeypatch):
+    fill(path, 5)
+    fs = Scans()
+    directory = CacheDirectory(str(path), fs)
+    lock, acquire, waits = deleting(directory), type(deleting(directory)).acquire, []
+
+    def wait(self, timeout=None, **options):
+        if timeout == 0:
+            waits.append(1)
+            segments(path)[0].unlink()
+            raise TimeoutError
+        return acquire(self, timeout, **options)
+
+    monkeypatch.setattr(type(lock), "acquire", wait)
+    assert make_room(directory, 10_000, size_of(path), lru=False)
+    assert waits and fs.scans.count(path.name) == 2 and len(segments(path)) == 4
+
+
+def test_what_cannot_be_deleted_stays_and_the_rest_goes(path):
+    fill(path, 3)
+    kept = segments(path)[1]
+    directory = CacheDirectory(str(path), Scans([kept.name]))
+    with pytest.raises(PermissionError, match="not yours"):
+        remove_namespace(directory, A.hex())
+    assert segments(path) == [kept]
+
+
+def test_a_damaged_segment_counts_once(path):
+    """Room is made for what is needed and no more: a file that is gone already is not counted again."""
+    fill(path, 3)
+    fill(path, 1, namespace=B)
+    damaged, size = segments(path, A)[0], size_of(path)
+    os.rename(damaged, f"{damaged}.corrupt")
+    assert make_room(CacheDirectory(str(path), Unsynced()), 0, size - 60_000, lru=False)
+    assert len(segments(path, A)) == 1 and len(segments(path, B)) == 1
+    assert size_of(path) <= size - 60_000

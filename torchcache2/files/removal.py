@@ -1,0 +1,202 @@
+"""Deleting from a cache directory: only one process does it at a time, and nothing that a process uses."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Iterator
+
+from filelock import FileLock
+
+from torchcache2.files.directory import CacheDirectory, Contents
+from torchcache2.files.filenames import FINGERPRINT
+from torchcache2.files.filesystem import Descriptor, Entry, FileSystem, StrangeFileError
+
+__all__ = ["Removal", "claimed", "deleting", "in_use", "remove_leftovers", "remove_namespace"]
+
+_PATIENCE = 10.0  # seconds
+_CLAIMS, _BETWEEN_CLAIMS = 3, 0.005  # seconds
+_OLD = 24 * 3600.0  # seconds after which a temporary file is a dead writer's where there are no locks
+
+
+def deleting(directory: CacheDirectory) -> FileLock:
+    """The lock that a process holds while it deletes from a directory; `TimeoutError` after 10 s.
+
+    A process has one lock object for each directory: the garbage collector may close another tier, which
+    makes room, in the thread that holds the lock already.
+    """
+    return FileLock(directory.lock_path(), timeout=_PATIENCE, is_singleton=True)
+
+
+@contextlib.contextmanager
+def claimed(directory: CacheDirectory, namespace: str) -> Iterator[bool | None]:
+    """Whether no process uses a namespace, and none can begin to until the end.
+
+    False if that is unknown; None if the namespace has no ``fingerprint.json`` by which one could tell.
+
+    Users of a namespace have its fingerprint locked. When `CacheDirectory.describe` replaces the fingerprint,
+    the old file stays under a temporary name, so its users are still seen.
+    """
+    fs, path = directory.fs, os.path.join(directory.path, namespace, FINGERPRINT)
+    file: Descriptor | None = None
+    claim: bool | None = None
+    try:
+        with contextlib.suppress(FileNotFoundError, StrangeFileError):
+            file = fs.open(path)
+            claim = _lock_alone(fs, file) and fs.same(file, path)
+        for old in directory.old_fingerprints(namespace) if claim is not False else []:
+            with contextlib.suppress(FileNotFoundError, StrangeFileError):
+                other = fs.open(old)
+                claim = claim if _lock_alone(fs, other) else False
+                fs.unlock(other)  # nobody begins to use a file that has been replaced
+        if claim is None and fs.is_file(path):
+            claim = False  # somebody has just begun to use it
+        yield claim
+    finally:
+        if file is not None:
+            fs.unlock(file)  # closing it does not, if a child was forked meanwhile
+
+
+def in_use(directory: CacheDirectory, namespace: str) -> bool | None:
+    """Whether a living process uses a namespace; None where there are no locks that would say so."""
+    path = os.path.join(directory.path, namespace, FINGERPRINT)
+    try:
+        with claimed(directory, namespace) as claim:
+            if claim is not False:
+                return False
+        return None if directory.fs.lock(directory.fs.open(path), exclusive=False) is None else True
+    except (FileNotFoundError, StrangeFileError):
+        return False
+    except OSError:
+        return None
+
+
+def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool = False) -> bool:
+    """Delete the cache's files of a namespace; others that are there stay, and the folder with them.
+
+    Parameters
+    ----------
+    directory : CacheDirectory
+    namespace : str
+        32 hexadecimal digits.
+    force : bool
+        Also if a process uses it, which then computes again. What it is writing at the moment stays.
+
+    Returns
+    -------
+    bool
+        False if a process uses it, and nothing was deleted.
+
+    Raises
+    ------
+    TimeoutError
+        If another process deletes, and does not end.
+    OSError
+        If a file could not be deleted; the others are gone.
+    """
+    with deleting(directory):
+        removal = Removal(directory, math.inf)
+        is_free = removal.namespace(directory.contents(namespace), force=force)
+        if removal.error is not None:
+            raise removal.error
+    return is_free
+
+
+def remove_leftovers(directory: CacheDirectory, namespace: str | None = None) -> None:
+    """Delete what dead writers left, in one namespace or all; what somebody else has the rights to stays."""
+    if namespace is None:
+        found = [("", entry) for entry in directory.temporary()]
+        scanned = directory.scan()
+    else:
+        found, scanned = [], [directory.contents(namespace)]
+    found += [(one.namespace, entry) for one in scanned for entry in one.temporary]
+    for folder, entry in found:
+        path = os.path.join(directory.path, folder, entry.name)
+        with contextlib.suppress(FileNotFoundError, StrangeFileError, PermissionError):
+            locked = directory.fs.lock(directory.fs.open(path), exclusive=True)
+            if locked or (locked is None and time.time() - entry.mtime > _OLD):
+                directory.fs.remove(path)
+
+
+class Removal:
+    """Deletes files until enough bytes are gone; with the lock of `deleting` held.
+
+    Parameters
+    ----------
+    directory : CacheDirectory
+    excess : float
+        Bytes that have to go.
+
+    Attributes
+    ----------
+    excess : float
+        Bytes that still have to go; 0 or less if enough are gone.
+    gone : dict of str to list of str
+        Names of the segments that are gone, by namespace (32 hexadecimal digits).
+    error : OSError or None
+        The first one. A file that cannot be deleted stays, and the others are tried.
+    """
+
+    def __init__(self, directory: CacheDirectory, excess: float) -> None:
+        self.excess = excess
+        self.gone: dict[str, list[str]] = {}
+        self.error: OSError | None = None
+        self._directory = directory
+
+    def namespace(self, contents: Contents, *, force: bool = False) -> bool:
+        """Delete a namespace's files, the oldest segment first; False if it is in use, and not `force`."""
+        directory, namespace = self._directory, contents.namespace
+        try:
+            with claimed(directory, namespace) as claim:
+                if not force and (claim is False or (claim is None and contents.others)):
+                    return False
+                for entry in (*sorted(contents.segments, key=_age), *contents.corrupt):
+                    self.file(contents, entry)
+                if self.excess > 0:
+                    remove_leftovers(directory, namespace)
+                left = directory.contents(namespace)
+                if self.excess <= 0 or left.segments or left.temporary:
+                    return True
+                # Without a claim somebody may be about to use the folder: what has appeared since is theirs.
+                for entry in left.others if claim or force else []:
+                    self.file(left, entry)
+                with contextlib.suppress(OSError):  # somebody else's files are there
+                    directory.fs.remove_folder(os.path.join(directory.path, namespace))
+        except OSError as error:
+            self.error = self.error or error
+        return True
+
+    def file(self, contents: Contents, entry: Entry) -> None:
+        """Delete one file of a namespace, unless enough bytes are gone."""
+        if self.excess <= 0:
+            return
+        path = os.path.join(self._directory.path, contents.namespace, entry.name)
+        try:
+            self._directory.fs.remove(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self.error = self.error or error
+            return
+        self.excess -= entry.size
+        if entry in contents.corrupt:
+            contents.corrupt.remove(entry)
+        if entry in contents.segments:
+            contents.segments.remove(entry)
+            self.gone.setdefault(contents.namespace, []).append(entry.name)
+
+
+def _age(entry: Entry) -> tuple[float, str]:
+    return entry.mtime, entry.name
+
+
+def _lock_alone(fs: FileSystem, file: Descriptor) -> bool:
+    """Lock a file exclusively; False if others have it locked, or nothing can be locked here."""
+    locked = fs.lock(file, exclusive=True)
+    for _ in range(_CLAIMS - 1):
+        if locked is False:
+            time.sleep(_BETWEEN_CLAIMS)  # somebody may be asking the same
+            locked = fs.lock(file, exclusive=True)
+    return bool(locked)

@@ -1,0 +1,83 @@
+"""`write_whole`: a file that is whole or not there: written under a temporary name, synced and renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+from torchcache2.files.filesystem import Descriptor, FileSystem
+
+__all__ = ["ulid", "write_whole"]
+
+_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+
+
+def ulid() -> str:
+    """A name of 26 characters that no other writer uses and that sorts by time.
+
+    As in the ULID specification (github.com/ulid/spec): 48 bits of milliseconds, then 80 random ones.
+    """
+    number = (int(time.time() * 1000) & (2**48 - 1)) << 80 | secrets.randbits(80)
+    return "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5))
+
+
+def write_whole(
+    fs: FileSystem,
+    path: str,
+    content: Sequence[memoryview] | Callable[[Descriptor, str], object],
+    *,
+    stem: str,
+    suffix: str = "",
+    replaces: bool = True,
+) -> None:
+    """Write a file that is whole or not there, whenever the process is killed or the power goes off.
+
+    The temporary file is locked until it has its final name, so that whoever deletes what dead writers have
+    left sees that this writer lives.
+
+    Parameters
+    ----------
+    fs : FileSystem
+    path : str
+        Where the file will be.
+    content : sequence of memoryview, or callable
+        The bytes, or what writes them: it takes the open file and its temporary path, and there is no file if
+        it raises.
+    stem, suffix : str
+        The temporary path is the stem, a fresh `ulid` and the suffix; it is in the same folder.
+    replaces : bool
+        Whether a file that has the name already is replaced.
+
+    Raises
+    ------
+    FileExistsError
+        If there is a file of that name, and it is not to be replaced.
+    OSError
+        As the file system does.
+    """
+    is_renamed = False
+    try:
+        while True:
+            temporary = f"{stem}{ulid()}{suffix}"
+            file = fs.create(temporary)
+            if fs.lock(file, exclusive=True) is not False and fs.links(file):
+                break  # else another process took it for a dead writer's before it was locked
+        if callable(content):
+            content(file, temporary)
+        else:
+            fs.write_all(file, content, 0)
+        fs.sync(file)
+        if replaces:
+            fs.rename(temporary, path)
+            is_renamed = True
+        else:
+            fs.link(temporary, path)
+        fs.unlock(file)  # of a fingerprint: whoever uses the namespace wants to lock it
+    finally:
+        if not is_renamed:
+            with contextlib.suppress(OSError):
+                fs.remove(temporary)
+    fs.sync_folder(os.path.dirname(path))
