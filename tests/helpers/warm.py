@@ -161,8 +161,10 @@ def _main():
     import torch
 
     import torchcache2
-    import torchcache2.tiers.disk.tier  # noqa: F401
+    import torchcache2.tiers.disk.tier
 
+    for name in torchcache2.__all__:
+        getattr(torchcache2, name)  # it is imported only now, and half of what is slow to import with it
     torch.set_num_threads(1)
     replies = sys.stdout
     gc.collect()
