@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 import types
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -111,8 +112,8 @@ class Server:
             self._process.stdin.flush()
             return json.loads(self._process.stdout.readline())
 
-    def start(self, script, *args, env=None, cwd=None, whole=False):
-        """Run a script: a path, or its text."""
+    def start(self, script, *args, env=None, cwd=None, whole=False, warnings=()):
+        """Run a script: a path, or its text; what is to be done about warnings, as in Python's ``-W``."""
         number = next(self._numbers)
         folder = Path(self._folder.name)
         if not isinstance(script, Path):
@@ -124,6 +125,7 @@ class Server:
         err.touch()
         request = {"start": str(script), "args": list(map(str, args)), "out": str(out), "err": str(err)}
         request |= {"env": env or {}, "cwd": str(cwd or folder), "whole": whole}
+        request["warnings"] = warnings
         return Process(self, self.ask(**request), out, err)
 
     def run(self, script, *args, **options):
@@ -210,6 +212,7 @@ def _become(request):
         os.close(file)
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.update(request["env"])
+    warnings._processoptions(request["warnings"])  # as Python does with its ``-W``
     tempfile.tempdir = None  # TMPDIR may be another
     os.chdir(request["cwd"])
     path = request["start"]
