@@ -1,4 +1,5 @@
 # make demo   cache a frozen backbone on real data, with and without: the example
+# make check  lint, types and a minute of tests, while you work
 # make test   lint, types and the whole suite
 # make bench  the benchmarks: tables and a plot for the documentation
 # make docs   the documentation, in .docs
@@ -7,19 +8,22 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+QUICK = tests/core tests/engine tests/decorator/test_decorator.py tests/decorator/test_forward.py tests/identity/test_keys.py
 NOT_TORCH = system cli tiers/disk project torch/zoo
 RUN = $(VENV)/bin/python -W error::SyntaxWarning
+# Two processes run tests; each takes some of the other's when it has none left.
+PARALLEL = -n 2 --dist worksteal
 
-.PHONY: demo test bench docs soak lowest clean
+.PHONY: demo check test bench docs soak lowest clean
 
 demo: $(VENV)/examples
 	$(RUN) examples/linear_probe.py
 
-test: $(VENV)/test
+check test: $(VENV)/test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(RUN) -m pytest
+	$(RUN) -m pytest $(PARALLEL) $(if $(filter check,$@),$(QUICK))
 
 bench: $(VENV)/bench
 	$(RUN) -m tests.benchmarks --markdown docs/performance_tables.md --plot docs/sizes.png
@@ -35,7 +39,7 @@ soak: $(VENV)/test $(VENV)/zoo
 # today do not work with it, so neither does the zoo of models. Left out is also what tests processes, files and
 # commands rather than torch.
 lowest: $(VENV)-lowest/installed
-	$(VENV)-lowest/bin/python -m pytest $(patsubst %,--ignore=tests/%,$(NOT_TORCH))
+	$(VENV)-lowest/bin/python -m pytest $(PARALLEL) $(patsubst %,--ignore=tests/%,$(NOT_TORCH))
 
 $(VENV)-lowest/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-lowest

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import torchcache2
+from tests.helpers import warm
 from torchcache2 import set_logger_config
 
 LOGGER = logging.getLogger("torchcache2")
@@ -270,6 +271,6 @@ for cached in (Cached(), instance, function):
 def test_one_variable_turns_caching_off(tmp_path, environ, calls, stats):
     script = tmp_path / "count.py"  # a file: what has no source is warned about
     script.write_text(COUNT)
-    done = run(str(script), **environ)
-    assert done.stdout.splitlines() == (["computed"] * calls + [stats]) * 3
-    assert done.stderr == ""
+    done = warm.run(script, env=environ)
+    assert done.out.splitlines() == (["computed"] * calls + [stats]) * 3
+    assert done.err == ""

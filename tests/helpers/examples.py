@@ -2,16 +2,18 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.helpers import warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAIN_ITEMS, TEST_ITEMS = 1536, 261  # of the digits of scikit-learn
 
 
 def run(name, *arguments):
-    command = [sys.executable, "-W", "error", str(EXAMPLES / name), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+    """What a script has printed, and its exit code."""
+    process = warm.start(EXAMPLES / name, *arguments, warnings=["error"])
+    return subprocess.CompletedProcess(name, process.wait(600), process.out, process.err)
 
 
 def number(pattern, text):

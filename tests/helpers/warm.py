@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 import types
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -111,8 +112,8 @@ class Server:
             self._process.stdin.flush()
             return json.loads(self._process.stdout.readline())
 
-    def start(self, script, *args, env=None, cwd=None, whole=False):
-        """Run a script: a path, or its text."""
+    def start(self, script, *args, env=None, cwd=None, whole=False, warnings=()):
+        """Run a script: a path, or its text; what is to be done about warnings, as in Python's ``-W``."""
         number = next(self._numbers)
         folder = Path(self._folder.name)
         if not isinstance(script, Path):
@@ -124,6 +125,7 @@ class Server:
         err.touch()
         request = {"start": str(script), "args": list(map(str, args)), "out": str(out), "err": str(err)}
         request |= {"env": env or {}, "cwd": str(cwd or folder), "whole": whole}
+        request["warnings"] = warnings
         return Process(self, self.ask(**request), out, err)
 
     def run(self, script, *args, **options):
@@ -161,8 +163,10 @@ def _main():
     import torch
 
     import torchcache2
-    import torchcache2.tiers.disk.tier  # noqa: F401
+    import torchcache2.tiers.disk.tier
 
+    for name in torchcache2.__all__:
+        getattr(torchcache2, name)  # it is imported only now, and half of what is slow to import with it
     torch.set_num_threads(1)
     replies = sys.stdout
     gc.collect()
@@ -208,6 +212,7 @@ def _become(request):
         os.close(file)
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.update(request["env"])
+    warnings._processoptions(request["warnings"])  # as Python does with its ``-W``
     tempfile.tempdir = None  # TMPDIR may be another
     os.chdir(request["cwd"])
     path = request["start"]

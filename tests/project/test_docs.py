@@ -7,12 +7,11 @@ import io
 import pathlib
 import pkgutil
 import re
-import subprocess
-import sys
 
 import pytest
 
 import torchcache2
+from tests.helpers import warm
 
 ROOT = pathlib.Path(__file__).parents[2]
 BLOCK = re.compile(r"```python\n(.*?)```(?:\s*```text\n(.*?)```)?", re.DOTALL)
@@ -32,13 +31,10 @@ def test_readme_code_prints_what_the_readme_says(tmp_path):
         script = tmp_path / f"block{number}.py"
         script.write_text(shared if "import torch" not in code else code)
         shared = shared if "import torch" not in code else code
-        run = subprocess.run(
-            [sys.executable, "-W", "error", script], capture_output=True, text=True, cwd=tmp_path
-        )
-        assert run.returncode == 0, run.stderr
-        assert run.stderr == ""
+        run = warm.run(script, cwd=tmp_path, warnings=["error"])
+        assert run.err == ""
         if expected:
-            assert without_times(run.stdout).endswith(without_times(expected))
+            assert without_times(run.out).endswith(without_times(expected))
 
 
 MODULES = sorted(module.name for module in pkgutil.walk_packages(torchcache2.__path__, "torchcache2."))

@@ -703,6 +703,10 @@ def loop(first):
         i += 1
 
 
+# Torch prepares itself at first calls: a child of a fork in the middle of that would wait forever.
+check(net, range(8000, 8015))
+net.cache_instance.flush()
+check(net, range(8000, 8015))
 stop = threading.Event()
 threads = [threading.Thread(target=loop, args=(first,)) for first in (1000, 2000)]
 for thread in threads:
