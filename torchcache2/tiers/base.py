@@ -36,12 +36,12 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class TierStats:
-    """What a tier holds now, and what has happened.
+    """What is in a tier now, and what has happened.
 
     Attributes
     ----------
     rows, bytes : int
-        Held now.
+        That are here now.
     evictions : int
         Rows forgotten to make room.
     corrupt : int

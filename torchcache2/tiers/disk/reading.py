@@ -107,17 +107,10 @@ def _read_rows(
     positions: Positions,
     on_lost: Callable[[int, AnySegment, Exception], None],
 ) -> list[tuple[Positions, Rows]]:
-    """Read rows; the system is asked for all of them before, or while, the first is waited for.
+    """Read rows by schema; `on_lost` is told of each segment that cannot be read, and its rows are left out.
 
-    Parameters
-    ----------
-    segments : mapping of int to AnySegment
-    numbers, rows : ndarray of int64, shape (n,)
-        Segment and row of each.
-    positions : ndarray of int64, shape (n,)
-        Of each in the batch, ascending.
-    on_lost : callable
-        Is told the number of a segment that cannot be read, the segment, and why: its rows are left out.
+    `numbers` (of segments), `rows` (in them) and `positions` (in the batch, ascending) are of shape ``(n,)``.
+    The system is asked for all rows before, or while, the first is waited for.
     """
     jobs: dict[Schema, list[_Job]] = {}
     for number, segment in segments.items():
