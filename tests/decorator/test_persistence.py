@@ -434,7 +434,7 @@ waiting, collected = threading.Event(), threading.Event()
 
 def profile(frame, event, argument):
     # In the writer, when it is about to write a segment.
-    if event == "call" and frame.f_code.co_name == "encode" and frame.f_code.co_filename.endswith("encode.py"):
+    if event == "call" and frame.f_code.co_name == "encode" and "encode.py" in frame.f_code.co_filename:
         threading.setprofile(None)
         sys.setprofile(None)
         waiting.set()
