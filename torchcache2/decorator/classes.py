@@ -54,7 +54,7 @@ def _patch_methods(cls: type[nn.Module]) -> None:
         method = getattr(cls, name)
         own = name in cls.__dict__
         if hasattr(method, ORIGINAL_ATTRIBUTE) and is_ours(method):
-            continue  # wrapped here, or in the base class that it is inherited from
+            continue  # it is wrapped already, here or in the base class
         wrapper = wrap(method)
         setattr(wrapper, ORIGINAL_ATTRIBUTE, method)
         if not own:
@@ -63,7 +63,7 @@ def _patch_methods(cls: type[nn.Module]) -> None:
 
 
 def _cached_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    # Dynamo sees this function: it does nothing but choose.
+    # Dynamo compiles this function, so that it does nothing but choose.
     @with_own_code
     @functools.wraps(forward)
     def cached_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -77,11 +77,11 @@ def _cached_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _call_method(
     module: nn.Module, wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Steps[Any]:
-    # Not the one that the wrapper was made with: a notebook may have reloaded the class in place.
+    # A notebook may have reloaded the class in place, after which the wrapper has another original.
     forward = types.MethodType(getattr(wrapper, ORIGINAL_ATTRIBUTE), module)
     added_to = getattr(wrapper, ADDED_ATTRIBUTE, None)
     if added_to is not None and (owner := added_to()) is not None:
-        forward = super(owner, module).forward  # as it is now: somebody may have replaced it since
+        forward = super(owner, module).forward  # somebody may have replaced it since the class was decorated
     # Another forward than the class's own, as through super(), computes something else.
     if type(module).forward is not wrapper:
         return (yield forward, args, kwargs)
@@ -110,7 +110,7 @@ def _recording_init(init: Callable[..., None]) -> Callable[..., None]:
 def _cached_replicate(replicate: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     @functools.wraps(replicate)
     def cached_replicate(self: nn.Module) -> nn.Module:
-        _cache_of(self)  # which the replicas then share
+        _cache_of(self)  # made here, so that the replicas share it
         return replicate(self)
 
     return cached_replicate

@@ -278,5 +278,5 @@ def _shapes_of_items(output: Any, count: int) -> Shapes | None:
 def _storage(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # a subclass or layout without storage of its own
+    except (NotImplementedError, RuntimeError):  # a subclass or layout that has no storage
         return 0

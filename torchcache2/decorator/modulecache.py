@@ -182,7 +182,9 @@ class ModuleCache(Cache):
     def call(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
         """The output of ``plain(*args, **kwargs)``."""
         if self._runner.is_inside or not self.settings.enabled:
-            return (yield plain, args, kwargs)  # inside of its own forward: the outermost call is cached
+            return (
+                yield plain, args, kwargs
+            )  # the forward calls its own module: only the outermost call is cached
         if is_traced() or disabled_by_environment():
             return (yield plain, args, kwargs)
         start = time.perf_counter()

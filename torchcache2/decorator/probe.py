@@ -24,7 +24,7 @@ from torchcache2.identity.entries import Lengths
 __all__ = ["STRONGEST", "Comparison", "parts", "strength", "strength_of"]
 
 STRONGEST = 4
-_ALIKE = 0.75  # the power of the precision that computing items alike twice keeps
+_ALIKE = 0.75  # items that are computed twice in the same way agree to this power of the precision
 
 
 def strength(keys: Keys) -> int:
@@ -71,9 +71,9 @@ class Comparison:
     output : pytree
         For the whole batch.
     items : int
-        Of the whole batch.
+        Number of items of the whole batch.
     device : torch.device
-        Of the call.
+        Device of the call.
     dtypes : collection of torch.dtype
         What the forward computes with.
     """
@@ -88,7 +88,7 @@ class Comparison:
         try:
             self._whole: Rows | None = Rows.from_pytree(output, items, device=device)
         except (UnstorableError, OutputError):
-            self._whole = None  # it is not kept anyway
+            self._whole = None  # such an output is not kept, so nothing is compared
 
     @property
     def is_possible(self) -> bool:

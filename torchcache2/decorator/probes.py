@@ -16,7 +16,7 @@ __all__ = ["DEPENDENT", "Kind", "Probes"]
 
 DEPENDENT = 0  # the result of a probe: an item's output depends on its batch
 _MOST_KINDS = 10_000
-_MOST_VALUES = 8  # kinds that differ in numbers alone; what so many are, the others are
+_MOST_VALUES = 8  # if so many kinds that differ in numbers alone have one result, the others have it
 
 
 class Kind(NamedTuple):
@@ -73,7 +73,7 @@ class Probes:
                 self._of(kind.namespace).update(recall(kind.namespace))
                 self._recalled.add(kind.namespace)
             known = self._of(kind.namespace).get(kind.exact.hex())
-            # With other weights too: what mixes items once is not tried again.
+            # A module that mixed items once is not tried again with other weights.
             mixing = self._dependent.get((kind.code, kind.loose), set())
             if known == DEPENDENT or kind.exact in mixing:
                 return DEPENDENT

@@ -62,7 +62,7 @@ class Probing:
                 # An argument as long as the batch has one entry per item, or else belongs to the whole batch.
                 found = yield from self._difference(call, part, False, compare, forward)
             if isinstance(found, _RaisedText):
-                # What wants its items in some order, such as longest first, gets them in the caller's.
+                # The forward may want its items in some order, such as longest first: the caller's is good.
                 found = yield from self._difference(call, sorted(part), aligned, compare, forward)
             if found is not None or not self.is_conclusive:
                 return found
@@ -87,8 +87,8 @@ class Probing:
         except Exception as error:
             return _RaisedText(f"the forward of {count} of its {call.batch_size} items raises {error!r}")
         finally:
-            # The same forward has left no trace just now, but for attributes that others read. What else it
-            # does for a part is undone, too; but what changes beside other threads may be theirs.
+            # The same forward has just run and left no trace but attributes that others read. What else it
+            # has changed for a part is put back only if no other thread can have made that change.
             undo.attributes()
             if threading.active_count() == 1:
                 undo()

@@ -33,7 +33,7 @@ def glance(root: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Glanc
 
 
 def _mark(value: Any) -> Any:
-    if type(value) in (Tensor, torch.nn.Parameter):  # others may do anything when they are asked
+    if type(value) in (Tensor, torch.nn.Parameter):  # attributes of subclasses may run any code
         return type(value), value.is_nested, value.layout, value.device.type, value.dim(), value.dtype
     if value is None or isinstance(value, bool) or (isinstance(value, str) and len(value) <= _LONG):
         return value

@@ -15,7 +15,7 @@ from torchcache2.identity.entries import Lengths
 
 __all__ = ["call_structure", "item_lengths"]
 
-_MOST_ELEMENTS = 64  # of a sequence, that are looked at
+_MOST_ELEMENTS = 64  # of a sequence: later ones are not looked at
 _LONG = 64  # characters from which a text is content, rather than a choice between ways to compute
 _DEEPEST = 16
 _NEUTRAL = (0.0, 1.0)  # factors that may turn something off, which another number turns on
@@ -58,7 +58,7 @@ def _structure(value: Any, values: bool, contents: Set[int], deeper: int) -> str
     if isinstance(value, Tensor):
         return f"{value.dtype} {value.dim()}"
     if isinstance(value, np.ndarray):
-        # Texts are as long as the longest.
+        # The dtype of an array of texts has the length of the longest, which is no structure.
         dtype = value.dtype.kind if value.dtype.kind in "SU" else value.dtype.str
         return f"{kind} {dtype} {value.ndim}"
     if value is None or isinstance(value, bool) or (isinstance(value, float) and value in _NEUTRAL):

@@ -152,7 +152,7 @@ def _decorate_function(function: types.FunctionType, binding: Binding) -> Callab
 
 
 def _call_function(wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps[Any]:
-    # Not what the wrapper was made with: a notebook may have reloaded the function in place.
+    # A notebook may have reloaded the function in place, after which the wrapper has another original.
     cache: ModuleCache = getattr(wrapper, "cache_instance")  # noqa: B009
     return (yield from cache.call(getattr(wrapper, ORIGINAL_ATTRIBUTE), args, kwargs))
 

@@ -59,7 +59,7 @@ def is_exported() -> bool:
 def is_traced() -> bool:
     """Whether a call is exported, traced or transformed. `torch.compile` is none of these."""
     return (
-        torch.compiler.is_compiling()  # by a tracer that is not Dynamo: here is what Dynamo does not see
+        torch.compiler.is_compiling()  # Dynamo does not see this function, so another tracer is at work
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0

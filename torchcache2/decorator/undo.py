@@ -25,7 +25,7 @@ class Undo:
         """Put back everything."""
         for buffer, content in self._buffers:
             if not _is_same(buffer, content):
-                with torch.inference_mode():  # which buffers may have been made in
+                with torch.inference_mode():  # buffers that were made in it can be written to in it only
                     buffer.copy_(content)
         self._attributes.restore()
         torch.set_grad_enabled(self._grad)
@@ -39,5 +39,5 @@ class Undo:
 def _is_same(buffer: Tensor, content: Tensor) -> bool:
     try:
         return torch.equal(as_bytes(buffer[None]), as_bytes(content[None]))
-    except (NotImplementedError, RuntimeError):  # sparse, or without data
+    except (NotImplementedError, RuntimeError):  # the buffer is sparse, or has no data
         return True

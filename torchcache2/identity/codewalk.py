@@ -30,9 +30,9 @@ __all__ = [
     "original",
 ]
 
-ORIGINAL_ATTRIBUTE = "_torchcache_original"  # of a wrapper: what it wraps
-BINDING = "_torchcache_binding"  # of a decorated class
-ADDED_ATTRIBUTE = "_torchcache_added"  # of what the decorator put where there was nothing
+ORIGINAL_ATTRIBUTE = "_torchcache_original"  # the attribute of a wrapper that is what it wraps
+BINDING = "_torchcache_binding"  # the attribute of a decorated class that is its `Binding`
+ADDED_ATTRIBUTE = "_torchcache_added"  # marks what the decorator put where there was nothing
 
 
 # What a class statement leaves behind besides the code and values in it.
@@ -109,7 +109,9 @@ class CodeWalk(NameWalk):
             if where == "installed":
                 parts.append(self.installed(kind, qualified_name(kind)))
                 code = {name for name, value in vars(kind).items() if isinstance(value, types.FunctionType)}
-                if not issubclass(kind, nn.Module):  # of which those are watched that a forward takes
+                if not issubclass(
+                    kind, nn.Module
+                ):  # of modules, those functions are watched that a forward takes
                     self.watch_names(vars(kind), code)
             else:
                 parts += [text_bytes(kind.__name__), self._fields(kind)]
@@ -178,7 +180,7 @@ class CodeWalk(NameWalk):
                 continue
             if ORIGINAL_ATTRIBUTE in marks and is_ours(raw):
                 value = marks[ORIGINAL_ATTRIBUTE]
-                self.reads.append((_WRAPPER_FIELDS, raw))  # which a reload in a notebook replaces
+                self.reads.append((_WRAPPER_FIELDS, raw))  # a notebook that reloads its code replaces them
                 self.scopes.append((marks, ORIGINAL_ATTRIBUTE, value))
             code = getattr(inspect.unwrap(raw), "__code__", None) if is_function else None
             has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
@@ -266,7 +268,7 @@ class CodeWalk(NameWalk):
         for name, cell in zip(names, function.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
-            except ValueError:  # not assigned yet
+            except ValueError:  # the variable is not assigned yet
                 continue
             if name in left_out:
                 continue
@@ -303,7 +305,7 @@ def cache_options(obj: Any) -> list[Any]:
 
 
 def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and os.path.isabs(value)  # which differs between machines
+    return isinstance(value, str) and os.path.isabs(value)  # paths differ between machines
 
 
 def _short_name(obj: Any) -> str:

@@ -27,7 +27,7 @@ _WHOLE = 1000
 _WHOLE_BYTES = 1 << 16
 _ENDS = 32
 
-# How much a container holds, and what: of a subclass too, whatever that says itself.
+# How to get the size and elements of a container; these work for subclasses that override both, too.
 _Readers = tuple[Callable[[Any], int], tuple[Callable[[Any], Iterable[Any]], ...]]
 _READERS: dict[type, _Readers] = {
     list: (list.__len__, (list.__iter__,)),

@@ -116,7 +116,7 @@ def sized(data: bytes) -> bytes:
 def _field(value: Any, name: str) -> Any:
     try:
         return getattr(value, name, None)
-    except Exception:  # of the class's own code
+    except Exception:  # raised by a property of the class
         return attributes(value).get(name)
 
 
@@ -245,9 +245,11 @@ class Encoder:
         """The bytes of a container's elements."""
         if isinstance(value, (dict, types.MappingProxyType)):
             pairs = []
-            # A copy, for other threads may add to it.
+            # This iterates over a copy, because other threads may add to the original.
             if isinstance(value, OrderedDict):
-                plain = dict(OrderedDict.items(value))  # which has an order of its own
+                plain = dict(
+                    OrderedDict.items(value)
+                )  # an OrderedDict may iterate in another order than its dict
             else:
                 plain = dict.copy(value) if isinstance(value, dict) else dict(value)
             for key, element in plain.items():
@@ -260,7 +262,7 @@ class Encoder:
         return self.items([(element, f"{path}[{i}]") for i, element in enumerate(list(value))])
 
 
-# What `Encoder.compound` knows the content of.
+# The containers and values whose subclasses `Encoder.compound` can read.
 CONTAINERS = (bool, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset, deque)
 _CONTAINERS: dict[type, bytes] = {
     tuple: b"(",
@@ -277,7 +279,7 @@ def text_bytes(text: str) -> bytes:
     return sized(text.encode("utf-8", "surrogatepass"))
 
 
-# Of subclasses, past whatever conversion they define.
+# How to get the plain value of a subclass, whatever conversions that defines.
 _PLAIN: dict[type, Callable[[Any], Any]] = {
     str: str.__str__,
     int: int.__int__,

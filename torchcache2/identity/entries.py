@@ -36,8 +36,8 @@ __all__ = [
 Digests = np.ndarray[Any, np.dtype[np.uint8]]
 Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
-_ARRAYS = (np.ndarray, np.memmap)  # exactly: a masked array has a mask besides
-_ENTRIES = "_encodings"  # of a tokenizer's output: what it knows of each text
+_ARRAYS = (np.ndarray, np.memmap)  # compared with `type`, as a masked array has a mask besides
+_ENTRIES = "_encodings"  # the attribute of a tokenizer's output with one object per text
 
 
 class ValueEncoder(Encoder):
@@ -55,7 +55,7 @@ class ValueEncoder(Encoder):
     def _image(self, image: Any, path: str) -> bytes:
         if getattr(image, "is_animated", False):
             raise UnencodableError(path, image, "with several frames, of which only one could count")
-        image.load()  # of a file; its `info` is complete only then
+        image.load()  # an image of a file has its whole `info` only then
         # What converting an image reads besides its pixels is its palette and `info`.
         palette = image.palette and image.getpalette(image.palette.mode)
         head = [image.mode, image.size, palette, image.format, dict(image.info)]

@@ -14,7 +14,7 @@ from torchcache2.identity import sourcecode
 
 __all__ = ["files_of", "place_of", "resolved"]
 
-# Statements anywhere, also within texts: a file too many does no harm.
+# These match in texts and comments, too: to read a file too many does no harm.
 _IMPORT = re.compile(
     rb"\bfrom[ \t]+([.\w]+)[ \t]*import\b[ \t]*(\([^)]*\)|[^\n;#]*)"
     rb"|\bimport[ \t]+([^\n;#]*)"
@@ -46,7 +46,7 @@ def files_of(name: str, module: types.ModuleType | None = None) -> dict[str, str
         read.add(name)
         if place is None or not _is_project(name, place):
             continue
-        content = b""  # of a package without a file of its own
+        content = b""  # for a package that has no file
         found[name] = sourcecode.content_digest(content)
         if place.file is not None:
             try:
@@ -126,7 +126,7 @@ def _place(name: str) -> _Place | None:
     for finder in sys.meta_path:
         try:
             spec = finder.find_spec(name, places)
-        except Exception:  # of somebody else's finder
+        except Exception:  # somebody else's finder may raise anything
             continue
         if spec is not None:
             file = spec.origin if spec.has_location else None

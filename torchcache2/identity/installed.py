@@ -48,7 +48,7 @@ class InstalledCode:
 
     @property
     def scopes(self) -> list[tuple[Mapping[str, Any], set[str]]]:
-        """As above."""
+        """Names that stand for code, with the globals or the class that they are in."""
         return list(self._scopes.values())
 
     def reach(self, kind: type) -> set[str]:
@@ -112,9 +112,9 @@ class InstalledCode:
             if any(registry is one for one in self.registries) or len(registry) > _LARGEST_REGISTRY:
                 continue
             self.registries.append(registry)
-            for key, entry in list(registry.items()):
-                if self._origins.is_project(entry):
-                    self.found[f"{where}[{key!r}]" if isinstance(key, (str, int)) else f"{where}[…]"] = entry
+            for key, value in list(registry.items()):
+                if self._origins.is_project(value):
+                    self.found[f"{where}[{key!r}]" if isinstance(key, (str, int)) else f"{where}[…]"] = value
         if callable(value):
             self._watch(scope, name)
             if self._origins.is_project(value):
@@ -140,7 +140,7 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
 def _in_cell(cell: types.CellType) -> Iterator[types.FunctionType]:
     try:
         value = cell.cell_contents
-    except ValueError:  # not assigned yet
+    except ValueError:  # the variable is not assigned yet
         return
     if isinstance(value, types.FunctionType):
         yield value

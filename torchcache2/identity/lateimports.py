@@ -108,7 +108,7 @@ def _of_others(
                 file = module.__file__ or ""
                 compiled = texts.get(file, sourcecode.file_text(file))
                 said = compiled.constants.get(name) if compiled is not None else None
-                is_said = not said or _is_among(value, said)  # computed ones depend on the machine
+                is_said = not said or _is_among(value, said)  # computed values depend on the machine
             yield Reached(module, name, value, is_said)
 
 

@@ -30,7 +30,7 @@ class LeftOut(NamedTuple):
     class_name: str
     attributes: tuple[str, ...]
     reason: str
-    is_called: bool = False  # by its package, whatever that returns
+    is_called: bool = False  # the package calls it, but uses nothing that it returns
 
     @property
     def readers(self) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ _TABLE = (
         is_called=True,
     ),
 )
-_CLASSES = frozenset(entry.class_name for entry in _TABLE)
+_CLASSES = frozenset(rule.class_name for rule in _TABLE)
 
 
 def left_out(kind: type) -> dict[str, LeftOut]:
@@ -118,7 +118,7 @@ def left_out(kind: type) -> dict[str, LeftOut]:
     for base in kind.__mro__:
         if base.__qualname__ in _CLASSES and sourcecode.origin(base) in ("installed", "torch"):
             package = sourcecode.defining_module(base).partition(".")[0]
-            for entry in _TABLE:
-                if (entry.package, entry.class_name) == (package, base.__qualname__):
-                    found.update(dict.fromkeys(entry.attributes, entry))
+            for rule in _TABLE:
+                if (rule.package, rule.class_name) == (package, base.__qualname__):
+                    found.update(dict.fromkeys(rule.attributes, rule))
     return found

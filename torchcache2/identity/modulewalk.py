@@ -2,7 +2,7 @@
 
 `Walk` visits everything that the outcome of a forward depends on and writes it down as named parts:
 code by source, attributes by value, hooks, closures and the globals that code names. Tensors are listed,
-not read, so that a walk is cheap. `fingerprint` reads them and makes the namespace.
+not read, so that a walk is cheap. `NamespaceKeeper` reads them and makes the namespace.
 
 The source of the user's own code counts, wherever the file is; see `torchcache2.identity.sourcecode` for the
 rest.
@@ -40,7 +40,7 @@ from torchcache2.identity.writeonly import assigned_for_others
 __all__ = ["FORMAT", "INIT_ATTRIBUTE", "Fingerprint", "Walk", "argument_digests"]
 
 FORMAT = 2
-INIT_ATTRIBUTE = "_torchcache_init"  # of an instance: what stands for its constructor arguments
+INIT_ATTRIBUTE = "_torchcache_init"  # the attribute of an instance for its constructor arguments
 
 _INTERNAL = frozenset(vars(nn.Module())) | {
     INIT_ATTRIBUTE,
@@ -188,7 +188,7 @@ class Walk(ObjectWalk):
         return b"S" + self.encode([str(value.layout), tuple(value.shape), *parts], path)
 
     def rank(self, element: Any) -> bytes:
-        """By label, by content, or by what a walk of its own writes."""
+        """Bytes to sort by: an element's label, its content, or what a separate walk of it writes."""
         if id(element) in self._labels:
             return self._labels[id(element)]
         try:
@@ -213,10 +213,10 @@ class Walk(ObjectWalk):
 
     def _new_module(self, module: nn.Module, path: str) -> bytes:
         reference = self.label(module, f"module {path}")
-        path = reference.decode().removeprefix("module ")  # which no other module has
+        path = reference.decode().removeprefix("module ")  # the label is unique, and so is this path
         kind = type(module)
         where = f"{path}." if path else ""
-        # What an instance has of its own code, hooks included, may read anything.
+        # Functions that are attributes of the instance, and hooks, may read any attribute.
         own_code = any(isinstance(value, types.FunctionType) for value in vars(module).values())
         skipped = set() if own_code or self._has_hooks(module) else self._assigned_by_forward(kind)
         if path:
@@ -252,7 +252,7 @@ class Walk(ObjectWalk):
             [self.klass(kind, path), Encoder().encode([name for name, _ in module._modules.items()], path)]
         )
         if not path:
-            # They run at every call, outside of the forward: what they collect is not its state.
+            # Hooks of the root run at every call, outside of the forward: what they collect is not its state.
             containers = dict(self.containers)
             self._hooks(module, where)
             self.containers = containers
@@ -304,7 +304,7 @@ class Walk(ObjectWalk):
         for forward in [method for method in text if method.__name__ == "forward"]:
             others = [text[other] for other in text if other is not forward]
             names |= assigned_for_others(text[forward], others)[0]
-        # Also by name, as in ``getattr(self, "calls")``.
+        # An attribute may also be read by a text, as in ``getattr(self, "calls")``.
         texts = {constant for method in text for constant in _texts(method)}
         self._assigned_of[kind] = names = names - texts
         self.assigned |= {f"{kind.__name__}.{name}" for name in names}
@@ -315,7 +315,7 @@ def _reached_by_forward(kind: type) -> list[types.FunctionType] | None:
     """The forwards of a class, and the methods that they may call; None if that cannot be told."""
     bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
     if any(sourcecode.origin(base) in ("torch", "builtin") for base in bases):
-        return None  # whose methods may read anything
+        return None  # methods of such a base may read any attribute
     if any("__getattr__" in vars(base) or "__getattribute__" in vars(base) for base in bases):
         return None
     reached: list[types.FunctionType] = []

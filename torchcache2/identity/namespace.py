@@ -26,7 +26,7 @@ __all__ = ["Facts", "History", "NamespaceKeeper", "Seen"]
 
 _NONE = bytes(16)
 _MOST_REMEMBERED = 16
-# Each is one encoded value.
+# Each part with such a name is one encoded value, which can be shown.
 _PLAIN_PARTS = ("attribute ", "child ", "constructor argument ", "global ", "training")
 _DEVICES = ("cpu", "cuda")
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
@@ -182,7 +182,7 @@ class NamespaceKeeper:
                 if self._watch.contents_same():
                     return False
                 self._watch = None
-            # Something was touched, perhaps only to be what it was: pruning does so at every call.
+            # Something was assigned, perhaps its old value: pruning does so at every call.
             return self.look(root).namespace != seen.namespace
 
     def attributes(self, root: Any) -> Attributes:
@@ -203,7 +203,7 @@ class NamespaceKeeper:
         module = _module(root)
         if self._watch is not None and not self._tensors.has_lazy and self._watch.same(module):
             return False
-        self._watch = None  # should the walk be interrupted
+        self._watch = None  # in case the walk is interrupted
         self.walks += 1
         walk = Walk(root, self._tokens, self._texts)
         self._parts = {name: digest([data]) for name, data in walk.parts.items()}
@@ -236,7 +236,7 @@ class NamespaceKeeper:
     def _read(self) -> None:
         """Read the tensors, and make the namespace."""
         name = self._settings.persistent_module_hash
-        self._is_known = False  # should reading be interrupted
+        self._is_known = False  # in case reading is interrupted
         self._tensors.refresh(read=name is None)
         if self._tensors.unreadable:
             self._tell(

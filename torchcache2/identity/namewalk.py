@@ -57,13 +57,15 @@ class NameWalk(Encoder):
         self._versions: dict[str, str] = {}
         self._files: dict[tuple[str, int], bytes] = {}
         self.project_files: set[str] = set()  # of modules that count as a whole, and of what those import
-        self._names: set[str] = set()  # that project code takes
+        self._names: set[str] = set()  # names that project code takes
         self._whole: dict[int, types.ModuleType] = {}  # project modules that code takes as a whole
-        self._constructors: set[int] = set()  # of modules, which are walked as they came out
+        self._constructors: set[int] = (
+            set()
+        )  # ids of constructors of modules: a module is walked as its constructor left it
         self._exempt: set[str] = set()
         self._labels: dict[int, bytes] = {}  # of classes, functions and modules that were met
         self._taken: dict[str, int] = {}
-        self._held: list[Any] = []  # keeps ids valid
+        self._kept_alive: list[Any] = []  # objects whose ids are in use
 
     def unreadable(self, value: Any, path: str) -> bytes:
         """Bytes that stand for what cannot be read."""
@@ -107,7 +109,7 @@ class NameWalk(Encoder):
             inside, scope, attribute = value, vars(value), attributes.pop(0)
             path += f".{attribute}"
             if type(value).__module__ == "torch._ops":
-                getattr(value, attribute, None)  # looks up operators as they are asked for
+                getattr(value, attribute, None)  # torch.ops looks operators up when they are asked for
             value = scope if attribute == "__dict__" else scope.get(attribute, None)
             self.scopes.append((scope, attribute, scope.get(attribute)))
         if any(value is one for one in _UNFOLLOWED):
@@ -141,7 +143,7 @@ class NameWalk(Encoder):
         if getattr(module, "__file__", None) is None and not hasattr(module, "__path__"):
             return self.unreadable(module, path)
         self._whole[id(module)] = module
-        self._held.append(module)
+        self._kept_alive.append(module)
         return b"M" + self._files_of(module.__name__, module)
 
     def _files_of(self, name: str, module: types.ModuleType | None) -> bytes:
@@ -149,7 +151,7 @@ class NameWalk(Encoder):
         key = name, id(module)
         if key not in self._files:
             files = files_of(name, module)
-            self.reads.append((_loaded, sorted(files)))  # importing one shows what it holds
+            self.reads.append((_loaded, sorted(files)))  # once one is imported, its globals can be read
             self.project_files |= {place_of(found) or "" for found in files}
             loaded = {found: sys.modules.get(found) for found in files} | ({name: module} if files else {})
             data = b"".join([text_bytes(part) for item in sorted(files.items()) for part in item])
@@ -212,7 +214,7 @@ class NameWalk(Encoder):
             return b"u" + text_bytes(str(value)) + unknown
         part = f"operator {name}"
         if part not in self.parts:
-            self.parts[part] = b""  # its functions refer to it
+            self.parts[part] = b""  # so that its functions may refer to it
             kept = {field: state[field] for field in OPERATOR_FIELDS if field in state}
             self.scopes += [(state, field, content) for field, content in kept.items()]
             self.dicts += [content for content in kept.values() if isinstance(content, (dict, set))]
@@ -241,7 +243,7 @@ class NameWalk(Encoder):
     def watch_names(self, scope: Mapping[str, Any], names: Collection[str]) -> None:
         """Have it noticed when names of a scope stand for other objects."""
         if names:
-            # Two names at least, for a tuple in any case.
+            # With two names at least, `itemgetter` returns a tuple in any case.
             self.reads.append((itemgetter(*sorted(names), min(names)), scope))
 
     def finish(self) -> None:
@@ -265,7 +267,7 @@ class NameWalk(Encoder):
 
     def label(self, obj: Any, label: str) -> bytes:
         """A name for something that is met for the first time; deterministic, unique in this walk."""
-        self._held.append(obj)
+        self._kept_alive.append(obj)
         count = self._taken[label] = self._taken.get(label, 0) + 1
         self._labels[id(obj)] = (label if count == 1 else f"{label} ({count})").encode()
         return self._labels[id(obj)]

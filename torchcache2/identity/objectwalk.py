@@ -34,7 +34,7 @@ __all__ = ["ObjectWalk"]
 
 _MOST_OBJECTS = 100_000
 _NO_STATE = (type(threading.Lock()), type(threading.RLock()))
-# Each thread, or what else is alive, decides about their content.
+# What these contain depends on the thread, or on which other objects are alive.
 _FLEETING = (threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -92,7 +92,7 @@ class ObjectWalk(OwnerWalk):
             if self._objects == _MOST_OBJECTS + 1:
                 self.unread.append(f"{path} (more than {_MOST_OBJECTS} objects)")
             return self._too_much
-        if issubclass(type(value), MUTABLE):  # not what only says that it is one
+        if issubclass(type(value), MUTABLE):  # by its type: an object may claim another `__class__`
             self.containers.setdefault(id(value), (value, content(value)))
         try:
             return super().encode(value, path)
@@ -123,11 +123,11 @@ class ObjectWalk(OwnerWalk):
         return super().compound(value, kind, path)
 
     def fields(self, value: Any, path: str) -> dict[str, Any]:
-        """Without what is left out."""
+        """The fields of a dataclass by name, without those that are left out."""
         return self.without_skipped(type(value), super().fields(value, path), path)
 
     def besides(self, value: Any, path: str) -> bytes:
-        """Slots too, and have them watched."""
+        """The bytes of further attributes, in slots too; all of them are watched from then on."""
         fields = getattr(type(value), "__dataclass_fields__", ())
         state = {name: item for name, item in attributes(value).items() if name not in fields}
         self.watch(value, attributes(value))
@@ -146,7 +146,7 @@ class ObjectWalk(OwnerWalk):
         if isinstance(value, type):
             return self.klass(value, path)
         if isinstance(value, types.FunctionType):
-            compiled = vars(value).get("_torchdynamo_orig_callable")  # by torch.compile
+            compiled = vars(value).get("_torchdynamo_orig_callable")  # set by torch.compile
             return self.function(value, path) if compiled is None else self.encode(compiled, path)
         if isinstance(value, types.MethodType):
             return b"m" + self.items([(value.__func__, path), (value.__self__, path)])
@@ -205,7 +205,7 @@ class ObjectWalk(OwnerWalk):
     def _fleeting(self, value: Any, path: str) -> bytes:
         """What has another content in each thread, or refers to others weakly."""
         head = b"z" + text_bytes(qualified_name(type(value)))
-        if self.is_foreign:  # such as the cache of functools.singledispatch
+        if self.is_foreign:  # for example the cache of functools.singledispatch
             return head
         if not isinstance(value, threading.local):
             self.reads.append((_is_empty, value))
@@ -241,7 +241,7 @@ class ObjectWalk(OwnerWalk):
         if all(_made_by_class_statement(base) for base in kind.__mro__[:-1]):
             return b"o" + head
         if hasattr(kind, "__next__"):
-            return self.unreadable(value, path)  # where it stands changes as it is used
+            return self.unreadable(value, path)  # an iterator's position changes as it is used
         try:
             reduced = value.__reduce_ex__(4)  # the state that only C code can see
         except Exception:
@@ -273,7 +273,7 @@ class ObjectWalk(OwnerWalk):
         self.scopes += [(scope, name, item) for name, item in state.items() if name in scope]
         slots = [name for name in state if name not in scope and hasattr(value, name)]
         if slots:
-            # Two names at least, for a tuple in any case.
+            # With two names at least, `attrgetter` returns a tuple in any case.
             self.reads.append((attrgetter("__class__", *slots), value))
 
     def unreadable(self, value: Any, path: str) -> bytes:

@@ -33,7 +33,7 @@ class OwnerWalk(CodeWalk):
         self._code: dict[int, types.CodeType] = {}
 
     def klass(self, kind: type, path: str) -> bytes:
-        """Know whose it is."""
+        """Write down a class, and know whose code is read meanwhile."""
         before, self.is_foreign = self.is_foreign, self.is_foreign and sourcecode.origin(kind) != "project"
         try:
             return super().klass(kind, path)
@@ -41,7 +41,7 @@ class OwnerWalk(CodeWalk):
             self.is_foreign = before
 
     def function(self, function: types.FunctionType, path: str) -> bytes:
-        """Know whose it is, and which names it has."""
+        """Write down a function, and know whose code is read meanwhile."""
         code = original(function).__code__
         before, self.is_foreign = self.is_foreign, sourcecode.origin(original(function)) != "project"
         if not self.is_foreign:
@@ -54,7 +54,7 @@ class OwnerWalk(CodeWalk):
     def without_skipped(self, kind: type, state: Mapping[str, Any], path: str) -> dict[str, Any]:
         """What of the attributes of an object is read."""
         kept = dict(state)
-        for name, entry in left_out(kind).items():
+        for name, rule in left_out(kind).items():
             attribute, _, key = name.partition(".")
             if attribute not in kept:
                 continue
@@ -66,27 +66,27 @@ class OwnerWalk(CodeWalk):
                 kept[attribute] = {other: item for other, item in kept[attribute].items() if other != key}
             else:
                 continue
-            self.skipped.append((entry, f"{path}.{name}", value))
+            self.skipped.append((rule, f"{path}.{name}", value))
         return kept
 
     def count_what_is_named(self) -> bool:
         """Write down what was left out although code that is met names it; whether there is any."""
         counted: set[int] = set()
         while True:
-            named = {entry for entry in {one[0] for one in self.skipped} if self._is_named(entry)}
+            named = {rule for rule in {one[0] for one in self.skipped} if self._is_named(rule)}
             due = [n for n, one in enumerate(self.skipped) if one[0] in named and n not in counted]
             if not due:
                 return bool(counted)
-            for number in due:  # which may name, and leave out, something else
+            for number in due:  # its class may name, and leave out, something else
                 _, path, value = self.skipped[number]
                 self.parts[f"named {path} {number}"] = self.encode(value, path)
             counted.update(due)
 
-    def _is_named(self, entry: LeftOut) -> bool:
+    def _is_named(self, rule: LeftOut) -> bool:
         """Whether code names what is left out: a project's, or that of another package."""
         files = [*self.project_files]
         for name in self._versions:
-            module = name.removeprefix("import ")  # inside of a function
-            if module.partition(".")[0] not in entry.readers:
+            module = name.removeprefix("import ")  # written down for an import inside of a function
+            if module.partition(".")[0] not in rule.readers:
                 files.append(place_of(module) or "")
-        return any(map(entry.is_in_code, self._code.values())) or any(map(entry.is_in_file, files))
+        return any(map(rule.is_in_code, self._code.values())) or any(map(rule.is_in_file, files))

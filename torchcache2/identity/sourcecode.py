@@ -86,7 +86,7 @@ class Origins:
         self._known: dict[str, Origin] = {}
 
     def of(self, obj: Any) -> Origin:
-        """As `origin`."""
+        """Where the code of a class, function or module comes from; see `origin`."""
         module = defining_module(obj)
         if module not in self._known:
             self._known[module] = origin(obj)
@@ -166,7 +166,7 @@ def function_source(function: types.FunctionType, texts: CompiledTexts | None = 
     try:
         tree = parse(text)
     except SyntaxError:
-        # A lambda in the middle of a larger expression.
+        # The line is a part of a larger expression around a lambda.
         return text + instructions(code)
     node = tree.body[0] if tree.body else None
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:

@@ -122,7 +122,7 @@ class TensorWatch:
         whole = [] if self.is_blind else self._uncounted
         self._wholes = [memoryview(_content(tensor)) for tensor in whole if tensor.device.type == "cpu"]
         self._away = [tensor for tensor in whole if tensor.device.type != "cpu"]
-        state, self._state = self._look(), None  # should reading be interrupted
+        state, self._state = self._look(), None  # in case reading is interrupted
         self.generation += 1
         self.unreadable = []
         # These are taken before the tensors are read, because other threads may write to them meanwhile.
@@ -192,7 +192,7 @@ class TensorWatch:
         return known if is_honest else {}
 
     def _follow_optimizers(self) -> None:
-        # Fused ones move no version counter.
+        # Fused optimizers move no version counter.
         watch = weakref.ref(self)
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -93,7 +93,8 @@ class _Scan:
                 if isinstance(block, list) and block and isinstance(block[0], (ast.stmt, ast.ExceptHandler))
             ]
             if isinstance(statement, _UNCERTAIN):
-                self._expressions(statement, set())  # what it assigns, it may not assign
+                # It may not run to its end, or not run at all: nothing counts as assigned by it.
+                self._expressions(statement, set())
                 continue
             if not blocks:
                 self._expressions(statement, assigned)
@@ -110,7 +111,8 @@ class _Scan:
                 for handler in handlers:
                     self.block(handler.body, set(assigned))
                 if not handlers:
-                    self.block(block, set(assigned))  # perhaps not run, or under a `with` not to its end
+                    # The block may not run, and under a `with` it may end early.
+                    self.block(block, set(assigned))
 
     def _expressions(self, node: ast.AST, assigned: _Names) -> None:
         stored, plain = set(), not isinstance(node, ast.AugAssign)
