@@ -13,8 +13,9 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from torchcache2.core.gather import as_bytes, moved
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows, Schema
-from torchcache2.files.codec import Codec, Lane, Plain, lane
+from torchcache2.files.codec import Codec, Plain
 from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.lanes import Lane, lane
 from torchcache2.files.layout import BLOCK_BYTES, Layout, schema_text
 from torchcache2.files.whole import write_whole
 

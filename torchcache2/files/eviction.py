@@ -71,12 +71,13 @@ def room_after(
             stack.enter_context(lock)
             scanned = directory.scan()  # another process has just made room
             left = budget - needed - used_bytes(scanned)
-        room = _Room(directory, scanned, left)
+        removal = Removal(directory, -left)
         try:
-            return room.make(lru)
+            _delete(removal, scanned, lru)
         finally:
-            for namespace, names in room.gone.items():
+            for namespace, names in removal.gone.items():
                 removed(namespace, names)
+    return -int(removal.excess)
 
 
 class Allowance:
@@ -108,25 +109,17 @@ class Allowance:
         self._left = min(self._most - size, room // _SHARE)
 
 
-class _Room(Removal):
-    """One round of deletions, with the contents of the directory as they were when it began."""
-
-    def __init__(self, directory: CacheDirectory, scanned: list[Contents], left: int) -> None:
-        super().__init__(directory, -left)
-        self._scanned = scanned
-
-    def make(self, lru: bool) -> int:
-        """Delete until there is room; how many bytes are left then."""
-        for contents in self._scanned:
-            for entry in list(contents.corrupt):
-                self.file(contents, entry)
-        for contents in sorted(self._scanned, key=lambda one: one.last_used):
-            if self.excess > 0:
-                self.namespace(contents)
-        if lru:
-            pairs = [(entry, contents) for contents in self._scanned for entry in contents.segments]
-            for entry, contents in sorted(pairs, key=lambda pair: (pair[0].mtime, pair[0].name)):
-                self.file(contents, entry)
-        if self.excess > 0 and self.error is not None:
-            raise self.error
-        return -int(self.excess)
+def _delete(removal: Removal, scanned: list[Contents], lru: bool) -> None:
+    """Delete until there is room, or nothing is left that may go."""
+    for contents in scanned:
+        for entry in list(contents.corrupt):
+            removal.file(contents, entry)
+    for contents in sorted(scanned, key=lambda one: one.last_used):
+        if removal.excess > 0:
+            removal.namespace(contents)
+    if lru:
+        pairs = [(entry, contents) for contents in scanned for entry in contents.segments]
+        for entry, contents in sorted(pairs, key=lambda pair: (pair[0].mtime, pair[0].name)):
+            removal.file(contents, entry)
+    if removal.excess > 0 and removal.error is not None:
+        raise removal.error

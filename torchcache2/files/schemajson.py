@@ -39,15 +39,18 @@ from torchcache2.files.classnames import (
 )
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.jsonparts import (
+    NEEDED,
+    POSSIBLE,
     from_hex,
     items_of,
+    leaf_from_json,
+    leaf_to_json,
     list_of,
     members_of,
     tagged,
     text_from_json,
     text_to_json,
 )
-from torchcache2.files.leafjson import NEEDED, POSSIBLE, leaf_from_json, leaf_to_json
 
 __all__ = [
     "schema_from_json",

@@ -12,12 +12,12 @@ from xxhash import xxh3_64_intdigest
 from torchcache2.core.gather import empty_bytes, moved
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files import codec as codecs
-from torchcache2.files.codec import lane
 from torchcache2.files.descriptors import Descriptors
 from torchcache2.files.encode import Encoded, row_checksums
 from torchcache2.files.errors import DamagedError, TooLargeError
 from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.files.header import checked, parse, read_size, stated
+from torchcache2.files.lanes import lane
 from torchcache2.files.layout import Layout
 
 __all__ = ["Descriptors", "Segment", "empty_columns", "rows_of"]
