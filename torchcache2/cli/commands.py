@@ -254,6 +254,7 @@ def _import(
 ) -> None:
     """Add the segments of an exported file, after checking each. Exit code 1 if some are left out."""
     from torchcache2.cli import archive
+    from torchcache2.cli.members import ArchiveError
     from torchcache2.files.directory import CacheDirectory
     from torchcache2.files.errors import NewerFormatError
     from torchcache2.files.filesystem import FileSystem
@@ -261,7 +262,7 @@ def _import(
     try:
         with progress("importing", os.stat(file).st_size) as advance:
             done = archive.import_archive(file, CacheDirectory(directory, FileSystem()), advance)
-    except archive.ArchiveError as error:
+    except ArchiveError as error:
         raise OptionError(f"{file!r} {error}; nothing was imported") from None
     except NewerFormatError as error:
         raise OptionError(str(error)) from None

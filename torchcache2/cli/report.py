@@ -13,8 +13,9 @@ import numpy as np
 
 from torchcache2.cli.check import printable
 from torchcache2.core.errors import OptionError
-from torchcache2.files.directory import LOCK, TAG, CacheDirectory, Contents
+from torchcache2.files.directory import CacheDirectory, Contents
 from torchcache2.files.errors import NewerFormatError, UnreadableError
+from torchcache2.files.filenames import LOCK, TAG
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.removal import in_use
 from torchcache2.files.segment import Descriptors, Segment

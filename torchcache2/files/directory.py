@@ -31,7 +31,6 @@ from torchcache2.files.filenames import (
     FINGERPRINT,
     LOCK,
     NAMESPACE_NAME,
-    SEGMENT_NAME,
     TAG,
     TAG_TEXT,
     Contents,
@@ -43,15 +42,7 @@ from torchcache2.files.filesystem import Descriptor, Entry, FileSystem, StrangeF
 from torchcache2.files.layout import FORMAT_VERSION
 from torchcache2.files.whole import ulid, write_whole
 
-__all__ = [
-    "FINGERPRINT",
-    "LOCK",
-    "NAMESPACE_NAME",
-    "SEGMENT_NAME",
-    "TAG",
-    "CacheDirectory",
-    "Contents",
-]
+__all__ = ["CacheDirectory", "Contents"]
 
 _MOST_TEXT = 16 << 20
 _PROBE = memoryview(b"whether something can be written here")

@@ -57,9 +57,10 @@ def lane_of_part(split: Lane, part: Bytes) -> Lane:
 
 
 class Codec:
-    """Turns the parts of a block into bytes and back: one contiguous part of bytes and one lane for each leaf.
+    """Turns the parts of a block, one for each leaf, into bytes and back. Any thread may use it.
 
-    Has no state: any thread may use it. Blocks have the encoded parts one after another, without empty ones.
+    Parts are contiguous, uint8 of shape ``(bytes,)``. A block has the encoded ones one after another; a part
+    of no bytes leaves nothing in it.
     """
 
     name: str

@@ -76,6 +76,8 @@ def in_use(directory: CacheDirectory, namespace: str) -> bool | None:
 def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool = False) -> bool:
     """Delete the cache's files of a namespace; others that are there stay, and the folder with them.
 
+    An error of the file system is raised when all that can be deleted is gone.
+
     Parameters
     ----------
     directory : CacheDirectory
@@ -88,13 +90,6 @@ def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool =
     -------
     bool
         False if a process uses it, and nothing was deleted.
-
-    Raises
-    ------
-    TimeoutError
-        If another process deletes, and does not end.
-    OSError
-        If a file could not be deleted; the others are gone.
     """
     with deleting(directory):
         removal = Removal(directory, math.inf)

@@ -49,14 +49,7 @@ def write_whole(
     stem, suffix : str
         The temporary path is the stem, a fresh `ulid` and the suffix; it is in the same folder.
     replaces : bool
-        Whether a file that has the name already is replaced.
-
-    Raises
-    ------
-    FileExistsError
-        If there is a file of that name, and it is not to be replaced.
-    OSError
-        As the file system does.
+        Whether a file that has the name already is replaced; else that is a `FileExistsError`.
     """
     is_renamed = False
     try:
