@@ -151,7 +151,7 @@ def flip(file, position, mask=0x10):
 CALLS = [
     name
     for name, value in vars(FileSystem).items()
-    if callable(value) and not name.startswith("_") and name not in ("read_file", "read_all", "write_all")
+    if callable(value) and not name.startswith("_") and not name.startswith(("read_", "write_"))
 ]
 WRITING = {"create", "write", "rename", "link", "remove", "make_folder", "remove_folder", "touch"}
 

@@ -35,12 +35,6 @@ def _ignore(_: int) -> None:
     pass
 
 
-class _RefusedError(Exception):
-    def __init__(self, verdict: Verdict) -> None:
-        super().__init__(verdict.reason)
-        self.verdict = verdict
-
-
 @dataclasses.dataclass
 class Imported:
     """What an import has done.
@@ -155,12 +149,12 @@ def _import_segment(
         _copy(fs, file, member.start, member.size, target, 0, _ignore)
         found = verdict(fs, temporary, member.namespace, limit)
         if found.state != "good":
-            raise _RefusedError(found)
+            raise DamagedError(found.reason)  # so that there is no file
 
     try:
         write_whole(fs, path, fill, stem=os.path.join(folder, ""), suffix=SEGMENT + TEMPORARY)
-    except _RefusedError as refused:
-        done.refused.append((f"{member.namespace}/{member.name}", refused.verdict))
+    except DamagedError:
+        done.refused.append((f"{member.namespace}/{member.name}", found))
         return
     done.segments += 1
     done.rows += found.rows

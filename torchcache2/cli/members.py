@@ -69,15 +69,14 @@ def members(fs: FileSystem, file: Descriptor) -> Iterator[Member]:
     """
     size, at = fs.size(file), 0
     while True:
-        block = bytearray(BLOCK)
         if at + BLOCK > size:
             raise ArchiveError("is not a whole tar archive: it ends without an end mark")
-        fs.read_all(file, [memoryview(block)], at)
+        block = fs.read_bytes(file, at, BLOCK)
         if not any(block):
             return
         try:
             # Of this header alone. `tarfile.open` would follow extended headers, sparse maps and links.
-            info = tarfile.TarInfo.frombuf(bytes(block), "utf-8", "surrogateescape")
+            info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError:
             raise ArchiveError(f"is not a tar archive: there is no header at byte {at:,}") from None
         at += BLOCK
@@ -126,7 +125,7 @@ def fingerprint(fs: FileSystem, file: Descriptor, member: Member) -> dict[str, A
     """What a ``fingerprint.json`` in an archive says."""
     document = None
     with contextlib.suppress(ValueError, RecursionError):
-        document = json.loads(_text(fs, file, member))  # a part of a larger file is no JSON
+        document = json.loads(_text(fs, file, member))
     path = f"{member.namespace}/{member.name}"
     if (
         not isinstance(document, dict)
@@ -139,9 +138,8 @@ def fingerprint(fs: FileSystem, file: Descriptor, member: Member) -> dict[str, A
 
 
 def _text(fs: FileSystem, file: Descriptor, member: Member) -> bytes:
-    data = bytearray(member.size if member.size <= _MOST_TEXT else 0)
-    fs.read_all(file, [memoryview(data)], member.start)
-    return bytes(data)
+    """The bytes of a small file; none of one that is too large to be what its name says."""
+    return fs.read_bytes(file, member.start, member.size if member.size <= _MOST_TEXT else 0)
 
 
 def _is_shallow(value: Any, depth: int = _MOST_DEPTH) -> bool:

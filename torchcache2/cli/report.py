@@ -14,7 +14,7 @@ import numpy as np
 from torchcache2.cli.check import printable
 from torchcache2.core.errors import OptionError
 from torchcache2.files.directory import CacheDirectory, Contents
-from torchcache2.files.errors import NewerFormatError, UnreadableError
+from torchcache2.files.errors import UnreadableError
 from torchcache2.files.filenames import LOCK, TAG
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.removal import in_use
@@ -92,7 +92,9 @@ def existing(path: str, fs: FileSystem) -> CacheDirectory:
     Raises
     ------
     OptionError
-        If there is none, or one of a later version of the format.
+        If there is none.
+    NewerFormatError
+        If it is of a later version of the format.
     OSError
         If it cannot be read.
     """
@@ -106,8 +108,6 @@ def existing(path: str, fs: FileSystem) -> CacheDirectory:
         raise OptionError(f"{path!r} is a file, not a cache directory") from None
     except OptionError:
         raise OptionError(f"{path!r} is not a cache directory: it has no {TAG} of torchcache2") from None
-    except NewerFormatError as error:
-        raise OptionError(str(error)) from None
     if TAG not in names and not directory.scan():
         raise OptionError(f"{path!r} is not a cache directory: it has neither {TAG} nor a namespace")
     return directory

@@ -38,7 +38,7 @@ from torchcache2.files.filenames import (
     is_ours,
     stated_format,
 )
-from torchcache2.files.filesystem import Descriptor, Entry, FileSystem, StrangeFileError
+from torchcache2.files.filesystem import Descriptor, FileSystem, StrangeFileError
 from torchcache2.files.layout import FORMAT_VERSION
 from torchcache2.files.whole import ulid, write_whole
 
@@ -190,12 +190,6 @@ class CacheDirectory:
             return False
         return True
 
-    def old_fingerprints(self, namespace: str) -> list[str]:
-        """Paths of fingerprints that were replaced, which their users have locked, or that are being made."""
-        folder = os.path.join(self.path, namespace)
-        names = [entry.name for entry in self.contents(namespace).temporary]
-        return [os.path.join(folder, name) for name in names if name.startswith(FINGERPRINT)]
-
     def enter(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> Descriptor | None:
         """Make a namespace's folder, and count as a user, as long as the result exists.
 
@@ -275,10 +269,6 @@ class CacheDirectory:
         except OSError:
             return False
         return True
-
-    def temporary(self) -> list[Entry]:
-        """Files of the directory itself that are being written, or were when their writer died."""
-        return [e for e in self.fs.entries(self.path) if e.name.startswith(f"{TAG}.") and is_ours(e)]
 
     def format(self) -> int | None:
         """The format that the directory says it has; None if it does not say that it is a cache."""

@@ -15,7 +15,7 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.codec import Codec, Plain
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.lanes import Lane, lane
+from torchcache2.files.lanes import Bytes, Lane, lane
 from torchcache2.files.layout import BLOCK_BYTES, Layout, schema_text
 from torchcache2.files.whole import write_whole
 
@@ -28,8 +28,6 @@ _HOPELESS = 0.98  # a sample that keeps more than this share of its bytes
 _MOST_PART = (1 << 31) - 64  # bytes of a leaf in a row that a codec takes
 _SAMPLES = 32
 _FEW = 4  # blocks
-Bytes1D = np.ndarray[Any, np.dtype[np.uint8]]
-Bytes2D = np.ndarray[Any, np.dtype[np.uint8]]
 Batch = tuple[Keys, Rows]
 
 
@@ -125,7 +123,7 @@ def write(fs: FileSystem, folder: str, name: str, encoded: Encoded) -> None:
 
 
 def row_checksums(
-    columns: Sequence[Bytes2D], rows: Sequence[int] | range
+    columns: Sequence[Bytes], rows: Sequence[int] | range
 ) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """xxh3-64 of some rows, leaf after leaf; columns are contiguous uint8 ``(n, bytes)``."""
     views = [(column.reshape(-1).data, column.shape[1]) for column in columns if column.shape[1]]
@@ -152,7 +150,7 @@ def _common(schemas: Sequence[Schema]) -> Schema:
     return first.with_shapes(shapes)
 
 
-def _columns(rows: Rows) -> list[Bytes2D]:
+def _columns(rows: Rows) -> list[Bytes]:
     pairs = zip(rows.schema.leaves, rows.columns, strict=True)
     logical = [moved(column, -1, 1) if leaf.channels_last else column for leaf, column in pairs]
     return [as_bytes(column).numpy() for column in logical]
@@ -166,9 +164,9 @@ def _shapes(schema: Schema, schemas: Sequence[Schema], counts: Sequence[int]) ->
     return np.repeat(np.array(rows, np.int64), counts, axis=0)
 
 
-def _blocks(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> Iterator[list[Bytes1D]]:
+def _blocks(pieces: Sequence[Sequence[Bytes]], per_block: int) -> Iterator[list[Bytes]]:
     """The rows of each block, leaf by leaf."""
-    left: list[list[Bytes2D]] = []  # rows of a block that is not full
+    left: list[list[Bytes]] = []  # rows of a block that is not full
     held = 0
     for columns in pieces:
         count, start = len(columns[0]), 0
@@ -183,14 +181,14 @@ def _blocks(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> Iterator[lis
         yield _joined(left)
 
 
-def _joined(parts: Sequence[Sequence[Bytes2D]]) -> list[Bytes1D]:
+def _joined(parts: Sequence[Sequence[Bytes]]) -> list[Bytes]:
     if len(parts) == 1:
         return [column.reshape(-1) for column in parts[0]]
     return [np.concatenate(columns).reshape(-1) for columns in zip(*parts, strict=True)]
 
 
 def _encoded(
-    blocks: Iterator[list[Bytes1D]], codec: Codec, lanes: Sequence[Lane], limit: int | None
+    blocks: Iterator[list[Bytes]], codec: Codec, lanes: Sequence[Lane], limit: int | None
 ) -> list[bytes] | None:
     """Encoded blocks; None if they are longer than `limit` together."""
     done, size = [], 0
@@ -203,7 +201,7 @@ def _encoded(
 
 
 def _is_promising(
-    pieces: Sequence[Sequence[Bytes2D]], per_block: int, codec: Codec, lanes: Sequence[Lane]
+    pieces: Sequence[Sequence[Bytes]], per_block: int, codec: Codec, lanes: Sequence[Lane]
 ) -> bool:
     """Whether some blocks, evenly spread, leave hope that all of them shrink enough."""
     counts = [len(columns[0]) for columns in pieces]

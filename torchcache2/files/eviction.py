@@ -32,6 +32,8 @@ def make_room(
 ) -> bool:
     """Delete segments until `needed` more bytes fit into the budget; whether they do.
 
+    `OSError` if they do not since something could not be deleted; `TimeoutError` if another process deletes.
+
     Parameters
     ----------
     directory : CacheDirectory
@@ -41,13 +43,6 @@ def make_room(
         Whether segments of namespaces that are in use may go.
     removed : callable
         Called with a namespace (32 hexadecimal digits) and the names of its segments that are gone.
-
-    Raises
-    ------
-    TimeoutError
-        If another process deletes, and does not end.
-    OSError
-        As the file system does.
     """
     return room_after(directory, needed, budget, lru=lru, removed=removed) >= 0
 

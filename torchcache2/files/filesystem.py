@@ -224,8 +224,12 @@ class FileSystem:
         size = self.size(file)
         if size > limit:
             raise DamagedError(f"{path} has {size} bytes, expected at most {limit}")
+        return self.read_bytes(file, 0, size)
+
+    def read_bytes(self, file: Descriptor, offset: int, size: int) -> bytes:
+        """Read one range of a file; see `read_all`."""
         data = bytearray(size)
-        self.read_all(file, [memoryview(data)], 0)
+        self.read_all(file, [memoryview(data)], offset)
         return bytes(data)
 
     def read_all(self, file: Descriptor, buffers: Sequence[memoryview], offset: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from filelock import FileLock
 
 from torchcache2.files.directory import CacheDirectory, Contents
-from torchcache2.files.filenames import FINGERPRINT
+from torchcache2.files.filenames import FINGERPRINT, TAG, is_ours
 from torchcache2.files.filesystem import Descriptor, Entry, FileSystem, StrangeFileError
 
 __all__ = ["Removal", "claimed", "deleting", "in_use", "remove_leftovers", "remove_namespace"]
@@ -46,9 +46,10 @@ def claimed(directory: CacheDirectory, namespace: str) -> Iterator[bool | None]:
         with contextlib.suppress(FileNotFoundError, StrangeFileError):
             file = fs.open(path)
             claim = _lock_alone(fs, file) and fs.same(file, path)
-        for old in directory.old_fingerprints(namespace) if claim is not False else []:
+        temporary = directory.contents(namespace).temporary if claim is not False else []
+        for name in [entry.name for entry in temporary if entry.name.startswith(FINGERPRINT)]:
             with contextlib.suppress(FileNotFoundError, StrangeFileError):
-                other = fs.open(old)
+                other = fs.open(os.path.join(directory.path, namespace, name))
                 claim = claim if _lock_alone(fs, other) else False
                 fs.unlock(other)  # nobody begins to use a file that has been replaced
         if claim is None and fs.is_file(path):
@@ -101,12 +102,13 @@ def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool =
 
 def remove_leftovers(directory: CacheDirectory, namespace: str | None = None) -> None:
     """Delete what dead writers left, in one namespace or all; what somebody else has the rights to stays."""
+    scanned = directory.scan() if namespace is None else [directory.contents(namespace)]
+    found = [(one.namespace, entry) for one in scanned for entry in one.temporary]
     if namespace is None:
-        found = [("", entry) for entry in directory.temporary()]
-        scanned = directory.scan()
-    else:
-        found, scanned = [], [directory.contents(namespace)]
-    found += [(one.namespace, entry) for one in scanned for entry in one.temporary]
+        tags = [
+            e for e in directory.fs.entries(directory.path) if e.name.startswith(f"{TAG}.") and is_ours(e)
+        ]
+        found += [("", entry) for entry in tags]
     for folder, entry in found:
         path = os.path.join(directory.path, folder, entry.name)
         with contextlib.suppress(FileNotFoundError, StrangeFileError, PermissionError):

@@ -100,9 +100,8 @@ def schema_from_json(data: Any, *, structured: bool = True) -> Schema:
 class _Counter:
     """Counts the elements of one structure, and bounds their number and depth."""
 
-    def __init__(self, error: type[Exception]) -> None:
-        self._error = error
-        self._left = MAX_ELEMENTS
+    _error: type[Exception]
+    _left = MAX_ELEMENTS
 
     def count(self, depth: int) -> None:
         self._left -= 1
@@ -113,8 +112,7 @@ class _Counter:
 
 
 class _Writer(_Counter):
-    def __init__(self) -> None:
-        super().__init__(UnserialisableError)
+    _error = UnserialisableError
 
     def node(self, spec: pytree.TreeSpec, where: str, depth: int) -> Any:
         self.count(depth)
@@ -195,8 +193,7 @@ class _Writer(_Counter):
 
 
 class _Reader(_Counter):
-    def __init__(self) -> None:
-        super().__init__(DamagedError)
+    _error = DamagedError
 
     def node(self, data: Any, depth: int) -> pytree.TreeSpec:
         self.count(depth)
@@ -228,9 +225,7 @@ class _Reader(_Counter):
             return pytree.TreeSpec(collections.namedtuple, cls, nodes)
         if tag == "node":
             name, fields, context, items = parts.items_of(items, 4)
-            cls = classes.class_of(
-                name, lambda cls: classes.is_registered(cls) and not classes.one_of(cls, _TAGGED)
-            )
+            cls = classes.class_of(name, _has_no_tag)
             context, nodes = self.value(context, depth + 1), self.nodes(items, depth)
             classes.check_fields(cls, name, fields, len(nodes))
             return pytree.TreeSpec(cls, context, nodes)
