@@ -42,7 +42,7 @@ class Imported:
     Attributes
     ----------
     segments, rows, nbytes : int
-        That are new.
+        What is new.
     kept : int
         Segments that were there already.
     refused : list of (str, Verdict)
@@ -90,10 +90,10 @@ def import_archive(path: str, directory: CacheDirectory, progress: Progress = _i
     Parameters
     ----------
     path : str
-        Of the archive.
+        Path of the archive.
     directory : CacheDirectory
     progress : callable
-        Is told the bytes of each part of the archive that is done.
+        Called with the number of bytes of each part of the archive when it is done.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def import_archive(path: str, directory: CacheDirectory, progress: Progress = _i
     directory.check()
     file = fs.open(path)
     fingerprints = {}
-    for member in members(fs, file):  # all of them, before anything is written
+    for member in members(fs, file):  # every header is checked before anything is written
         if member.name == TAG:
             check_tag(fs, file, member)
         elif member.name == FINGERPRINT:

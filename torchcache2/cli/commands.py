@@ -84,14 +84,9 @@ def _ls(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     columns = ("namespace", "class", "rows", "bytes", "ratio", "age", "last use", "in use")
     rows = []
     for name, one in zip(out.prefixes([one.id for one in found]), found, strict=True):
-        numbers = (
-            f"{one.rows:,}",
-            out.size(one.nbytes),
-            out.ratio(one.ratio),
-            out.ago(one.created),
-            out.ago(one.last_used),
-        )
-        rows.append((name, one.name, *numbers, {True: "yes", False: "no", None: "?"}[one.in_use]))
+        numbers = (f"{one.rows:,}", out.size(one.nbytes), out.ratio(one.ratio))
+        ages = (out.ago(one.created), out.ago(one.last_used))
+        rows.append((name, one.name, *numbers, *ages, {True: "yes", False: "no", None: "?"}[one.in_use]))
     out.print_table(columns, rows)
     unreadable = sum(one.unreadable for one in found)
     if unreadable:

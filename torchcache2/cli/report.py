@@ -22,7 +22,7 @@ from torchcache2.files.segment import Descriptors, Segment
 
 __all__ = ["Gone", "Namespace", "existing", "gone", "name", "namespace", "totals", "wanted"]
 
-_ANY = 2**63  # bytes of a row: nothing is read of it
+_ANY = 2**63  # bytes that a row may have: any number, as only the index is read
 _BASE_32 = str.maketrans("JKMNPQRSTVWXYZ", "IJKLMNOPQRSTUV")  # from the letters of a ULID to those of `int`
 
 
@@ -35,13 +35,13 @@ class Namespace:
     id : str
         32 hexadecimal digits.
     name : str
-        Of the class or function; "?" if its ``fingerprint.json`` does not say.
+        The class or function; "?" if its ``fingerprint.json`` does not say.
     segments, unreadable : int
         How many there are, and how many of them could not be opened.
     rows, row_bytes : int
-        Of those that could, and the bytes of these rows as they are in memory.
+        The rows of the segments that could be opened, and their bytes as they are in memory.
     stored_bytes, nbytes : int
-        Of the segments that could be opened, and of all files.
+        Bytes of the segments that could be opened, and of all files.
     codecs : mapping of str to int
         Segments by codec.
     created, last_used : float or None
@@ -168,9 +168,9 @@ def wanted(names: Sequence[str], directory: str, fs: FileSystem) -> list[tuple[C
     Parameters
     ----------
     names : sequence of str
-        First characters of a namespace, or the path of its folder.
+        First characters of namespaces, or paths of their folders.
     directory : str
-        Of those that are no paths.
+        Where to look for names that are no paths.
     fs : FileSystem
 
     Raises

@@ -89,7 +89,7 @@ def codec(name: str, quality: int = 1) -> Codec:
 
 
 class Plain(Codec):
-    """Nothing is compressed."""
+    """The bytes as they are."""
 
     name = "none"
 

@@ -87,7 +87,9 @@ class CacheDirectory:
             if error.errno not in _NO_PATH:
                 raise
             raise OptionError(f"{self.path!r} cannot be a cache directory: {error.strerror}") from None
-        has_tag = self.fs.exists(os.path.join(self.path, TAG))  # before it is read: it may come meanwhile
+        has_tag = self.fs.exists(
+            os.path.join(self.path, TAG)
+        )  # asked before it is read: it may appear in between
         tag = self.format()
         if tag is None:
             strange = [entry.name for entry in entries if not is_ours(entry)]
@@ -111,7 +113,7 @@ class CacheDirectory:
             self._write(os.path.join(self.path, TAG), TAG_TEXT.encode())
 
     def folder(self, namespace: bytes) -> str:
-        """Of a namespace."""
+        """The folder of a namespace."""
         return os.path.join(self.path, namespace.hex())
 
     def contents(self, namespace: str) -> Contents:
@@ -123,7 +125,7 @@ class CacheDirectory:
         return contents_of(namespace, entries)
 
     def scan(self) -> list[Contents]:
-        """The files of every namespace; none of one that somebody else keeps to himself."""
+        """The files of every namespace. One whose folder may not be read counts as empty."""
         try:
             entries = self.fs.entries(self.path)
         except FileNotFoundError:
@@ -151,7 +153,7 @@ class CacheDirectory:
         path = os.path.join(folder, FINGERPRINT)
         if not self.fs.exists(path):
             if not is_new:
-                self.fs.sync_folder(self.path)  # whoever made the folder may have died before
+                self.fs.sync_folder(self.path)  # whoever made the folder may have died before it was synced
             document = {"format_version": FORMAT_VERSION, "namespace": namespace.hex(), **fingerprint}
             self._write(path, json.dumps(document, indent=1, sort_keys=True).encode())
 
@@ -191,18 +193,14 @@ class CacheDirectory:
         return True
 
     def enter(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> Descriptor | None:
-        """Make a namespace's folder, and count as a user, as long as the result exists.
+        """Make a namespace's folder, and count as its user as long as the result exists.
 
-        None if others delete it again and again. Needed by whoever writes: a new namespace is the first that
-        goes when somebody makes room.
-
-        Raises
-        ------
-        StrangeFileError
-            If the namespace's folder, or what says what it stands for, is something else.
+        None if others delete the folder again and again. Whoever writes needs this: a new namespace is the
+        first to be deleted when somebody makes room. `StrangeFileError` if the folder, or its fingerprint, is
+        something else.
         """
         for _ in range(_ENTRIES):
-            with contextlib.suppress(FileNotFoundError, FileExistsError):  # it is deleted meanwhile
+            with contextlib.suppress(FileNotFoundError, FileExistsError):  # another process deletes it
                 self.prepare(namespace, fingerprint)
             try:
                 if (hold := self.hold(namespace)) is not None:
@@ -214,9 +212,10 @@ class CacheDirectory:
         return None
 
     def hold(self, namespace: bytes, *, patient: bool = True) -> Descriptor | None:
-        """Count as a user of a namespace, as long as the result exists; None if it has no files.
+        """Count as a user of a namespace as long as the result exists.
 
-        Also None while somebody else has claimed it; who is `patient` waits for some milliseconds.
+        None if the namespace has no files, or while another process has claimed it to delete it; a `patient`
+        caller waits for 0.1 s then.
         """
         path = os.path.join(self.folder(namespace), FINGERPRINT)
         for left in reversed(range(_TRIES if patient else 2)):
@@ -229,11 +228,11 @@ class CacheDirectory:
                     return file
                 continue  # another file has taken its place
             if left and patient:
-                time.sleep(_BETWEEN_TRIES)  # somebody asks whether it is in use, and lets go at once
-        return None  # somebody deletes it
+                time.sleep(_BETWEEN_TRIES)  # who asks whether it is in use locks it for a moment
+        return None  # a process is deleting the namespace
 
     def set_aside(self, path: str) -> None:
-        """Give a damaged segment a name under which nobody reads it; one that had it is gone."""
+        """Rename a damaged segment so that nobody reads it; replaces one that was set aside before."""
         if self.fs.exists(path + CORRUPT) and not self.fs.is_file(path + CORRUPT):
             raise StrangeFileError(path + CORRUPT)
         self.fs.rename(path, path + CORRUPT)
@@ -255,7 +254,7 @@ class CacheDirectory:
         return path
 
     def is_writable(self) -> bool:
-        """Whether files can be made beside the namespaces, as they are in them."""
+        """Whether files can be written beside the folders of the namespaces; writes one, and deletes it."""
         try:
             self._make_folder(self.path)
             self.fs.entries(self.path)

@@ -104,7 +104,7 @@ def parse(text: bytes, file_bytes: int, limit: int, *, structured: bool = True) 
 
 
 def _unparsed(error: Exception) -> str:
-    # Not all of it: an error of decoding has the whole header.
+    # Only the beginning: the text of an error of decoding has the whole header in it.
     return f"a header that does not parse, {type(error).__name__}: {str(error)[:200]}"
 
 

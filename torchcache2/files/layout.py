@@ -48,7 +48,7 @@ from torchcache2.files.schemajson import schema_to_json
 __all__ = ["FORMAT_VERSION", "Layout", "schema_text"]
 
 FORMAT_VERSION = 1
-_MOST_SCHEMA_BYTES = 2 << 20  # a header has it with escapes, and paths once more
+_MOST_SCHEMA_BYTES = 2 << 20  # the header escapes it, and has the paths of its leaves once more
 BLOCK_BYTES = 8192  # rows share a block up to this size
 FORMAT = "torchcache2"
 ZEROS = b"0" * 16
@@ -81,12 +81,12 @@ class Layout:
     ----------
     namespace : bytes
     schema : Schema
-        Of the rows; extents that differ between them are -1.
+        The schema of all rows; extents that differ between them are -1.
     codec : str
     count : int
-        Rows.
+        How many rows there are.
     rows_per_block : int
-        0 for columns, one for each leaf; else there is a payload.
+        0 if rows are stored as columns, one for each leaf; else they are stored as blocks in the payload.
     payload_bytes : int
     library : str
         The version that wrote the segment.
@@ -126,7 +126,7 @@ class Layout:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of those tensors."""
+        """Bytes of the tensors of `index`."""
         return sum(_nbytes(dtype, shape) for dtype, shape in self.index.values())
 
     @property
@@ -144,7 +144,7 @@ class Layout:
 
     @property
     def column_starts(self) -> list[int]:
-        """Where each leaf's tensor begins, from the first row on."""
+        """Where each leaf's tensor begins, in bytes behind the beginning of the first tensor of rows."""
         starts = [0] * len(self.schema.leaves)
         position = 0
         for i in self.column_order:
@@ -154,11 +154,9 @@ class Layout:
 
     @property
     def column_order(self) -> list[int]:
-        """The leaves as their tensors lie in the file: so that each is aligned to its elements."""
-        leaves = self.schema.leaves
-        return sorted(
-            range(len(leaves)), key=lambda i: -_nbytes(_DTYPES.get(str(leaves[i].stored)[6:], "U8"))
-        )
+        """Numbers of the leaves as their tensors lie in the file: wide elements first, so all are aligned."""
+        stored = [str(leaf.stored)[6:] for leaf in self.schema.leaves]
+        return sorted(range(len(stored)), key=lambda i: -_nbytes(_DTYPES.get(stored[i], "U8")))
 
     @property
     def row_data_bytes(self) -> int:
