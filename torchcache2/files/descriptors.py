@@ -1,8 +1,8 @@
 """The files that this process has open: few of them, however many tiers, segments and namespaces there are.
 
 Of the files that a process may have open, the cache takes a quarter at most: one half for segments, the other
-for holds. A hold is an open and locked ``fingerprint.json``: it shows other processes that the namespace is in
-use. Those that were not used for longest are closed.
+for holds. A hold is an open and locked ``fingerprint.json``; by it other processes see that the namespace is
+in use. Those that were not used for longest are closed.
 """
 
 from __future__ import annotations
