@@ -109,6 +109,7 @@ class CacheDirectory:
         self._make_folder(self.path)
         if self.format() is None:
             self._write(os.path.join(self.path, TAG), TAG_TEXT.encode())
+            self.fs.sync_folder(self.path)
 
     def folder(self, namespace: bytes) -> str:
         """The folder of a namespace."""
@@ -145,7 +146,10 @@ class CacheDirectory:
             return 0
 
     def prepare(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> None:
-        """Make a namespace's folder, and the file that says what it stands for."""
+        """Make a namespace's folder, and the file that says what it stands for.
+
+        The name of that file is on the disk when the folder is synced, as it is after each segment.
+        """
         folder = self.folder(namespace)
         is_new = self._make_folder(folder)
         path = os.path.join(folder, FINGERPRINT)
@@ -291,4 +295,5 @@ class CacheDirectory:
     def _write(self, path: str, data: bytes, *, replaces: bool = False) -> None:
         """Write a small file; one that is there already stays, unless this one `replaces` it."""
         with contextlib.suppress(FileExistsError):
-            write_whole(self.fs, path, [memoryview(data)], stem=f"{path}.", replaces=replaces)
+            content = [memoryview(data)]
+            write_whole(self.fs, path, content, stem=f"{path}.", replaces=replaces, sync_name=False)
