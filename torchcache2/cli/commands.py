@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchcache2.cli import printing as out
+import torchcache2.cli.printing as out
 from torchcache2.core.errors import OptionError, TorchcacheError
 from torchcache2.core.version import __version__
 from torchcache2.files.errors import NewerFormatError

@@ -93,10 +93,8 @@ def existing(path: str, fs: FileSystem) -> CacheDirectory:
     ------
     OptionError
         If there is none.
-    NewerFormatError
-        If it is of a later version of the format.
-    OSError
-        If it cannot be read.
+    NewerFormatError, OSError
+        If it is of a later version of the format, or cannot be read.
     """
     directory = CacheDirectory(path, fs)
     try:

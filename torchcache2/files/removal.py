@@ -149,7 +149,8 @@ class Removal:
             with claimed(directory, namespace) as claim:
                 if not force and (claim is False or (claim is None and contents.others)):
                     return False
-                for entry in (*sorted(contents.segments, key=_age), *contents.corrupt):
+                segments = sorted(contents.segments, key=lambda entry: (entry.mtime, entry.name))
+                for entry in (*segments, *contents.corrupt):
                     self.file(contents, entry)
                 if self.excess > 0:
                     remove_leftovers(directory, namespace)
@@ -183,10 +184,6 @@ class Removal:
         if entry in contents.segments:
             contents.segments.remove(entry)
             self.gone.setdefault(contents.namespace, []).append(entry.name)
-
-
-def _age(entry: Entry) -> tuple[float, str]:
-    return entry.mtime, entry.name
 
 
 def _lock_alone(fs: FileSystem, file: Descriptor) -> bool:
