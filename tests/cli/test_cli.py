@@ -44,11 +44,13 @@ from tests.helpers.warm import start
 from torchcache2.cli import archive
 from torchcache2.cli.check import verdict
 from torchcache2.cli.main import main
+from torchcache2.cli.members import ArchiveError, members
 from torchcache2.core.rows import Rows
 from torchcache2.files import layout as segment
 from torchcache2.files.codec import codec
-from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, CacheDirectory
+from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.encode import encode
+from torchcache2.files.filenames import FINGERPRINT, LOCK, TAG
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.removal import claimed, remove_namespace
 from torchcache2.files.whole import ulid
@@ -947,8 +949,8 @@ def test_headers_of_noise_are_refused(exported, tmp_path):
         changed[header + 148 : header + 156] = b"%06o\0 " % sum(block)  # a checksum that is right
         exported.write_bytes(changed)
         file = FileSystem().open(str(exported))
-        with contextlib.suppress(archive.ArchiveError):
-            for name in archive._members(FileSystem(), file):
+        with contextlib.suppress(ArchiveError):
+            for name in members(FileSystem(), file):
                 assert re.fullmatch(r"([0-9a-f]{32})?", name.namespace) and "/" not in name.name
 
 

@@ -38,9 +38,9 @@ from torchcache2 import OptionError, torchcache
 from torchcache2.cli.archive import export, import_archive
 from torchcache2.cli.commands import run
 from torchcache2.files.descriptors import Descriptors
-from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, CacheDirectory
+from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import NewerFormatError
-from torchcache2.files.filenames import TAG_TEXT
+from torchcache2.files.filenames import FINGERPRINT, LOCK, TAG, TAG_TEXT
 from torchcache2.files.filesystem import FileSystem, StrangeFileError
 from torchcache2.files.removal import deleting, in_use
 from torchcache2.files.whole import ulid

@@ -23,7 +23,7 @@ from transformers.utils import ModelOutput
 
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import BARE, Leaf, Schema
-from torchcache2.files import classnames, leafjson, schemajson
+from torchcache2.files import classnames, jsonparts, schemajson
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.schemajson import schema_from_json, schema_to_json
 
@@ -882,4 +882,4 @@ def test_json_that_was_changed_is_refused_or_is_a_schema(data):
 
 def test_the_limits_are_those_of_the_tests():
     assert (schemajson.MAX_LEAVES, schemajson.MAX_DEPTH, schemajson.MAX_ELEMENTS) == (10_000, 100, 100_000)
-    assert (leafjson.MAX_ROW, leafjson.MAX_DIMS, classnames.MAX_NAME) == (2**48, 64, 1_000)
+    assert (jsonparts.MAX_ROW, jsonparts.MAX_DIMS, classnames.MAX_NAME) == (2**48, 64, 1_000)

@@ -31,9 +31,8 @@ from torchcache2 import OptionError, torchcache
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import BARE, Leaf, Schema
-from torchcache2.files import leafjson, schemajson
+from torchcache2.files import jsonparts, schemajson
 from torchcache2.files.codec import codec as codec_of
-from torchcache2.files.codec import lane
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.encode import encode, write
 from torchcache2.files.errors import (
@@ -45,6 +44,7 @@ from torchcache2.files.errors import (
     UnserialisableError,
 )
 from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.lanes import lane
 from torchcache2.files.layout import Layout
 from torchcache2.files.segment import Descriptors, Segment, empty_columns, rows_of
 from torchcache2.files.whole import ulid
@@ -751,7 +751,7 @@ def test_the_page_names_every_tensor_key_and_limit():
     assert {field.name for field in dataclasses.fields(Leaf)} <= first
     limits = f"{schemajson.MAX_LEAVES:,}; {schemajson.MAX_ELEMENTS:,} and {schemajson.MAX_DEPTH}"
     assert f"| {limits} |" in page()
-    assert f"| {leafjson.MAX_DIMS}; 2⁴⁸ |" in page()
+    assert f"| {jsonparts.MAX_DIMS}; 2⁴⁸ |" in page()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

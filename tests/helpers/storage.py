@@ -15,7 +15,7 @@ import torch
 
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
-from torchcache2.files.directory import FINGERPRINT, LOCK, TAG
+from torchcache2.files.filenames import FINGERPRINT, LOCK, TAG
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.disk.tier import DiskTier
 
@@ -170,7 +170,7 @@ def flip(file, position, mask=0x10):
 CALLS = [
     name
     for name, value in vars(FileSystem).items()
-    if callable(value) and not name.startswith("_") and name not in ("read_file", "read_all", "write_all")
+    if callable(value) and not name.startswith("_") and not name.startswith(("read_", "write_"))
 ]
 WRITING = {"create", "write", "rename", "link", "remove", "make_folder", "remove_folder", "touch"}
 

@@ -13,21 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchcache2.cli.printing import (
-    ago,
-    counted,
-    prefixes,
-    print_json,
-    print_pairs,
-    print_table,
-    progress,
-    ratio,
-    say,
-    size,
-    tell,
-)
+import torchcache2.cli.printing as out
 from torchcache2.core.errors import OptionError, TorchcacheError
 from torchcache2.core.version import __version__
+from torchcache2.files.errors import NewerFormatError
 
 # What reads a directory is imported by the commands, not here: it needs PyTorch, and a second for it.
 if TYPE_CHECKING:
@@ -58,17 +47,17 @@ def run(arguments: Sequence[str]) -> None:
     """Run a command; ends with `SystemExit`."""
     try:
         app(args=list(arguments), prog_name="torchcache2")
-    except TorchcacheError as error:
-        tell(f"torchcache2: {error}")
+    except (TorchcacheError, NewerFormatError) as error:
+        out.tell(f"torchcache2: {error}")
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        tell(f"torchcache2: {where}{error.strerror or error}")
+        out.tell(f"torchcache2: {where}{error.strerror or error}")
     raise SystemExit(2)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        say(f"torchcache2 {__version__}")
+        out.say(f"torchcache2 {__version__}")
         raise typer.Exit
 
 
@@ -90,17 +79,18 @@ def _ls(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     found = [report.namespace(cache, one) for one in contents]
     found.sort(key=lambda one: one.last_used or 0.0, reverse=True)
     if form is _Format.json:
-        print_json([one.to_json() for one in found])
+        out.print_json([one.to_json() for one in found])
         return
     columns = ("namespace", "class", "rows", "bytes", "ratio", "age", "last use", "in use")
     rows = []
-    for name, one in zip(prefixes([one.id for one in found]), found, strict=True):
-        numbers = (f"{one.rows:,}", size(one.nbytes), ratio(one.ratio), ago(one.created), ago(one.last_used))
-        rows.append((name, one.name, *numbers, {True: "yes", False: "no", None: "?"}[one.in_use]))
-    print_table(columns, rows)
+    for name, one in zip(out.prefixes([one.id for one in found]), found, strict=True):
+        numbers = (f"{one.rows:,}", out.size(one.nbytes), out.ratio(one.ratio))
+        ages = (out.ago(one.created), out.ago(one.last_used))
+        rows.append((name, one.name, *numbers, *ages, {True: "yes", False: "no", None: "?"}[one.in_use]))
+    out.print_table(columns, rows)
     unreadable = sum(one.unreadable for one in found)
     if unreadable:
-        tell(f"{counted(unreadable, 'segment')} cannot be opened: `torchcache2 verify` says why")
+        out.tell(f"{out.counted(unreadable, 'segment')} cannot be opened: `torchcache2 verify` says why")
 
 
 @app.command("stats")
@@ -110,19 +100,19 @@ def _stats(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
 
     totals = report.totals(*_scanned(directory))
     if form is _Format.json:
-        print_json(totals)
+        out.print_json(totals)
         return
     unreadable = f", {totals['unreadable']:,} unreadable" if totals["unreadable"] else ""
     codecs = ", ".join(f"{name} {count:,}" for name, count in totals["codecs"].items())
-    print_pairs(
+    out.print_pairs(
         {
             "directory": totals["directory"],
             "format": str(totals["format"]),
             "namespaces": f"{totals['namespaces']:,}, {totals['in_use']:,} in use",
             "segments": f"{totals['segments']:,}{unreadable}",
             "rows": f"{totals['rows']:,}",
-            "bytes": size(totals["bytes"]),
-            "ratio": ratio(totals["ratio"]),
+            "bytes": out.size(totals["bytes"]),
+            "ratio": out.ratio(totals["ratio"]),
             "codecs": codecs or "-",
             "corrupt files": f"{totals['corrupt']:,}",
             "temporary files": f"{totals['temporary']:,}",
@@ -139,7 +129,7 @@ def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     cache, contents = _scanned(directory)
     counts, rows, bad = dict.fromkeys(STATES, 0), 0, []
     limit = row_limit()
-    with progress("checking", sum(entry.size for one in contents for entry in one.segments)) as advance:
+    with out.progress("checking", sum(entry.size for one in contents for entry in one.segments)) as advance:
         for one in contents:
             for entry in one.segments:
                 name = f"{one.namespace}/{entry.name}"
@@ -152,12 +142,12 @@ def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
                 advance(entry.size)
     aside = sum(len(one.corrupt) for one in contents)
     if form is _Format.json:
-        print_json({**counts, "rows": rows, "set_aside": aside, "files": bad})
+        out.print_json({**counts, "rows": rows, "set_aside": aside, "files": bad})
     else:
         _print_bad(bad)
-        good = f"{counted(counts['good'], 'good segment')} with {counted(rows, 'row')}"
+        good = f"{out.counted(counts['good'], 'good segment')} with {out.counted(rows, 'row')}"
         rest = f"{counts['damaged']:,} damaged, {counts['unchecked']:,} not checked"
-        say(f"{good}; {rest}, {aside:,} set aside earlier")
+        out.say(f"{good}; {rest}, {aside:,} set aside earlier")
     raise typer.Exit(1 if counts["damaged"] else 0)
 
 
@@ -185,7 +175,7 @@ def _prune(
     after = cache.scan()
     _print_deleted(report.gone(before, after), names, form)
     if not enough:
-        tell(f"torchcache2: {size(used_bytes(after))} are left, in use by running processes")
+        out.tell(f"torchcache2: {out.size(used_bytes(after))} are left, in use by running processes")
         raise typer.Exit(1)
 
 
@@ -213,18 +203,18 @@ def _rm(
     if used and not force:
         for one in used:
             why = "is used by a running process" if one.in_use else "may be in use: there are no locks here"
-            tell(f"torchcache2: {one.id} ({one.name}) {why}; --force deletes it")
+            out.tell(f"torchcache2: {one.id} ({one.name}) {why}; --force deletes it")
         raise typer.Exit(1)
     if not yes:
         for one in found:
-            tell(f"{one.id}  {one.name}  {one.rows:,} rows  {size(one.nbytes)}")
+            out.tell(f"{one.id}  {one.name}  {one.rows:,} rows  {out.size(one.nbytes)}")
         typer.confirm("Delete?", abort=True, err=True)
     busy = [one.namespace for cache, one in chosen if not remove_namespace(cache, one.namespace, force=force)]
     before = [one for _, one in chosen]
     after = [cache.contents(one.namespace) for cache, one in chosen]
     _print_deleted(report.gone(before, after), {one.id: one.name for one in found}, form)
     if busy:
-        tell(f"torchcache2: {', '.join(busy)}: a process uses it by now")
+        out.tell(f"torchcache2: {', '.join(busy)}: a process uses it by now")
         raise typer.Exit(1)
 
 
@@ -238,12 +228,12 @@ def _export(
     from torchcache2.cli import archive
 
     cache, contents = _scanned(directory)
-    with progress("exporting", sum(entry.size for one in contents for entry in one.segments)) as advance:
+    with out.progress("exporting", sum(entry.size for one in contents for entry in one.segments)) as advance:
         count, nbytes = archive.export(cache, file, advance)
     if form is _Format.json:
-        print_json({"file": os.path.abspath(file), "segments": count, "bytes": nbytes})
+        out.print_json({"file": os.path.abspath(file), "segments": count, "bytes": nbytes})
     else:
-        say(f"{file}: {counted(count, 'segment')}, {size(nbytes)}")
+        out.say(f"{file}: {out.counted(count, 'segment')}, {out.size(nbytes)}")
 
 
 @app.command("import")
@@ -254,25 +244,25 @@ def _import(
 ) -> None:
     """Add the segments of an exported file, after checking each. Exit code 1 if some are left out."""
     from torchcache2.cli import archive
+    from torchcache2.cli.members import ArchiveError
     from torchcache2.files.directory import CacheDirectory
-    from torchcache2.files.errors import NewerFormatError
     from torchcache2.files.filesystem import FileSystem
 
     try:
-        with progress("importing", os.stat(file).st_size) as advance:
+        with out.progress("importing", os.stat(file).st_size) as advance:
             done = archive.import_archive(file, CacheDirectory(directory, FileSystem()), advance)
-    except archive.ArchiveError as error:
+    except ArchiveError as error:
         raise OptionError(f"{file!r} {error}; nothing was imported") from None
-    except NewerFormatError as error:
-        raise OptionError(str(error)) from None
     bad = [{"file": name, "state": found.state, "reason": found.reason} for name, found in done.refused]
     if form is _Format.json:
         counts = {"segments": done.segments, "rows": done.rows, "bytes": done.nbytes, "kept": done.kept}
-        print_json({**counts, "files": bad})
+        out.print_json({**counts, "files": bad})
     else:
         _print_bad(bad)
-        new = f"{counted(done.segments, 'segment')} with {counted(done.rows, 'row')}, {size(done.nbytes)}"
-        say(f"{new} imported; {done.kept:,} there already, {len(bad):,} left out")
+        new = f"{out.counted(done.segments, 'segment')} with {out.counted(done.rows, 'row')}"
+        out.say(
+            f"{new}, {out.size(done.nbytes)} imported; {done.kept:,} there already, {len(bad):,} left out"
+        )
     raise typer.Exit(1 if bad else 0)
 
 
@@ -286,15 +276,15 @@ def _scanned(path: str) -> tuple[CacheDirectory, list[Contents]]:
 
 def _print_bad(files: Sequence[dict[str, str]]) -> None:
     for one in files:
-        say("{file}: {state}: {reason}".format_map(one))
+        out.say("{file}: {state}: {reason}".format_map(one))
 
 
 def _print_deleted(gone: Sequence[Gone], names: dict[str, str], form: _Format) -> None:
     if form is _Format.json:
-        print_json([{"class": names[one.namespace], **one._asdict()} for one in gone])
+        out.print_json([{"class": names[one.namespace], **one._asdict()} for one in gone])
         return
     if gone:
-        rows = [(one.namespace, names[one.namespace], f"{one.files:,}", size(one.bytes)) for one in gone]
-        print_table(("namespace", "class", "files", "bytes"), rows)
+        rows = [(one.namespace, names[one.namespace], f"{one.files:,}", out.size(one.bytes)) for one in gone]
+        out.print_table(("namespace", "class", "files", "bytes"), rows)
     files, nbytes = sum(one.files for one in gone), sum(one.bytes for one in gone)
-    say(f"{counted(files, 'file')} deleted, {size(nbytes)}")
+    out.say(f"{out.counted(files, 'file')} deleted, {out.size(nbytes)}")

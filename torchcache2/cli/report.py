@@ -13,16 +13,17 @@ import numpy as np
 
 from torchcache2.cli.check import printable
 from torchcache2.core.errors import OptionError
-from torchcache2.files.directory import LOCK, TAG, CacheDirectory, Contents
-from torchcache2.files.errors import NewerFormatError, UnreadableError
+from torchcache2.files.directory import CacheDirectory, Contents
+from torchcache2.files.errors import UnreadableError
+from torchcache2.files.filenames import LOCK, TAG
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.removal import in_use
 from torchcache2.files.segment import Descriptors, Segment
 
 __all__ = ["Gone", "Namespace", "existing", "gone", "name", "namespace", "totals", "wanted"]
 
-_ANY = 2**63  # bytes of a row: nothing is read of it
-_ALPHABET = {letter: value for value, letter in enumerate("0123456789ABCDEFGHJKMNPQRSTVWXYZ")}
+_ANY = 2**63  # bytes that a row may have: any number, as only the index is read
+_BASE_32 = str.maketrans("JKMNPQRSTVWXYZ", "IJKLMNOPQRSTUV")  # from the letters of a ULID to those of `int`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +35,13 @@ class Namespace:
     id : str
         32 hexadecimal digits.
     name : str
-        Of the class or function; "?" if its ``fingerprint.json`` does not say.
+        The class or function; "?" if its ``fingerprint.json`` does not say.
     segments, unreadable : int
         How many there are, and how many of them could not be opened.
     rows, row_bytes : int
-        Of those that could, and the bytes of these rows as they are in memory.
+        The rows of the segments that could be opened, and their bytes as they are in memory.
     stored_bytes, nbytes : int
-        Of the segments that could be opened, and of all files.
+        Bytes of the segments that could be opened, and of all files.
     codecs : mapping of str to int
         Segments by codec.
     created, last_used : float or None
@@ -91,9 +92,9 @@ def existing(path: str, fs: FileSystem) -> CacheDirectory:
     Raises
     ------
     OptionError
-        If there is none, or one of a later version of the format.
-    OSError
-        If it cannot be read.
+        If there is none.
+    NewerFormatError, OSError
+        If it is of a later version of the format, or cannot be read.
     """
     directory = CacheDirectory(path, fs)
     try:
@@ -105,8 +106,6 @@ def existing(path: str, fs: FileSystem) -> CacheDirectory:
         raise OptionError(f"{path!r} is a file, not a cache directory") from None
     except OptionError:
         raise OptionError(f"{path!r} is not a cache directory: it has no {TAG} of torchcache2") from None
-    except NewerFormatError as error:
-        raise OptionError(str(error)) from None
     if TAG not in names and not directory.scan():
         raise OptionError(f"{path!r} is not a cache directory: it has neither {TAG} nor a namespace")
     return directory
@@ -167,9 +166,9 @@ def wanted(names: Sequence[str], directory: str, fs: FileSystem) -> list[tuple[C
     Parameters
     ----------
     names : sequence of str
-        First characters of a namespace, or the path of its folder.
+        First characters of namespaces, or paths of their folders.
     directory : str
-        Of those that are no paths.
+        Where to look for names that are no paths.
     fs : FileSystem
 
     Raises
@@ -255,10 +254,7 @@ def _created(stated: Any, contents: Contents) -> float | None:
     oldest = min((entry.name for entry in contents.segments), default="")
     if not oldest:
         return None
-    number = 0
-    for letter in oldest[:10]:
-        number = number << 5 | _ALPHABET[letter]
-    return number / 1000  # milliseconds
+    return int(oldest[:10].translate(_BASE_32), 32) / 1000  # milliseconds
 
 
 def _iso(seconds: float | None) -> str | None:

@@ -41,85 +41,27 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import brotli  # type: ignore[import-untyped]
 import numpy as np
-import torch
 
 from torchcache2.core.arrays import Array, Bytes
-from torchcache2.core.extras import require
+from torchcache2.files.chunks import Blosc2
 from torchcache2.files.errors import DamagedError
+from torchcache2.files.lanes import Codec, Lane
 
-__all__ = ["Codec", "Lane", "codec", "lane"]
+__all__ = ["Codec", "codec"]
 
 
 _U32 = struct.Struct("<I")
 _COMPRESSED = 1 << 31
-_MOST = _COMPRESSED - 33  # bytes that a part may have: sizes are 31 bits, and a chunk has a header
 _HAS_BITMAP = 1
 _ZEROS_WORTH_A_BITMAP = 0.08
 _WORTH_BROTLI = 0.95
 _WINDOW = 18
 _WIDE_WINDOWS = frozenset(range(5, 16, 2))  # the first four bits of a brotli stream: 2^19 bytes and more
-# The header of a Blosc2 chunk: version, zstd's version, flags, type size, bytes held, bytes of a part of
-# them, bytes of the chunk; six filters, codec, its setting, six filter settings, a reserved byte; more flags.
-_HEADER = struct.Struct("<BBBBIII15sB")
-_CHUNK_VERSION = 5
-_CHUNK_FLAGS = (0x07, 0x85, 0x87, 0x95, 0x97)  # a long header, zstd or raw, planes apart or not
-_PIPELINE = bytes([1, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0])  # shuffle, then zstd
-_ZEROS = 0x10  # nothing but zeros, and no bytes after the header
-_WORTH_THREADS = 1 << 19
 _WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
-
-
-class Lane(NamedTuple):
-    """How the bytes of a leaf are split.
-
-    Attributes
-    ----------
-    width : int
-        Bytes of an element: 1, 2, 4 or 8.
-    rotated : bool
-        Whether the sign bit is rotated to the end, so that the exponent fills one byte.
-    """
-
-    width: int
-    rotated: bool
-
-
-_LANES = {
-    torch.float32: Lane(4, True),
-    torch.float64: Lane(8, True),
-    torch.bfloat16: Lane(2, True),
-    torch.complex64: Lane(4, True),
-    torch.complex128: Lane(8, True),
-    # Their exponent shares a byte with mantissa either way: rotated they are no smaller.
-    torch.float16: Lane(2, False),
-    torch.complex32: Lane(2, False),
-    **{dtype: Lane(2, False) for dtype in (torch.int16, torch.uint16)},
-    **{dtype: Lane(4, False) for dtype in (torch.int32, torch.uint32)},
-    **{dtype: Lane(8, False) for dtype in (torch.int64, torch.uint64)},
-}
-
-
-def lane(dtype: torch.dtype) -> Lane:
-    """How a leaf that is stored as `dtype` is split; bytes where nothing is known of the dtype."""
-    return _LANES.get(dtype, Lane(1, False))
-
-
-class Codec(Protocol):
-    """Turns the parts of a block into bytes and back. Holds no state: any thread may use it."""
-
-    name: str
-
-    def encode(self, parts: Sequence[Bytes], lanes: Sequence[Lane]) -> bytes:
-        """The block of these parts: contiguous bytes, one part and one lane a leaf."""
-        ...
-
-    def decode(self, block: bytes | memoryview, outs: Sequence[Bytes], lanes: Sequence[Lane]) -> None:
-        """Fill `outs` from a block; `DamagedError` if it does not hold exactly that."""
-        ...
 
 
 def codec(name: str, quality: int = 1) -> Codec:
@@ -146,8 +88,8 @@ def codec(name: str, quality: int = 1) -> Codec:
     raise ValueError(f"no codec is called {name!r}")
 
 
-class Plain:
-    """Nothing is compressed."""
+class Plain(Codec):
+    """The bytes as they are."""
 
     name = "none"
 
@@ -165,7 +107,7 @@ class Plain:
             at += len(out)
 
 
-class Brotli:
+class Brotli(Codec):
     """Byte planes, each of them brotli or raw, without the zeros if there are many."""
 
     name = "brotli"
@@ -173,29 +115,8 @@ class Brotli:
     def __init__(self, quality: int = 1) -> None:
         self._quality = quality
 
-    def encode(self, parts: Sequence[Bytes], lanes: Sequence[Lane]) -> bytes:
-        """The block of these parts; `ValueError` if one has 2 GiB or more."""
-        pieces: list[Any] = []
-        for part, split in zip(parts, lanes, strict=True):
-            if len(part):
-                self._encode(part, split, pieces)
-        return b"".join(pieces)
-
-    def decode(self, block: bytes | memoryview, outs: Sequence[Bytes], lanes: Sequence[Lane]) -> None:
-        """Fill `outs` from a block; `DamagedError` if it does not hold exactly that.
-
-        Whatever the block says, memory beside `outs` stays within a few times the largest of them.
-        """
-        data, at = memoryview(block), 0
-        for out, split in zip(outs, lanes, strict=True):
-            if len(out):
-                at = _decode(data, at, out, split)
-        if at != len(data):
-            raise DamagedError(f"{len(data) - at} bytes after the last part")
-
     def _encode(self, part: Bytes, split: Lane, pieces: list[Any]) -> None:
-        _require_size(part)
-        width, rotated = _applied(split, part)
+        width, rotated = split
         words: Array = part.view(_WORDS[width])
         full = int(np.count_nonzero(words))
         if len(words) - full > _ZEROS_WORTH_A_BITMAP * len(words):
@@ -211,6 +132,26 @@ class Brotli:
         for number in range(width):
             self._write(np.ascontiguousarray(planes[:, number]), pieces)
 
+    def _decode(self, data: memoryview, at: int, out: Bytes, split: Lane) -> int:
+        width, rotated = split
+        count = len(out) // width
+        flags = data[at] if at < len(data) else -1
+        if flags == 0:
+            return _join(data, at + 1, out, count, width, rotated)
+        if flags != _HAS_BITMAP or at + 5 > len(data):
+            raise DamagedError(f"flags {flags}")
+        (full,) = _U32.unpack_from(data, at + 1)
+        bitmap, at = _stream(data, at + 5, (count + 7) // 8)
+        nonzero = np.unpackbits(bitmap, count=count, bitorder="little").view(np.bool_)
+        if full != np.count_nonzero(nonzero) or (count % 8 and bitmap[-1] >> count % 8):
+            raise DamagedError(f"a bitmap that is not of {full} in {count} elements")
+        packed = np.empty(full * width, np.uint8)
+        at = _join(data, at, packed, full, width, rotated)
+        words: Array = out.view(_WORDS[width])
+        words.fill(0)
+        words[nonzero] = packed.view(_WORDS[width])
+        return at
+
     def _write(self, plane: Bytes, pieces: list[Any]) -> None:
         # The sample is the whole plane: brotli passes noise on at gigabytes a second.
         packed = brotli.compress(plane.data, quality=self._quality, lgwin=_WINDOW)
@@ -218,38 +159,6 @@ class Brotli:
             pieces += (_U32.pack(_COMPRESSED | len(packed)), packed)
         else:
             pieces += (_U32.pack(len(plane)), plane.data)
-
-
-def _require_size(part: Bytes) -> None:
-    if len(part) > _MOST:
-        raise ValueError(f"a part of {len(part):,} bytes: a compressing codec takes up to {_MOST:,}")
-
-
-def _applied(split: Lane, part: Bytes) -> Lane:
-    """The lane that a part is really split by."""
-    return split if len(part) % split.width == 0 else Lane(1, False)
-
-
-def _decode(data: memoryview, at: int, out: Bytes, split: Lane) -> int:
-    """Fill `out` from the encoded part that begins at `at`; where it ends."""
-    width, rotated = _applied(split, out)
-    count = len(out) // width
-    flags = data[at] if at < len(data) else -1
-    if flags == 0:
-        return _join(data, at + 1, out, count, width, rotated)
-    if flags != _HAS_BITMAP or at + 5 > len(data):
-        raise DamagedError(f"flags {flags}")
-    (full,) = _U32.unpack_from(data, at + 1)
-    bitmap, at = _stream(data, at + 5, (count + 7) // 8)
-    nonzero = np.unpackbits(bitmap, count=count, bitorder="little").view(np.bool_)
-    if full != np.count_nonzero(nonzero) or (count % 8 and bitmap[-1] >> count % 8):
-        raise DamagedError(f"a bitmap that is not of {full} in {count} elements")
-    packed = np.empty(full * width, np.uint8)
-    at = _join(data, at, packed, full, width, rotated)
-    words: Array = out.view(_WORDS[width])
-    words.fill(0)
-    words[nonzero] = packed.view(_WORDS[width])
-    return at
 
 
 def _join(data: memoryview, at: int, out: Bytes, count: int, width: int, rotated: bool) -> int:
@@ -290,71 +199,3 @@ def _stream(data: memoryview, at: int, size: int) -> tuple[Bytes, int]:
     if len(held) != size or not decompressor.is_finished():
         raise DamagedError(f"a brotli stream that does not hold {size} bytes")
     return np.frombuffer(held, np.uint8), end
-
-
-class Blosc2:
-    """Blosc2 chunks; needs the extra ``blosc2``."""
-
-    name = "blosc2"
-
-    def __init__(self, level: int = 1) -> None:
-        # It takes 0.3 s and two threads to import: only for those who want it.
-        self._library = require("blosc2", "blosc2", "compression='blosc2'")
-        self._level = level
-
-    def encode(self, parts: Sequence[Bytes], lanes: Sequence[Lane]) -> bytes:
-        """The block of these parts; `ValueError` if one has 2 GiB or more."""
-        library = self._library
-        pieces: list[bytes] = []
-        for part, split in zip(parts, lanes, strict=True):
-            if len(part):
-                _require_size(part)
-                # Threads cost more than they bring to small parts; their number is the library's setting.
-                threads = {"nthreads": 1} if len(part) < _WORTH_THREADS else {}
-                chunk = library.compress2(
-                    part,
-                    typesize=_applied(split, part).width,
-                    clevel=self._level,
-                    codec=library.Codec.ZSTD,
-                    filters=[library.Filter.SHUFFLE],
-                    filters_meta=[0],
-                    **threads,
-                )
-                pieces += (_U32.pack(len(chunk)), chunk)
-        return b"".join(pieces)
-
-    def decode(self, block: bytes | memoryview, outs: Sequence[Bytes], lanes: Sequence[Lane]) -> None:
-        """Fill `outs` from a block; `DamagedError` if it does not hold exactly that."""
-        data, at = memoryview(block), 0
-        for out, split in zip(outs, lanes, strict=True):
-            if len(out):
-                chunk, at = _chunk(data, at, len(out), _applied(split, out).width)
-                threads = {"nthreads": 1} if len(out) < _WORTH_THREADS else {}
-                try:
-                    self._library.decompress2(chunk, out, **threads)
-                except (ValueError, RuntimeError) as error:
-                    raise DamagedError(str(error)) from None
-        if at != len(data):
-            raise DamagedError(f"{len(data) - at} bytes after the last part")
-
-
-def _chunk(data: memoryview, at: int, size: int, width: int) -> tuple[memoryview, int]:
-    """The chunk at `at`, whose header is one that `Blosc2` writes for `size` bytes, and where it ends."""
-    begin = at + 4
-    if begin + _HEADER.size > len(data):
-        raise DamagedError("a block that ends too early")
-    (stored,) = _U32.unpack_from(data, at)
-    end = begin + stored
-    version, _, flags, typesize, held, part, length, pipeline, special = _HEADER.unpack_from(data, begin)
-    # The library obeys headers: they could name filters and codecs that it would go and load.
-    if (
-        stored != length
-        or end > len(data)
-        or (version, typesize, held, pipeline) != (_CHUNK_VERSION, width, size, _PIPELINE)
-        or flags not in _CHUNK_FLAGS
-        or not 0 < part <= size
-        or special not in (0, _ZEROS)
-        or (special == _ZEROS and stored != _HEADER.size)
-    ):
-        raise DamagedError(f"not a chunk of {size} bytes")
-    return data[begin:end], end

@@ -1,8 +1,8 @@
 """The files that this process has open: few of them, however many tiers, segments and namespaces there are.
 
-Of all that a process may open, the cache takes a quarter at most: half of that for segments, the other half
-for the holds that show other processes which namespaces are in use. Those that were not used for longest are
-closed.
+Of the files that a process may have open, the cache takes a quarter at most: one half for segments, the other
+for holds. A hold is an open and locked ``fingerprint.json``; by it other processes see that the namespace is
+in use. Those that were not used for longest are closed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Descriptor:
 
 
 def most_open() -> int:
-    """How many segments may be open, and how many holds; as of now: the limit of a process may change."""
+    """How many segments may be open now, and how many holds: the limit of a process may change."""
     if resource is None:
         return _MOST
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -153,7 +153,7 @@ class Descriptors:
             _clear(self._owner)
 
     def may_hold(self, path: str) -> bool:
-        """Whether a file can be held, perhaps instead of an older one, without letting go of others."""
+        """Whether a file can be held without letting go of another one."""
         return self.held(path, is_used=False) is not None or len(self._holds) < most_open()
 
     def hold(self, path: str, file: Descriptor) -> None:
@@ -162,7 +162,7 @@ class Descriptors:
         self._shrink()
 
     def held(self, path: str, *, is_used: bool = True) -> Descriptor | None:
-        """A file that is still held; whether it counts as used now."""
+        """The file of this path if it is still held; with `is_used` it counts as used now."""
         return self._holds.get(self._owner, path, is_used=is_used)
 
     def let_go(self, path: str) -> None:

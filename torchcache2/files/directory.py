@@ -31,7 +31,6 @@ from torchcache2.files.filenames import (
     FINGERPRINT,
     LOCK,
     NAMESPACE_NAME,
-    SEGMENT_NAME,
     TAG,
     TAG_TEXT,
     Contents,
@@ -39,19 +38,11 @@ from torchcache2.files.filenames import (
     is_ours,
     stated_format,
 )
-from torchcache2.files.filesystem import Descriptor, Entry, FileSystem, StrangeFileError
+from torchcache2.files.filesystem import Descriptor, FileSystem, StrangeFileError
 from torchcache2.files.layout import FORMAT_VERSION
 from torchcache2.files.whole import ulid, write_whole
 
-__all__ = [
-    "FINGERPRINT",
-    "LOCK",
-    "NAMESPACE_NAME",
-    "SEGMENT_NAME",
-    "TAG",
-    "CacheDirectory",
-    "Contents",
-]
+__all__ = ["CacheDirectory", "Contents"]
 
 _MOST_TEXT = 16 << 20
 _PROBE = memoryview(b"whether something can be written here")
@@ -96,7 +87,7 @@ class CacheDirectory:
             if error.errno not in _NO_PATH:
                 raise
             raise OptionError(f"{self.path!r} cannot be a cache directory: {error.strerror}") from None
-        has_tag = self.fs.exists(os.path.join(self.path, TAG))  # before it is read: it may come meanwhile
+        has_tag = self.fs.exists(os.path.join(self.path, TAG))  # asked first: it may appear meanwhile
         tag = self.format()
         if tag is None:
             strange = [entry.name for entry in entries if not is_ours(entry)]
@@ -118,9 +109,10 @@ class CacheDirectory:
         self._make_folder(self.path)
         if self.format() is None:
             self._write(os.path.join(self.path, TAG), TAG_TEXT.encode())
+            self.fs.sync_folder(self.path)
 
     def folder(self, namespace: bytes) -> str:
-        """Of a namespace."""
+        """The folder of a namespace."""
         return os.path.join(self.path, namespace.hex())
 
     def contents(self, namespace: str) -> Contents:
@@ -132,7 +124,7 @@ class CacheDirectory:
         return contents_of(namespace, entries)
 
     def scan(self) -> list[Contents]:
-        """The files of every namespace; none of one that somebody else keeps to himself."""
+        """The files of every namespace. One whose folder may not be read counts as empty."""
         try:
             entries = self.fs.entries(self.path)
         except FileNotFoundError:
@@ -154,13 +146,16 @@ class CacheDirectory:
             return 0
 
     def prepare(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> None:
-        """Make a namespace's folder, and the file that says what it stands for."""
+        """Make a namespace's folder, and the file that says what it stands for.
+
+        The name of that file is on the disk when the folder is synced, as it is after each segment.
+        """
         folder = self.folder(namespace)
         is_new = self._make_folder(folder)
         path = os.path.join(folder, FINGERPRINT)
         if not self.fs.exists(path):
             if not is_new:
-                self.fs.sync_folder(self.path)  # whoever made the folder may have died before
+                self.fs.sync_folder(self.path)  # whoever made the folder may have died before it was synced
             document = {"format_version": FORMAT_VERSION, "namespace": namespace.hex(), **fingerprint}
             self._write(path, json.dumps(document, indent=1, sort_keys=True).encode())
 
@@ -199,25 +194,15 @@ class CacheDirectory:
             return False
         return True
 
-    def old_fingerprints(self, namespace: str) -> list[str]:
-        """Paths of fingerprints that were replaced, which their users have locked, or that are being made."""
-        folder = os.path.join(self.path, namespace)
-        names = [entry.name for entry in self.contents(namespace).temporary]
-        return [os.path.join(folder, name) for name in names if name.startswith(FINGERPRINT)]
-
     def enter(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> Descriptor | None:
-        """Make a namespace's folder, and count as a user, as long as the result exists.
+        """Make a namespace's folder, and count as its user as long as the result exists.
 
-        None if others delete it again and again. Needed by whoever writes: a new namespace is the first that
-        goes when somebody makes room.
-
-        Raises
-        ------
-        StrangeFileError
-            If the namespace's folder, or what says what it stands for, is something else.
+        None if others delete the folder again and again. Whoever writes needs this: a new namespace is the
+        first to be deleted when somebody makes room. `StrangeFileError` if the folder, or its fingerprint, is
+        something else.
         """
         for _ in range(_ENTRIES):
-            with contextlib.suppress(FileNotFoundError, FileExistsError):  # it is deleted meanwhile
+            with contextlib.suppress(FileNotFoundError, FileExistsError):  # another process deletes it
                 self.prepare(namespace, fingerprint)
             try:
                 if (hold := self.hold(namespace)) is not None:
@@ -229,9 +214,10 @@ class CacheDirectory:
         return None
 
     def hold(self, namespace: bytes, *, patient: bool = True) -> Descriptor | None:
-        """Count as a user of a namespace, as long as the result exists; None if it has no files.
+        """Count as a user of a namespace as long as the result exists.
 
-        Also None while somebody else has claimed it; who is `patient` waits for some milliseconds.
+        None if the namespace has no files, or while another process has claimed it to delete it; a `patient`
+        caller waits for 0.1 s then.
         """
         path = os.path.join(self.folder(namespace), FINGERPRINT)
         for left in reversed(range(_TRIES if patient else 2)):
@@ -244,11 +230,11 @@ class CacheDirectory:
                     return file
                 continue  # another file has taken its place
             if left and patient:
-                time.sleep(_BETWEEN_TRIES)  # somebody asks whether it is in use, and lets go at once
-        return None  # somebody deletes it
+                time.sleep(_BETWEEN_TRIES)  # who asks whether it is in use locks it for a moment
+        return None  # a process is deleting the namespace
 
     def set_aside(self, path: str) -> None:
-        """Give a damaged segment a name under which nobody reads it; one that had it is gone."""
+        """Rename a damaged segment so that nobody reads it; replaces one that was set aside before."""
         if self.fs.exists(path + CORRUPT) and not self.fs.is_file(path + CORRUPT):
             raise StrangeFileError(path + CORRUPT)
         self.fs.rename(path, path + CORRUPT)
@@ -270,7 +256,7 @@ class CacheDirectory:
         return path
 
     def is_writable(self) -> bool:
-        """Whether files can be made beside the namespaces, as they are in them."""
+        """Whether files can be written beside the folders of the namespaces; writes one, and deletes it."""
         try:
             self._make_folder(self.path)
             self.fs.entries(self.path)
@@ -284,10 +270,6 @@ class CacheDirectory:
         except OSError:
             return False
         return True
-
-    def temporary(self) -> list[Entry]:
-        """Files of the directory itself that are being written, or were when their writer died."""
-        return [e for e in self.fs.entries(self.path) if e.name.startswith(f"{TAG}.") and is_ours(e)]
 
     def format(self) -> int | None:
         """The format that the directory says it has; None if it does not say that it is a cache."""
@@ -313,4 +295,5 @@ class CacheDirectory:
     def _write(self, path: str, data: bytes, *, replaces: bool = False) -> None:
         """Write a small file; one that is there already stays, unless this one `replaces` it."""
         with contextlib.suppress(FileExistsError):
-            write_whole(self.fs, path, [memoryview(data)], stem=f"{path}.", replaces=replaces)
+            content = [memoryview(data)]
+            write_whole(self.fs, path, content, stem=f"{path}.", replaces=replaces, sync_name=False)

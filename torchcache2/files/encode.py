@@ -15,8 +15,9 @@ from torchcache2.core.gather import as_bytes, moved
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Schema
-from torchcache2.files.codec import Codec, Lane, Plain, lane
+from torchcache2.files.codec import Codec, Plain
 from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.lanes import Lane, lane
 from torchcache2.files.layout import BLOCK_BYTES, Layout, schema_text
 from torchcache2.files.whole import write_whole
 
@@ -24,8 +25,8 @@ __all__ = ["SEGMENT", "TEMPORARY", "Encoded", "encode", "row_checksums", "write"
 
 SEGMENT = ".safetensors"
 TEMPORARY = ".tmp"  # behind the name of a segment that is being written
-_LEAST_SAVED = 0.1  # of the bytes; a codec that saves less costs more time than the room is worth
-_HOPELESS = 0.98  # a sample that keeps more than this share of its bytes
+_LEAST_SAVED = 0.1  # share of the bytes; a codec that saves less costs more time than the room is worth
+_HOPELESS = 0.98  # if a sample keeps more than this share of its bytes, the rest is not tried
 _MOST_PART = (1 << 31) - 64  # bytes of a leaf in a row that a codec takes
 _SAMPLES = 32
 _FEW = 4  # blocks
@@ -42,9 +43,9 @@ class Encoded:
     head : bytes
         Header and index.
     data : sequence of memoryview
-        The rows, as they follow in the file.
+        The bytes of the rows, in the order in which they lie in the file.
     index : mapping of str to ndarray
-        ``block_checksums``, ``offsets``, ``shapes`` where there are any.
+        The tensors of `Layout.index`, with their shapes, by name.
     """
 
     layout: Layout
@@ -64,11 +65,11 @@ def encode(batches: Sequence[Batch], codec: Codec, *, library: str = "") -> Enco
     Parameters
     ----------
     batches : sequence of (Keys, Rows)
-        Of one namespace, on the CPU, at least one row; their schemas differ in the shapes of rows at most.
+        At least one row, all of one namespace and on the CPU. Schemas may differ in the shapes of rows only.
     codec : Codec
-        Codec ``none`` is used instead where this one does not save 10 %.
+        How to compress; nothing is compressed if that would save less than 10 %.
     library : str
-        The version to name as the writer.
+        The version that is named as the writer's.
 
     Raises
     ------
@@ -77,7 +78,7 @@ def encode(batches: Sequence[Batch], codec: Codec, *, library: str = "") -> Enco
     """
     schemas = [rows.schema for _, rows in batches]
     schema = _common(schemas)
-    schema_text(schema)  # can it be read again?
+    schema_text(schema)  # raises if it could not be read again
     pieces = [_columns(rows) for _, rows in batches]
     counts = [len(keys) for keys, _ in batches]
     layout = Layout(batches[0][0].namespace, schema, "none", sum(counts), library=library)
@@ -124,7 +125,7 @@ def write(fs: FileSystem, folder: str, name: str, encoded: Encoded) -> None:
 
 
 def row_checksums(
-    columns: Sequence[Bytes2D], rows: Sequence[int] | range
+    columns: Sequence[Bytes], rows: Sequence[int] | range
 ) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """xxh3-64 of some rows, leaf after leaf; columns are contiguous uint8 ``(n, bytes)``."""
     views = [(column.reshape(-1).data, column.shape[1]) for column in columns if column.shape[1]]
@@ -151,7 +152,7 @@ def _common(schemas: Sequence[Schema]) -> Schema:
     return first.with_shapes(shapes)
 
 
-def _columns(rows: Rows) -> list[Bytes2D]:
+def _columns(rows: Rows) -> list[Bytes]:
     pairs = zip(rows.schema.leaves, rows.columns, strict=True)
     logical = [moved(column, -1, 1) if leaf.channels_last else column for leaf, column in pairs]
     return [as_bytes(column).numpy() for column in logical]
@@ -202,12 +203,12 @@ def _encoded(
 
 
 def _is_promising(
-    pieces: Sequence[Sequence[Bytes2D]], per_block: int, codec: Codec, lanes: Sequence[Lane]
+    pieces: Sequence[Sequence[Bytes]], per_block: int, codec: Codec, lanes: Sequence[Lane]
 ) -> bool:
-    """Whether some blocks, evenly spread, leave hope that all of them shrink enough."""
+    """Whether a sample of the blocks, evenly spread, shrinks so that all of them may shrink enough."""
     counts = [len(columns[0]) for columns in pieces]
     if sum(counts) <= per_block * _FEW:
-        return True  # a sample would be all of them, such as one row of hundreds of MB
+        return True  # the sample would be all of them, such as one row of hundreds of MB
     step = max(1, sum(counts) // _SAMPLES)
     before = after = 0
     for columns in pieces[:: max(1, len(pieces) // _SAMPLES)]:

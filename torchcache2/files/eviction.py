@@ -32,6 +32,8 @@ def make_room(
 ) -> bool:
     """Delete segments until `needed` more bytes fit into the budget; whether they do.
 
+    `OSError` if they do not since something could not be deleted; `TimeoutError` if another process deletes.
+
     Parameters
     ----------
     directory : CacheDirectory
@@ -41,13 +43,6 @@ def make_room(
         Whether segments of namespaces that are in use may go.
     removed : callable
         Called with a namespace (32 hexadecimal digits) and the names of its segments that are gone.
-
-    Raises
-    ------
-    TimeoutError
-        If another process deletes, and does not end.
-    OSError
-        As the file system does.
     """
     return room_after(directory, needed, budget, lru=lru, removed=removed) >= 0
 
@@ -71,12 +66,13 @@ def room_after(
             stack.enter_context(lock)
             scanned = directory.scan()  # another process has just made room
             left = budget - needed - used_bytes(scanned)
-        room = _Room(directory, scanned, left)
+        removal = Removal(directory, -left)
         try:
-            return room.make(lru)
+            _delete(removal, scanned, lru)
         finally:
-            for namespace, names in room.gone.items():
+            for namespace, names in removal.gone.items():
                 removed(namespace, names)
+    return -int(removal.excess)
 
 
 class Allowance:
@@ -108,25 +104,17 @@ class Allowance:
         self._left = min(self._most - size, room // _SHARE)
 
 
-class _Room(Removal):
-    """One round of deletions, with the contents of the directory as they were when it began."""
-
-    def __init__(self, directory: CacheDirectory, scanned: list[Contents], left: int) -> None:
-        super().__init__(directory, -left)
-        self._scanned = scanned
-
-    def make(self, lru: bool) -> int:
-        """Delete until there is room; how many bytes are left then."""
-        for contents in self._scanned:
-            for entry in list(contents.corrupt):
-                self.file(contents, entry)
-        for contents in sorted(self._scanned, key=lambda one: one.last_used):
-            if self.excess > 0:
-                self.namespace(contents)
-        if lru:
-            pairs = [(entry, contents) for contents in self._scanned for entry in contents.segments]
-            for entry, contents in sorted(pairs, key=lambda pair: (pair[0].mtime, pair[0].name)):
-                self.file(contents, entry)
-        if self.excess > 0 and self.error is not None:
-            raise self.error
-        return -int(self.excess)
+def _delete(removal: Removal, scanned: list[Contents], lru: bool) -> None:
+    """Delete until there is room, or nothing is left that may go."""
+    for contents in scanned:
+        for entry in list(contents.corrupt):
+            removal.file(contents, entry)
+    for contents in sorted(scanned, key=lambda one: one.last_used):
+        if removal.excess > 0:
+            removal.namespace(contents)
+    if lru:
+        pairs = [(entry, contents) for contents in scanned for entry in contents.segments]
+        for entry, contents in sorted(pairs, key=lambda pair: (pair[0].mtime, pair[0].name)):
+            removal.file(contents, entry)
+    if removal.excess > 0 and removal.error is not None:
+        raise removal.error

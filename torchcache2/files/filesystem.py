@@ -25,7 +25,7 @@ __all__ = ["Descriptor", "Entry", "FileSystem", "StrangeFileError", "is_read_onl
 _MOST_BUFFERS = 1024  # of one call; IOV_MAX of Linux
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
-# Nothing waits: a pipe without a writer, or a terminal, would never answer.
+# Opening never waits: a pipe without a writer, or a terminal, would never answer.
 _READING = (
     os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 )
@@ -54,7 +54,7 @@ def is_read_only(error: OSError) -> bool:
 
 
 class FileSystem:
-    """The operating system's. All methods raise `OSError` as it does."""
+    """The file system of the operating system. All methods raise `OSError` as it does."""
 
     def open(self, path: str) -> Descriptor:
         """Open a regular file for reading; never waits.
@@ -65,7 +65,7 @@ class FileSystem:
             If it is a folder, a pipe, a device, a link that leads to no file, or another thing that is there.
         """
         try:
-            # First: opening a device may do something.
+            # Asked before it is opened: opening a device may do something.
             is_regular = stat.S_ISREG(os.stat(path).st_mode)
         except FileNotFoundError:
             if os.path.islink(path):
@@ -153,7 +153,7 @@ class FileSystem:
                 fcntl.flock(file.number, fcntl.LOCK_UN)
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another name; what had that name is gone."""
+        """Give a file another name, in place of what had that name."""
         os.rename(old, new)
 
     def link(self, old: str, new: str) -> None:
@@ -224,8 +224,12 @@ class FileSystem:
         size = self.size(file)
         if size > limit:
             raise DamagedError(f"{path} has {size} bytes, expected at most {limit}")
+        return self.read_bytes(file, 0, size)
+
+    def read_bytes(self, file: Descriptor, offset: int, size: int) -> bytes:
+        """Read one range of a file; see `read_all`."""
         data = bytearray(size)
-        self.read_all(file, [memoryview(data)], 0)
+        self.read_all(file, [memoryview(data)], offset)
         return bytes(data)
 
     def read_all(self, file: Descriptor, buffers: Sequence[memoryview], offset: int) -> None:

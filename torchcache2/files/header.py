@@ -21,13 +21,7 @@ _UNPARSABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, Arit
 
 
 def read_size(start: bytes, file_bytes: int) -> int:
-    """H, from the file's first 8 bytes.
-
-    Raises
-    ------
-    DamagedError
-        If it cannot be.
-    """
+    """How many bytes the header has, from the file's first 8 bytes; `DamagedError` if it cannot have them."""
     size = int.from_bytes(start, "little")
     if len(start) < 8 or size > min(file_bytes - 8, MOST_HEADER_BYTES):
         raise DamagedError(f"a header of {size} bytes in a file of {file_bytes}")
@@ -35,9 +29,9 @@ def read_size(start: bytes, file_bytes: int) -> int:
 
 
 def stated(text: bytes, file_bytes: int) -> tuple[int, bytes]:
-    """How many bytes of a file its checksum covers, and the checksum; nothing else is believed before.
+    """How many bytes of a file its checksum covers, and the checksum; `DamagedError` if it does not say.
 
-    Every version of the format has both in the same places.
+    Nothing else is believed before the checksum was compared. Every version has both in the same places.
 
     Parameters
     ----------
@@ -45,11 +39,6 @@ def stated(text: bytes, file_bytes: int) -> tuple[int, bytes]:
         The header's JSON.
     file_bytes : int
         The size of the whole file.
-
-    Raises
-    ------
-    DamagedError
-        If the header does not say.
     """
     end = 8 + len(text)
     try:
@@ -115,7 +104,7 @@ def parse(text: bytes, file_bytes: int, limit: int, *, structured: bool = True) 
 
 
 def _unparsed(error: Exception) -> str:
-    # Not all of it: an error of decoding has the whole header.
+    # Only the beginning: the text of an error of decoding has the whole header in it.
     return f"a header that does not parse, {type(error).__name__}: {str(error)[:200]}"
 
 

@@ -45,10 +45,10 @@ from torchcache2.core.schema import Schema
 from torchcache2.files.errors import UnserialisableError
 from torchcache2.files.schemajson import schema_to_json
 
-__all__ = ["FORMAT_VERSION", "Layout", "ragged_extents", "schema_text"]
+__all__ = ["FORMAT_VERSION", "Layout", "schema_text"]
 
 FORMAT_VERSION = 1
-_MOST_SCHEMA_BYTES = 2 << 20  # a header has it with escapes, and paths once more
+_MOST_SCHEMA_BYTES = 2 << 20  # the header escapes it, and has the paths of its leaves once more
 BLOCK_BYTES = 8192  # rows share a block up to this size
 FORMAT = "torchcache2"
 ZEROS = b"0" * 16
@@ -81,12 +81,12 @@ class Layout:
     ----------
     namespace : bytes
     schema : Schema
-        Of the rows; extents that differ between them are -1.
+        The schema of all rows; extents that differ between them are -1.
     codec : str
     count : int
-        Rows.
+        How many rows there are.
     rows_per_block : int
-        0 for columns, one for each leaf; else there is a payload.
+        0 if rows are stored as columns, one for each leaf; else they are stored as blocks in the payload.
     payload_bytes : int
     library : str
         The version that wrote the segment.
@@ -108,7 +108,7 @@ class Layout:
     @property
     def extents(self) -> int:
         """Extents that differ between rows."""
-        return ragged_extents(self.schema)
+        return sum(leaf.shape.count(-1) for leaf in self.schema.leaves)
 
     @property
     def index(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -126,8 +126,8 @@ class Layout:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of those tensors."""
-        return sum(math.prod(shape) * (1 if dtype == "U8" else 8) for dtype, shape in self.index.values())
+        """Bytes of the tensors of `index`."""
+        return sum(_nbytes(dtype, shape) for dtype, shape in self.index.values())
 
     @property
     def columns(self) -> list[str]:
@@ -144,7 +144,7 @@ class Layout:
 
     @property
     def column_starts(self) -> list[int]:
-        """Where each leaf's tensor begins, from the first row on."""
+        """Where each leaf's tensor begins, in bytes behind the beginning of the first tensor of rows."""
         starts = [0] * len(self.schema.leaves)
         position = 0
         for i in self.column_order:
@@ -154,9 +154,9 @@ class Layout:
 
     @property
     def column_order(self) -> list[int]:
-        """The leaves as their tensors lie in the file: so that each is aligned to its elements."""
-        leaves = self.schema.leaves
-        return sorted(range(len(leaves)), key=lambda i: -_item_bytes(str(leaves[i].stored)[6:]))
+        """Numbers of the leaves as their tensors lie in the file: wide elements first, so all are aligned."""
+        stored = [str(leaf.stored)[6:] for leaf in self.schema.leaves]
+        return sorted(range(len(stored)), key=lambda i: -_nbytes(_DTYPES.get(stored[i], "U8")))
 
     @property
     def row_data_bytes(self) -> int:
@@ -165,29 +165,21 @@ class Layout:
 
     def tensors(self) -> dict[str, Any]:
         """The header's entries, without metadata."""
-        entries: dict[str, Any] = {}
-        position = 0
-
-        def add(name: str, dtype: str, shape: Sequence[int], size: int) -> None:
-            nonlocal position
-            entries[name] = {
-                "dtype": dtype,
-                "shape": list(shape),
-                "data_offsets": [position, position + size],
-            }
-            position += size
-
-        for name, (dtype, shape) in self.index.items():
-            add(name, dtype, shape, math.prod(shape) * (1 if dtype == "U8" else 8))
+        tensors = self.index
         if self.rows_per_block:
-            add("payload", "U8", (self.payload_bytes,), self.payload_bytes)
-            return entries
-        names = self.columns
-        for i in self.column_order:
-            leaf = self.schema.leaves[i]
-            dtype = _DTYPES.get(str(leaf.stored)[6:], "")
-            shape = leaf.shape if dtype else (leaf.row_bytes,)
-            add(names[i], dtype or "U8", (self.count, *shape), self.count * leaf.row_bytes)
+            tensors["payload"] = ("U8", (self.payload_bytes,))
+        else:
+            names = self.columns
+            for i in self.column_order:
+                leaf = self.schema.leaves[i]
+                dtype = _DTYPES.get(str(leaf.stored)[6:])
+                shape = leaf.shape if dtype else (leaf.row_bytes,)
+                tensors[names[i]] = (dtype or "U8", (self.count, *shape))
+        entries, position = {}, 0
+        for name, (kind, extents) in tensors.items():
+            end = position + _nbytes(kind, extents)
+            entries[name] = {"dtype": kind, "shape": list(extents), "data_offsets": [position, end]}
+            position = end
         return entries
 
     def header(self, index: Sequence[bytes]) -> bytes:
@@ -230,13 +222,6 @@ def schema_text(schema: Schema) -> str:
     return text
 
 
-def ragged_extents(schema: Schema) -> int:
-    """Extents that differ between the rows."""
-    return sum(leaf.shape.count(-1) for leaf in schema.leaves)
-
-
-def _item_bytes(dtype: str) -> int:
-    name = _DTYPES.get(dtype, "U8")
-    if name in ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"):
-        return 1
-    return int(name.lstrip("BFIU")) // 8
+def _nbytes(dtype: str, shape: Sequence[int] = ()) -> int:
+    is_wide = dtype not in ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2")
+    return math.prod(shape) * (int(dtype.lstrip("BFIU")) // 8 if is_wide else 1)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from filelock import FileLock
 
 from torchcache2.files.directory import CacheDirectory, Contents
-from torchcache2.files.filenames import FINGERPRINT
+from torchcache2.files.filenames import FINGERPRINT, TAG, is_ours
 from torchcache2.files.filesystem import Descriptor, Entry, FileSystem, StrangeFileError
 
 __all__ = ["Removal", "claimed", "deleting", "in_use", "remove_leftovers", "remove_namespace"]
@@ -46,9 +46,10 @@ def claimed(directory: CacheDirectory, namespace: str) -> Iterator[bool | None]:
         with contextlib.suppress(FileNotFoundError, StrangeFileError):
             file = fs.open(path)
             claim = _lock_alone(fs, file) and fs.same(file, path)
-        for old in directory.old_fingerprints(namespace) if claim is not False else []:
+        temporary = directory.contents(namespace).temporary if claim is not False else []
+        for name in [entry.name for entry in temporary if entry.name.startswith(FINGERPRINT)]:
             with contextlib.suppress(FileNotFoundError, StrangeFileError):
-                other = fs.open(old)
+                other = fs.open(os.path.join(directory.path, namespace, name))
                 claim = claim if _lock_alone(fs, other) else False
                 fs.unlock(other)  # nobody begins to use a file that has been replaced
         if claim is None and fs.is_file(path):
@@ -76,6 +77,8 @@ def in_use(directory: CacheDirectory, namespace: str) -> bool | None:
 def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool = False) -> bool:
     """Delete the cache's files of a namespace; others that are there stay, and the folder with them.
 
+    An error of the file system is raised when all that can be deleted is gone.
+
     Parameters
     ----------
     directory : CacheDirectory
@@ -88,13 +91,6 @@ def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool =
     -------
     bool
         False if a process uses it, and nothing was deleted.
-
-    Raises
-    ------
-    TimeoutError
-        If another process deletes, and does not end.
-    OSError
-        If a file could not be deleted; the others are gone.
     """
     with deleting(directory):
         removal = Removal(directory, math.inf)
@@ -106,12 +102,13 @@ def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool =
 
 def remove_leftovers(directory: CacheDirectory, namespace: str | None = None) -> None:
     """Delete what dead writers left, in one namespace or all; what somebody else has the rights to stays."""
+    scanned = directory.scan() if namespace is None else [directory.contents(namespace)]
+    found = [(one.namespace, entry) for one in scanned for entry in one.temporary]
     if namespace is None:
-        found = [("", entry) for entry in directory.temporary()]
-        scanned = directory.scan()
-    else:
-        found, scanned = [], [directory.contents(namespace)]
-    found += [(one.namespace, entry) for one in scanned for entry in one.temporary]
+        tags = [
+            e for e in directory.fs.entries(directory.path) if e.name.startswith(f"{TAG}.") and is_ours(e)
+        ]
+        found += [("", entry) for entry in tags]
     for folder, entry in found:
         path = os.path.join(directory.path, folder, entry.name)
         with contextlib.suppress(FileNotFoundError, StrangeFileError, PermissionError):
@@ -152,7 +149,8 @@ class Removal:
             with claimed(directory, namespace) as claim:
                 if not force and (claim is False or (claim is None and contents.others)):
                     return False
-                for entry in (*sorted(contents.segments, key=_age), *contents.corrupt):
+                segments = sorted(contents.segments, key=lambda entry: (entry.mtime, entry.name))
+                for entry in (*segments, *contents.corrupt):
                     self.file(contents, entry)
                 if self.excess > 0:
                     remove_leftovers(directory, namespace)
@@ -186,10 +184,6 @@ class Removal:
         if entry in contents.segments:
             contents.segments.remove(entry)
             self.gone.setdefault(contents.namespace, []).append(entry.name)
-
-
-def _age(entry: Entry) -> tuple[float, str]:
-    return entry.mtime, entry.name
 
 
 def _lock_alone(fs: FileSystem, file: Descriptor) -> bool:

@@ -25,29 +25,9 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from torchcache2.core.schema import BARE, Schema
-from torchcache2.files.classnames import (
-    BUILTINS,
-    check_fields,
-    class_of,
-    fields_of,
-    is_namedtuple,
-    is_registered,
-    is_storable,
-    name_of,
-    one_of,
-    qualified,
-)
+from torchcache2.files import classnames as classes
+from torchcache2.files import jsonparts as parts
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
-from torchcache2.files.jsonparts import (
-    from_hex,
-    items_of,
-    list_of,
-    members_of,
-    tagged,
-    text_from_json,
-    text_to_json,
-)
-from torchcache2.files.leafjson import NEEDED, POSSIBLE, leaf_from_json, leaf_to_json
 
 __all__ = [
     "schema_from_json",
@@ -58,7 +38,7 @@ MAX_LEAVES = 10_000
 MAX_DEPTH = 100
 MAX_ELEMENTS = 100_000
 
-_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in BUILTINS}
+_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in classes.BUILTINS}
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "list": list}
 _MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": collections.OrderedDict}
 _TAGGED = (*_SEQUENCES.values(), *_MAPPINGS.values(), collections.defaultdict, collections.deque)
@@ -75,7 +55,7 @@ def schema_to_json(schema: Schema) -> dict[str, Any]:
     """
     data = {
         "structure": _Writer().node(schema.structure, "output", 0),
-        "leaves": [leaf_to_json(leaf) for leaf in schema.leaves],
+        "leaves": [parts.leaf_to_json(leaf) for leaf in schema.leaves],
     }
     try:  # so that the limits of the reader are those of the writer too
         schema_from_json(data)
@@ -102,27 +82,26 @@ def schema_from_json(data: Any, *, structured: bool = True) -> Schema:
     UnknownClassError
         If it names a class, dtype or device that this process does not know (yet).
     """
-    members = members_of(data, {"structure", "leaves"})
-    leaves = list_of(members["leaves"])
+    members = parts.members_of(data, {"structure", "leaves"})
+    leaves = parts.list_of(members["leaves"])
     if len(leaves) > MAX_LEAVES:
         raise DamagedError(f"more than {MAX_LEAVES} leaves")
     if not structured:
         structure = pytree.tree_flatten([0] * len(leaves))[1]
-        named = [members_of(leaf, NEEDED, POSSIBLE) for leaf in leaves]
+        named = [parts.members_of(leaf, parts.NEEDED, parts.POSSIBLE) for leaf in leaves]
         leaves = [{name: leaf[name] for name in leaf if name != "device"} for leaf in named]
-        return Schema(structure, tuple([leaf_from_json(leaf) for leaf in leaves]))
+        return Schema(structure, tuple([parts.leaf_from_json(leaf) for leaf in leaves]))
     structure = _Reader().node(members["structure"], 0)
     if structure.num_leaves != len(leaves):
         raise DamagedError(f"{len(leaves)} leaves for a structure of {structure.num_leaves}")
-    return Schema(structure, tuple([leaf_from_json(leaf) for leaf in leaves]))
+    return Schema(structure, tuple([parts.leaf_from_json(leaf) for leaf in leaves]))
 
 
 class _Counter:
     """Counts the elements of one structure, and bounds their number and depth."""
 
-    def __init__(self, error: type[Exception]) -> None:
-        self._error = error
-        self._left = MAX_ELEMENTS
+    _error: type[Exception]
+    _left = MAX_ELEMENTS
 
     def count(self, depth: int) -> None:
         self._left -= 1
@@ -133,8 +112,7 @@ class _Counter:
 
 
 class _Writer(_Counter):
-    def __init__(self) -> None:
-        super().__init__(UnserialisableError)
+    _error = UnserialisableError
 
     def node(self, spec: pytree.TreeSpec, where: str, depth: int) -> Any:
         self.count(depth)
@@ -155,27 +133,29 @@ class _Writer(_Counter):
         numbers = [_step(i) for i in range(len(specs))]
         if kind is None:
             return None
-        if one_of(kind, _SEQUENCES.values()):
+        if classes.one_of(kind, _SEQUENCES.values()):
             return {kind.__name__: children(numbers)}
-        if one_of(kind, _MAPPINGS.values()):
+        if classes.one_of(kind, _MAPPINGS.values()):
             return {kind.__name__: pairs(context)}
         if kind is collections.defaultdict:
             factory, keys = context
-            if factory is not None and not one_of(factory, BUILTINS):
+            if factory is not None and not classes.one_of(factory, classes.BUILTINS):
                 raise UnserialisableError(
-                    f"{where} is a defaultdict of {qualified(factory)}, not of a builtin type"
+                    f"{where} is a defaultdict of {classes.qualified(factory)}, not of a builtin type"
                 )
             return {"defaultdict": [factory and factory.__name__, pairs(keys)]}
         if kind is collections.deque:
             return {"deque": [context, children(numbers)]}
         if kind is collections.namedtuple:
             fields = list(context._fields)
-            return {"namedtuple": [name_of(context, where), fields, children([f".{f}" for f in fields])]}
-        what = f"what {where} of type {qualified(kind)} keeps beside its children"
+            return {
+                "namedtuple": [classes.name_of(context, where), fields, children([f".{f}" for f in fields])]
+            }
+        what = f"what {where} of type {classes.qualified(kind)} keeps beside its children"
         return {
             "node": [
-                name_of(kind, where),
-                fields_of(kind),
+                classes.name_of(kind, where),
+                classes.fields_of(kind),
                 self.value(context, what, depth + 1),
                 children(numbers),
             ]
@@ -184,7 +164,7 @@ class _Writer(_Counter):
     def key(self, value: Any, where: str, depth: int) -> Any:
         if not _is_key(value, MAX_DEPTH):
             raise UnserialisableError(
-                f"{where} has a key of type {qualified(type(value))}, or with one inside"
+                f"{where} has a key of type {classes.qualified(type(value))}, or with one inside"
             )
         return self.value(value, where, depth)
 
@@ -196,7 +176,7 @@ class _Writer(_Counter):
         if kind is float:
             return value if math.isfinite(value) else {"float": repr(value)}
         if kind is str:
-            return text_to_json(value)
+            return parts.text_to_json(value)
         if kind is bytes:
             return {"bytes": value.hex()}
         if kind is list or kind is tuple:
@@ -207,56 +187,55 @@ class _Writer(_Counter):
             items = [self.value(item, where, depth + 1) for item in value.values()]
             return {"dict": [[key, item] for key, item in zip(keys, items, strict=True)]}
         if issubclass(kind, type):
-            return {"class": name_of(value, where)}
-        what = "an int of more than 64 bits" if kind is int else f"of type {qualified(kind)}"
+            return {"class": classes.name_of(value, where)}
+        what = "an int of more than 64 bits" if kind is int else f"of type {classes.qualified(kind)}"
         raise UnserialisableError(f"{where} is {what}, or has one inside")
 
 
 class _Reader(_Counter):
-    def __init__(self) -> None:
-        super().__init__(DamagedError)
+    _error = DamagedError
 
     def node(self, data: Any, depth: int) -> pytree.TreeSpec:
         self.count(depth)
         if data is None:
             return BARE  # one object for all leaves, as in the pytree module
-        tag, body = tagged(data)
-        items = list_of(body)
+        tag, body = parts.tagged(data)
+        items = parts.list_of(body)
         if tag in _SEQUENCES:
             return pytree.TreeSpec(_SEQUENCES[tag], None, self.nodes(items, depth))
         if tag in _MAPPINGS:
             keys, nodes = self.pairs(items, depth, self.node)
             return pytree.TreeSpec(_MAPPINGS[tag], keys, nodes)
         if tag == "defaultdict":
-            factory, items = items_of(items, 2)
+            factory, items = parts.items_of(items, 2)
             if factory is not None and (type(factory) is not str or factory not in _FACTORIES):
                 raise DamagedError("a defaultdict of no builtin type")
             keys, nodes = self.pairs(items, depth, self.node)
             return pytree.TreeSpec(collections.defaultdict, [factory and _FACTORIES[factory], keys], nodes)
         if tag == "deque":
-            length, items = items_of(items, 2)
+            length, items = parts.items_of(items, 2)
             nodes = self.nodes(items, depth)
             if length is not None and not (type(length) is int and len(nodes) <= length < 2**63):
                 raise DamagedError("a deque without room for its items")
             return pytree.TreeSpec(collections.deque, length, nodes)
         if tag == "namedtuple":
-            name, fields, items = items_of(items, 3)
-            cls, nodes = class_of(name, is_namedtuple), self.nodes(items, depth)
-            check_fields(cls, name, fields, len(nodes))
+            name, fields, items = parts.items_of(items, 3)
+            cls, nodes = classes.class_of(name, classes.is_namedtuple), self.nodes(items, depth)
+            classes.check_fields(cls, name, fields, len(nodes))
             return pytree.TreeSpec(collections.namedtuple, cls, nodes)
         if tag == "node":
-            name, fields, context, items = items_of(items, 4)
-            cls = class_of(name, lambda cls: is_registered(cls) and not one_of(cls, _TAGGED))
+            name, fields, context, items = parts.items_of(items, 4)
+            cls = classes.class_of(name, _has_no_tag)
             context, nodes = self.value(context, depth + 1), self.nodes(items, depth)
-            check_fields(cls, name, fields, len(nodes))
+            classes.check_fields(cls, name, fields, len(nodes))
             return pytree.TreeSpec(cls, context, nodes)
         raise DamagedError("a node of no known kind")
 
     def nodes(self, items: Any, depth: int) -> list[Any]:
-        return [self.node(item, depth + 1) for item in list_of(items)]
+        return [self.node(item, depth + 1) for item in parts.list_of(items)]
 
     def pairs(self, items: Any, depth: int, read: Callable[[Any, int], Any]) -> tuple[list[Any], list[Any]]:
-        pairs = [items_of(list_of(item), 2) for item in list_of(items)]
+        pairs = [parts.items_of(parts.list_of(item), 2) for item in parts.list_of(items)]
         keys = [self.value(key, depth + 1) for key, _ in pairs]
         if not all(_is_key(key, MAX_DEPTH) for key in keys):
             raise DamagedError("a key of a type that keys do not have")
@@ -273,21 +252,25 @@ class _Reader(_Counter):
             return data
         if kind is list:
             return [self.value(item, depth + 1) for item in data]
-        tag, body = tagged(data)
+        tag, body = parts.tagged(data)
         if tag == "text":
-            return text_from_json(data)
+            return parts.text_from_json(data)
         if tag == "bytes":
-            return from_hex(body)
+            return parts.from_hex(body)
         if tag == "float" and body in ("nan", "inf", "-inf"):
             return math.nan if body == "nan" else float(body)
         if tag == "tuple":
-            return tuple([self.value(item, depth + 1) for item in list_of(body)])
+            return tuple([self.value(item, depth + 1) for item in parts.list_of(body)])
         if tag == "dict":
             keys, values = self.pairs(body, depth, self.value)
             return dict(zip(keys, values, strict=True))
         if tag == "class":
-            return class_of(body, is_storable)
+            return classes.class_of(body, classes.is_storable)
         raise DamagedError("a value of no known kind")
+
+
+def _has_no_tag(cls: Any) -> bool:
+    return classes.is_registered(cls) and not classes.one_of(cls, _TAGGED)
 
 
 def _is_key(value: Any, depth: int) -> bool:

@@ -1,4 +1,4 @@
-"""`Segment`: an open segment. What is read is checked, every row."""
+"""`Segment`: an open segment. Every row is checked when it is read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torchcache2.core.gather import empty_bytes, moved
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Schema
 from torchcache2.files import codec as codecs
-from torchcache2.files.codec import lane
 from torchcache2.files.descriptors import Descriptors
 from torchcache2.files.encode import Encoded, row_checksums
 from torchcache2.files.errors import DamagedError, TooLargeError
 from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.files.header import checked, parse, read_size, stated
+from torchcache2.files.lanes import lane
 from torchcache2.files.layout import Layout
 
 __all__ = ["Descriptors", "Segment", "empty_columns", "rows_of"]
@@ -31,16 +31,16 @@ Columns = list[np.ndarray[Any, np.dtype[np.uint8]]]
 
 
 class Segment:
-    """The index of one segment, and its rows when they are asked for.
+    """The index of one segment with n rows; the rows are read from the file when they are asked for.
 
     Attributes
     ----------
     path : str
     layout : Layout
     nbytes : int
-        Of the file.
+        Bytes of the file.
     keys : ndarray of uint8, shape (n, 16), or None
-        Until somebody takes them.
+        The key of each row; None when the owner of the segment has taken them into its index.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Segment:
         self._descriptors = descriptors
         self.path = path
         self.layout = layout
-        self._start = start  # of the rows
+        self._start = start  # byte of the file at which the rows begin
         self.nbytes = start + layout.row_data_bytes
         self.keys: Array | None = index["keys"]
         self._checksums = index["checksums"]
@@ -65,7 +65,7 @@ class Segment:
         if self._offsets is not None and layout.payload_bytes < 1 << 32:
             self._offsets = self._offsets.astype(np.uint32)
         self._block_checksums = index.get("block_checksums")
-        if self._block_checksums is not None:  # half of each: rows have checksums too
+        if self._block_checksums is not None:  # half of each is enough: rows have checksums too
             self._block_checksums = self._block_checksums.astype(np.uint32)
         self._codec = codecs.codec(layout.codec)
         self._lanes = [lane(leaf.stored) for leaf in layout.schema.leaves]
@@ -76,7 +76,7 @@ class Segment:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes that are kept in memory for the rows, their keys left out."""
+        """Bytes of memory that the index takes, without the keys."""
         arrays = (self._checksums, self._shapes, self._offsets, self._block_checksums)
         return sum(array.nbytes for array in arrays if array is not None)
 
@@ -84,7 +84,7 @@ class Segment:
     def open(
         cls, fs: FileSystem, descriptors: Descriptors, path: str, *, limit: int, structured: bool = True
     ) -> Segment:
-        """Read and check the index of a segment; `limit` are the bytes that a row may have.
+        """Read and check the index of a segment. A row may have `limit` bytes.
 
         Without `structured`, its rows can be checked whatever classes they have; see `schema_from_json`.
 
@@ -99,13 +99,13 @@ class Segment:
         """
         file = fs.open(path)
         size = fs.size(file)
-        first = _read(fs, file, 0, min(size, _FIRST_READ))
+        first = fs.read_bytes(file, 0, min(size, _FIRST_READ))
         end = 8 + read_size(first[:8], size)
         if end > len(first):
-            first += _read(fs, file, len(first), end - len(first))
+            first += fs.read_bytes(file, len(first), end - len(first))
         start, checksum = stated(first[8:end], size)
         if start > len(first):
-            first += _read(fs, file, len(first), start - len(first))
+            first += fs.read_bytes(file, len(first), start - len(first))
         if not checked(first[:start], checksum):
             raise DamagedError("another checksum")
         layout = parse(first[8:end], size, limit, structured=structured)
@@ -113,7 +113,7 @@ class Segment:
         for name, (dtype, shape) in layout.index.items():
             kind = {"U8": "<u1", "U64": "<u8", "I64": "<i8"}[dtype]
             array = np.frombuffer(first, kind, int(np.prod(shape)), position).reshape(shape)
-            index[name] = array.copy()  # not a part of memory that is kept for keys of others
+            index[name] = array.copy()  # a view would keep all of `first` in memory
             position += array.nbytes
         _check_index(layout, index, limit)
         return cls(fs, descriptors, path, layout, start, index)
@@ -124,7 +124,7 @@ class Segment:
         return cls(fs, descriptors, path, encoded.layout, len(encoded.head), dict(encoded.index))
 
     def schemas(self, rows: Array) -> Iterator[tuple[Schema, Array]]:
-        """The schemas of some rows, and for each which of them have it."""
+        """The schemas of some rows, shape ``(m,)``, and for each the positions in `rows` that have it."""
         if self._shapes is None:
             yield self.layout.schema, np.arange(len(rows))
             return
@@ -133,7 +133,7 @@ class Segment:
             yield self._schema_of(extents), np.flatnonzero(inverse.reshape(-1) == i)
 
     def read_ahead(self, rows: Array) -> None:
-        """Have the system fetch rows that will be read."""
+        """Have the system read rows ahead: numbers of rows, shape ``(m,)``."""
         file = self._descriptors.get(self.path)
         if self._offsets is not None:
             blocks = np.unique(rows // self.layout.rows_per_block)
@@ -151,12 +151,16 @@ class Segment:
             self._fs.will_need(file, offset, size)
 
     def read(self, rows: Array, columns: Columns, targets: Array) -> bool:
-        """Read rows of one schema into columns, uint8 ``(m, bytes)``, at `targets`; False if one is damaged.
+        """Read rows of one schema into columns; False if one of them is damaged.
 
-        Raises
-        ------
-        OSError
-            As the file system does.
+        Parameters
+        ----------
+        rows : ndarray of int64, shape (m,)
+            Numbers of the rows in the segment.
+        columns : list of ndarray of uint8, shape (k, bytes)
+            One for each leaf; `bytes` are those of the leaf in one row.
+        targets : ndarray of int64, shape (m,)
+            Where in the columns each row goes, less than k.
         """
         if len(rows) == 0:
             return True
@@ -174,7 +178,7 @@ class Segment:
         return bool((found == self._checksums[rows]).all())
 
     def check(self) -> int:
-        """Read everything; how many rows are damaged."""
+        """Read all rows; how many of them are damaged."""
         damaged = 0
         row_bytes = max(1, self.layout.schema.row_bytes)
         step = 1 if self._shapes is not None else max(1, _CHECKED_AT_ONCE // row_bytes)
@@ -267,14 +271,8 @@ def rows_of(schema: Schema, columns: Columns, count: int) -> Rows:
     return Rows(schema, [moved(t, 1, -1) if leaf.channels_last else t for leaf, t in pairs], count)
 
 
-def _read(fs: FileSystem, file: Descriptor, offset: int, size: int) -> bytes:
-    data = bytearray(size)
-    fs.read_all(file, [memoryview(data)], offset)
-    return bytes(data)
-
-
 def _check_index(layout: Layout, index: dict[str, Array], limit: int) -> None:
-    """Whether offsets and shapes are possible: a later version may have written them, or a stranger."""
+    """Whether offsets and shapes are possible; anybody may have written them."""
     if "offsets" in index:
         offsets = index["offsets"]
         if offsets[0] != 0 or offsets[-1] != layout.payload_bytes or (offsets[1:] < offsets[:-1]).any():

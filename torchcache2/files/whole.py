@@ -32,6 +32,7 @@ def write_whole(
     stem: str,
     suffix: str = "",
     replaces: bool = True,
+    sync_name: bool = True,
 ) -> None:
     """Write a file that is whole or not there, whenever the process is killed or the power goes off.
 
@@ -49,14 +50,9 @@ def write_whole(
     stem, suffix : str
         The temporary path is the stem, a fresh `ulid` and the suffix; it is in the same folder.
     replaces : bool
-        Whether a file that has the name already is replaced.
-
-    Raises
-    ------
-    FileExistsError
-        If there is a file of that name, and it is not to be replaced.
-    OSError
-        As the file system does.
+        Whether a file that has the name already is replaced; else that is a `FileExistsError`.
+    sync_name : bool
+        Whether to return only when the name is on the disk, too.
     """
     is_renamed = False
     try:
@@ -80,4 +76,5 @@ def write_whole(
         if not is_renamed:
             with contextlib.suppress(OSError):
                 fs.remove(temporary)
-    fs.sync_folder(os.path.dirname(path))
+    if sync_name:
+        fs.sync_folder(os.path.dirname(path))

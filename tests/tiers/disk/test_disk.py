@@ -47,8 +47,9 @@ from torchcache2 import OptionError
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.files import descriptors
-from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, CacheDirectory
+from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.eviction import make_room
+from torchcache2.files.filenames import FINGERPRINT, LOCK, TAG
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.whole import ulid
 from torchcache2.tiers.disk import catalog as located_module

@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Iterable
 from torchcache2.core.arrays import Array, Entries, Words
 from torchcache2.core.errors import OptionError
 from torchcache2.files.descriptors import Descriptor
-from torchcache2.files.directory import FINGERPRINT, CacheDirectory
+from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
+from torchcache2.files.filenames import FINGERPRINT
 from torchcache2.files.segment import Descriptors, Segment
 from torchcache2.tiers.disk.places import Places
 from torchcache2.tiers.disk.unwritten import Pending
