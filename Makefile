@@ -36,8 +36,8 @@ soak: $(VENV)/test $(VENV)/zoo
 	SOAK=1 $(RUN) -m pytest -s
 
 # The builds of old torch that a registry has bring CUDA libraries: some gigabytes. The transformers of
-# today do not work with it, so neither does the zoo of models. Left out is also what tests processes, files and
-# commands rather than torch.
+# today do not work with it, so neither does the zoo of models. Left out is also what tests processes, files,
+# commands and this repository rather than torch; the code on the pages is run.
 lowest: $(VENV)-lowest/installed
 	$(VENV)-lowest/bin/python -m pytest $(PARALLEL) $(patsubst %,--ignore=tests/%,$(NOT_TORCH))
 
