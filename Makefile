@@ -8,7 +8,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-QUICK = tests/core tests/engine tests/decorator/test_decorator.py tests/decorator/test_forward.py tests/identity/test_keys.py
+QUICK = $(addprefix tests/,core engine decorator/test_decorator.py decorator/test_forward.py identity/test_keys.py)
 NOT_TORCH = system cli tiers/disk project torch/zoo
 RUN = $(VENV)/bin/python -W error::SyntaxWarning
 # Two processes run tests; each takes some of the other's when it has none left.
