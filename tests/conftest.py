@@ -10,7 +10,6 @@ from tests.helpers.storage import NEVER, Unsynced
 from torchcache2.tiers.disk import catalog as located_module
 from torchcache2.tiers.disk.tier import DiskTier
 
-
 # Tests that take long, or that share processes which do.
 _FIRST = ("tests/pages/", "tests/project/test_sphinx.py", "tests/torch/zoo/test_names.py")
 
