@@ -8,11 +8,13 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-QUICK = tests/core tests/engine tests/decorator/test_decorator.py tests/decorator/test_forward.py tests/identity/test_keys.py
+QUICK = $(addprefix tests/,core engine decorator/test_decorator.py decorator/test_forward.py identity/test_keys.py)
 NOT_TORCH = system cli tiers/disk project torch/zoo
 RUN = $(VENV)/bin/python -W error::SyntaxWarning
 # Two processes run tests; each takes some of the other's when it has none left.
 PARALLEL = -n 2 --dist worksteal
+# The tests are compiled once, not at every start: a third of the time that it takes to collect them.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test bench docs soak lowest clean
 
@@ -36,8 +38,8 @@ soak: $(VENV)/test $(VENV)/zoo
 	SOAK=1 $(RUN) -m pytest -s
 
 # The builds of old torch that a registry has bring CUDA libraries: some gigabytes. The transformers of
-# today do not work with it, so neither does the zoo of models. Left out is also what tests processes, files and
-# commands rather than torch.
+# today do not work with it, so neither does the zoo of models. Left out is also what tests processes, files,
+# commands and this repository rather than torch; the code on the pages is run.
 lowest: $(VENV)-lowest/installed
 	$(VENV)-lowest/bin/python -m pytest $(PARALLEL) $(patsubst %,--ignore=tests/%,$(NOT_TORCH))
 

@@ -10,6 +10,14 @@ from tests.helpers.storage import NEVER, Unsynced
 from torchcache2.tiers.disk import catalog as located_module
 from torchcache2.tiers.disk.tier import DiskTier
 
+# Tests that take long, or that share processes which do.
+_FIRST = ("tests/pages/", "tests/project/test_sphinx.py", "tests/torch/zoo/test_names.py")
+
+
+def pytest_collection_modifyitems(items):
+    # A process that has run all of its tests takes some from the end of another's: there are the short ones.
+    items.sort(key=lambda item: not item.nodeid.startswith(_FIRST))
+
 
 class _Records(logging.Handler):
     def __init__(self):

@@ -319,7 +319,7 @@ ZERO = bytes(16)
 def test_all_tiers_of_a_process_have_few_files_open(path, limit):
     names = many(path, 100)
     Descriptors.spare()
-    before = open_files()
+    before = open_files()  # the runner's own: some twenty, more where several processes run tests
     limit(512)
     tiers = [handle(path) for _ in range(8)]
     for tier in tiers:
@@ -329,9 +329,9 @@ def test_all_tiers_of_a_process_have_few_files_open(path, limit):
     for tier in tiers:
         assert found(tier, names, namespace=ZERO) == names
     assert open_files() - before <= 256 // 4
-    limit(24)
+    limit(before + 14)
     assert found(tiers[0], names, namespace=ZERO) == names
-    assert open_files() - before <= 10
+    assert open_files() - before <= 2 * max(4, (before + 14) // 8) + 2
     limit(512)
     for tier in tiers:
         tier.close()
@@ -359,6 +359,8 @@ def test_a_forked_child_counts_what_it_has_from_its_parent(path, limit):
 
 
 def test_many_namespaces_take_few_files(path, limit):
+    while Descriptors.spare():
+        pass  # what tiers of other tests still have open
     before = open_files()
     limit(256)
     tier = handle(path)

@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import re
-import subprocess
+import signal
 import sys
 import threading
 import time
@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from xxhash import xxh3_64_hexdigest
 
+from tests.helpers import warm
 from tests.helpers.storage import (
     CPU,
     NAMESPACES,
@@ -840,14 +841,14 @@ def test_a_namespace_that_another_handle_uses_is_in_use(make, path, log, by):
 
 
 HOLDER = """
-import sys
+import sys, time
 from tests.helpers.storage import found
 from torchcache2.tiers.disk.tier import DiskTier
 
 tier = DiskTier(sys.argv[1])
 assert found(tier, [(0, 0)], 1000) == [(0, 0)]
 print("holds", flush=True)
-sys.stdin.read()
+time.sleep(600)
 """
 
 
@@ -855,24 +856,14 @@ def test_a_namespace_that_another_process_uses_is_in_use_until_it_is_killed(make
     fill(path, 2)
     everything = [(number, row) for number in range(2) for row in range(10)]
     budget = size_of(path) + 3_000
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[3],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    try:
-        assert holder.stdout.readline() == "holds\n"
-        tier = make(budget, codec="none")
-        put(tier, range(10), 1000, NAMESPACES[1])
-        tier.flush()
-        assert found(tier, range(10), 1000, NAMESPACES[1]) == []
-        assert sealed_names(path, everything, 1000) == everything
-    finally:
-        holder.kill()
-        holder.communicate()
+    holder = warm.start(HOLDER, path).until("holds")
+    tier = make(budget, codec="none")
+    put(tier, range(10), 1000, NAMESPACES[1])
+    tier.flush()
+    assert found(tier, range(10), 1000, NAMESPACES[1]) == []
+    assert sealed_names(path, everything, 1000) == everything
+    holder.send(signal.SIGKILL)
+    assert holder.wait() == -signal.SIGKILL
     tier = make(budget, codec="none")
     seal(tier, range(5), 1000, NAMESPACES[1])
     assert found(tier, range(10), 1000, NAMESPACES[1]) == list(range(5))

@@ -57,7 +57,7 @@ import sys
 print({mark!r}, end="", flush=True)
 print({mark!r}, end="", file=sys.stderr)
 sys.path.insert(0, {root!r})
-from tests.project.test_recipes import CLAIMS
+from tests.pages.test_recipes import CLAIMS
 CLAIMS[{name!r}](sys.modules["__main__"])
 """
 
