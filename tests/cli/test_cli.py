@@ -146,7 +146,7 @@ def described(namespace):
 
 
 def tier(path, **options):
-    return DiskTier(path, delay=NEVER, describe=described, fs=NoWait(), **options)
+    return DiskTier(path, delay=NEVER, description=described, fs=NoWait(), **options)
 
 
 def fill(path, counts=(30, 20, 10), width=64, **options):
@@ -1178,7 +1178,10 @@ def test_the_page_shows_what_a_terminal_shows(tmp_path, monkeypatch):
     created = (now - datetime.timedelta(days=3)).isoformat()
     names = {key_of(name): name for name in CLASSES.values()}
     disk = DiskTier(
-        "features", delay=NEVER, fs=NoWait(), describe=lambda name: {"class": names[name], "created": created}
+        "features",
+        delay=NEVER,
+        fs=NoWait(),
+        description=lambda name: {"class": names[name], "created": created},
     )
     for namespace, count, hours in zip(names, (3000, 2000, 1000), (2, 30, 50), strict=True):
         put(disk, range(count), 64, namespace)

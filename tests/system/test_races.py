@@ -375,7 +375,6 @@ MOMENTS = [
     *(("lock", f"{FINGERPRINT}.", {"exclusive": True}, when) for when in ("before", "after")),
     *((call, f"{FINGERPRINT}.", {}, "before") for call in ("write", "sync", "rename")),
     *(("rename", f"{FINGERPRINT}.", {}, "after"), ("unlock", FINGERPRINT, {}, "after")),
-    *(("sync_folder", A.hex(), {}, when) for when in ("before", "after")),
 ]
 
 

@@ -79,7 +79,7 @@ def digest(parts: Iterable[bytes]) -> bytes:
 def qualified_name(obj: Any) -> str:
     """``module.qualname`` of a class or function; see `public_module`."""
     name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", type(obj).__qualname__)
-    return f"{public_module(getattr(obj, '__module__', None) or '')}.{name}"
+    return f"{public_module(str(getattr(obj, '__module__', None) or ''))}.{name}"  # C types may have a descriptor
 
 
 def public_module(name: str) -> str:
