@@ -79,7 +79,8 @@ def digest(parts: Iterable[bytes]) -> bytes:
 def qualified_name(obj: Any) -> str:
     """``module.qualname`` of a class or function; see `public_module`."""
     name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", type(obj).__qualname__)
-    return f"{public_module(str(getattr(obj, '__module__', None) or ''))}.{name}"  # C types may have a descriptor
+    module = str(getattr(obj, "__module__", None) or "")  # a class of a class may have a descriptor there
+    return f"{public_module(module)}.{name}"
 
 
 def public_module(name: str) -> str:
