@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers import warm
 from torchcache2 import torchcache
 
 ROOT = Path(__file__).parents[2]
@@ -69,15 +69,13 @@ def ran(request, tmp_path_factory):
     code, output = code_and_output(name)
     script = folder / "recipe.py"
     script.write_text(code + TAIL.format(mark=MARK, root=str(ROOT), name=name))
-    command = [sys.executable, "-W", "error"]
-    for message in WARNINGS[name]:
-        command += ["-W", f"ignore:{message}"]
-    environment = {name: value for name, value in os.environ.items() if name != "TORCHCACHE_DISABLE"}
-    environment |= {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(
-        [*command, str(script)], capture_output=True, text=True, cwd=folder, env=environment, timeout=300
+    process = warm.start(
+        script,
+        env={"TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"},
+        cwd=folder,
+        warnings=["error", *[f"ignore:{message}" for message in WARNINGS[name]]],
     )
-    return output, run
+    return output, subprocess.CompletedProcess(name, process.wait(300), process.out, process.err)
 
 
 def without_accuracy(text):
