@@ -5,10 +5,21 @@ import os
 
 import pytest
 
-from tests.helpers.storage import NAMESPACES, Unsynced, fill, segments, size_of
+from tests.helpers.storage import (
+    NAMESPACES,
+    Mortal,
+    Unsynced,
+    abandon,
+    fill,
+    found,
+    seal,
+    segments,
+    size_of,
+    strange_files,
+)
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.eviction import make_room
-from torchcache2.files.removal import deleting, remove_namespace
+from torchcache2.files.removal import deleting, in_use, remove_leftovers, remove_namespace
 
 A, B, _ = NAMESPACES
 
@@ -75,3 +86,31 @@ def test_a_damaged_segment_counts_once(path):
     assert make_room(CacheDirectory(str(path), Unsynced()), 0, size - 60_000, lru=False)
     assert len(segments(path, A)) == 1 and len(segments(path, B)) == 1
     assert size_of(path) <= size - 60_000
+
+
+@pytest.mark.parametrize("what", ["describe", "seal"])
+def test_a_namespace_is_free_at_whichever_call_its_user_was_killed(make, tmp_path, what):
+    """A killed process may leave a second name of the fingerprint, which is locked like the first."""
+    calls, is_done = 0, False
+    while not is_done:
+        path = tmp_path / str(calls)
+        fs = Mortal()
+        if what == "describe":
+            fill(path, 1)
+        tier = make(where=path, fs=fs)
+        if what == "describe":
+            assert found(tier, [(0, 0)], 1000)
+            fs.die(after=calls)
+            tier.describe(A, {"probed": {"00" * 16: 3}}, create=False)
+        else:
+            fs.die(after=calls)
+            seal(tier, [1])
+        is_done = not fs.is_dead
+        abandon(tier, fs)
+        directory = CacheDirectory(str(path), Unsynced())
+        assert in_use(directory, A.hex()) is False
+        assert remove_namespace(directory, A.hex()) and not (path / A.hex()).exists()
+        remove_leftovers(directory)
+        assert strange_files(path) == []
+        calls += 1
+    assert calls > 5

@@ -36,6 +36,13 @@ def test_pauses_become_longer_until_something_works(now):
     assert breaker.allows(PART)
 
 
+def test_what_fails_for_days_is_still_left_alone(now):
+    breaker = Breaker()
+    for _ in range(3000):
+        breaker.failed(PART, is_lasting=False)
+    assert pause(breaker, now) == 60
+
+
 def test_what_lasts_is_not_tried_again_at_once(now):
     breaker = Breaker()
     breaker.failed(PART, is_lasting=True)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from torchcache2.tiers.index import KeyIndex
 
-TAG = 0x7FFFFFFF  # the bits of a key's second word that its slot holds
+TAG = 0x7FFFFFFF << 32  # the bits of a key's second word that its slot holds
 
 
 class Table:
@@ -46,7 +46,7 @@ def random_words(count, seed=0):
 
 # Keys that are as alike as keys can be: five home slots for tables of every size, four tags.
 HOMES = [low + (high << 40) for low in (0, 1, 7, 15, 2**20 - 1) for high in (0, 1, 2)]
-TAGS = [low + (high << 31) for low in (0, 1, 5, TAG) for high in (0, 1, 2**32)]
+TAGS = [tag + rest for tag in (0, 1 << 32, 5 << 32, TAG) for rest in (0, 1, 2**63)]
 KEYS = [(home, tag) for home in HOMES for tag in TAGS]
 STEPS = st.lists(st.tuples(st.sampled_from(["add", "remove"]), st.sets(st.sampled_from(KEYS), max_size=60)))
 
@@ -115,19 +115,28 @@ def test_a_key_that_is_asked_for_twice_is_found_twice_and_strides_do_not_matter(
     assert index.find(np.asfortranarray(keys)).tolist() == list(range(8))
 
 
-@pytest.mark.parametrize("tag_bits", [0, 31], ids=["equal tags", "differing tags"])
+@pytest.mark.parametrize("tag_bits", [0, 32], ids=["equal tags", "differing tags"])
 def test_keys_that_all_have_one_home_slot(tag_bits):
     count = 600
     keys = np.zeros((count + 50, 2), np.uint64)
     keys[:, 0] = np.arange(len(keys), dtype=np.uint64) << np.uint64(32)
     keys[:, 0] += np.uint64(13)
-    keys[:, 1] = np.arange(len(keys), dtype=np.uint64) << np.uint64(31 - tag_bits)
+    keys[:, 1] = np.arange(len(keys), dtype=np.uint64) << np.uint64(tag_bits)
     index = KeyIndex(np.zeros((count, 2), np.uint64))
     index.add(keys[:count])
     assert index.find(keys).tolist() == [*range(count), *[-1] * 50]
     index.remove(np.arange(0, count, 2))
     assert (index.find(keys[:count:2]) == -1).all()
     assert sorted(index.find(keys[1:count:2]).tolist()) == list(range(count // 2))
+
+
+def test_the_first_entry_is_found_behind_slots_that_were_all_given_up():
+    index = KeyIndex(np.zeros((20, 2), np.uint64))
+    keys = words((0, number << 32) for number in range(17))
+    index.add(keys[1:])
+    index.add(keys[:1])  # 16 slots behind its home
+    index.remove(np.arange(16))
+    assert index.find(keys).tolist() == [0, *[-1] * 16]
 
 
 def test_keys_that_differ_in_one_bit_are_others():

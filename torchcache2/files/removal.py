@@ -50,6 +50,8 @@ def claimed(directory: CacheDirectory, namespace: str) -> Iterator[bool | None]:
         for name in [entry.name for entry in temporary if entry.name.startswith(FINGERPRINT)]:
             with contextlib.suppress(FileNotFoundError, StrangeFileError):
                 other = fs.open(os.path.join(directory.path, namespace, name))
+                if file is not None and fs.same(other, path):
+                    continue  # a second name of the file that is locked here: its maker died before the rest
                 claim = claim if _lock_alone(fs, other) else False
                 fs.unlock(other)  # nobody begins to use a file that has been replaced
         if claim is None and fs.is_file(path):
@@ -146,14 +148,13 @@ class Removal:
         """Delete a namespace's files, the oldest segment first; False if it is in use, and not `force`."""
         directory, namespace = self._directory, contents.namespace
         try:
+            remove_leftovers(directory, namespace)  # one may be a second name of the file that is locked below
             with claimed(directory, namespace) as claim:
                 if not force and (claim is False or (claim is None and contents.others)):
                     return False
                 segments = sorted(contents.segments, key=lambda entry: (entry.mtime, entry.name))
                 for entry in (*segments, *contents.corrupt):
                     self.file(contents, entry)
-                if self.excess > 0:
-                    remove_leftovers(directory, namespace)
                 left = directory.contents(namespace)
                 if self.excess <= 0 or left.segments or left.temporary:
                     return True

@@ -44,7 +44,7 @@ class Breaker:
         """
         self._failures[part] += 1
         if self._failures[part] > 1 or is_lasting:
-            self.pause(part, 2.0 ** self._failures[part])
+            self.pause(part, 2.0 ** min(self._failures[part], 10))  # thousands would overflow
 
     def pause(self, part: bytes | None = None, seconds: float = _LONGEST_PAUSE) -> None:
         """Try nothing for some seconds, at most a minute."""

@@ -75,10 +75,12 @@ class KeyIndex:
         window = self._slots.take((slots + _WINDOW) & (len(self._slots) - 1)).view(np.uint64)
         # Where a tag agrees, its bits go out and the entry number is left, which is smaller than all else.
         window ^= tags.view(np.uint64)
-        entries: Entries = np.minimum.reduce(window, axis=0).view(np.int64)
+        least = np.minimum.reduce(window, axis=0)
+        entries: Entries = least.view(np.int64)
         same = self.keys.take(entries, axis=0, mode="clip") == words
-        if not same.all() or entries.max() >= self._count:
-            rest = (~same.all(axis=1) | (entries >= self._count)).nonzero()[0]
+        # Without a sign: where all slots are free or removed, the number is negative, and clipped to 0.
+        if not same.all() or least.max() >= self._count:
+            rest = (~same.all(axis=1) | (least >= self._count)).nonzero()[0]
             entries[rest] = self._probe(words.take(rest, axis=0))[0]
         return entries
 
