@@ -69,6 +69,8 @@ def test_a_name_that_is_nearly_right_is_told_the_right_one(way):
         ("shared_arg", "shared_args"),
         ("dtype", "cache_dtype"),
         ("quality", "compression_quality"),
+        ("cache_size", "max_memory_cache_size or max_persistent_cache_size"),
+        ("x", None),
         ("ttl", None),
         ("", None),
     ],

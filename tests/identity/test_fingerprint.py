@@ -20,7 +20,7 @@ from torch import nn
 
 from tests.helpers import zoo
 from tests.helpers.pairs import CODE, MODULES, PRELUDE, VALUES, Config, Relay, holder, layer, times
-from torchcache2 import torchcache
+from torchcache2 import Cache, torchcache
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -597,6 +597,28 @@ def test_two_unreadable_things_are_apart(log):
     modules = [torchcache(seeded(lambda: zoo.holding(memoryview(bytearray(3))))) for _ in range(2)]
     first, second = (module.cache_instance.module_hash for module in modules)
     assert first != second
+
+
+def test_what_a_subclass_of_our_cache_computes_counts(log):
+    def kept(factor):
+        class Own(Cache):
+            def scaled(self, x):
+                return factor * x
+
+        return Own(bytes(16))
+
+    class Scaling(nn.Module):
+        def __init__(self, cache):
+            super().__init__()
+            self.cache = cache
+
+        def forward(self, x):
+            return self.cache.scaled(x)
+
+    Scaling = torchcache(Scaling)
+    x = torch.ones(3, 2)
+    assert equal(Scaling(kept(2))(x), 2 * x)
+    assert equal(Scaling(kept(3))(x), 3 * x)
 
 
 def test_a_model_of_transformers_is_read_and_cached(log):

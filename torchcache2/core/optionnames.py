@@ -25,8 +25,8 @@ def check_names(given: Iterable[str], known: Iterable[str]) -> None:
         if name in _OF_TORCHCACHE:
             raise OptionError(f"{name} is an option of torchcache 0.6; here {_OF_TORCHCACHE[name]}")
         if name not in options:
-            close = [option for option in options if name.lower() in option]
-            if len(close) != 1:
+            close = [option for option in options if len(name) > 1 and name.lower() in option]
+            if not 1 <= len(close) <= 2:
                 close = difflib.get_close_matches(name.lower(), options, n=1)
-            meant = f": did you mean {close[0]}? The" if close else "; the"
+            meant = f": did you mean {' or '.join(close)}? The" if close else "; the"
             raise OptionError(f"unknown option {name!r}{meant} options are {', '.join(options)}")

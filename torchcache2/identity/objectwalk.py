@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchcache2.identity import sourcecode
 from torchcache2.identity.annotations import parts_of_type
-from torchcache2.identity.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
+from torchcache2.identity.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, is_ours
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import MUTABLE, content
 from torchcache2.identity.encoding import CONTAINERS, attributes, qualified_name, sized, text_bytes
@@ -139,6 +139,8 @@ class ObjectWalk(OwnerWalk):
     def other(self, value: Any, path: str) -> bytes:
         """Walk code and objects."""
         if hasattr(type(value), ADDED_ATTRIBUTE):
+            if not is_ours(value):  # somebody's subclass of `Cache` may compute something
+                return self.klass(type(value), path) + self.unreadable(value, path)
             # A cache or a cached forward, which others may keep where they wrap it.
             return b"z" + self.encode(getattr(value, ORIGINAL_ATTRIBUTE, None), path)
         if (parts := parts_of_type(value)) is not None:
