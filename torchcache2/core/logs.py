@@ -29,14 +29,14 @@ class ToldOnce:
     """Logs each thing the first time only, however often it happens."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._told: dict[str, object] = {}
 
     def __call__(
         self, what: str, message: str, *args: object, log: Callable[..., None] = logger.warning
     ) -> None:
         """Log a message, unless `what` has been told before."""
-        if what not in self._told:
-            self._told.add(what)
+        mine = object()
+        if self._told.setdefault(what, mine) is mine:  # atomic: of two threads, one tells
             log(message, *args)
 
 
@@ -94,7 +94,7 @@ def set_logger_config(
         except OSError as error:
             problems.append(f"cannot append the log to {os.fspath(filename)!r}: {error}")
 
-    formatter = logging.Formatter(_checked(fmt, DEFAULT_FMT, problems), datefmt)
+    formatter = logging.Formatter(_checked(fmt, problems), datefmt)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
@@ -120,12 +120,12 @@ def _level_number(level: int | str) -> int | None:
     return number if isinstance(number, int) else None
 
 
-def _checked(fmt: str, default: str, problems: list[str]) -> str:
+def _checked(fmt: str, problems: list[str]) -> str:
     try:
         logging.Formatter(fmt).format(logging.makeLogRecord({}))
     except (KeyError, TypeError, ValueError) as error:
         problems.append(f"log format {fmt!r} is not valid ({error}); using the default")
-        return default
+        return DEFAULT_FMT
     return fmt
 
 

@@ -57,14 +57,7 @@ CUDA = Runtime()
 
 
 class Arriving:
-    """Tensors on their way to the host.
-
-    Parameters
-    ----------
-    tensors : sequence of Tensor
-        On any devices; those on the host are passed on as they are.
-    runtime : Runtime
-    """
+    """Tensors of any devices on their way to the host; those on the host are passed on as they are."""
 
     def __init__(self, tensors: Sequence[Tensor], runtime: Runtime = CUDA) -> None:
         self._sources: list[Tensor] = []
@@ -107,18 +100,9 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class StreamOrder:
-    """Puts the work of several streams on the same memory in the order in which it was started.
+    """Puts the work of several streams on the memory of a device in the order in which it was started.
 
-    Parameters
-    ----------
-    device : torch.device
-        Where the memory is.
-    runtime : Runtime
-
-    Attributes
-    ----------
-    is_needed : bool
-        Whether there are streams; on the host there is nothing to put in order.
+    It is needed only where there are streams: on the host there is nothing to put in order.
     """
 
     def __init__(self, device: torch.device, runtime: Runtime = CUDA) -> None:

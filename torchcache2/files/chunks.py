@@ -6,7 +6,7 @@ import struct
 from typing import Any
 
 from torchcache2.core.arrays import Bytes
-from torchcache2.core.extras import require
+from torchcache2.core.settings import require
 from torchcache2.files.errors import DamagedError
 from torchcache2.files.lanes import Codec, Lane
 
