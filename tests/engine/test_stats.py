@@ -180,7 +180,7 @@ def test_bypasses_are_counted_by_reason_and_the_first_of_each_is_told(log):
         cache.count_bypass("grad", 2, "another one does")
         cache.count_bypass("random", 1, "it draws numbers")
         assert dict(cache.stats().bypasses) == {"grad": 7, "random": 1}
-    told = [message.partition(": ")[2] for message in log]
+    told = [record.getMessage().partition(": ")[2] for record in log]
     assert told == ["not cached (grad): it needs a gradient", "not cached (random): it draws numbers"]
 
 

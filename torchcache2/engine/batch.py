@@ -25,7 +25,7 @@ ComputeSteps = Callable[[Tensor], Steps[Any]]
 class NotStoredError(Exception):
     """Raised by a computation whose output must not be stored; carries the output of the whole batch.
 
-    `reason` is a word for statistics, and `text` a sentence. `error` is the exception that is the cause, if any.
+    `reason` is a word for statistics, and `text` a sentence. `error` is the exception behind it, if any.
     """
 
     def __init__(self, reason: str, text: str, output: Any, error: Exception | None = None) -> None:

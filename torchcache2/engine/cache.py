@@ -133,8 +133,8 @@ class Cache:
 
         `dtypes` are what `compute` reads; `verify` tolerates what the coarsest of them can tell apart. What
         caching costs is counted since `since`, of `time.perf_counter`; by default since now. If `compute`
-        `probes` the batch, everything is computed, and what is found is compared with it. `NotStoredError` says
-        that the output of `compute` must not, or cannot, be stored.
+        `probes` the batch, everything is computed, and what is found is compared with it. Raises a
+        `NotStoredError` if the output of `compute` must not, or cannot, be stored.
         """
         start = time.perf_counter() if since is None else since
         batch = Batch(keys, compute, device, self.settings, dtypes, probes=probes)
@@ -188,18 +188,18 @@ class Cache:
         return Misses.of(keys, hits)
 
     def _verify(self, batch: Batch, hits: Hits, asked: Positions, rows: Rows) -> bool:
-        """Whether the hits to check equal the `rows` that were computed at the positions `asked`; warns if not."""
+        """Whether the hits to check equal the `rows` computed at the positions `asked`; warns if not."""
         assert hits.rows is not None
         before = hits.rows.take(torch.from_numpy(np.searchsorted(hits.positions, hits.checked)))
         again = rows.take(torch.from_numpy(np.searchsorted(asked, hits.checked)))
         apart = differences(before, again, batch.dtypes)
-        mismatched, worst = np.count_nonzero(apart), apart.argmax()
+        mismatched, worst = int(np.count_nonzero(apart)), apart.argmax()
         self._counters.verify(verified=len(apart), mismatched=mismatched)
         if mismatched:
             logger.warning(
                 "%s: %d of %d hits that were verified differ from what the forward computes now; most at "
-                "position %d of the batch, by %.3g. The batch is computed again. Either something has changed "
-                "that is not noticed, or the forward is not deterministic",
+                "position %d of the batch, by %.3g. The batch is computed again. Either something has "
+                "changed that is not noticed, or the forward is not deterministic",
                 *(self._name(), mismatched, len(apart), hits.checked[worst], apart[worst]),
             )
         return not mismatched

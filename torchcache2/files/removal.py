@@ -149,9 +149,7 @@ class Removal:
             with claimed(directory, namespace) as claim:
                 if not force and (claim is False or (claim is None and contents.others)):
                     return False
-                segments = sorted(contents.segments, key=lambda entry: (entry.mtime, entry.name))
-                for entry in (*segments, *contents.corrupt):
-                    self.file(contents, entry)
+                self.files(contents)
                 if self.excess > 0:
                     remove_leftovers(directory, namespace)
                 left = directory.contents(namespace)
@@ -165,6 +163,12 @@ class Removal:
         except OSError as error:
             self.error = self.error or error
         return True
+
+    def files(self, contents: Contents) -> None:
+        """Delete a namespace's segments, the oldest first, and those that were found damaged."""
+        segments = sorted(contents.segments, key=lambda entry: (entry.mtime, entry.name))
+        for entry in (*segments, *contents.corrupt):
+            self.file(contents, entry)
 
     def file(self, contents: Contents, entry: Entry) -> None:
         """Delete one file of a namespace, unless enough bytes are gone."""

@@ -40,15 +40,8 @@ _HUGE = 8 << 20  # slabs from here on are backed by huge pages
 class Arena:
     """Rows of one schema under their keys, and when each was last used.
 
-    Parameters
-    ----------
-    schema : Schema
-    device : torch.device
-        Where the columns of the output are.
-    limit : int
-        Bytes that a column will never exceed.
-    runtime : Runtime, optional
-        Of the accelerator that the rows on the host come from: they are gathered for it.
+    The columns of the output are on `device`, and none will ever exceed `limit` bytes. With the `runtime` of
+    the accelerator that rows on the host come from, they are gathered for it.
     """
 
     def __init__(
