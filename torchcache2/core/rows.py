@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OutputError, hint
-from torchcache2.core.gather import as_bytes, empty_rows, select, with_ordinary_tensors
+from torchcache2.core.gather import as_bytes, empty_rows, moved, select, with_ordinary_tensors
 from torchcache2.core.schema import BARE, Leaf, Schema
 from torchcache2.core.transfer import to_device
 
@@ -149,6 +149,12 @@ class Rows:
                 column = column.movedim(1, -1)
             columns.append(column)
         return Rows(schema, columns, self.count)
+
+    def in_logical_order(self) -> Rows:
+        """The same rows, none of them with its channels last."""
+        pairs = zip(self.schema.leaves, self.columns, strict=True)
+        columns = [moved(column, -1, 1) if leaf.channels_last else column for leaf, column in pairs]
+        return Rows(self.schema.in_logical_order, columns, self.count)
 
     def head(self, count: int) -> Rows:
         """The first `count` rows, without a copy."""

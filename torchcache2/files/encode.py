@@ -11,7 +11,7 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from torchcache2.core.arrays import Bytes, Bytes2D
-from torchcache2.core.gather import as_bytes, moved
+from torchcache2.core.gather import as_bytes
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Schema
@@ -79,7 +79,7 @@ def encode(batches: Sequence[Batch], codec: Codec, *, library: str = "") -> Enco
     schemas = [rows.schema for _, rows in batches]
     schema = _common(schemas)
     schema_text(schema)  # raises if it could not be read again
-    pieces = [_columns(rows) for _, rows in batches]
+    pieces = [[as_bytes(c).numpy() for c in rows.in_logical_order().columns] for _, rows in batches]
     counts = [len(keys) for keys, _ in batches]
     layout = Layout(batches[0][0].namespace, schema, "none", sum(counts), library=library)
     pairs = zip(pieces, counts, strict=True)
@@ -150,12 +150,6 @@ def _common(schemas: Sequence[Schema]) -> Schema:
         same = (others == others[0]).all(axis=0)
         shapes.append(tuple(n if s else -1 for n, s in zip(leaf.shape, same.tolist(), strict=True)))
     return first.with_shapes(shapes)
-
-
-def _columns(rows: Rows) -> list[Bytes]:
-    pairs = zip(rows.schema.leaves, rows.columns, strict=True)
-    logical = [moved(column, -1, 1) if leaf.channels_last else column for leaf, column in pairs]
-    return [as_bytes(column).numpy() for column in logical]
 
 
 def _shapes(schema: Schema, schemas: Sequence[Schema], counts: Sequence[int]) -> np.ndarray[Any, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from torchcache2.core.arrays import Array, Entries, Words
 from torchcache2.core.errors import OptionError
@@ -32,17 +32,8 @@ _HOLD_EVERY = 0.1  # seconds
 class Located:
     """Key → segment and row.
 
-    Parameters
-    ----------
-    namespace : bytes
-    directory : CacheDirectory
-    descriptors : Descriptors
-    number : callable
-        The number of the next segment.
-    limit : int
-        Bytes that a row may have.
-    on_fault : callable
-        Is told an `OSError` or `DamagedError`, and the path where it was met.
+    New segments get the next of `numbers`. Rows may have `limit` bytes. `on_fault` is told an `OSError` or
+    another error of reading, and the path where it was met.
 
     Attributes
     ----------
@@ -56,7 +47,7 @@ class Located:
         namespace: bytes,
         directory: CacheDirectory,
         descriptors: Descriptors,
-        number: Callable[[], int],
+        numbers: Iterator[int],
         limit: int,
         on_fault: Callable[[Exception, str], None],
     ) -> None:
@@ -65,7 +56,7 @@ class Located:
         self.names: set[str] = set()
         self._directory = directory
         self._descriptors = descriptors
-        self._number = number
+        self._unused = numbers
         self._limit = limit
         self._on_fault = on_fault
         self._fingerprint = os.path.join(directory.folder(namespace), FINGERPRINT)
@@ -171,7 +162,7 @@ class Located:
         self.names.add(name)
         if segment.layout.namespace != self.namespace:
             return False  # somebody renamed the folder
-        number = self._number()
+        number = next(self._unused)
         self.segments[number] = segment
         self._numbers[name] = number
         assert segment.keys is not None

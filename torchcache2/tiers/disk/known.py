@@ -21,16 +21,8 @@ __all__ = ["Known"]
 class Known:
     """Where rows are, by namespace, and the writer of those that are not sealed yet.
 
-    Parameters
-    ----------
-    directory : CacheDirectory
-    health : Health
-    limit : int
-        Bytes that a row may have.
-    in_use : callable, optional
-        The namespaces that something alive in this process uses; default: all.
-    make_writer : callable
-        A writer for this process.
+    A row may have `limit` bytes. `in_use` gives the namespaces that something alive in this process uses;
+    None means all.
 
     Attributes
     ----------
@@ -38,6 +30,8 @@ class Known:
         Over all of this.
     located : dict of bytes to Located
     descriptors : Descriptors
+    numbers : iterator of int
+        Numbers for segments.
     writer : Writer or None
         None until something begins.
     closed : bool
@@ -62,7 +56,7 @@ class Known:
         self._limit = limit
         self._in_use = in_use
         self._make_writer = make_writer
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()
         self._wanted: set[bytes] = set()  # namespaces that are held, or should be
 
     def begin(self) -> None:
@@ -79,10 +73,6 @@ class Known:
                 located.forget_pending()  # the parent writes them
         self.writer = self._make_writer()
 
-    def number(self) -> int:
-        """A number for the next segment."""
-        return next(self._numbers)
-
     def namespace(self, namespace: bytes) -> Located:
         """What is known of a namespace; this process counts as its user from now on. With the lock held."""
         located = self.located.get(namespace)
@@ -96,12 +86,7 @@ class Known:
     def new(self, namespace: bytes) -> Located:
         """A namespace of which nothing is known; with the lock held."""
         located = self.located[namespace] = Located(
-            namespace,
-            self._directory,
-            self.descriptors,
-            self.number,
-            self._limit,
-            self._health.fault,
+            namespace, self._directory, self.descriptors, self.numbers, self._limit, self._health.fault
         )
         return located
 

@@ -29,14 +29,7 @@ _ASKED_BESIDE = 8 << 20  # bytes of a batch that are worth a thread
 
 
 class Reader:
-    """Finds and reads rows of one tier.
-
-    Parameters
-    ----------
-    directory : CacheDirectory
-    known : Known
-    health : Health
-    """
+    """Finds and reads rows of one tier."""
 
     def __init__(self, directory: CacheDirectory, known: Known, health: Health) -> None:
         self._directory = directory

@@ -122,7 +122,7 @@ class Sealing:
             if step < len(keys):
                 some = keys.take(np.arange(start, min(len(keys), start + step)))
                 piece = own.part(start, start + len(some))
-            pending = writer.open(keys.namespace, family, self._known.number)
+            pending = writer.open(keys.namespace, family, self._known.numbers)
             before = pending.nbytes
             located.add(some.data, pending, pending.add(some, piece))
             writer.added(pending, family, pending.nbytes - before)

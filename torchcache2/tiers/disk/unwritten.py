@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from torchcache2.core.arrays import Array
-from torchcache2.core.gather import as_bytes, moved
+from torchcache2.core.gather import as_bytes
 from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.rows import Rows
@@ -49,22 +49,13 @@ class Slabs:
 class OwnRows:
     """A copy of rows on the host that nobody else writes to; it may still be on its way there.
 
-    Parameters
-    ----------
-    rows : Rows
-        On any device; the caller may write to them afterwards.
-    slabs : Slabs
-        Where memory comes from.
-    runtime : Runtime
-        Of the accelerator that rows may come from.
+    The caller may write to the `rows`, which are on any device, afterwards. Memory comes from `slabs`.
     """
 
     def __init__(self, rows: Rows, slabs: Slabs, runtime: Runtime = CUDA) -> None:
         self.schema = rows.schema
         self.count = len(rows)
-        schema = rows.schema.in_logical_order
-        pairs = zip(rows.schema.leaves, rows.columns, strict=True)
-        plain = Rows(schema, [moved(c, -1, 1) if leaf.channels_last else c for leaf, c in pairs], len(rows))
+        plain = rows.in_logical_order()
         self.nbytes = len(rows) * rows.schema.row_bytes
         self._lock = ProcessLock()
         self._rows: Rows | None = None
@@ -162,10 +153,6 @@ class Pending:
         self.nbytes += own.nbytes + 16 * len(keys) + _BATCH_BYTES
         self.count += len(keys)
         return first
-
-    def keys(self) -> Array:
-        """All keys, uint8 ``(n, 16)``."""
-        return np.concatenate([keys.data for keys, _ in self.batches])
 
     def rows(self) -> list[tuple[Keys, Rows]]:
         """All rows, to be written."""

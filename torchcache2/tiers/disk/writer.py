@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchcache2.core.exits import AtExit
@@ -35,26 +35,12 @@ Kind = tuple[bytes, Schema]
 
 
 class Writer:
-    """Of one tier in one process.
+    """The queue and thread of one tier in one process; methods say whether the caller holds the tier's lock.
 
-    Parameters
-    ----------
-    lock : threading.RLock
-        The tier's; held by the caller of the methods that say so.
-    write : callable
-        Writes one segment; does not raise but for interrupts. Called without the lock.
-    forget : callable
-        Called with a segment whose writing was interrupted: nobody will write it.
-    target : int
-        Bytes of rows from which a segment is large enough.
-    limit : int
-        Bytes that may wait.
-    delay : float
-        Seconds after which a segment is written, however small; later ones wait longer.
-    at_exit : callable
-        Called when the process ends.
-    clock : callable
-        The time, in seconds.
+    A segment is large enough from `target` bytes of rows on; `limit` bytes may wait. `delay` are the seconds
+    after which a segment is written, however small; later ones wait longer. `write` is called without the
+    lock, and does not raise but for interrupts; `forget` is told a segment whose writing was interrupted, as
+    nobody will write it.
     """
 
     def __init__(
@@ -100,11 +86,11 @@ class Writer:
         writing = [pending for pending in self._writing if not pending.done]
         return [*self._open.values(), *self._ready, *writing]
 
-    def open(self, namespace: bytes, kind: Schema, number: Callable[[], int]) -> Pending:
+    def open(self, namespace: bytes, kind: Schema, numbers: Iterator[int]) -> Pending:
         """The segment that takes rows of a kind; with the lock held."""
         pending = self._open.get((namespace, kind))
         if pending is None or pending.dropped:
-            pending = self._open[namespace, kind] = Pending(namespace, number(), self._clock())
+            pending = self._open[namespace, kind] = Pending(namespace, next(numbers), self._clock())
             if pending.since + self._delay_of(namespace) < self._wakes:
                 self._changed.notify_all()
         return pending
