@@ -65,19 +65,9 @@ _WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
 def codec(name: str, quality: int = 1) -> Codec:
-    """The codec of a name: ``brotli``, ``blosc2`` or ``none``.
+    """The codec of a name: ``brotli``, ``blosc2`` or ``none``. `OptionError` if blosc2 is not installed.
 
-    Parameters
-    ----------
-    name : str
-        The codec.
-    quality : int
-        Of brotli, 0 to 11; the level of blosc2, 0 to 9. Decoding does not need it.
-
-    Raises
-    ------
-    OptionError
-        If blosc2 is wanted and not installed.
+    The quality of brotli is 0 to 11, and the level of blosc2 0 to 9. Decoding does not need it.
     """
     if name == "none":
         return Plain()

@@ -60,21 +60,11 @@ class Encoded:
 
 
 def encode(batches: Sequence[Batch], codec: Codec, *, library: str = "") -> Encoded:
-    """The bytes of a segment with these rows.
+    """The bytes of a segment with these rows, at least one, all of one namespace and on the CPU.
 
-    Parameters
-    ----------
-    batches : sequence of (Keys, Rows)
-        At least one row, all of one namespace and on the CPU. Schemas may differ in the shapes of rows only.
-    codec : Codec
-        How to compress; nothing is compressed if that would save less than 10 %.
-    library : str
-        The version that is named as the writer's.
-
-    Raises
-    ------
-    UnserialisableError
-        If the schema has no JSON form, or too long a one.
+    Schemas may differ in the shapes of rows only; `UnserialisableError` if their common schema has no JSON
+    form, or too long a one. Nothing is compressed if the codec would save less than 10 %. `library` is the
+    version that is named as the writer's.
     """
     schemas = [rows.schema for _, rows in batches]
     schema = _common(schemas)

@@ -42,16 +42,10 @@ _LEFT_OVER = re.compile(f"{SEGMENT_NAME.pattern}({re.escape(TEMPORARY)}|{re.esca
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """The files of one namespace.
+    """The files of one namespace, which is 32 hexadecimal digits.
 
-    Attributes
-    ----------
-    namespace : str
-        32 hexadecimal digits.
-    segments, corrupt, temporary : list of Entry
-        Segments, those that were found damaged, and those that are being written.
-    others : list of Entry
-        ``fingerprint.json``.
+    Besides segments there are those that were found `corrupt`, `temporary` files that are being written, and
+    `others`: ``fingerprint.json``.
     """
 
     namespace: str

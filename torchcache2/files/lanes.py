@@ -16,14 +16,9 @@ _MOST = (1 << 31) - 33  # bytes that a part may have: sizes are 31 bits, and a c
 
 
 class Lane(NamedTuple):
-    """How the bytes of a leaf are split.
+    """How the bytes of a leaf are split: by the byte of an element, of `width` 1, 2, 4 or 8.
 
-    Attributes
-    ----------
-    width : int
-        Bytes of an element: 1, 2, 4 or 8.
-    rotated : bool
-        Whether the sign bit is rotated to the end, so that the exponent fills one byte.
+    Elements may be `rotated` first: the sign bit goes to the end, so that the exponent fills one byte.
     """
 
     width: int

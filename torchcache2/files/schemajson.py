@@ -29,10 +29,7 @@ from torchcache2.files import classnames as classes
 from torchcache2.files import jsonparts as parts
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 
-__all__ = [
-    "schema_from_json",
-    "schema_to_json",
-]
+__all__ = ["schema_from_json", "schema_to_json"]
 
 MAX_LEAVES = 10_000
 MAX_DEPTH = 100
@@ -47,11 +44,8 @@ _TAGGED = (*_SEQUENCES.values(), *_MAPPINGS.values(), collections.defaultdict, c
 def schema_to_json(schema: Schema) -> dict[str, Any]:
     """A schema as what ``json.dumps`` takes, the same for the same schema.
 
-    Raises
-    ------
-    UnserialisableError
-        If the output has a class that cannot be found by its name, or a node that keeps something
-        other than plain values and node classes, or is too large.
+    `UnserialisableError` if the output has a class that cannot be found by its name, or a node that keeps
+    something other than plain values and node classes, or is too large.
     """
     data = {
         "structure": _Writer().node(schema.structure, "output", 0),
@@ -65,15 +59,10 @@ def schema_to_json(schema: Schema) -> dict[str, Any]:
 
 
 def schema_from_json(data: Any, *, structured: bool = True) -> Schema:
-    """The schema that `schema_to_json` made the JSON from.
+    """The schema that `schema_to_json` made the JSON from; it may be any JSON.
 
-    Parameters
-    ----------
-    data : JSON
-        As ``json.loads`` returns it. It may be any JSON.
-    structured : bool
-        False: the structure is a list of the leaves, whatever classes the JSON names. That is enough to
-        check rows.
+    Without `structured`, the structure is a list of the leaves, whatever classes the JSON names: that is
+    enough to check rows.
 
     Raises
     ------

@@ -36,23 +36,13 @@ def write_whole(
 ) -> None:
     """Write a file that is whole or not there, whenever the process is killed or the power goes off.
 
-    The temporary file is locked until it has its final name, so that whoever deletes what dead writers have
-    left sees that this writer lives.
+    The `content` is bytes, or what writes them: it is called with the open file and its temporary path, and
+    there is no file if it raises. The temporary path is the `stem`, a fresh `ulid` and the `suffix`, in the
+    folder of `path`. The temporary file is locked until it has its final name, so that whoever deletes what
+    dead writers have left sees that this writer lives.
 
-    Parameters
-    ----------
-    fs : FileSystem
-    path : str
-        Where the file will be.
-    content : sequence of memoryview, or callable
-        The bytes, or what writes them: it takes the open file and its temporary path, and there is no file if
-        it raises.
-    stem, suffix : str
-        The temporary path is the stem, a fresh `ulid` and the suffix; it is in the same folder.
-    replaces : bool
-        Whether a file that has the name already is replaced; else that is a `FileExistsError`.
-    sync_name : bool
-        Whether to return only when the name is on the disk, too.
+    If there is a file of that name, it is replaced; without `replaces` that is a `FileExistsError`. With
+    `sync_name` the name is on the disk, too, when this returns.
     """
     is_renamed = False
     try:
