@@ -36,7 +36,7 @@ class ToldOnce:
     ) -> None:
         """Log a message, unless `what` has been told before."""
         mine = object()
-        if self._told.setdefault(what, mine) is mine:  # atomic: of two threads, one tells
+        if self._told.setdefault(what, mine) is mine:  # this is atomic, so of two threads only one tells
             log(message, *args)
 
 
@@ -132,7 +132,7 @@ def _checked(fmt: str, problems: list[str]) -> str:
 if TYPE_CHECKING:
     _StreamHandler = logging.StreamHandler[TextIO]
 else:
-    _StreamHandler = logging.StreamHandler  # not subscriptable in Python 3.10
+    _StreamHandler = logging.StreamHandler  # the class is not subscriptable in Python 3.10
 
 
 class _StderrHandler(_StreamHandler):

@@ -83,7 +83,7 @@ class Rows:
         else:
             try:
                 pairs, structure = pytree.tree_flatten_with_path(output)
-            except ValueError:  # a node that was registered without names for its children
+            except ValueError:  # a node was registered without names for its children
                 values, structure = pytree.tree_flatten(output)
                 pairs = [((pytree.SequenceKey(i),), value) for i, value in enumerate(values)]
         leaves, columns = [], []

@@ -22,7 +22,7 @@ MissBatch = Literal["exact", "pad"]
 Compression = Literal["brotli", "blosc2", "none"]
 
 _MOST_QUALITY = {"brotli": 11, "blosc2": 9, "none": 11}
-_OF_TORCHCACHE = {  # its options that do not exist here
+_OF_TORCHCACHE = {  # options of torchcache 0.6 that do not exist here
     "zstd_compression": "it is compression='brotli'",
     "zstd_compression_level": "it is compression_quality",
     "zstd_compression_threads": "nothing takes its place, as one thread compresses behind the caller's back",
@@ -281,5 +281,5 @@ def _is_name(path: str) -> bool:
     """Whether the system can be asked for a path at all."""
     try:
         return b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # the text has half of a surrogate pair
         return False

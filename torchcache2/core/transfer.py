@@ -94,7 +94,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The same tensor on a device; from pinned memory, without waiting."""
     if tensor.device == device:
         return tensor
-    # `is_pinned` asks the driver: only where the answer matters.
+    # `is_pinned` asks the driver, so it is called only where the answer matters.
     is_async = device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned()
     return tensor.to(device, non_blocking=is_async)
 

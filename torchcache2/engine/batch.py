@@ -189,8 +189,8 @@ class Batch:
         """The output that the n rows of the whole batch stand for, tensors of shape ``(n, ...)``."""
         try:
             return rows.to_pytree(device=self.device)
-        # A value that is one for the batch differs between its rows; or a class that another version of the
-        # code has written does not take its children any more.
+        # A value that belongs to the whole batch differs between its rows, or a class that another version of
+        # the code has written does not take its children any more.
         except Exception:
             return (yield from self.compute_all())
 

@@ -179,7 +179,7 @@ class Cache:
         checked, share = _NOWHERE, self.settings.verify
         if batch.probes:  # everything is computed, and all that is found is compared with it
             checked = positions
-        elif share > 0.0:  # not by a generator of the caller's: those stay as they would without a cache
+        elif share > 0.0:  # the caller's generators stay as they would without a cache
             checked = positions[self._random_shares.random(len(positions)) < share]
         return Hits(positions, rows, checked)
 
@@ -215,7 +215,7 @@ class Cache:
     def _keep(self, keys: Keys, rows: Rows) -> None:
         """Put computed rows into the tiers."""
         self._tiers.put(self, keys, rows)
-        if self._closed:  # by another thread, while this one computed
+        if self._closed:  # another thread has closed it while this one computed
             self._tiers.forget(keys.namespace)
 
     def _put_together(self, batch: Batch, hits: Hits, misses: Misses, rows: Rows) -> Steps[Any]:

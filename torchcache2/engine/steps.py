@@ -56,7 +56,7 @@ def run_steps(steps: Callable[..., Steps[T]], *args: Any, **kwargs: Any) -> T:
                 failures.append(error)
             running, call = _resume(running, value, failures)
     finally:
-        if running is not None:  # interrupted here, outside of the generator
+        if running is not None:  # an interrupt came here, outside of the generator
             _close(running)
     return call  # type: ignore[no-any-return]
 
@@ -78,7 +78,7 @@ def _close(running: Steps[Any]) -> None:
 
 def _advance(running: Steps[T], value: Any, failures: list[BaseException]) -> tuple[Steps[T] | None, Any]:
     """The generator and its next call, or None and what it has returned."""
-    # No frame keeps the exception: its traceback would keep the frame, and both all that was in use.
+    # No frame may keep the exception: its traceback keeps the frame, and that all that it used.
     error = failures.pop() if failures else None
     try:
         try:
@@ -88,6 +88,6 @@ def _advance(running: Steps[T], value: Any, failures: list[BaseException]) -> tu
         except RuntimeError as wrapped:
             if error is None or wrapped.__cause__ is not error:
                 raise
-        raise error  # a StopIteration, which Python does not let out of a generator
+        raise error  # it is a StopIteration, which Python does not let out of a generator
     finally:
         del error

@@ -17,9 +17,9 @@ _U32 = struct.Struct("<I")
 # them, bytes of the chunk; six filters, codec, its setting, six filter settings, a reserved byte; more flags.
 _HEADER = struct.Struct("<BBBBIII15sB")
 _CHUNK_VERSION = 5
-_CHUNK_FLAGS = (0x07, 0x85, 0x87, 0x95, 0x97)  # a long header, zstd or raw, planes apart or not
+_CHUNK_FLAGS = (0x07, 0x85, 0x87, 0x95, 0x97)  # they say: a long header, zstd or raw, planes apart or not
 _PIPELINE = bytes([1, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0])  # shuffle, then zstd
-_ZEROS = 0x10  # nothing but zeros, and no bytes after the header
+_ZEROS = 0x10  # the chunk is zeros, and has no bytes after the header
 _WORTH_THREADS = 1 << 19  # bytes of a part
 
 
@@ -29,7 +29,7 @@ class Blosc2(Codec):
     name = "blosc2"
 
     def __init__(self, level: int = 1) -> None:
-        # It takes 0.3 s and two threads to import: only for those who want it.
+        # Its import takes 0.3 s and two threads, so only those who want it wait for it.
         self._library = require("blosc2", "blosc2", "compression='blosc2'")
         self._level = level
 

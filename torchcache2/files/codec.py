@@ -60,7 +60,9 @@ _HAS_BITMAP = 1
 _ZEROS_WORTH_A_BITMAP = 0.08
 _WORTH_BROTLI = 0.95
 _WINDOW = 18
-_WIDE_WINDOWS = frozenset(range(5, 16, 2))  # the first four bits of a brotli stream: 2^19 bytes and more
+_WIDE_WINDOWS = frozenset(
+    range(5, 16, 2)
+)  # the first four bits of a brotli stream whose window has 2^19 bytes or more
 _WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
@@ -182,7 +184,7 @@ def _stream(data: memoryview, at: int, size: int) -> tuple[Bytes, int]:
         raise DamagedError(f"a brotli stream of {stored} bytes for {size}, or one with too large a window")
     decompressor = brotli.Decompressor()
     try:
-        # One byte more than wanted: at its limit the reader may stop short of the end of the stream.
+        # The limit is one byte more than wanted: at it the reader may stop short of the end of the stream.
         held = decompressor.process(data[begin:end], output_buffer_limit=size + 1)
     except brotli.error as error:
         raise DamagedError(str(error)) from None

@@ -76,7 +76,7 @@ class CacheDirectory:
             if error.errno not in _NO_PATH:
                 raise
             raise OptionError(f"{self.path!r} cannot be a cache directory: {error.strerror}") from None
-        has_tag = self.fs.exists(os.path.join(self.path, TAG))  # asked first: it may appear meanwhile
+        has_tag = self.fs.exists(os.path.join(self.path, TAG))  # this comes first, as it may appear meanwhile
         tag = self.format()
         if tag is None:
             strange = [entry.name for entry in entries if not is_ours(entry)]

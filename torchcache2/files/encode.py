@@ -25,11 +25,11 @@ __all__ = ["SEGMENT", "TEMPORARY", "Encoded", "encode", "row_checksums", "write"
 
 SEGMENT = ".safetensors"
 TEMPORARY = ".tmp"  # behind the name of a segment that is being written
-_LEAST_SAVED = 0.1  # share of the bytes; a codec that saves less costs more time than the room is worth
+_LEAST_SAVED = 0.1  # a codec that saves a smaller share of the bytes costs more time than that is worth
 _HOPELESS = 0.98  # if a sample keeps more than this share of its bytes, the rest is not tried
-_MOST_PART = (1 << 31) - 64  # bytes of a leaf in a row that a codec takes
+_MOST_PART = (1 << 31) - 64  # a codec takes so many bytes of a leaf in a row
 _SAMPLES = 32
-_FEW = 4  # blocks
+_FEW = 4  # of so few blocks, all are tried
 Batch = tuple[Keys, Rows]
 
 
@@ -152,7 +152,7 @@ def _shapes(schema: Schema, schemas: Sequence[Schema], counts: Sequence[int]) ->
 
 def _blocks(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> Iterator[list[Bytes]]:
     """The rows of each block, leaf by leaf."""
-    left: list[list[Bytes2D]] = []  # rows of a block that is not full
+    left: list[list[Bytes2D]] = []  # the rows of a block that is not full yet
     held = 0
     for columns in pieces:
         count, start = len(columns[0]), 0
@@ -192,7 +192,7 @@ def _is_promising(
     """Whether a sample of the blocks, evenly spread, shrinks so that all of them may shrink enough."""
     counts = [len(columns[0]) for columns in pieces]
     if sum(counts) <= per_block * _FEW:
-        return True  # the sample would be all of them, such as one row of hundreds of MB
+        return True  # the sample would be all of them
     step = max(1, sum(counts) // _SAMPLES)
     before = after = 0
     for columns in pieces[:: max(1, len(pieces) // _SAMPLES)]:

@@ -19,7 +19,7 @@ from torchcache2.files.removal import Removal, deleting
 __all__ = ["Allowance", "Removed", "make_room", "room_after", "used_bytes"]
 
 Removed = Callable[[str, list[str]], None]
-_SHARE = 8  # a writer may fill one of so many parts of the room that it has found: others write too
+_SHARE = 8  # a writer may fill an eighth of the room that it has found, as others write too
 
 
 def used_bytes(contents: list[Contents]) -> int:

@@ -100,5 +100,5 @@ def is_left_over(name: str) -> bool:
 def stated_format(tag: bytes) -> int | None:
     """The format that a ``CACHEDIR.TAG`` states; None if it is another program's."""
     match = _IS_OURS.search(tag)
-    # Python makes no number of thousands of digits; the first ones are enough for a format that is not known.
+    # Python makes no number of thousands of digits, and the first ones show that a format is not known.
     return int(match[1][:_MOST_DIGITS]) if match else None

@@ -22,7 +22,7 @@ except ImportError:  # not a POSIX system
 
 __all__ = ["Descriptor", "Entry", "FileSystem", "StrangeFileError", "is_read_only"]
 
-_MOST_BUFFERS = 1024  # of one call; IOV_MAX of Linux
+_MOST_BUFFERS = 1024  # that one call takes: IOV_MAX of Linux
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 # Opening never waits: a pipe without a writer, or a terminal, would never answer.
@@ -62,7 +62,7 @@ class FileSystem:
         `StrangeFileError` if it is a folder, a pipe, a device, or a link that leads to no file.
         """
         try:
-            # Asked before it is opened: opening a device may do something.
+            # This is asked first, as opening a device may do something.
             is_regular = stat.S_ISREG(os.stat(path).st_mode)
         except FileNotFoundError:
             if os.path.islink(path):
@@ -121,7 +121,7 @@ class FileSystem:
         try:
             os.fsync(file.number)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that has no such thing
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system has no such thing
                 raise
 
     def lock(self, file: Descriptor, *, exclusive: bool) -> bool | None:
@@ -157,7 +157,7 @@ class FileSystem:
             os.link(old, new)
         except FileExistsError:
             raise
-        except OSError:  # a file system that has no second names
+        except OSError:  # the file system has no second names
             if os.path.lexists(new):
                 raise FileExistsError(new) from None
             os.rename(old, new)

@@ -15,7 +15,7 @@ from torchcache2.files.schemajson import schema_from_json
 __all__ = ["checked", "parse", "read_size", "stated"]
 
 MOST_HEADER_BYTES = 16 << 20
-_MOST_BLOCK_BYTES = 1 << 20  # that a reader accepts, of rows that share a block
+_MOST_BLOCK_BYTES = 1 << 20  # a reader accepts so many bytes of rows that share a block
 _CODECS = ("none", "brotli", "blosc2")
 _UNPARSABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
 
@@ -89,7 +89,7 @@ def parse(text: bytes, file_bytes: int, limit: int, *, structured: bool = True) 
 
 
 def _unparsed(error: Exception) -> str:
-    # Only the beginning: the text of an error of decoding has the whole header in it.
+    # The text of an error of decoding has the whole header in it: its beginning is enough.
     return f"a header that does not parse, {type(error).__name__}: {str(error)[:200]}"
 
 

@@ -31,7 +31,7 @@ _LANES = {
     torch.bfloat16: Lane(2, True),
     torch.complex64: Lane(4, True),
     torch.complex128: Lane(8, True),
-    # Their exponent shares a byte with mantissa either way: rotated they are no smaller.
+    # Their exponent shares a byte with the mantissa either way, so rotated they are no smaller.
     torch.float16: Lane(2, False),
     torch.complex32: Lane(2, False),
     **{dtype: Lane(2, False) for dtype in (torch.int16, torch.uint16)},

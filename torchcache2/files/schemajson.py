@@ -51,7 +51,7 @@ def schema_to_json(schema: Schema) -> dict[str, Any]:
         "structure": _Writer().node(schema.structure, "output", 0),
         "leaves": [parts.leaf_to_json(leaf) for leaf in schema.leaves],
     }
-    try:  # so that the limits of the reader are those of the writer too
+    try:  # the limits of the reader are those of the writer, too
         schema_from_json(data)
     except (DamagedError, UnknownClassError) as error:
         raise UnserialisableError(f"the schema of the output could not be read back: {error}") from None
@@ -187,7 +187,7 @@ class _Reader(_Counter):
     def node(self, data: Any, depth: int) -> pytree.TreeSpec:
         self.count(depth)
         if data is None:
-            return BARE  # one object for all leaves, as in the pytree module
+            return BARE  # all leaves are one object, as in the pytree module
         tag, body = parts.tagged(data)
         items = parts.list_of(body)
         if tag in _SEQUENCES:

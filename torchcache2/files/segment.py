@@ -26,7 +26,7 @@ __all__ = ["Descriptors", "Segment", "empty_columns", "rows_of"]
 
 _CHECKED_AT_ONCE = 8 << 20  # bytes
 _MOST_EXTENT = 1 << 48
-_FIRST_READ = 64 << 10  # bytes of a file that are read at once: most headers are shorter
+_FIRST_READ = 64 << 10  # so many bytes are read at once, as most headers are shorter
 Columns = list[np.ndarray[Any, np.dtype[np.uint8]]]
 
 
@@ -65,7 +65,7 @@ class Segment:
         if self._offsets is not None and layout.payload_bytes < 1 << 32:
             self._offsets = self._offsets.astype(np.uint32)
         self._block_checksums = index.get("block_checksums")
-        if self._block_checksums is not None:  # half of each is enough: rows have checksums too
+        if self._block_checksums is not None:  # half of each is enough, as rows have checksums too
             self._block_checksums = self._block_checksums.astype(np.uint32)
         self._codec = codecs.codec(layout.codec)
         self._lanes = [lane(leaf.stored) for leaf in layout.schema.leaves]
@@ -212,7 +212,7 @@ class Segment:
             if per_block == 1:
                 place = targets[first]
                 self._codec.decode(data, [column[place] for column in columns], self._lanes)
-                if ends[i] - first > 1:  # a row that was asked for several times
+                if ends[i] - first > 1:  # the row was asked for several times
                     for column in columns:
                         column[targets[first + 1 : ends[i]]] = column[place]
                 continue

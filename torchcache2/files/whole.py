@@ -50,7 +50,7 @@ def write_whole(
             temporary = f"{stem}{ulid()}{suffix}"
             file = fs.create(temporary)
             if fs.lock(file, exclusive=True) is not False and fs.links(file):
-                break  # else another process took it for a dead writer's before it was locked
+                break  # otherwise another process took it for a dead writer's before it was locked
         if callable(content):
             content(file, temporary)
         else:
@@ -61,7 +61,7 @@ def write_whole(
             is_renamed = True
         else:
             fs.link(temporary, path)
-        fs.unlock(file)  # of a fingerprint: whoever uses the namespace wants to lock it
+        fs.unlock(file)  # if it is a fingerprint, users of the namespace want to lock it
     finally:
         if not is_renamed:
             with contextlib.suppress(OSError):

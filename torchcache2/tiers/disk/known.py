@@ -65,12 +65,12 @@ class Known:
         if self.writer is not None and self.writer.pid == os.getpid():
             return
         if torn:
-            # Another thread of the parent was changing these when it forked.
+            # Another thread of the parent was changing the tables when it forked.
             self.located = {}
             self.descriptors = Descriptors(self._directory.fs)
         elif self.writer is not None:
             for located in self.located.values():
-                located.forget_pending()  # the parent writes them
+                located.forget_pending()  # the parent will write them
         self.writer = self._make_writer()
 
     def namespace(self, namespace: bytes) -> Located:
@@ -114,7 +114,9 @@ class Known:
 
         What is sealed is found again. Needed after an interrupt, when tables may be half changed.
         """
-        located = self.located.pop(namespace, None)  # comes first, so that nobody finds rows that are dropped
+        located = self.located.pop(
+            namespace, None
+        )  # this comes first, so that nobody finds rows that are dropped
         if located is not None:
             located.let_go()
         dropped = self.writer.drop(namespace) if self.writer is not None else []
@@ -146,7 +148,7 @@ class Known:
             for namespace in self.located if in_use is None else in_use:
                 if located := self.located.get(namespace):
                     self._wanted.add(namespace)
-                    located.hold(is_used=False)  # others may have made its folder since
+                    located.hold(is_used=False)  # another process may have made its folder since
 
     def held(self, namespace: bytes, enter: Callable[[], Descriptor | None]) -> Descriptor | None:
         """The open file that tells others that a namespace is in use; `enter` makes one if there is none."""

@@ -12,7 +12,7 @@ from torchcache2.files.filesystem import Descriptor, FileSystem
 
 __all__ = ["Scratch"]
 
-_EXIT_PRIORITY = 0  # lower than that of the writer, which writes into the folder
+_EXIT_PRIORITY = 0  # lower than the writer's, which still writes into the folder
 _PREFIX = "torchcache2-"
 _CACHE = "cache"
 _ALIVE = ".alive"  # a file in the folder; it is locked as long as the run that made the folder goes on

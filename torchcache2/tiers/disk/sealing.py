@@ -102,9 +102,9 @@ class Sealing:
                 return 0
             try:
                 located = self._known.namespace(keys.namespace)
-                if not self._health.writes:  # what is there is of a newer format
+                if not self._health.writes:  # the files there are of a newer format
                     return 0
-                absent = np.flatnonzero(located.find(keys.words) < 0)
+                absent = np.flatnonzero(located.places.find(keys.words) < 0)
                 if len(absent) < len(keys):
                     keys, own = keys.take(absent), own.take(absent)
                 self._queue_rows(self._known.writer, located, keys, own)
@@ -140,8 +140,7 @@ class Sealing:
                     return
                 located.names.add(name)
                 pending.name = name
-            described = self._description(pending.namespace) if self._description is not None else {}
-            if not self._sealed(pending, folder, name, encoded, described):
+            if not self._sealed(pending.namespace, name, encoded):
                 self.forget(pending)
                 return
             path = os.path.join(folder, name)
@@ -149,10 +148,8 @@ class Sealing:
             segment.keys = None
             with self._known.lock():
                 self._health.worked(pending.namespace)
-                is_forgotten = (
-                    not self._known.closed and self._known.located.get(pending.namespace) is not located
-                )
-                if pending.dropped or is_forgotten:
+                is_known = self._known.closed or self._known.located.get(pending.namespace) is located
+                if pending.dropped or not is_known:
                     with contextlib.suppress(FileNotFoundError):
                         self._fs.remove(path)
                 else:
@@ -161,31 +158,30 @@ class Sealing:
             self.forget(pending)
             self._health.write_fault(error, folder, pending.namespace)
 
-    def _sealed(
-        self, pending: Pending, folder: str, name: str, encoded: Encoded, described: Mapping[str, Any]
-    ) -> bool:
+    def _sealed(self, namespace: bytes, name: str, encoded: Encoded) -> bool:
         """Write a segment; False if there is no room for it."""
+        described = self._description(namespace) if self._description is not None else {}
         extra = 0
 
         def enter() -> Descriptor | None:
             nonlocal extra
-            made = self._directory.enter(pending.namespace, described)
+            made = self._directory.enter(namespace, described)
             with contextlib.suppress(OSError):
-                extra = self._fs.size(made) if made is not None else 0  # perhaps it is new
+                extra = self._fs.size(made) if made is not None else 0  # `enter` may just have written it
             return made
 
         for is_last in (False, True):
             if self._temporary and not self._fs.exists(self._directory.path):
-                return False  # its run has ended: nobody would delete it again
-            # Held until the segment is written: the cache that used the namespace may have been closed.
-            held = self._known.held(pending.namespace, enter)
+                return False  # the run that made it has ended, so nobody would delete it again
+            # This holds it until the segment is written: the cache that used it may have been closed.
+            held = self._known.held(namespace, enter)
             try:
                 with self._one_at_a_time():  # two threads would find the same room, and both use it
                     if not self._has_room(encoded.nbytes, extra):
                         return False
-                    write(self._fs, folder, name, encoded)
+                    write(self._fs, self._directory.folder(namespace), name, encoded)
                 return True
-            except FileNotFoundError:  # somebody has deleted the folder although we hold it
+            except FileNotFoundError:  # somebody has deleted the folder although it is held
                 if is_last:
                     raise
             finally:
@@ -211,7 +207,7 @@ class Sealing:
         except PermissionError:
             self._health.faults += 1  # the segments that would have to go belong to another user
         except OSError as error:
-            self._health.write_fault(error, self._directory.path)  # concerns the whole directory
+            self._health.write_fault(error, self._directory.path)  # this concerns the whole directory
             return False
         if room < 0:
             self._health.full(self._budget)

@@ -130,7 +130,7 @@ class DiskTier(Tier):
         """The rows of those keys that are here, read into fresh memory."""
         try:
             return Found(self._reader.find(keys))
-        except Exception as error:  # such as no memory: a fault is a miss
+        except Exception as error:  # there may be no memory; a fault is a miss
             self._health.fault(error, self.path)
             return Found([])
 
@@ -151,7 +151,9 @@ class DiskTier(Tier):
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, and delete its segments."""
         if self._lock()._is_owned():
-            self._later(self.drop, namespace)  # the garbage collector calls while this thread changes tables
+            self._later(
+                self.drop, namespace
+            )  # the garbage collector has called while this thread changes tables
             return
         with self._lock():
             self._known.begin()
@@ -192,12 +194,14 @@ class DiskTier(Tier):
             if located is not None:
                 located.hold()  # the lock was on the file that has been replaced
         with contextlib.suppress(OSError):
-            remove_leftovers(self.directory, namespace.hex())  # the old one, if no other process holds it
+            remove_leftovers(
+                self.directory, namespace.hex()
+            )  # the old file goes unless another process holds it
 
     def flush(self) -> None:
         """Return when everything that was put is sealed, or forgotten because of a fault."""
         if self._is_busy_here():
-            return  # it is written soon
+            return  # what was put is written soon
         with self._lock():
             self._known.begin()
             writer = self._known.writer

@@ -28,8 +28,8 @@ from torchcache2.tiers.disk.unwritten import Pending
 
 __all__ = ["Writer"]
 
-_EXIT_PRIORITY = 10  # higher than that of a temporary directory, which is deleted afterwards
-_SHARE = 0.02  # of the time that rows of a namespace have waited: so long may the next ones
+_EXIT_PRIORITY = 10  # higher than that of a temporary directory, which goes afterwards
+_SHARE = 0.02  # so much of the time that rows of a namespace have waited may the next ones wait
 _LONGEST_DELAY = 600.0  # seconds
 Kind = tuple[bytes, Schema]
 
@@ -59,16 +59,18 @@ class Writer:
         self.limit = limit
         self.pid = os.getpid()
         self._lock = lock
-        # For waiting only: unlike the lock's own, its ``with`` may be interrupted half way.
+        # This is for waiting only: unlike the lock's, its ``with`` may be interrupted half way.
         self._changed = threading.Condition(lock)
         self._write = write
         self._forget = forget
         self._delay = delay
         self._at_exit = at_exit
         self._clock = clock
-        self._waited: dict[bytes, float] = {}  # seconds, of segments that were written for their age
+        self._waited: dict[
+            bytes, float
+        ] = {}  # seconds that segments waited until they were written for their age
         self._wakes = math.inf  # when the thread will look for old segments
-        self._most_bytes = 0  # that wait, if none was written since they were counted
+        self._most_bytes = 0  # at most so many wait: those that were written since the last count are in it
         self._open: dict[Kind, Pending] = {}
         self._ready: deque[Pending] = deque()
         self._writing: list[Pending] = []
@@ -124,7 +126,7 @@ class Writer:
                 self._changed.wait(1.0)
             if self._ending or not self._is_full():
                 return
-        self.flush()  # nobody else would
+        self.flush()  # nobody else would write
 
     def flush(self) -> None:
         """Return when all is written that waits now; without the lock. Writes too."""
@@ -226,13 +228,13 @@ class Writer:
             raise
         finally:
             if pending is not None:
-                pending.done = True  # first: what follows may be interrupted
+                pending.done = True  # comes first, as what follows may be interrupted
             with self._lock:
                 self._writing = [other for other in self._writing if not other.done]
                 self._changed.notify_all()
         return True
 
     def _close_all(self) -> None:
-        # At once: nothing can interrupt two assignments.
+        # In one statement, as an interrupt may come between two.
         self._ready, self._open = deque([*self._ready, *self._open.values()]), {}
         self._changed.notify_all()

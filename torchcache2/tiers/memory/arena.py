@@ -131,7 +131,7 @@ class Arena:
             column.write(first, values)
         self._end()
         self._ticks.write(first, torch.full((count,), tick, device="cpu"))
-        # Last, so that there is never a key without its row.
+        # This comes last, so that there is never a key without its row.
         self._index.add(keys.view("<u8"))
 
     def remove(self, entries: Entries) -> None:

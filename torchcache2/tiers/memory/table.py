@@ -25,7 +25,7 @@ __all__ = ["ArenaTable"]
 
 _GROUP_BYTES = 256  # about what is kept for a group
 _MOST_GROUPS = 100_000  # of a namespace
-_EVICTED_AT_ONCE = 64  # a 64th of the rows: finding the oldest reads when every row was last used
+_EVICTED_AT_ONCE = 64  # at least a 64th of the rows goes, as finding the oldest reads the ticks of all
 
 Name = tuple[Schema, tuple[bool, ...], torch.device]
 

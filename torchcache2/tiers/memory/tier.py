@@ -32,7 +32,7 @@ from torchcache2.tiers.memory.table import ArenaTable
 
 __all__ = ["MemoryTier"]
 
-_MOST_ARENAS = 1024  # each is some reservations of address space, of which a process has a limited number
+_MOST_ARENAS = 1024  # each reserves address space several times, and a process may not do so often
 
 
 class MemoryTier(Tier):
@@ -154,7 +154,7 @@ class MemoryTier(Tier):
             return
         arena, keys, arriving = incoming
         columns = arriving.wait()
-        if arena in self._arenas:  # else it has been dropped
+        if arena in self._arenas:  # otherwise it has been dropped
             arena.append(keys.data, Rows(arena.schema, columns, len(keys)), self._clock)
 
     def _try_to_forget(self) -> None:
