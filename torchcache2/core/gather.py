@@ -53,9 +53,7 @@ def empty_bytes(size: int, *, runtime: Runtime | None = None) -> Tensor:
         return runtime.pinned((size,), torch.uint8)
     if size >= _HUGE:
         return torch.from_numpy(np.empty(size, np.uint8))
-    return torch.empty(
-        size, dtype=torch.uint8, device="cpu"
-    )  # `device` overrides a default that the user may have set
+    return torch.empty(size, dtype=torch.uint8, device="cpu")  # a user may have set another default device
 
 
 def empty_rows(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

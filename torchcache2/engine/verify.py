@@ -72,9 +72,7 @@ def _column_differences(
     else:
         precision = 0.0
         same = left == right
-        apart = (
-            (left.double() - right.double()).abs().clamp_min(1.0)
-        )  # large integers may differ and be one double
+        apart = (left.double() - right.double()).abs().clamp_min(1.0)  # two large ints may be one double
     apart = torch.where(same, 0.0, apart).amax(1)
     scale = torch.maximum(left.abs(), right.abs()).nan_to_num(0.0, 0.0).amax(1) if precision else 0.0
     within = apart <= precision**power * scale + precision**2  # numbers that cancel out leave noise

@@ -60,9 +60,7 @@ _HAS_BITMAP = 1
 _ZEROS_WORTH_A_BITMAP = 0.08
 _WORTH_BROTLI = 0.95
 _WINDOW = 18
-_WIDE_WINDOWS = frozenset(
-    range(5, 16, 2)
-)  # the first four bits of a brotli stream whose window has 2^19 bytes or more
+_WIDE_WINDOWS = frozenset(range(5, 16, 2))  # first four bits of a brotli stream: a window over 2^18 bytes
 _WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 

@@ -78,30 +78,24 @@ def encode(batches: Sequence[Batch], codec: Codec, *, library: str = "") -> Enco
     if any(column.shape[1] > _MOST_PART for columns in pieces for column in columns):
         codec = Plain()
     index: dict[str, np.ndarray[Any, Any]] = {}
-    data: list[Any] = []
-    if layout.extents:
+    is_ragged = layout.extents > 0
+    per_block = 1 if is_ragged else max(1, BLOCK_BYTES // max(1, schema.row_bytes))
+    blocks = None
+    if is_ragged:
         index["shapes"] = _shapes(schema, schemas, counts)
-        layout = dataclasses.replace(layout, rows_per_block=1)
-        blocks = _encoded(_blocks(pieces, 1), codec, lanes, limit=None)
-        assert blocks is not None
-        layout = dataclasses.replace(layout, codec=codec.name)
-        data = blocks
+        blocks = _encoded(_blocks(pieces, per_block), codec, lanes, limit=None)
+    elif codec.name != "none" and schema.row_bytes and _is_promising(pieces, per_block, codec, lanes):
+        limit = int(layout.row_data_bytes * (1 - _LEAST_SAVED))
+        blocks = _encoded(_blocks(pieces, per_block), codec, lanes, limit=limit)
+    data: Sequence[Any]
+    if blocks is None:
+        data = [columns[i].reshape(-1) for i in layout.column_order for columns in pieces]
     else:
-        for i in layout.column_order:
-            data += [columns[i].reshape(-1) for columns in pieces]
-        if codec.name != "none" and schema.row_bytes:
-            per_block = max(1, BLOCK_BYTES // schema.row_bytes)
-            limit = int(layout.row_data_bytes * (1 - _LEAST_SAVED))
-            if _is_promising(pieces, per_block, codec, lanes):
-                blocks = _encoded(_blocks(pieces, per_block), codec, lanes, limit=limit)
-                if blocks is not None:
-                    layout = dataclasses.replace(layout, codec=codec.name, rows_per_block=per_block)
-                    data = blocks
-    if layout.rows_per_block:
-        ends = np.cumsum([0, *map(len, data)], dtype=np.int64)
+        data, ends = blocks, np.cumsum([0, *map(len, blocks)], dtype=np.int64)
         index["offsets"] = ends
-        index["block_checksums"] = np.array([xxh3_64_intdigest(block) for block in data], np.uint64)
-        layout = dataclasses.replace(layout, payload_bytes=int(ends[-1]))
+        index["block_checksums"] = np.array([xxh3_64_intdigest(block) for block in blocks], np.uint64)
+        size = int(ends[-1])
+        layout = dataclasses.replace(layout, codec=codec.name, rows_per_block=per_block, payload_bytes=size)
     index["keys"] = np.concatenate([keys.data for keys, _ in batches])
     index["checksums"] = checksums
     head = layout.header([np.ascontiguousarray(index[name]).tobytes() for name in layout.index])

@@ -114,9 +114,7 @@ class Known:
 
         What is sealed is found again. Needed after an interrupt, when tables may be half changed.
         """
-        located = self.located.pop(
-            namespace, None
-        )  # this comes first, so that nobody finds rows that are dropped
+        located = self.located.pop(namespace, None)  # comes first, so that nobody finds rows that are dropped
         if located is not None:
             located.let_go()
         dropped = self.writer.drop(namespace) if self.writer is not None else []

@@ -151,9 +151,7 @@ class DiskTier(Tier):
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, and delete its segments."""
         if self._lock()._is_owned():
-            self._later(
-                self.drop, namespace
-            )  # the garbage collector has called while this thread changes tables
+            self._later(self.drop, namespace)  # the garbage collector calls while this thread changes tables
             return
         with self._lock():
             self._known.begin()
@@ -194,9 +192,7 @@ class DiskTier(Tier):
             if located is not None:
                 located.hold()  # the lock was on the file that has been replaced
         with contextlib.suppress(OSError):
-            remove_leftovers(
-                self.directory, namespace.hex()
-            )  # the old file goes unless another process holds it
+            remove_leftovers(self.directory, namespace.hex())  # the old file, unless another process holds it
 
     def flush(self) -> None:
         """Return when everything that was put is sealed, or forgotten because of a fault."""

@@ -73,9 +73,7 @@ class OwnRows:
             memory = slabs.take(size)
             copy = torch.from_numpy(memory).view(leaf.stored).view(len(rows), *leaf.shape)
             if column.device == _CPU and column.is_contiguous():
-                np.copyto(
-                    memory, as_bytes(column).numpy().reshape(-1)
-                )  # unlike torch, numpy wakes no other threads
+                np.copyto(memory, as_bytes(column).numpy().reshape(-1))  # this wakes no other threads
             else:
                 copy.copy_(column)
             copies.append(copy)

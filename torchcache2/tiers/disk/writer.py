@@ -66,9 +66,7 @@ class Writer:
         self._delay = delay
         self._at_exit = at_exit
         self._clock = clock
-        self._waited: dict[
-            bytes, float
-        ] = {}  # seconds that segments waited until they were written for their age
+        self._waited: dict[bytes, float] = {}  # seconds until segments were written for their age
         self._wakes = math.inf  # when the thread will look for old segments
         self._most_bytes = 0  # at most so many wait: those that were written since the last count are in it
         self._open: dict[Kind, Pending] = {}

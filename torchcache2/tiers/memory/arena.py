@@ -105,7 +105,6 @@ class Arena:
         finally:
             self._index.keys = self._key_words()
             self._end()
-        self._index.keys = self._key_words()
         return True
 
     def find(self, words: Words) -> Entries:
