@@ -1,4 +1,4 @@
-"""`AtExit`: a function that is called when the process ends, whichever way Python ends it."""
+"""`AtExit`: a function that is called when the process ends, in each way in which Python ends it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Logging: the ``torchcache2`` logger, configured by environment variables or from code.
 
 Only the ``torchcache2`` logger is ever touched, never the root logger. It does not propagate, so that
-an application with handlers of its own does not print every line twice.
+an application that has handlers does not print every line twice.
 """
 
 from __future__ import annotations

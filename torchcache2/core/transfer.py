@@ -22,7 +22,7 @@ __all__ = ["CUDA", "Arriving", "Runtime", "StreamOrder", "to_device", "to_host"]
 class Runtime:
     """What is asked of an accelerator: pinned memory, copies that do not wait, and events."""
 
-    def holds(self, tensor: Tensor) -> bool:
+    def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor is on the accelerator."""
         return tensor.device.type == "cuda"
 
@@ -63,7 +63,7 @@ class Arriving:
         self._sources: list[Tensor] = []
         self._tensors = []
         for tensor in tensors:
-            if runtime.holds(tensor):
+            if runtime.owns(tensor):
                 source = tensor.detach().resolve_conj().resolve_neg().contiguous()
                 tensor = runtime.pinned(source.shape, source.dtype)
                 runtime.start_copy(tensor, source)

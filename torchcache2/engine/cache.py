@@ -1,6 +1,6 @@
 """`Cache`, the engine: looks keys up in the tiers, has the misses computed once, and keeps them.
 
-All caches of one budget share a `TierStack`; each has a namespace of its own.
+All caches of one budget share a `TierStack`, and each has another namespace.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A cache that a compiler sees becomes part of its graph: rows of one call would be returned for ever. But
 `torch.compile` can leave a function out and still compile what that calls: the cache runs outside of the
-graph, and the forward of the items that are missing is a graph of its own.
+graph, and the forward of the items that are missing is another graph.
 
 For this, what runs between the caller and the forward is written as a generator that yields the calls to
 make, and `run_steps` makes them: the compiler sees nothing of the generator, and all of the calls.

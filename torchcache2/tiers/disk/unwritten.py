@@ -59,8 +59,8 @@ class OwnRows:
         self.nbytes = len(rows) * rows.schema.row_bytes
         self._lock = ProcessLock()
         self._rows: Rows | None = None
-        if any(map(runtime.holds, plain.columns)):
-            columns = [c if runtime.holds(c) else c.to(_CPU, copy=True) for c in plain.columns]
+        if any(map(runtime.owns, plain.columns)):
+            columns = [c if runtime.owns(c) else c.to(_CPU, copy=True) for c in plain.columns]
             self._arriving: Arriving | None = Arriving(columns, runtime)
             return
         self._arriving = None

@@ -8,7 +8,7 @@ seconds. So the rows of a namespace may wait for a small share of the time that 
 the number of segments grows with the logarithm of the time, and what a kill may lose stays a small share of
 what there is.
 
-Each process has a queue of its own: a forked child starts with an empty one, and leaves the rows
+Each process has its own queue: a forked child starts with an empty one, and leaves the rows
 that waited when it was made to its parent.
 """
 

@@ -234,11 +234,11 @@ class MemoryTier(Tier):
 
     def _append(self, arena: Arena, keys: Keys, rows: Rows) -> None:
         """Write rows that there is room for, now or when they have arrived on the host."""
-        remote = [column for column in rows.columns if self._runtime.holds(column)]
+        remote = [column for column in rows.columns if self._runtime.owns(column)]
         if remote and arena.device.type == "cpu":
             # The caller may write to columns on the host before the others have arrived.
             columns = rows.laid_out_as(arena.schema).columns
-            columns = tuple(c if self._runtime.holds(c) else c.clone() for c in columns)
+            columns = tuple(c if self._runtime.owns(c) else c.clone() for c in columns)
             self._incoming = arena, keys, Arriving(columns, self._runtime)
             if self._used() > self.budget:
                 self._catch_up()
@@ -270,7 +270,7 @@ class MemoryTier(Tier):
         if arena is None and rows.schema.row_bytes < self.budget:
             if len(self._arenas) >= _MOST_ARENAS:
                 self._arenas.drop_unused(namespace)
-            is_remote = any(map(self._runtime.holds, rows.columns))
+            is_remote = any(map(self._runtime.owns, rows.columns))
             try:
                 arena = Arena(rows.schema, device, self.budget, self._runtime if is_remote else None)
             except (AssertionError, OSError, MemoryError, RuntimeError) as error:
