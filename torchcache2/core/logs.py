@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from torchcache2.core.errors import OptionError
 
@@ -129,13 +129,7 @@ def _checked(fmt: str, problems: list[str]) -> str:
     return fmt
 
 
-if TYPE_CHECKING:
-    _StreamHandler = logging.StreamHandler[TextIO]
-else:
-    _StreamHandler = logging.StreamHandler  # the class is not subscriptable in Python 3.10
-
-
-class _StderrHandler(_StreamHandler):
+class _StderrHandler(logging.StreamHandler):
     """Writes to `sys.stderr` as it is now, so that redirection and notebooks work."""
 
     def __init__(self) -> None:

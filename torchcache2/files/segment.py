@@ -240,8 +240,8 @@ class Segment:
 def _runs(rows: Array) -> list[tuple[int, int, int]]:
     """Where runs of consecutive numbers begin and end in sorted rows, and the first number of each."""
     firsts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
-    ends = np.append(firsts[1:], len(rows)).tolist()
-    return list(zip(firsts.tolist(), ends, rows[firsts].tolist(), strict=True))
+    bounds = np.append(firsts, len(rows)).tolist()
+    return list(zip(bounds[:-1], bounds[1:], rows[firsts].tolist(), strict=True))
 
 
 def empty_columns(schema: Schema, count: int) -> Columns:

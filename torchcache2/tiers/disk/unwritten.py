@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import numpy as np
@@ -54,7 +55,6 @@ class OwnRows:
 
     def __init__(self, rows: Rows, slabs: Slabs, runtime: Runtime = CUDA) -> None:
         self.schema = rows.schema
-        self.count = len(rows)
         plain = rows.in_logical_order()
         self.nbytes = len(rows) * rows.schema.row_bytes
         self._lock = ProcessLock()
@@ -71,12 +71,12 @@ class OwnRows:
                 copies.append(column.to(_CPU, copy=True))
                 continue
             memory = slabs.take(size)
-            copy = torch.from_numpy(memory).view(leaf.stored).view(len(rows), *leaf.shape)
+            target = torch.from_numpy(memory).view(leaf.stored).view(len(rows), *leaf.shape)
             if column.device == _CPU and column.is_contiguous():
                 np.copyto(memory, as_bytes(column).numpy().reshape(-1))  # this wakes no other threads
             else:
-                copy.copy_(column)
-            copies.append(copy)
+                target.copy_(column)
+            copies.append(target)
         self._rows = Rows(plain.schema, copies, len(rows))
 
     @property
@@ -85,7 +85,7 @@ class OwnRows:
         with self._lock():
             if self._rows is None and self._arriving is not None:
                 columns = self._arriving.wait()
-                self._rows = Rows(self.schema.in_logical_order, columns, self.count)
+                self._rows = Rows(self.schema.in_logical_order, columns, len(columns[0]))
                 self._arriving = None
             assert self._rows is not None
             return self._rows
@@ -100,10 +100,8 @@ class OwnRows:
         return self._of(self.rows.take(torch.from_numpy(positions)))
 
     def _of(self, rows: Rows) -> OwnRows:
-        own = OwnRows.__new__(OwnRows)
-        own.schema, own.count = self.schema, len(rows)
-        own.nbytes = len(rows) * self.schema.row_bytes
-        own._lock, own._arriving, own._rows = ProcessLock(), None, rows
+        own = copy.copy(self)
+        own.nbytes, own._rows = len(rows) * self.schema.row_bytes, rows
         return own
 
 
