@@ -129,12 +129,12 @@ def _checked(fmt: str, problems: list[str]) -> str:
     return fmt
 
 
-class _StderrHandler(logging.StreamHandler):
+class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10 takes none
     """Writes to `sys.stderr` as it is now, so that redirection and notebooks work."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
 
     @property
-    def stream(self) -> TextIO:  # type: ignore[override]
+    def stream(self) -> TextIO:
         return sys.stderr
