@@ -50,25 +50,12 @@ class Rows:
 
     @classmethod
     def from_pytree(
-        cls,
-        output: Any,
-        count: int,
-        *,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
+        cls, output: Any, count: int, *, device: torch.device, dtype: torch.dtype | None = None
     ) -> Rows:
-        """The rows of a computation's output for a batch of `count` items.
+        """The rows of a computation's output, a pytree, for a batch of `count` items.
 
-        Parameters
-        ----------
-        output : pytree
-            Tensors of shape ``(count, ...)``, and values that are not tensors.
-        count : int
-            The batch size.
-        device : torch.device
-            The device of the call, which outputs are returned to.
-        dtype : torch.dtype, optional
-            Stored dtype of floating-point leaves.
+        Its tensors have shape ``(count, ...)``; other values belong to the whole batch. `device` is that of
+        the call, which outputs are returned to, and `dtype` the stored one of floating-point leaves.
 
         Raises
         ------
@@ -117,11 +104,8 @@ class Rows:
                 values.append(column)
             else:
                 values.append(_column_value(leaf, column))
-        return (
-            values[0]
-            if self.schema.structure is BARE
-            else pytree.tree_unflatten(values, self.schema.structure)
-        )
+        structure = self.schema.structure
+        return values[0] if structure is BARE else pytree.tree_unflatten(values, structure)
 
     def take(self, positions: Tensor) -> Rows:
         """A copy of some rows.

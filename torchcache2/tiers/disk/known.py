@@ -22,20 +22,8 @@ class Known:
     """Where rows are, by namespace, and the writer of those that are not sealed yet.
 
     A row may have `limit` bytes. `in_use` gives the namespaces that something alive in this process uses;
-    None means all.
-
-    Attributes
-    ----------
-    lock : ProcessLock
-        Over all of this.
-    located : dict of bytes to Located
-    descriptors : Descriptors
-    numbers : iterator of int
-        Numbers for segments.
-    writer : Writer or None
-        None until something begins.
-    closed : bool
-        Whether the tier is closed.
+    None means all. The `lock` is over all of this, `numbers` are those for the next segments, and there is no
+    `writer` until something begins.
     """
 
     def __init__(
