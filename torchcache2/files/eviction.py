@@ -27,11 +27,9 @@ def used_bytes(contents: list[Contents]) -> int:
     return sum(one.nbytes for one in contents)
 
 
-def make_room(
-    directory: CacheDirectory, needed: int, budget: int, *, lru: bool, removed: Removed = lambda *_: None
-) -> bool:
+def make_room(directory: CacheDirectory, needed: int, budget: int, *, lru: bool) -> bool:
     """Delete segments until `needed` more bytes fit into the budget; whether they do. See `room_after`."""
-    return room_after(directory, needed, budget, lru=lru, removed=removed) >= 0
+    return room_after(directory, needed, budget, lru=lru) >= 0
 
 
 def room_after(

@@ -14,7 +14,7 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Schema
-from torchcache2.core.transfer import CUDA, Arriving, Runtime
+from torchcache2.core.transfer import CUDA, Arriving
 
 __all__ = ["OwnRows", "Pending", "Slabs"]
 
@@ -53,15 +53,15 @@ class OwnRows:
     The caller may write to the `rows`, which are on any device, afterwards. Memory comes from `slabs`.
     """
 
-    def __init__(self, rows: Rows, slabs: Slabs, runtime: Runtime = CUDA) -> None:
+    def __init__(self, rows: Rows, slabs: Slabs) -> None:
         self.schema = rows.schema
         plain = rows.in_logical_order()
         self.nbytes = len(rows) * rows.schema.row_bytes
         self._lock = ProcessLock()
         self._rows: Rows | None = None
-        if any(map(runtime.owns, plain.columns)):
-            columns = [c if runtime.owns(c) else c.to(_CPU, copy=True) for c in plain.columns]
-            self._arriving: Arriving | None = Arriving(columns, runtime)
+        if any(map(CUDA.owns, plain.columns)):
+            columns = [c if CUDA.owns(c) else c.to(_CPU, copy=True) for c in plain.columns]
+            self._arriving: Arriving | None = Arriving(columns)
             return
         self._arriving = None
         copies = []
