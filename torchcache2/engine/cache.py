@@ -1,6 +1,6 @@
 """`Cache`, the engine: looks keys up in the tiers, has the misses computed once, and keeps them.
 
-All caches of one budget share a `TierStack`, and each has another namespace.
+All caches of one budget share a `TierStack`; each keeps the rows of its namespace there.
 """
 
 from __future__ import annotations

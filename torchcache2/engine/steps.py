@@ -78,7 +78,7 @@ def _close(running: Steps[Any]) -> None:
 
 def _advance(running: Steps[T], value: Any, failures: list[BaseException]) -> tuple[Steps[T] | None, Any]:
     """The generator and its next call, or None and what it has returned."""
-    # No frame may keep the exception: its traceback keeps the frame, and that all that it used.
+    # No frame may keep the exception: its traceback keeps the frame, whose variables would live on.
     error = failures.pop() if failures else None
     try:
         try:

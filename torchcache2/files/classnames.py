@@ -37,7 +37,7 @@ BUILTINS = (bool, bytes, complex, dict, float, frozenset, int, list, set, str, t
 def name_of(cls: Any, where: str) -> str:
     """What a class is called in a file."""
     name = qualified(cls, ":")
-    if name.startswith("__mp_main__:"):  # so a spawned process calls the script of its parent
+    if name.startswith("__mp_main__:"):  # a spawned process calls its parent's script so
         name = "__main__:" + name.partition(":")[2]
     try:
         class_of(name, lambda found: found is cls)

@@ -37,7 +37,7 @@ def room_after(
 ) -> int:
     """Delete segments until `needed` more bytes fit into the budget; the bytes that are then left.
 
-    These are negative if `needed` bytes do not fit. `OSError` if that is since something could not be
+    These are negative if `needed` bytes do not fit. `OSError` if that is because something could not be
     deleted; `TimeoutError` if another process deletes. With `lru`, segments of namespaces that are in use may
     go. `removed` is called with each namespace (32 hexadecimal digits) and the names of its segments that are
     gone.

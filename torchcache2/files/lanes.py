@@ -16,9 +16,10 @@ _MOST = (1 << 31) - 33  # bytes that a part may have: sizes are 31 bits, and a c
 
 
 class Lane(NamedTuple):
-    """How the bytes of a leaf are split: by the byte of an element, of `width` 1, 2, 4 or 8.
+    """How the bytes of a leaf are split: a part for each byte of an element, of which there are `width`.
 
-    Elements may be `rotated` first: the sign bit goes to the end, so that the exponent fills one byte.
+    The width is 1, 2, 4 or 8. If elements are `rotated` first, the sign bit goes to the end, so that the
+    exponent fills one byte.
     """
 
     width: int

@@ -57,7 +57,7 @@ class Located:
         self.names: set[str] = set()
         self._directory = directory
         self._descriptors = descriptors
-        self._unused = numbers
+        self._next_numbers = numbers
         self._limit = limit
         self._on_fault = on_fault
         self._fingerprint = os.path.join(directory.folder(namespace), FINGERPRINT)
@@ -163,7 +163,7 @@ class Located:
         self.names.add(name)
         if segment.layout.namespace != self.namespace:
             return False  # somebody renamed the folder
-        number = next(self._unused)
+        number = next(self._next_numbers)
         self.segments[number] = segment
         self._numbers[name] = number
         assert segment.keys is not None

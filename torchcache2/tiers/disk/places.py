@@ -60,7 +60,7 @@ class Places:
         words: Words = keys.view("<u8")
         locations = number << 32 | np.arange(first, first + len(words))
         low = np.sort(words[:, 0])
-        if (low[1:] == low[:-1]).any():  # only a file of another writer has a key twice
+        if (low[1:] == low[:-1]).any():  # a file of this library never has a key twice
             distinct = np.unique(words, axis=0, return_index=True)[1]
             words, locations = words[distinct], locations[distinct]
         absent = self._index.find(words) < 0

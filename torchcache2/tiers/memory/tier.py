@@ -32,7 +32,9 @@ from torchcache2.tiers.memory.table import ArenaTable
 
 __all__ = ["MemoryTier"]
 
-_MOST_ARENAS = 1024  # each reserves address space several times, and a process may not do so often
+_MOST_ARENAS = (
+    1024  # each reserves address space a few times, and a process may do so a limited number of times
+)
 
 
 class MemoryTier(Tier):
