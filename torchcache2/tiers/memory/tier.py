@@ -32,8 +32,7 @@ from torchcache2.tiers.memory.table import ArenaTable
 
 __all__ = ["MemoryTier"]
 
-_MOST_ARENAS = (
-    1024  # each reserves address space a few times, and a process may do so a limited number of times
+_MOST_ARENAS = 1024  # each reserves address space a few times, and how often a process may is limited
 )
 
 
