@@ -33,7 +33,6 @@ from torchcache2.tiers.memory.table import ArenaTable
 __all__ = ["MemoryTier"]
 
 _MOST_ARENAS = 1024  # each reserves address space a few times, and how often a process may is limited
-)
 
 
 class MemoryTier(Tier):
