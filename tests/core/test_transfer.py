@@ -29,7 +29,7 @@ class Late(Runtime):
         self.remote.add(tensor.untyped_storage().data_ptr())
         return tensor
 
-    def holds(self, tensor):
+    def owns(self, tensor):
         return tensor.untyped_storage().data_ptr() in self.remote
 
     def pinned(self, shape, dtype):

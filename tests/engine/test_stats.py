@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from torchcache2 import CacheStats, torchcache
+from torchcache2 import Cache, CacheStats, torchcache
 from torchcache2.engine.stats import Counters
 
 MEMORY = {"evictions": 0, "memory_rows": 0, "memory_bytes": 0}
@@ -174,12 +174,14 @@ def test_what_is_saved_goes_by_rows_computed_not_by_misses():
     assert counters.stats(**MEMORY).seconds_saved == 6 * 0.5
 
 
-def test_bypasses_are_counted_by_reason_and_the_first_of_each_is_told():
-    counters = Counters()
-    assert counters.bypass("grad", 5)
-    assert not counters.bypass("grad", 2)
-    assert counters.bypass("random", 1)
-    assert dict(counters.stats(**MEMORY).bypasses) == {"grad": 7, "random": 1}
+def test_bypasses_are_counted_by_reason_and_the_first_of_each_is_told(log):
+    with Cache(b"a" * 16) as cache:
+        cache.count_bypass("grad", 5, "it needs a gradient")
+        cache.count_bypass("grad", 2, "another one does")
+        cache.count_bypass("random", 1, "it draws numbers")
+        assert dict(cache.stats().bypasses) == {"grad": 7, "random": 1}
+    told = [record.getMessage().partition(": ")[2] for record in log]
+    assert told == ["not cached (grad): it needs a gradient", "not cached (random): it draws numbers"]
 
 
 def test_stats_are_of_a_moment():

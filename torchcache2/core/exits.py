@@ -1,4 +1,4 @@
-"""`AtExit`: a function that is called when the process ends, whichever way Python ends it."""
+"""`AtExit`: a function that is called when the process ends, in each way in which Python ends it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,11 @@ __all__ = ["AtExit"]
 class AtExit:
     """Calls a function at the end of the process that makes this, and keeps what it needs alive until then.
 
-    Those that were registered last are called first, as with `atexit`. A process of `multiprocessing` ends
-    without the handlers of `atexit`, but with its own finalizers: there the order is that of `priority`.
+    The function that was registered last is called first, as with `atexit`. A process of `multiprocessing`
+    ends without the handlers of `atexit`, but with its own finalizers: there the highest `priority` is first.
 
     A child that was made by `os.fork` inherits the handlers of `atexit`: the function itself must see that
     it is called in another process.
-
-    Parameters
-    ----------
-    function : callable
-    priority : int
-        The highest is called first.
     """
 
     def __init__(self, function: Callable[[], None], priority: int) -> None:

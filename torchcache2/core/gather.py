@@ -23,8 +23,8 @@ __all__ = [
     "with_ordinary_tensors",
 ]
 
-_ALONE = 1 << 20  # bytes that one thread has copied before others are awake
-_GRAIN = 32_768  # elements from which torch copies a single row with all threads
+_ALONE = 1 << 20  # one thread has copied so many bytes before others are awake
+_GRAIN = 32_768  # torch copies a row of so many elements with all threads
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _HUGE = 4 << 20  # from here on numpy asks for huge pages, which make page faults several times cheaper
 P = ParamSpec("P")
@@ -53,7 +53,7 @@ def empty_bytes(size: int, *, runtime: Runtime | None = None) -> Tensor:
         return runtime.pinned((size,), torch.uint8)
     if size >= _HUGE:
         return torch.from_numpy(np.empty(size, np.uint8))
-    return torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default device is
+    return torch.empty(size, dtype=torch.uint8, device="cpu")  # a user may have set another default device
 
 
 def empty_rows(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ __all__ = ["ProcessLock"]
 
 
 class ProcessLock:
-    """A lock of its own in each process; ``with lock(): …``, so that no interrupt comes before its release.
+    """A lock, another one in each process; ``with lock(): …``, so that no interrupt comes before its release.
 
     Parameters
     ----------

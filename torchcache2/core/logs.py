@@ -1,7 +1,7 @@
 """Logging: the ``torchcache2`` logger, configured by environment variables or from code.
 
 Only the ``torchcache2`` logger is ever touched, never the root logger. It does not propagate, so that
-an application with handlers of its own does not print every line twice.
+an application that has handlers does not print every line twice.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from torchcache2.core.errors import OptionError
 
@@ -29,14 +29,14 @@ class ToldOnce:
     """Logs each thing the first time only, however often it happens."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._told: dict[str, object] = {}
 
     def __call__(
         self, what: str, message: str, *args: object, log: Callable[..., None] = logger.warning
     ) -> None:
         """Log a message, unless `what` has been told before."""
-        if what not in self._told:
-            self._told.add(what)
+        mine = object()
+        if self._told.setdefault(what, mine) is mine:  # this is atomic, so of two threads only one tells
             log(message, *args)
 
 
@@ -94,7 +94,7 @@ def set_logger_config(
         except OSError as error:
             problems.append(f"cannot append the log to {os.fspath(filename)!r}: {error}")
 
-    formatter = logging.Formatter(_checked(fmt, DEFAULT_FMT, problems), datefmt)
+    formatter = logging.Formatter(_checked(fmt, problems), datefmt)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
@@ -120,27 +120,21 @@ def _level_number(level: int | str) -> int | None:
     return number if isinstance(number, int) else None
 
 
-def _checked(fmt: str, default: str, problems: list[str]) -> str:
+def _checked(fmt: str, problems: list[str]) -> str:
     try:
         logging.Formatter(fmt).format(logging.makeLogRecord({}))
     except (KeyError, TypeError, ValueError) as error:
         problems.append(f"log format {fmt!r} is not valid ({error}); using the default")
-        return default
+        return DEFAULT_FMT
     return fmt
 
 
-if TYPE_CHECKING:
-    _StreamHandler = logging.StreamHandler[TextIO]
-else:
-    _StreamHandler = logging.StreamHandler  # not subscriptable in Python 3.10
-
-
-class _StderrHandler(_StreamHandler):
+class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10 takes none
     """Writes to `sys.stderr` as it is now, so that redirection and notebooks work."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
 
     @property
-    def stream(self) -> TextIO:  # type: ignore[override]
+    def stream(self) -> TextIO:
         return sys.stderr

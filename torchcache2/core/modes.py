@@ -45,7 +45,7 @@ def modes(devices: Iterable[str]) -> str:
     contexts = [mode for mode in _function_modes() if isinstance(mode, DeviceContext)]  # type: ignore[no-untyped-call]
     if contexts and contexts[-1].device.type != "cpu":
         state.append(f"device {contexts[-1].device.type}")
-    if sys.float_info.min / 2 == 0.0:  # `torch.set_flush_denormal` cannot be asked, but its effect seen
+    if sys.float_info.min / 2 == 0.0:  # `torch.set_flush_denormal` cannot be asked, but its effect shows
         state.append("flush denormal")
     return "; ".join(state)
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OutputError, hint
-from torchcache2.core.gather import as_bytes, empty_rows, select, with_ordinary_tensors
+from torchcache2.core.gather import as_bytes, empty_rows, moved, select, with_ordinary_tensors
 from torchcache2.core.schema import BARE, Leaf, Schema
 from torchcache2.core.transfer import to_device
 
@@ -50,25 +50,12 @@ class Rows:
 
     @classmethod
     def from_pytree(
-        cls,
-        output: Any,
-        count: int,
-        *,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
+        cls, output: Any, count: int, *, device: torch.device, dtype: torch.dtype | None = None
     ) -> Rows:
-        """The rows of a computation's output for a batch of `count` items.
+        """The rows of a computation's output, a pytree, for a batch of `count` items.
 
-        Parameters
-        ----------
-        output : pytree
-            Tensors of shape ``(count, ...)``, and values that are not tensors.
-        count : int
-            The batch size.
-        device : torch.device
-            The device of the call, which outputs are returned to.
-        dtype : torch.dtype, optional
-            Stored dtype of floating-point leaves.
+        Its tensors have shape ``(count, ...)``; other values belong to the whole batch. `device` is that of
+        the call, which outputs are returned to, and `dtype` the stored one of floating-point leaves.
 
         Raises
         ------
@@ -83,7 +70,7 @@ class Rows:
         else:
             try:
                 pairs, structure = pytree.tree_flatten_with_path(output)
-            except ValueError:  # a node that was registered without names for its children
+            except ValueError:  # a node was registered without names for its children
                 values, structure = pytree.tree_flatten(output)
                 pairs = [((pytree.SequenceKey(i),), value) for i, value in enumerate(values)]
         leaves, columns = [], []
@@ -117,11 +104,8 @@ class Rows:
                 values.append(column)
             else:
                 values.append(_column_value(leaf, column))
-        return (
-            values[0]
-            if self.schema.structure is BARE
-            else pytree.tree_unflatten(values, self.schema.structure)
-        )
+        structure = self.schema.structure
+        return values[0] if structure is BARE else pytree.tree_unflatten(values, structure)
 
     def take(self, positions: Tensor) -> Rows:
         """A copy of some rows.
@@ -149,6 +133,12 @@ class Rows:
                 column = column.movedim(1, -1)
             columns.append(column)
         return Rows(schema, columns, self.count)
+
+    def in_logical_order(self) -> Rows:
+        """The same rows, none of them with its channels last."""
+        pairs = zip(self.schema.leaves, self.columns, strict=True)
+        columns = [moved(column, -1, 1) if leaf.channels_last else column for leaf, column in pairs]
+        return Rows(self.schema.in_logical_order, columns, self.count)
 
     def head(self, count: int) -> Rows:
         """The first `count` rows, without a copy."""

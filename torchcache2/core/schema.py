@@ -74,7 +74,7 @@ class Schema:
             return False
         try:
             return bool(self.structure == other.structure)
-        except Exception:  # what a node keeps beside its children may compare as it likes
+        except Exception:  # what a node keeps beside its children may raise when it is compared
             return False
 
     def __hash__(self) -> int:

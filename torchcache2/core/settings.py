@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
+import importlib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -11,17 +13,21 @@ from typing import Any, Literal
 import torch
 
 from torchcache2.core.errors import OptionError
-from torchcache2.core.extras import require
-from torchcache2.core.optionnames import check_names
 from torchcache2.core.sizes import Size, free_disk, free_memory, parse_size
 
-__all__ = ["CacheSettings", "disabled_by_environment", "strict_by_environment"]
+__all__ = ["CacheSettings", "disabled_by_environment", "require", "strict_by_environment"]
 
 Policy = Literal["mru", "lru"]
 MissBatch = Literal["exact", "pad"]
 Compression = Literal["brotli", "blosc2", "none"]
 
 _MOST_QUALITY = {"brotli": 11, "blosc2": 9, "none": 11}
+_OF_TORCHCACHE = {  # options of torchcache 0.6 that do not exist here
+    "zstd_compression": "it is compression='brotli'",
+    "zstd_compression_level": "it is compression_quality",
+    "zstd_compression_threads": "nothing takes its place, as one thread compresses behind the caller's back",
+    "use_mmap_on_load": "nothing takes its place, as files are read and never mapped",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,21 +112,13 @@ class CacheSettings:
     verify: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.enabled, bool), "enabled", self.enabled, "True or False")
+        self._require("enabled", isinstance(self.enabled, bool), "True or False")
         count = self.subsample_count
-        _require(
-            count is None or (type(count) is int and count >= 2),
-            "subsample_count",
-            count,
-            "None or an int of at least 2 (elements hashed per item)",
-        )
+        is_valid = count is None or (type(count) is int and count >= 2)
+        self._require("subsample_count", is_valid, "None or an int of at least 2 (elements hashed per item)")
         name = self.persistent_module_hash
-        _require(
-            name is None or (isinstance(name, str) and name != ""),
-            "persistent_module_hash",
-            name,
-            "None or a non-empty str",
-        )
+        is_valid = name is None or (isinstance(name, str) and name != "")
+        self._require("persistent_module_hash", is_valid, "None or a non-empty str")
         parse_size("max_memory_cache_size", self.max_memory_cache_size, free=0)
         self._check_persistence()
         if self.memory_cache_device is not None:
@@ -131,63 +129,60 @@ class CacheSettings:
                     f"memory_cache_device={self.memory_cache_device!r}: expected None, a "
                     f"torch.device or its name, such as 'cpu' or 'cuda:0' ({error})"
                 ) from None
-            _require(
-                device.type != "meta",
-                "memory_cache_device",
-                self.memory_cache_device,
-                "None, a torch.device or its name, of a device that holds data",
-            )
+            expected = "None, a torch.device or its name, of a device that holds data"
+            self._require("memory_cache_device", device.type != "meta", expected)
             object.__setattr__(self, "memory_cache_device", device)
         dtype = self.cache_dtype
-        _require(
-            dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point),
-            "cache_dtype",
-            dtype,
-            "None or a floating-point torch.dtype, such as torch.bfloat16",
-        )
-        _require(self.policy in ("mru", "lru"), "policy", self.policy, "'mru' or 'lru'")
+        is_valid = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+        expected = "None or a floating-point torch.dtype, such as torch.bfloat16"
+        self._require("cache_dtype", is_valid, expected)
+        self._require("policy", self.policy in ("mru", "lru"), "'mru' or 'lru'")
         for option in ("shared_args", "item_args"):
-            object.__setattr__(self, option, _names(option, getattr(self, option)))
+            self._sort_names(option)
         both = set(self.shared_args) & set(self.item_args)
-        _require(not both, "item_args", self.item_args, f"none of shared_args, but {sorted(both)} is in both")
-        _require(isinstance(self.probe, bool), "probe", self.probe, "True or False")
-        _require(isinstance(self.strict, bool), "strict", self.strict, "True or False")
-        _require(self.miss_batch in ("exact", "pad"), "miss_batch", self.miss_batch, "'exact' or 'pad'")
+        self._require("item_args", not both, f"none of shared_args, but {sorted(both)} is in both")
+        self._require("probe", isinstance(self.probe, bool), "True or False")
+        self._require("strict", isinstance(self.strict, bool), "True or False")
+        self._require("miss_batch", self.miss_batch in ("exact", "pad"), "'exact' or 'pad'")
         share = self.verify
         is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
-        _require(is_number and 0 <= share <= 1, "verify", share, "a share of hits from 0.0 to 1.0")
+        self._require("verify", is_number and 0 <= share <= 1, "a share of hits from 0.0 to 1.0")
         object.__setattr__(self, "verify", float(share))
 
     def _check_persistence(self) -> None:
         is_known = self.persistent is None or isinstance(self.persistent, bool)
-        _require(is_known, "persistent", self.persistent, "True or False, or None: if there is a folder")
+        self._require("persistent", is_known, "True or False, or None: if there is a folder")
         parse_size("max_persistent_cache_size", self.max_persistent_cache_size, free=0)
         path = self.persistent_cache_dir
         if path is not None:
-            _require(
-                isinstance(path, (str, os.PathLike))
-                and isinstance(os.fspath(path), str)
-                and os.fspath(path) != "",
-                "persistent_cache_dir",
-                path,
-                "None or the path of a folder",
-            )
-            text = os.fspath(path)
-            _require("://" not in text, "persistent_cache_dir", text, "the path of a local folder, not a URL")
-            _require(_is_name(text), "persistent_cache_dir", text, "a path that the system can have")
+            text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+            is_text = isinstance(text, str) and text != ""
+            self._require("persistent_cache_dir", is_text, "None or the path of a folder")
+            assert isinstance(text, str)
+            self._require("persistent_cache_dir", "://" not in text, "the path of a local folder, not a URL")
+            self._require("persistent_cache_dir", _is_name(text), "a path that the system can have")
             object.__setattr__(self, "persistent_cache_dir", os.path.abspath(os.path.expanduser(text)))
         name, quality = self.compression, self.compression_quality
-        known = isinstance(name, str) and name in _MOST_QUALITY
-        _require(known, "compression", name, "'brotli', 'blosc2' or 'none'")
+        is_known = isinstance(name, str) and name in _MOST_QUALITY
+        self._require("compression", is_known, "'brotli', 'blosc2' or 'none'")
         most = _MOST_QUALITY[name]
-        _require(
-            type(quality) is int and 0 <= quality <= most,
-            "compression_quality",
-            quality,
-            f"an int from 0 to {most} for {name!r}",
-        )
+        is_valid = type(quality) is int and 0 <= quality <= most
+        self._require("compression_quality", is_valid, f"an int from 0 to {most} for {name!r}")
         if self.is_persistent and name == "blosc2":
             require("blosc2", "blosc2", "compression='blosc2'")
+
+    def _sort_names(self, option: str) -> None:
+        """Have each name of an option once and in order, so that equal options are equal."""
+        names = getattr(self, option)
+        is_sequence = isinstance(names, Iterable) and not isinstance(names, (str, bytes))
+        found = tuple(names) if is_sequence else (None,)
+        is_valid = all(isinstance(name, str) for name in found)
+        self._require(option, is_valid, "a sequence of argument names, such as ('mask',)")
+        object.__setattr__(self, option, tuple(sorted(set(found))))
+
+    def _require(self, option: str, is_valid: bool, expected: str) -> None:
+        if not is_valid:
+            raise OptionError(f"{option}={getattr(self, option)!r}: expected {expected}")
 
     @property
     def is_persistent(self) -> bool:
@@ -237,12 +232,34 @@ _init = CacheSettings.__init__
 
 @functools.wraps(_init)
 def _init_by_name(self: CacheSettings, *args: Any, **options: Any) -> None:
-    """Set the options; unlike the constructor of other dataclasses, it knows what a wrong name may mean."""
-    check_names(options, [field.name for field in dataclasses.fields(CacheSettings)])
+    """Set the options; unlike the constructor of other dataclasses, it says what a wrong name may mean."""
+    known = [field.name for field in dataclasses.fields(CacheSettings)]
+    for name in options:
+        if name in _OF_TORCHCACHE:
+            raise OptionError(f"{name} is an option of torchcache 0.6; here {_OF_TORCHCACHE[name]}")
+        if name not in known:
+            close = [option for option in known if len(name) > 1 and name.lower() in option]
+            if not 1 <= len(close) <= 2:
+                close = difflib.get_close_matches(name.lower(), known, n=1)
+            meant = f": did you mean {' or '.join(close)}? The" if close else "; the"
+            raise OptionError(f"unknown option {name!r}{meant} options are {', '.join(known)}")
     _init(self, *args, **options)
 
 
 CacheSettings.__init__ = _init_by_name  # type: ignore[method-assign]
+
+
+def require(library: str, extra: str, wanted: str) -> Any:
+    """Import a library that only some options need; an `OptionError` says how to install it.
+
+    `extra` is the extra of this package that installs it, and `wanted` the option as the user has written it.
+    """
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        raise OptionError(
+            f'{wanted} needs a library that is not installed: pip install "torchcache2[{extra}]" ({error})'
+        ) from None
 
 
 def disabled_by_environment() -> bool:
@@ -260,23 +277,9 @@ def _is_on(variable: str) -> bool:
     return value is not None and value.strip().lower() not in ("", "0", "false", "no")
 
 
-def _names(option: str, names: Any) -> tuple[str, ...]:
-    """Argument names, each once and in order, so that equal options are equal."""
-    is_sequence = isinstance(names, Iterable) and not isinstance(names, (str, bytes))
-    found = tuple(names) if is_sequence else (None,)
-    is_valid = all(isinstance(name, str) for name in found)
-    _require(is_valid, option, names, "a sequence of argument names, such as ('mask',)")
-    return tuple(sorted(set(found)))
-
-
 def _is_name(path: str) -> bool:
     """Whether the system can be asked for a path at all."""
     try:
         return b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # the text has half of a surrogate pair
         return False
-
-
-def _require(holds: bool, option: str, value: object, expected: str) -> None:
-    if not holds:
-        raise OptionError(f"{option}={value!r}: expected {expected}")

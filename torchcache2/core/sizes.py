@@ -23,21 +23,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
-    """Bytes meant by a size option.
+    """Bytes meant by a size: bytes, a share of `free` in (0, 1], or a text with a unit.
 
-    Parameters
-    ----------
-    option : str
-        The option's name, for the error.
-    size : int, float or str
-        Bytes, a share of `free` in (0, 1], or a text with a unit (``KB`` = 1000, ``KiB`` = 1024).
-    free : int, optional
-        Bytes that are free; needed for a share.
-
-    Raises
-    ------
-    OptionError
-        If the size does not parse, is negative, or is a share of an unknown amount.
+    ``KB`` is 1000 bytes, and ``KiB`` 1024. An `OptionError`, which names the `option`, is raised if the size
+    does not parse, is negative, or is a share and it is not known how many bytes are free.
     """
     if isinstance(size, float) and 0.0 < size <= 1.0:
         if free is None:

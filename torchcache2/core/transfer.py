@@ -22,7 +22,7 @@ __all__ = ["CUDA", "Arriving", "Runtime", "StreamOrder", "to_device", "to_host"]
 class Runtime:
     """What is asked of an accelerator: pinned memory, copies that do not wait, and events."""
 
-    def holds(self, tensor: Tensor) -> bool:
+    def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor is on the accelerator."""
         return tensor.device.type == "cuda"
 
@@ -57,20 +57,13 @@ CUDA = Runtime()
 
 
 class Arriving:
-    """Tensors on their way to the host.
-
-    Parameters
-    ----------
-    tensors : sequence of Tensor
-        On any devices; those on the host are passed on as they are.
-    runtime : Runtime
-    """
+    """Tensors of any devices on their way to the host; those on the host are passed on as they are."""
 
     def __init__(self, tensors: Sequence[Tensor], runtime: Runtime = CUDA) -> None:
         self._sources: list[Tensor] = []
         self._tensors = []
         for tensor in tensors:
-            if runtime.holds(tensor):
+            if runtime.owns(tensor):
                 source = tensor.detach().resolve_conj().resolve_neg().contiguous()
                 tensor = runtime.pinned(source.shape, source.dtype)
                 runtime.start_copy(tensor, source)
@@ -101,24 +94,15 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The same tensor on a device; from pinned memory, without waiting."""
     if tensor.device == device:
         return tensor
-    # `is_pinned` asks the driver: only where the answer matters.
+    # `is_pinned` asks the driver, so it is called only where the answer matters.
     is_async = device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned()
     return tensor.to(device, non_blocking=is_async)
 
 
 class StreamOrder:
-    """Puts the work of several streams on the same memory in the order in which it was started.
+    """Puts the work of several streams on the memory of a device in the order in which it was started.
 
-    Parameters
-    ----------
-    device : torch.device
-        Where the memory is.
-    runtime : Runtime
-
-    Attributes
-    ----------
-    is_needed : bool
-        Whether there are streams; on the host there is nothing to put in order.
+    It is needed only where there are streams: on the host there is nothing to put in order.
     """
 
     def __init__(self, device: torch.device, runtime: Runtime = CUDA) -> None:

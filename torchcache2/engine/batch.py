@@ -1,10 +1,10 @@
-"""`Batch`: the items of one call, and the calls of the forward that compute some of them."""
+"""`Batch`: the items of one call, which of them are found, and the calls of the forward for the others."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torchcache2.core.rows import Rows, UnstorableError, rounded
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.steps import Steps
 
-__all__ = ["Batch", "ComputeSteps", "NotStoredError", "WholeBatch"]
+__all__ = ["Batch", "ComputeSteps", "Hits", "Misses", "NotStoredError", "WholeBatch"]
 
 ComputeSteps = Callable[[Tensor], Steps[Any]]
 
@@ -25,8 +25,7 @@ ComputeSteps = Callable[[Tensor], Steps[Any]]
 class NotStoredError(Exception):
     """Raised by a computation whose output must not be stored; carries the output of the whole batch.
 
-    `reason` is a word for statistics, `text` a sentence. `error` is what makes it impossible, if an exception
-    did.
+    `reason` is a word for statistics, and `text` a sentence. `error` is the exception behind it, if any.
     """
 
     def __init__(self, reason: str, text: str, output: Any, error: Exception | None = None) -> None:
@@ -42,6 +41,53 @@ class WholeBatch:
 
     def __init__(self, output: Any) -> None:
         self.output = output
+
+
+class Hits(NamedTuple):
+    """What the tiers have of a batch.
+
+    Attributes
+    ----------
+    positions : ndarray of int64, shape (h,)
+        Where the items are in the batch, ascending.
+    rows : Rows, optional
+        Their h rows; None if there are none.
+    checked : ndarray of int64, shape (c,)
+        Those of the positions whose items are computed again, to be compared.
+    """
+
+    positions: Positions
+    rows: Rows | None
+    checked: Positions
+
+
+class Misses(NamedTuple):
+    """What the tiers do not have of a batch.
+
+    Attributes
+    ----------
+    positions : ndarray of int64, shape (m,)
+        Where the items are in the batch, ascending.
+    distinct : ndarray of int64, shape (k,)
+        Where each of their keys is first: these items are computed.
+    inverse : ndarray of int64, shape (m,), optional
+        Which of `distinct` has the key of each miss; None if all keys differ.
+    """
+
+    positions: Positions
+    distinct: Positions
+    inverse: Positions | None
+
+    @classmethod
+    def of(cls, keys: Keys, hits: Hits) -> Misses:
+        """All items of a batch but the hits."""
+        missing = np.ones(len(keys), bool)
+        missing[hits.positions] = False
+        positions = np.flatnonzero(missing)
+        duplicates = keys.take(positions).first_positions()
+        if duplicates is None:
+            return cls(positions, positions, None)
+        return cls(positions, positions[duplicates[0]], duplicates[1])
 
 
 class Batch:
@@ -143,8 +189,8 @@ class Batch:
         """The output that the n rows of the whole batch stand for, tensors of shape ``(n, ...)``."""
         try:
             return rows.to_pytree(device=self.device)
-        # A value that is one for the batch differs between its rows; or a class that another version of the
-        # code has written does not take its children any more.
+        # A value that belongs to the whole batch differs between its rows, or a class that another version of
+        # the code has written does not take its children any more.
         except Exception:
             return (yield from self.compute_all())
 

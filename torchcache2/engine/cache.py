@@ -1,16 +1,15 @@
 """`Cache`, the engine: looks keys up in the tiers, has the misses computed once, and keeps them.
 
-All caches of one budget share a `TierStack`; each has a namespace of its own.
+All caches of one budget share a `TierStack`; each keeps the rows of its namespace there.
 """
 
 from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +18,11 @@ from torch import Tensor
 from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OptionError, OutputError
 from torchcache2.core.keys import Keys
-from torchcache2.core.logs import logger
+from torchcache2.core.logs import ToldOnce, logger
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.version import __version__
-from torchcache2.engine.batch import Batch, ComputeSteps, NotStoredError
-from torchcache2.engine.found import Hits, Misses
+from torchcache2.engine.batch import Batch, ComputeSteps, Hits, Misses, NotStoredError
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import CacheStats, Counters
 from torchcache2.engine.steps import Steps, run_steps, transparent
@@ -35,19 +33,12 @@ __all__ = ["Cache", "now"]
 
 _CPU = torch.device("cpu")
 _NOWHERE: Positions = np.empty(0, np.int64)
+Compute = Callable[[Tensor], Any]
 
 
 def now() -> str:
     """The time, UTC, in ISO 8601."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
-
-
-class Compute(Protocol):
-    """Computes the items at some positions of a batch, in that order."""
-
-    def __call__(self, positions: Tensor) -> Any:
-        """`positions` is int64 on the CPU, shape (k,), ascending."""
-        ...
 
 
 class Cache:
@@ -77,11 +68,7 @@ class Cache:
     __module__ = "torchcache2"
 
     def __init__(
-        self,
-        namespace: bytes,
-        settings: CacheSettings | None = None,
-        *,
-        tiers: TierStack | None = None,
+        self, namespace: bytes, settings: CacheSettings | None = None, *, tiers: TierStack | None = None
     ) -> None:
         if not isinstance(namespace, bytes) or len(namespace) != 16:
             raise OptionError(f"namespace={namespace!r}: expected 16 bytes, such as a 128-bit digest")
@@ -89,6 +76,7 @@ class Cache:
         self.settings = settings if settings is not None else CacheSettings()
         self._tiers = tiers if tiers is not None else TierStack(self.settings)
         self._counters = Counters()
+        self._told = ToldOnce()
         self._closed = False
         self._random_shares = np.random.default_rng()
         self._tiers.join(self)
@@ -145,12 +133,8 @@ class Cache:
 
         `dtypes` are what `compute` reads; `verify` tolerates what the coarsest of them can tell apart. What
         caching costs is counted since `since`, of `time.perf_counter`; by default since now. If `compute`
-        `probes` the batch, everything is computed, and what is found is compared with it.
-
-        Raises
-        ------
-        NotStoredError
-            If the output of `compute` must not, or cannot, be stored.
+        `probes` the batch, everything is computed, and what is found is compared with it. Raises a
+        `NotStoredError` if the output of `compute` must not, or cannot, be stored.
         """
         start = time.perf_counter() if since is None else since
         batch = Batch(keys, compute, device, self.settings, dtypes, probes=probes)
@@ -178,7 +162,7 @@ class Cache:
         output, rows = yield from batch.compute(asked)
         batch.misses = len(misses.distinct)
         if len(hits.checked):
-            if not self._verify(hits, asked, rows, batch.dtypes):
+            if not self._verify(batch, hits, asked, rows):
                 return (yield from self._start_over(batch))
             rows = rows.take(torch.from_numpy(np.searchsorted(asked, misses.distinct)))
         self._keep(batch.keys.take(misses.distinct), rows)
@@ -192,39 +176,33 @@ class Cache:
         if len(parts) > 1:
             return None
         positions, rows = parts[0] if parts else (_NOWHERE, None)
-        # The probe computes everything, and compares all of it.
-        checked = positions if batch.probes else self._sample(positions)
+        checked, share = _NOWHERE, self.settings.verify
+        if batch.probes:  # everything is computed, and all that is found is compared with it
+            checked = positions
+        elif share > 0.0:  # the caller's generators stay as they would without a cache
+            checked = positions[self._random_shares.random(len(positions)) < share]
         return Hits(positions, rows, checked)
 
     def _claim(self, keys: Keys, hits: Hits) -> Misses:
-        """The items that this call computes; claims of other processes will be looked at here."""
+        """The items that this call computes; this is where claims of other processes will be asked for."""
         return Misses.of(keys, hits)
 
-    def _verify(self, hits: Hits, asked: Positions, rows: Rows, dtypes: Collection[torch.dtype]) -> bool:
-        """Whether the hits to check equal the same items among the computed ones; warns if not.
-
-        `rows` are what was computed at the positions `asked`, and `dtypes` what it was computed from.
-        """
+    def _verify(self, batch: Batch, hits: Hits, asked: Positions, rows: Rows) -> bool:
+        """Whether the hits to check equal the `rows` computed at the positions `asked`; warns if not."""
         assert hits.rows is not None
         before = hits.rows.take(torch.from_numpy(np.searchsorted(hits.positions, hits.checked)))
         again = rows.take(torch.from_numpy(np.searchsorted(asked, hits.checked)))
-        apart = differences(before, again, dtypes)
-        wrong = np.flatnonzero(apart)
-        self._counters.verify(verified=len(hits.checked), mismatched=len(wrong))
-        if len(wrong) == 0:
-            return True
-        worst = wrong[apart[wrong].argmax()]
-        logger.warning(
-            "%s: %d of %d hits that were verified differ from what the forward computes now; most at "
-            "position %d of the batch, by %.3g. The batch is computed again. Either something has changed "
-            "that is not noticed, or the forward is not deterministic",
-            self._name(),
-            len(wrong),
-            len(hits.checked),
-            hits.checked[worst],
-            apart[worst],
-        )
-        return False
+        apart = differences(before, again, batch.dtypes)
+        mismatched, worst = int(np.count_nonzero(apart)), apart.argmax()
+        self._counters.verify(verified=len(apart), mismatched=mismatched)
+        if mismatched:
+            logger.warning(
+                "%s: %d of %d hits that were verified differ from what the forward computes now; most at "
+                "position %d of the batch, by %.3g. The batch is computed again. Either something has "
+                "changed that is not noticed, or the forward is not deterministic",
+                *(self._name(), mismatched, len(apart), hits.checked[worst], apart[worst]),
+            )
+        return not mismatched
 
     def _start_over(self, batch: Batch) -> Steps[Any]:
         """Compute the whole batch, and drop the namespace: one row was wrong, so none can be trusted."""
@@ -237,7 +215,7 @@ class Cache:
     def _keep(self, keys: Keys, rows: Rows) -> None:
         """Put computed rows into the tiers."""
         self._tiers.put(self, keys, rows)
-        if self._closed:  # by another thread, while this one computed
+        if self._closed:  # another thread has closed it while this one computed
             self._tiers.forget(keys.namespace)
 
     def _put_together(self, batch: Batch, hits: Hits, misses: Misses, rows: Rows) -> Steps[Any]:
@@ -254,14 +232,6 @@ class Cache:
         parts = [(hits.positions, hits.rows), (misses.positions, rows)]
         return (yield from batch.output(Rows.scatter(parts, len(batch.keys), device=batch.device)))
 
-    def _sample(self, positions: Positions) -> Positions:
-        """Those positions of hits that `verify` has checked, at random."""
-        share = self.settings.verify
-        if share == 0.0:
-            return _NOWHERE
-        # Not a generator of the caller's: those stay as they would without a cache.
-        return positions[self._random_shares.random(len(positions)) < share]
-
     def _not_stacked(self, output: Any) -> Any:
         """What to do with the output of a batch whose rows are of different schemas."""
         return output
@@ -271,8 +241,8 @@ class Cache:
 
     def count_bypass(self, reason: str, items: int, text: str) -> None:
         """Count items that were computed and not stored; warns the first time for each reason."""
-        if self._counters.bypass(reason, items):
-            logger.warning("%s: not cached (%s): %s", self._name(), reason, text)
+        self._counters.bypass(reason, items)
+        self._told(reason, "%s: not cached (%s): %s", self._name(), reason, text)
 
     def stats(self) -> CacheStats:
         """What this cache has done so far."""
@@ -286,12 +256,7 @@ class Cache:
 
     def description(self, namespace: bytes) -> dict[str, Any]:
         """What a namespace of this cache stands for, as JSON, for people and `explain`."""
-        return {
-            "class": None,
-            "library": __version__,
-            "torch": str(torch.__version__),
-            "created": now(),
-        }
+        return {"class": None, "library": __version__, "torch": str(torch.__version__), "created": now()}
 
     def flush(self) -> None:
         """Return when everything that was computed is as durable as the tiers make it."""
@@ -314,12 +279,7 @@ class Cache:
     def __enter__(self) -> Cache:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:

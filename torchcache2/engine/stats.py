@@ -146,12 +146,10 @@ class Counters:
             self.verified += verified
             self.mismatched += mismatched
 
-    def bypass(self, reason: str, items: int) -> bool:
-        """Count items that were not stored; True the first time that there is this reason."""
+    def bypass(self, reason: str, items: int) -> None:
+        """Count items that were not stored."""
         with self._lock():
-            first = reason not in self.bypasses
             self.bypasses[reason] = self.bypasses.get(reason, 0) + items
-            return first
 
     def stats(self, **tiers: int) -> CacheStats:
         """The counts so far, and those of the tiers."""

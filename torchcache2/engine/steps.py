@@ -2,7 +2,7 @@
 
 A cache that a compiler sees becomes part of its graph: rows of one call would be returned for ever. But
 `torch.compile` can leave a function out and still compile what that calls: the cache runs outside of the
-graph, and the forward of the items that are missing is a graph of its own.
+graph, and the forward of the items that are missing is another graph.
 
 For this, what runs between the caller and the forward is written as a generator that yields the calls to
 make, and `run_steps` makes them: the compiler sees nothing of the generator, and all of the calls.
@@ -56,7 +56,7 @@ def run_steps(steps: Callable[..., Steps[T]], *args: Any, **kwargs: Any) -> T:
                 failures.append(error)
             running, call = _resume(running, value, failures)
     finally:
-        if running is not None:  # interrupted here, outside of the generator
+        if running is not None:  # an interrupt came here, outside of the generator
             _close(running)
     return call  # type: ignore[no-any-return]
 
@@ -78,7 +78,7 @@ def _close(running: Steps[Any]) -> None:
 
 def _advance(running: Steps[T], value: Any, failures: list[BaseException]) -> tuple[Steps[T] | None, Any]:
     """The generator and its next call, or None and what it has returned."""
-    # No frame keeps the exception: its traceback would keep the frame, and both all that was in use.
+    # No frame may keep the exception: its traceback keeps the frame, whose variables would live on.
     error = failures.pop() if failures else None
     try:
         try:
@@ -88,6 +88,6 @@ def _advance(running: Steps[T], value: Any, failures: list[BaseException]) -> tu
         except RuntimeError as wrapped:
             if error is None or wrapped.__cause__ is not error:
                 raise
-        raise error  # a StopIteration, which Python does not let out of a generator
+        raise error  # it is a StopIteration, which Python does not let out of a generator
     finally:
         del error

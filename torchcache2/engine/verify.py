@@ -72,10 +72,10 @@ def _column_differences(
     else:
         precision = 0.0
         same = left == right
-        apart = (left.double() - right.double()).abs().clamp_min(1.0)  # beyond 2**53, doubles are coarse
+        apart = (left.double() - right.double()).abs().clamp_min(1.0)  # two large ints may be one double
     apart = torch.where(same, 0.0, apart).amax(1)
     scale = torch.maximum(left.abs(), right.abs()).nan_to_num(0.0, 0.0).amax(1) if precision else 0.0
-    within = apart <= precision**power * scale + precision**2  # what cancels out leaves noise
+    within = apart <= precision**power * scale + precision**2  # numbers that cancel out leave noise
     return torch.where(within, 0.0, apart)
 
 

@@ -37,7 +37,7 @@ BUILTINS = (bool, bytes, complex, dict, float, frozenset, int, list, set, str, t
 def name_of(cls: Any, where: str) -> str:
     """What a class is called in a file."""
     name = qualified(cls, ":")
-    if name.startswith("__mp_main__:"):  # what a spawned process calls the script of its parent
+    if name.startswith("__mp_main__:"):  # a spawned process calls its parent's script so
         name = "__main__:" + name.partition(":")[2]
     try:
         class_of(name, lambda found: found is cls)
@@ -76,8 +76,8 @@ def _static(cls: Any, name: str) -> Any:
 
 
 def one_of(cls: Any, classes: Any) -> bool:
-    """Whether a class is among some; some have no hash."""
-    return any(cls is other for other in list(classes))  # some classes have no hash
+    """Whether a class is among some, of which some have no hash."""
+    return any(cls is other for other in list(classes))
 
 
 def is_registered(cls: Any) -> bool:

@@ -47,12 +47,11 @@ import brotli  # type: ignore[import-untyped]
 import numpy as np
 
 from torchcache2.core.arrays import Array, Bytes
-from torchcache2.files.chunks import Blosc2
+from torchcache2.core.settings import require
 from torchcache2.files.errors import DamagedError
 from torchcache2.files.lanes import Codec, Lane
 
 __all__ = ["Codec", "codec"]
-
 
 _U32 = struct.Struct("<I")
 _COMPRESSED = 1 << 31
@@ -60,24 +59,22 @@ _HAS_BITMAP = 1
 _ZEROS_WORTH_A_BITMAP = 0.08
 _WORTH_BROTLI = 0.95
 _WINDOW = 18
-_WIDE_WINDOWS = frozenset(range(5, 16, 2))  # the first four bits of a brotli stream: 2^19 bytes and more
+_WIDE_WINDOWS = frozenset(range(5, 16, 2))  # first four bits of a brotli stream: a window over 2^18 bytes
 _WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
+# The header of a Blosc2 chunk: version, zstd's version, flags, type size, bytes held, bytes of a part of
+# them, bytes of the chunk; six filters, codec, its setting, six filter settings, a reserved byte; more flags.
+_HEADER = struct.Struct("<BBBBIII15sB")
+_CHUNK_VERSION = 5
+_CHUNK_FLAGS = (0x07, 0x85, 0x87, 0x95, 0x97)  # they say: a long header, zstd or raw, planes apart or not
+_PIPELINE = bytes([1, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0])  # shuffle, then zstd
+_ZEROS = 0x10  # the chunk is zeros, and has no bytes after the header
+_WORTH_THREADS = 1 << 19  # bytes of a part
 
 
 def codec(name: str, quality: int = 1) -> Codec:
-    """The codec of a name: ``brotli``, ``blosc2`` or ``none``.
+    """The codec of a name: ``brotli``, ``blosc2`` or ``none``. `OptionError` if blosc2 is not installed.
 
-    Parameters
-    ----------
-    name : str
-        The codec.
-    quality : int
-        Of brotli, 0 to 11; the level of blosc2, 0 to 9. Decoding does not need it.
-
-    Raises
-    ------
-    OptionError
-        If blosc2 is wanted and not installed.
+    The quality of brotli is 0 to 11, and the level of blosc2 0 to 9. Decoding does not need it.
     """
     if name == "none":
         return Plain()
@@ -161,6 +158,41 @@ class Brotli(Codec):
             pieces += (_U32.pack(len(plane)), plane.data)
 
 
+class Blosc2(Codec):
+    """Blosc2 chunks; needs the extra ``blosc2``."""
+
+    name = "blosc2"
+
+    def __init__(self, level: int = 1) -> None:
+        # Its import takes 0.3 s and two threads, so only those who want it wait for it.
+        self._library = require("blosc2", "blosc2", "compression='blosc2'")
+        self._level = level
+
+    def _encode(self, part: Bytes, split: Lane, pieces: list[Any]) -> None:
+        library = self._library
+        # Threads cost more than they bring to small parts; their number is the library's setting.
+        threads = {"nthreads": 1} if len(part) < _WORTH_THREADS else {}
+        chunk = library.compress2(
+            part,
+            typesize=split.width,
+            clevel=self._level,
+            codec=library.Codec.ZSTD,
+            filters=[library.Filter.SHUFFLE],
+            filters_meta=[0],
+            **threads,
+        )
+        pieces += (_U32.pack(len(chunk)), chunk)
+
+    def _decode(self, data: memoryview, at: int, out: Bytes, split: Lane) -> int:
+        chunk, end = _chunk(data, at, len(out), split.width)
+        threads = {"nthreads": 1} if len(out) < _WORTH_THREADS else {}
+        try:
+            self._library.decompress2(chunk, out, **threads)
+        except (ValueError, RuntimeError) as error:
+            raise DamagedError(str(error)) from None
+        return end
+
+
 def _join(data: memoryview, at: int, out: Bytes, count: int, width: int, rotated: bool) -> int:
     """Fill `out` with the elements whose planes begin at `at`; where they end."""
     table = out.reshape(-1, width)
@@ -192,10 +224,32 @@ def _stream(data: memoryview, at: int, size: int) -> tuple[Bytes, int]:
         raise DamagedError(f"a brotli stream of {stored} bytes for {size}, or one with too large a window")
     decompressor = brotli.Decompressor()
     try:
-        # One byte more than wanted: at its limit the reader may stop short of the end of the stream.
+        # The limit is one byte more than wanted: at it the reader may stop short of the end of the stream.
         held = decompressor.process(data[begin:end], output_buffer_limit=size + 1)
     except brotli.error as error:
         raise DamagedError(str(error)) from None
     if len(held) != size or not decompressor.is_finished():
         raise DamagedError(f"a brotli stream that does not hold {size} bytes")
     return np.frombuffer(held, np.uint8), end
+
+
+def _chunk(data: memoryview, at: int, size: int, width: int) -> tuple[memoryview, int]:
+    """The chunk at `at`, whose header is one that `Blosc2` writes for `size` bytes, and where it ends."""
+    begin = at + 4
+    if begin + _HEADER.size > len(data):
+        raise DamagedError("a block that ends too early")
+    (stored,) = _U32.unpack_from(data, at)
+    end = begin + stored
+    version, _, flags, typesize, held, part, length, pipeline, special = _HEADER.unpack_from(data, begin)
+    # The library obeys headers: they could name filters and codecs that it would go and load.
+    if (
+        stored != length
+        or end > len(data)
+        or (version, typesize, held, pipeline) != (_CHUNK_VERSION, width, size, _PIPELINE)
+        or flags not in _CHUNK_FLAGS
+        or not 0 < part <= size
+        or special not in (0, _ZEROS)
+        or (special == _ZEROS and stored != _HEADER.size)
+    ):
+        raise DamagedError(f"not a chunk of {size} bytes")
+    return data[begin:end], end

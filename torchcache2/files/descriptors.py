@@ -23,7 +23,7 @@ except ImportError:  # not a POSIX system
 
 __all__ = ["Descriptor", "Descriptors", "most_open"]
 
-_SHARE = 8  # one of so many of the files that may be open is for segments, and one for holds
+_SHARE = 8  # an eighth of the files that may be open is for segments, and an eighth for holds
 _LEAST, _MOST = 4, 512
 
 
@@ -105,7 +105,7 @@ class Opener(Protocol):
 class Descriptors:
     """The open files of one tier, by path."""
 
-    # The one thing that all tiers of a process share: its limit is one for all of them.
+    # All tiers of a process share these, because the process has one limit for all of them.
     _segments = _Open()
     _holds = _Open()
 

@@ -52,29 +52,18 @@ _TRIES, _BETWEEN_TRIES = 20, 0.005  # seconds
 
 
 class CacheDirectory:
-    """A folder of segments.
-
-    Parameters
-    ----------
-    path : str
-    fs : FileSystem
-    """
+    """A folder of segments."""
 
     def __init__(self, path: str, fs: FileSystem) -> None:
         self.path = os.path.abspath(path)
         self.fs = fs
 
     def check(self) -> None:
-        """Whether the path can be a cache directory.
+        """Raise an error if the path cannot be a cache directory.
 
-        Raises
-        ------
-        OptionError
-            If it is a file, a folder with somebody else's files, or a path that no folder can have.
-        NewerFormatError
-            If a later version of the format is there.
-        OSError
-            If it cannot be read.
+        That is an `OptionError` if it is a file, a folder with somebody else's files, or a path that no
+        folder can have; a `NewerFormatError` if a later version of the format is there; an `OSError` if it
+        cannot be read.
         """
         try:
             entries = self.fs.entries(self.path)
@@ -87,7 +76,7 @@ class CacheDirectory:
             if error.errno not in _NO_PATH:
                 raise
             raise OptionError(f"{self.path!r} cannot be a cache directory: {error.strerror}") from None
-        has_tag = self.fs.exists(os.path.join(self.path, TAG))  # asked first: it may appear meanwhile
+        has_tag = self.fs.exists(os.path.join(self.path, TAG))  # this comes first, as it may appear meanwhile
         tag = self.format()
         if tag is None:
             strange = [entry.name for entry in entries if not is_ours(entry)]
@@ -240,13 +229,7 @@ class CacheDirectory:
         self.fs.rename(path, path + CORRUPT)
 
     def lock_path(self) -> str:
-        """The file that is locked by whoever deletes.
-
-        Raises
-        ------
-        StrangeFileError
-            If that is something else, or a link.
-        """
+        """The file that is locked by whoever deletes; `StrangeFileError` if it is no regular file."""
         path = os.path.join(self.path, LOCK)
         if not self.fs.is_file(path):
             with contextlib.suppress(FileExistsError):

@@ -11,7 +11,7 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from torchcache2.core.arrays import Bytes, Bytes2D
-from torchcache2.core.gather import as_bytes, moved
+from torchcache2.core.gather import as_bytes
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Schema
@@ -25,11 +25,11 @@ __all__ = ["SEGMENT", "TEMPORARY", "Encoded", "encode", "row_checksums", "write"
 
 SEGMENT = ".safetensors"
 TEMPORARY = ".tmp"  # behind the name of a segment that is being written
-_LEAST_SAVED = 0.1  # share of the bytes; a codec that saves less costs more time than the room is worth
+_LEAST_SAVED = 0.1  # a codec that saves a smaller share of the bytes costs more time than that is worth
 _HOPELESS = 0.98  # if a sample keeps more than this share of its bytes, the rest is not tried
-_MOST_PART = (1 << 31) - 64  # bytes of a leaf in a row that a codec takes
+_MOST_PART = (1 << 31) - 64  # a codec takes so many bytes of a leaf in a row
 _SAMPLES = 32
-_FEW = 4  # blocks
+_FEW = 4  # of so few blocks, all are tried
 Batch = tuple[Keys, Rows]
 
 
@@ -60,26 +60,16 @@ class Encoded:
 
 
 def encode(batches: Sequence[Batch], codec: Codec, *, library: str = "") -> Encoded:
-    """The bytes of a segment with these rows.
+    """The bytes of a segment with these rows, at least one, all of one namespace and on the CPU.
 
-    Parameters
-    ----------
-    batches : sequence of (Keys, Rows)
-        At least one row, all of one namespace and on the CPU. Schemas may differ in the shapes of rows only.
-    codec : Codec
-        How to compress; nothing is compressed if that would save less than 10 %.
-    library : str
-        The version that is named as the writer's.
-
-    Raises
-    ------
-    UnserialisableError
-        If the schema has no JSON form, or too long a one.
+    Schemas may differ in the shapes of rows only; `UnserialisableError` if their common schema has no JSON
+    form, or too long a one. Nothing is compressed if the codec would save less than 10 %. `library` is the
+    version that is named as the writer's.
     """
     schemas = [rows.schema for _, rows in batches]
     schema = _common(schemas)
     schema_text(schema)  # raises if it could not be read again
-    pieces = [_columns(rows) for _, rows in batches]
+    pieces = [[as_bytes(c).numpy() for c in rows.in_logical_order().columns] for _, rows in batches]
     counts = [len(keys) for keys, _ in batches]
     layout = Layout(batches[0][0].namespace, schema, "none", sum(counts), library=library)
     pairs = zip(pieces, counts, strict=True)
@@ -88,30 +78,24 @@ def encode(batches: Sequence[Batch], codec: Codec, *, library: str = "") -> Enco
     if any(column.shape[1] > _MOST_PART for columns in pieces for column in columns):
         codec = Plain()
     index: dict[str, np.ndarray[Any, Any]] = {}
-    data: list[Any] = []
-    if layout.extents:
+    is_ragged = layout.extents > 0
+    per_block = 1 if is_ragged else max(1, BLOCK_BYTES // max(1, schema.row_bytes))
+    blocks = None
+    if is_ragged:
         index["shapes"] = _shapes(schema, schemas, counts)
-        layout = dataclasses.replace(layout, rows_per_block=1)
-        blocks = _encoded(_blocks(pieces, 1), codec, lanes, limit=None)
-        assert blocks is not None
-        layout = dataclasses.replace(layout, codec=codec.name)
-        data = blocks
+        blocks = _encoded(_blocks(pieces, per_block), codec, lanes, limit=None)
+    elif codec.name != "none" and schema.row_bytes and _is_promising(pieces, per_block, codec, lanes):
+        limit = int(layout.row_data_bytes * (1 - _LEAST_SAVED))
+        blocks = _encoded(_blocks(pieces, per_block), codec, lanes, limit=limit)
+    data: Sequence[Any]
+    if blocks is None:
+        data = [columns[i].reshape(-1) for i in layout.column_order for columns in pieces]
     else:
-        for i in layout.column_order:
-            data += [columns[i].reshape(-1) for columns in pieces]
-        if codec.name != "none" and schema.row_bytes:
-            per_block = max(1, BLOCK_BYTES // schema.row_bytes)
-            limit = int(layout.row_data_bytes * (1 - _LEAST_SAVED))
-            if _is_promising(pieces, per_block, codec, lanes):
-                blocks = _encoded(_blocks(pieces, per_block), codec, lanes, limit=limit)
-                if blocks is not None:
-                    layout = dataclasses.replace(layout, codec=codec.name, rows_per_block=per_block)
-                    data = blocks
-    if layout.rows_per_block:
-        ends = np.cumsum([0, *map(len, data)], dtype=np.int64)
+        data, ends = blocks, np.cumsum([0, *map(len, blocks)], dtype=np.int64)
         index["offsets"] = ends
-        index["block_checksums"] = np.array([xxh3_64_intdigest(block) for block in data], np.uint64)
-        layout = dataclasses.replace(layout, payload_bytes=int(ends[-1]))
+        index["block_checksums"] = np.array([xxh3_64_intdigest(block) for block in blocks], np.uint64)
+        size = int(ends[-1])
+        layout = dataclasses.replace(layout, codec=codec.name, rows_per_block=per_block, payload_bytes=size)
     index["keys"] = np.concatenate([keys.data for keys, _ in batches])
     index["checksums"] = checksums
     head = layout.header([np.ascontiguousarray(index[name]).tobytes() for name in layout.index])
@@ -152,12 +136,6 @@ def _common(schemas: Sequence[Schema]) -> Schema:
     return first.with_shapes(shapes)
 
 
-def _columns(rows: Rows) -> list[Bytes]:
-    pairs = zip(rows.schema.leaves, rows.columns, strict=True)
-    logical = [moved(column, -1, 1) if leaf.channels_last else column for leaf, column in pairs]
-    return [as_bytes(column).numpy() for column in logical]
-
-
 def _shapes(schema: Schema, schemas: Sequence[Schema], counts: Sequence[int]) -> np.ndarray[Any, Any]:
     rows = []
     for other in schemas:
@@ -168,7 +146,7 @@ def _shapes(schema: Schema, schemas: Sequence[Schema], counts: Sequence[int]) ->
 
 def _blocks(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> Iterator[list[Bytes]]:
     """The rows of each block, leaf by leaf."""
-    left: list[list[Bytes2D]] = []  # rows of a block that is not full
+    left: list[list[Bytes2D]] = []  # the rows of a block that is not full yet
     held = 0
     for columns in pieces:
         count, start = len(columns[0]), 0
@@ -208,7 +186,7 @@ def _is_promising(
     """Whether a sample of the blocks, evenly spread, shrinks so that all of them may shrink enough."""
     counts = [len(columns[0]) for columns in pieces]
     if sum(counts) <= per_block * _FEW:
-        return True  # the sample would be all of them, such as one row of hundreds of MB
+        return True  # the sample would be all of them
     step = max(1, sum(counts) // _SAMPLES)
     before = after = 0
     for columns in pieces[:: max(1, len(pieces) // _SAMPLES)]:

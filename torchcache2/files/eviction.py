@@ -19,7 +19,7 @@ from torchcache2.files.removal import Removal, deleting
 __all__ = ["Allowance", "Removed", "make_room", "room_after", "used_bytes"]
 
 Removed = Callable[[str, list[str]], None]
-_SHARE = 8  # a writer may fill one of so many parts of the room that it has found: others write too
+_SHARE = 8  # a writer may fill an eighth of the room that it has found, as others write too
 
 
 def used_bytes(contents: list[Contents]) -> int:
@@ -27,32 +27,20 @@ def used_bytes(contents: list[Contents]) -> int:
     return sum(one.nbytes for one in contents)
 
 
-def make_room(
-    directory: CacheDirectory, needed: int, budget: int, *, lru: bool, removed: Removed = lambda *_: None
-) -> bool:
-    """Delete segments until `needed` more bytes fit into the budget; whether they do.
-
-    `OSError` if they do not since something could not be deleted; `TimeoutError` if another process deletes.
-
-    Parameters
-    ----------
-    directory : CacheDirectory
-    needed, budget : int
-        Bytes.
-    lru : bool
-        Whether segments of namespaces that are in use may go.
-    removed : callable
-        Called with a namespace (32 hexadecimal digits) and the names of its segments that are gone.
-    """
-    return room_after(directory, needed, budget, lru=lru, removed=removed) >= 0
+def make_room(directory: CacheDirectory, needed: int, budget: int, *, lru: bool) -> bool:
+    """Delete segments until `needed` more bytes fit into the budget; whether they do. See `room_after`."""
+    return room_after(directory, needed, budget, lru=lru) >= 0
 
 
 def room_after(
     directory: CacheDirectory, needed: int, budget: int, *, lru: bool, removed: Removed = lambda *_: None
 ) -> int:
-    """Make room as `make_room` does.
+    """Delete segments until `needed` more bytes fit into the budget; the bytes that are then left.
 
-    Returns the bytes that are left after `needed` more, negative if those do not fit.
+    These are negative if `needed` bytes do not fit. `OSError` if that is because something could not be
+    deleted; `TimeoutError` if another process deletes. With `lru`, segments of namespaces that are in use may
+    go. `removed` is called with each namespace (32 hexadecimal digits) and the names of its segments that are
+    gone.
     """
     scanned = directory.scan()
     left = budget - needed - used_bytes(scanned)
@@ -79,12 +67,7 @@ class Allowance:
     """Bytes that one process may write before it scans the directory again; see `room_after`.
 
     To scan thousands of files takes longer than to write a small one. Several writers that do not see each
-    other exceed the budget by what each may write, which is no more than one segment.
-
-    Parameters
-    ----------
-    most : int
-        Bytes of a segment.
+    other exceed the budget by what each may write: no more than the `most` bytes of a segment.
     """
 
     def __init__(self, most: int) -> None:

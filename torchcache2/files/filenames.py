@@ -42,16 +42,10 @@ _LEFT_OVER = re.compile(f"{SEGMENT_NAME.pattern}({re.escape(TEMPORARY)}|{re.esca
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """The files of one namespace.
+    """The files of one namespace, which is 32 hexadecimal digits.
 
-    Attributes
-    ----------
-    namespace : str
-        32 hexadecimal digits.
-    segments, corrupt, temporary : list of Entry
-        Segments, those that were found damaged, and those that are being written.
-    others : list of Entry
-        ``fingerprint.json``.
+    Besides segments there are those that were found `corrupt`, `temporary` files that are being written, and
+    `others`: ``fingerprint.json``.
     """
 
     namespace: str
@@ -106,5 +100,5 @@ def is_left_over(name: str) -> bool:
 def stated_format(tag: bytes) -> int | None:
     """The format that a ``CACHEDIR.TAG`` states; None if it is another program's."""
     match = _IS_OURS.search(tag)
-    # Python makes no number of thousands of digits; the first ones are enough for a format that is not known.
+    # Python makes no number of thousands of digits, and the first ones show that a format is not known.
     return int(match[1][:_MOST_DIGITS]) if match else None

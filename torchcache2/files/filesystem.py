@@ -22,7 +22,7 @@ except ImportError:  # not a POSIX system
 
 __all__ = ["Descriptor", "Entry", "FileSystem", "StrangeFileError", "is_read_only"]
 
-_MOST_BUFFERS = 1024  # of one call; IOV_MAX of Linux
+_MOST_BUFFERS = 1024  # that one call takes: IOV_MAX of Linux
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 # Opening never waits: a pipe without a writer, or a terminal, would never answer.
@@ -59,13 +59,10 @@ class FileSystem:
     def open(self, path: str) -> Descriptor:
         """Open a regular file for reading; never waits.
 
-        Raises
-        ------
-        StrangeFileError
-            If it is a folder, a pipe, a device, a link that leads to no file, or another thing that is there.
+        `StrangeFileError` if it is a folder, a pipe, a device, or a link that leads to no file.
         """
         try:
-            # Asked before it is opened: opening a device may do something.
+            # This is asked first, as opening a device may do something.
             is_regular = stat.S_ISREG(os.stat(path).st_mode)
         except FileNotFoundError:
             if os.path.islink(path):
@@ -124,15 +121,13 @@ class FileSystem:
         try:
             os.fsync(file.number)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that has no such thing
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system has no such thing
                 raise
 
     def lock(self, file: Descriptor, *, exclusive: bool) -> bool | None:
-        """Lock an open file until it is closed; False if another one has it locked.
+        """Lock an open file until it is closed, or the process ends in whatever way.
 
-        None if the file system has no locks.
-
-        The system lets go of the lock when the process ends, however it ends.
+        False if another one has it locked; None if the file system has no locks.
         """
         if fcntl is None:
             return None
@@ -162,7 +157,7 @@ class FileSystem:
             os.link(old, new)
         except FileExistsError:
             raise
-        except OSError:  # a file system that has no second names
+        except OSError:  # the file system has no second names
             if os.path.lexists(new):
                 raise FileExistsError(new) from None
             os.rename(old, new)
@@ -213,13 +208,7 @@ class FileSystem:
         return sorted(found)
 
     def read_file(self, path: str, limit: int) -> bytes:
-        """A small file's bytes.
-
-        Raises
-        ------
-        DamagedError
-            If it has more than `limit` bytes: it is not what it is taken for.
-        """
+        """A small file's bytes; `DamagedError` if it has more than `limit`: it is something else."""
         file = self.open(path)
         size = self.size(file)
         if size > limit:
@@ -233,13 +222,7 @@ class FileSystem:
         return bytes(data)
 
     def read_all(self, file: Descriptor, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill buffers from one range of a file.
-
-        Raises
-        ------
-        DamagedError
-            If the file ends before.
-        """
+        """Fill buffers from one range of a file; `DamagedError` if the file ends before."""
         for first in range(0, len(buffers), _MOST_BUFFERS):
             some = buffers[first : first + _MOST_BUFFERS]
             size = sum(len(buffer) for buffer in some)

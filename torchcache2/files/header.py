@@ -15,7 +15,7 @@ from torchcache2.files.schemajson import schema_from_json
 __all__ = ["checked", "parse", "read_size", "stated"]
 
 MOST_HEADER_BYTES = 16 << 20
-_MOST_BLOCK_BYTES = 1 << 20  # that a reader accepts, of rows that share a block
+_MOST_BLOCK_BYTES = 1 << 20  # a reader accepts so many bytes of rows that share a block
 _CODECS = ("none", "brotli", "blosc2")
 _UNPARSABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
 
@@ -29,16 +29,10 @@ def read_size(start: bytes, file_bytes: int) -> int:
 
 
 def stated(text: bytes, file_bytes: int) -> tuple[int, bytes]:
-    """How many bytes of a file its checksum covers, and the checksum; `DamagedError` if it does not say.
+    """How many bytes of a file its checksum covers, and the checksum, from `text`, the header's JSON.
 
-    Nothing else is believed before the checksum was compared. Every version has both in the same places.
-
-    Parameters
-    ----------
-    text : bytes
-        The header's JSON.
-    file_bytes : int
-        The size of the whole file.
+    `DamagedError` if it does not say. Nothing else is believed before the checksum was compared. Every
+    version has both in the same places.
     """
     end = 8 + len(text)
     try:
@@ -54,18 +48,9 @@ def stated(text: bytes, file_bytes: int) -> tuple[int, bytes]:
 
 
 def parse(text: bytes, file_bytes: int, limit: int, *, structured: bool = True) -> Layout:
-    """The layout that a header states.
+    """The layout that a header's JSON states. A row may have `limit` bytes.
 
-    Parameters
-    ----------
-    text : bytes
-        The header's JSON.
-    file_bytes : int
-        The size of the whole file.
-    limit : int
-        Bytes that a row may have.
-    structured : bool
-        False: rows are to be checked, not given back; see `schema_from_json`.
+    Without `structured`, rows are to be checked, not given back; see `schema_from_json`.
 
     Raises
     ------
@@ -104,7 +89,7 @@ def parse(text: bytes, file_bytes: int, limit: int, *, structured: bool = True) 
 
 
 def _unparsed(error: Exception) -> str:
-    # Only the beginning: the text of an error of decoding has the whole header in it.
+    # The text of an error of decoding has the whole header in it: its beginning is enough.
     return f"a header that does not parse, {type(error).__name__}: {str(error)[:200]}"
 
 

@@ -151,6 +151,6 @@ def _device(name: Any) -> str:
         raise DamagedError("a device that is not a name")
     try:
         torch.device(name)
-    except Exception:  # of a backend that is not imported
+    except Exception:  # the backend is not imported
         raise UnknownClassError(name, "is not a device of this process") from None
     return name

@@ -16,14 +16,10 @@ _MOST = (1 << 31) - 33  # bytes that a part may have: sizes are 31 bits, and a c
 
 
 class Lane(NamedTuple):
-    """How the bytes of a leaf are split.
+    """How the bytes of a leaf are split: a part for each byte of an element, of which there are `width`.
 
-    Attributes
-    ----------
-    width : int
-        Bytes of an element: 1, 2, 4 or 8.
-    rotated : bool
-        Whether the sign bit is rotated to the end, so that the exponent fills one byte.
+    The width is 1, 2, 4 or 8. If elements are `rotated` first, the sign bit goes to the end, so that the
+    exponent fills one byte.
     """
 
     width: int
@@ -36,7 +32,7 @@ _LANES = {
     torch.bfloat16: Lane(2, True),
     torch.complex64: Lane(4, True),
     torch.complex128: Lane(8, True),
-    # Their exponent shares a byte with mantissa either way: rotated they are no smaller.
+    # Their exponent shares a byte with the mantissa either way, so rotated they are no smaller.
     torch.float16: Lane(2, False),
     torch.complex32: Lane(2, False),
     **{dtype: Lane(2, False) for dtype in (torch.int16, torch.uint16)},

@@ -183,13 +183,7 @@ class Layout:
         return entries
 
     def header(self, index: Sequence[bytes]) -> bytes:
-        """The file's bytes up to the rows.
-
-        Parameters
-        ----------
-        index : sequence of bytes
-            The tensors of `index`, in its order.
-        """
+        """The file's bytes up to the rows, with the tensors of `index` in its order."""
         metadata = {
             "checksum": ZEROS.decode(),
             "format": FORMAT,
@@ -209,13 +203,7 @@ class Layout:
 
 
 def schema_text(schema: Schema) -> str:
-    """The JSON of a schema.
-
-    Raises
-    ------
-    UnserialisableError
-        If it has none, or one so long that the header could not be read again.
-    """
+    """The JSON of a schema; `UnserialisableError` if it has none, or one too long to be read again."""
     text = json.dumps(schema_to_json(schema), separators=(",", ":"))
     if len(text) > _MOST_SCHEMA_BYTES:
         raise UnserialisableError(f"a structure that takes {len(text):,} bytes to write down")

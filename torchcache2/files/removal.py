@@ -148,13 +148,13 @@ class Removal:
         """Delete a namespace's files, the oldest segment first; False if it is in use, and not `force`."""
         directory, namespace = self._directory, contents.namespace
         try:
-            remove_leftovers(directory, namespace)  # one may be a second name of the file that is locked below
+            remove_leftovers(
+                directory, namespace
+            )  # one may be a second name of the file that is locked below
             with claimed(directory, namespace) as claim:
                 if not force and (claim is False or (claim is None and contents.others)):
                     return False
-                segments = sorted(contents.segments, key=lambda entry: (entry.mtime, entry.name))
-                for entry in (*segments, *contents.corrupt):
-                    self.file(contents, entry)
+                self.files(contents)
                 left = directory.contents(namespace)
                 if self.excess <= 0 or left.segments or left.temporary:
                     return True
@@ -166,6 +166,12 @@ class Removal:
         except OSError as error:
             self.error = self.error or error
         return True
+
+    def files(self, contents: Contents) -> None:
+        """Delete a namespace's segments, the oldest first, and those that were found damaged."""
+        segments = sorted(contents.segments, key=lambda entry: (entry.mtime, entry.name))
+        for entry in (*segments, *contents.corrupt):
+            self.file(contents, entry)
 
     def file(self, contents: Contents, entry: Entry) -> None:
         """Delete one file of a namespace, unless enough bytes are gone."""

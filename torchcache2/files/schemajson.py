@@ -29,10 +29,7 @@ from torchcache2.files import classnames as classes
 from torchcache2.files import jsonparts as parts
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 
-__all__ = [
-    "schema_from_json",
-    "schema_to_json",
-]
+__all__ = ["schema_from_json", "schema_to_json"]
 
 MAX_LEAVES = 10_000
 MAX_DEPTH = 100
@@ -47,17 +44,14 @@ _TAGGED = (*_SEQUENCES.values(), *_MAPPINGS.values(), collections.defaultdict, c
 def schema_to_json(schema: Schema) -> dict[str, Any]:
     """A schema as what ``json.dumps`` takes, the same for the same schema.
 
-    Raises
-    ------
-    UnserialisableError
-        If the output has a class that cannot be found by its name, or a node that keeps something
-        other than plain values and node classes, or is too large.
+    `UnserialisableError` if the output has a class that cannot be found by its name, or a node that keeps
+    something other than plain values and node classes, or is too large.
     """
     data = {
         "structure": _Writer().node(schema.structure, "output", 0),
         "leaves": [parts.leaf_to_json(leaf) for leaf in schema.leaves],
     }
-    try:  # so that the limits of the reader are those of the writer too
+    try:  # the limits of the reader are those of the writer, too
         schema_from_json(data)
     except (DamagedError, UnknownClassError) as error:
         raise UnserialisableError(f"the schema of the output could not be read back: {error}") from None
@@ -65,15 +59,10 @@ def schema_to_json(schema: Schema) -> dict[str, Any]:
 
 
 def schema_from_json(data: Any, *, structured: bool = True) -> Schema:
-    """The schema that `schema_to_json` made the JSON from.
+    """The schema that `schema_to_json` made the JSON from; it may be any JSON.
 
-    Parameters
-    ----------
-    data : JSON
-        As ``json.loads`` returns it. It may be any JSON.
-    structured : bool
-        False: the structure is a list of the leaves, whatever classes the JSON names. That is enough to
-        check rows.
+    Without `structured`, the structure is a list of the leaves, whatever classes the JSON names: that is
+    enough to check rows.
 
     Raises
     ------
@@ -198,7 +187,7 @@ class _Reader(_Counter):
     def node(self, data: Any, depth: int) -> pytree.TreeSpec:
         self.count(depth)
         if data is None:
-            return BARE  # one object for all leaves, as in the pytree module
+            return BARE  # all leaves are one object, as in the pytree module
         tag, body = parts.tagged(data)
         items = parts.list_of(body)
         if tag in _SEQUENCES:

@@ -26,7 +26,7 @@ __all__ = ["Descriptors", "Segment", "empty_columns", "rows_of"]
 
 _CHECKED_AT_ONCE = 8 << 20  # bytes
 _MOST_EXTENT = 1 << 48
-_FIRST_READ = 64 << 10  # bytes of a file that are read at once: most headers are shorter
+_FIRST_READ = 64 << 10  # so many bytes are read at once, as most headers are shorter
 Columns = list[np.ndarray[Any, np.dtype[np.uint8]]]
 
 
@@ -65,7 +65,7 @@ class Segment:
         if self._offsets is not None and layout.payload_bytes < 1 << 32:
             self._offsets = self._offsets.astype(np.uint32)
         self._block_checksums = index.get("block_checksums")
-        if self._block_checksums is not None:  # half of each is enough: rows have checksums too
+        if self._block_checksums is not None:  # half of each is enough, as rows have checksums too
             self._block_checksums = self._block_checksums.astype(np.uint32)
         self._codec = codecs.codec(layout.codec)
         self._lanes = [lane(leaf.stored) for leaf in layout.schema.leaves]
@@ -87,15 +87,8 @@ class Segment:
         """Read and check the index of a segment. A row may have `limit` bytes.
 
         Without `structured`, its rows can be checked whatever classes they have; see `schema_from_json`.
-
-        Raises
-        ------
-        OSError
-            As the file system does.
-        UnreadableError
-            Which one: see `torchcache2.files.header.parse`.
-        OptionError
-            If its codec is not installed.
+        Besides an `OSError` and what `torchcache2.files.header.parse` raises, there may be an `OptionError`,
+        if its codec is not installed.
         """
         file = fs.open(path)
         size = fs.size(file)
@@ -139,14 +132,10 @@ class Segment:
             blocks = np.unique(rows // self.layout.rows_per_block)
             ranges = list(zip(*self._ranges(blocks), strict=True))
         else:
-            rows = np.sort(rows)
-            firsts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
-            lengths = np.diff(np.append(firsts, len(rows))).tolist()
-            runs = list(zip(rows[firsts].tolist(), lengths, strict=True))
-            ranges = []
+            runs, ranges = _runs(np.sort(rows)), []
             for leaf, start in zip(self.layout.schema.leaves, self._starts, strict=True):
                 base, size = self._start + start, leaf.row_bytes
-                ranges += [(base + row * size, length * size) for row, length in runs if size]
+                ranges += [(base + row * size, (end - first) * size) for first, end, row in runs if size]
         for offset, size in ranges:
             self._fs.will_need(file, offset, size)
 
@@ -195,10 +184,7 @@ class Segment:
         return sum(not self.read(rows[i : i + 1], columns, np.zeros(1, np.int64)) for i in range(len(rows)))
 
     def _read_columns(self, file: Descriptor, rows: Array, columns: Columns, targets: Array) -> None:
-        firsts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
-        ends = np.append(firsts[1:], len(rows)).tolist()
-        runs = list(zip(firsts.tolist(), ends, rows[firsts].tolist(), strict=True))
-        places = targets.tolist()
+        runs, places = _runs(rows), targets.tolist()
         for column, start in zip(columns, self._starts, strict=True):
             size = column.shape[1]
             if size == 0:
@@ -226,7 +212,7 @@ class Segment:
             if per_block == 1:
                 place = targets[first]
                 self._codec.decode(data, [column[place] for column in columns], self._lanes)
-                if ends[i] - first > 1:  # a row that was asked for several times
+                if ends[i] - first > 1:  # the row was asked for several times
                     for column in columns:
                         column[targets[first + 1 : ends[i]]] = column[place]
                 continue
@@ -249,6 +235,13 @@ class Segment:
         for leaf in self.layout.schema.leaves:
             shapes.append(tuple(next(rest) if n < 0 else n for n in leaf.shape))
         return self.layout.schema.with_shapes(shapes)
+
+
+def _runs(rows: Array) -> list[tuple[int, int, int]]:
+    """Where runs of consecutive numbers begin and end in sorted rows, and the first number of each."""
+    firsts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+    bounds = np.append(firsts, len(rows)).tolist()
+    return list(zip(bounds[:-1], bounds[1:], rows[firsts].tolist(), strict=True))
 
 
 def empty_columns(schema: Schema, count: int) -> Columns:

@@ -36,23 +36,13 @@ def write_whole(
 ) -> None:
     """Write a file that is whole or not there, whenever the process is killed or the power goes off.
 
-    The temporary file is locked until it has its final name, so that whoever deletes what dead writers have
-    left sees that this writer lives.
+    The `content` is bytes, or what writes them: it is called with the open file and its temporary path, and
+    there is no file if it raises. The temporary path is the `stem`, a fresh `ulid` and the `suffix`, in the
+    folder of `path`. The temporary file is locked until it has its final name, so that whoever deletes what
+    dead writers have left sees that this writer lives.
 
-    Parameters
-    ----------
-    fs : FileSystem
-    path : str
-        Where the file will be.
-    content : sequence of memoryview, or callable
-        The bytes, or what writes them: it takes the open file and its temporary path, and there is no file if
-        it raises.
-    stem, suffix : str
-        The temporary path is the stem, a fresh `ulid` and the suffix; it is in the same folder.
-    replaces : bool
-        Whether a file that has the name already is replaced; else that is a `FileExistsError`.
-    sync_name : bool
-        Whether to return only when the name is on the disk, too.
+    If there is a file of that name, it is replaced; without `replaces` that is a `FileExistsError`. With
+    `sync_name` the name is on the disk, too, when this returns.
     """
     is_renamed = False
     try:
@@ -60,7 +50,7 @@ def write_whole(
             temporary = f"{stem}{ulid()}{suffix}"
             file = fs.create(temporary)
             if fs.lock(file, exclusive=True) is not False and fs.links(file):
-                break  # else another process took it for a dead writer's before it was locked
+                break  # otherwise another process took it for a dead writer's before it was locked
         if callable(content):
             content(file, temporary)
         else:
@@ -71,7 +61,7 @@ def write_whole(
             is_renamed = True
         else:
             fs.link(temporary, path)
-        fs.unlock(file)  # of a fingerprint: whoever uses the namespace wants to lock it
+        fs.unlock(file)  # if it is a fingerprint, users of the namespace want to lock it
     finally:
         if not is_renamed:
             with contextlib.suppress(OSError):

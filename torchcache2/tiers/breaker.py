@@ -29,7 +29,7 @@ class Breaker:
     def __init__(self) -> None:
         self.faults = 0
         self.tell = ToldOnce()
-        self._failures: Counter[bytes | None] = Counter()  # one after another
+        self._failures: Counter[bytes | None] = Counter()  # without a success in between
         self._paused_until: dict[bytes | None, float] = {}
 
     def allows(self, part: bytes) -> bool:

@@ -38,13 +38,8 @@ def check_folder(settings: CacheSettings) -> None:
 def make_tiers(settings: CacheSettings, in_use: InUse, description: Description) -> list[Tier]:
     """The tiers of one budget, fastest first.
 
-    Parameters
-    ----------
-    settings : CacheSettings
-    in_use : callable
-        The namespaces that something alive in this process uses.
-    description : callable
-        What a namespace stands for, for people and later runs.
+    `in_use` gives the namespaces that something alive in this process uses, and `description` what a
+    namespace stands for, for people and later runs.
     """
     budget = settings.memory_budget()
     # Rows that wait to be written count as memory, too.

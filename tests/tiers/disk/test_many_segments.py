@@ -4,6 +4,7 @@ Calls are counted rather than seconds. Times are in `docs/performance_tables.md`
 """
 
 import contextlib
+import itertools
 import os
 import threading
 
@@ -434,18 +435,14 @@ class Slow:
         )
         self.held = OwnRows(rows_of(range(10), 750), Slabs())
         self.keys = keys_of(range(10))
-        self.numbers = 0
-
-    def number(self):
-        self.numbers += 1
-        return self.numbers
+        self.numbers = itertools.count()
 
     def work(self, seconds, widths=(750,), step=1):
         for _ in range(0, seconds, step):
             for width in widths:
                 kind = (self.held.schema, width)
                 with self.lock:
-                    pending = self.writer.open(NAMESPACES[0], kind, self.number)
+                    pending = self.writer.open(NAMESPACES[0], kind, self.numbers)
                     before = pending.nbytes
                     pending.add(self.keys, self.held)
                     self.writer.added(pending, kind, pending.nbytes - before)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
-from torchcache2.core.arrays import Array, Entries, Words
+from torchcache2.core.arrays import Array
 from torchcache2.core.errors import OptionError
 from torchcache2.files.descriptors import Descriptor
 from torchcache2.files.directory import CacheDirectory
@@ -24,28 +24,20 @@ __all__ = ["AnySegment", "Located"]
 
 AnySegment = Segment | Pending
 
-_LOOK_EVERY = 2.0  # seconds between looks for other writers' segments
+_LOOK_EVERY = 2.0  # seconds until it looks for other writers' segments again
 _SETTLED = 2e9  # nanoseconds after which a folder's time of change says that nothing came since
 _HOLD_EVERY = 0.1  # seconds
 
 
 class Located:
-    """Key → segment and row.
+    """The segments of one namespace, and in which of them each key is.
 
-    Parameters
-    ----------
-    namespace : bytes
-    directory : CacheDirectory
-    descriptors : Descriptors
-    number : callable
-        The number of the next segment.
-    limit : int
-        Bytes that a row may have.
-    on_fault : callable
-        Is told an `OSError` or `DamagedError`, and the path where it was met.
+    New segments get the next of `numbers`. Rows may have `limit` bytes. `on_fault` is told an `OSError` or
+    another error of reading, and the path where it was met.
 
     Attributes
     ----------
+    places : Places
     segments : dict of int to AnySegment
     names : set of str
         Files that are known, and need not be opened.
@@ -56,7 +48,7 @@ class Located:
         namespace: bytes,
         directory: CacheDirectory,
         descriptors: Descriptors,
-        number: Callable[[], int],
+        numbers: Iterator[int],
         limit: int,
         on_fault: Callable[[Exception, str], None],
     ) -> None:
@@ -65,7 +57,7 @@ class Located:
         self.names: set[str] = set()
         self._directory = directory
         self._descriptors = descriptors
-        self._number = number
+        self._next_numbers = numbers
         self._limit = limit
         self._on_fault = on_fault
         self._fingerprint = os.path.join(directory.folder(namespace), FINGERPRINT)
@@ -74,16 +66,16 @@ class Located:
         self._looked = -_LOOK_EVERY
         self._changed = -1
         self._numbers: dict[str, int] = {}  # segments by the names of their files
-        self._places = Places()
+        self.places = Places()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the index in memory."""
         sealed = [one for one in self.segments.values() if isinstance(one, Segment)]
-        return self._places.nbytes + sum(one.index_bytes for one in sealed)
+        return self.places.nbytes + sum(one.index_bytes for one in sealed)
 
     def hold(self, *, is_used: bool = True) -> None:
         """Count as a user of the namespace from now on, so that nobody deletes it.
@@ -126,7 +118,7 @@ class Located:
         Returns whether anything changed. What `find` returned before is not valid then.
         """
         changed = self._look()
-        return self._places.restore() or changed
+        return self.places.restore() or changed
 
     def _look(self) -> bool:
         now = time.monotonic()
@@ -171,26 +163,18 @@ class Located:
         self.names.add(name)
         if segment.layout.namespace != self.namespace:
             return False  # somebody renamed the folder
-        number = self._number()
+        number = next(self._next_numbers)
         self.segments[number] = segment
         self._numbers[name] = number
         assert segment.keys is not None
-        self._places.add(segment.keys, number, 0)
+        self.places.add(segment.keys, number, 0)
         segment.keys = None
         return True
-
-    def find(self, words: Words) -> Entries:
-        """Entry of each key, or -1."""
-        return self._places.find(words)
-
-    def where(self, entries: Entries) -> tuple[Entries, Entries]:
-        """The segment's number, and the row in it, of each entry."""
-        return self._places.where(entries)
 
     def add(self, keys: Array, segment: Pending, first: int) -> None:
         """Row `first` of a segment to be, and those after it, have these keys, uint8 ``(n, 16)``."""
         self.segments[segment.number] = segment
-        self._places.add(keys, segment.number, first)
+        self.places.add(keys, segment.number, first)
 
     def sealed(self, number: int, segment: Segment) -> None:
         """A segment to be is a file now."""
@@ -214,7 +198,7 @@ class Located:
                 if number not in damaged:
                     self.names.discard(name)
                     self._changed = -1
-        return self._places.remove(gone)
+        return self.places.remove(gone)
 
     def remove_files(self, names: Iterable[str]) -> int:
         """Forget the segments in files of these names; returns how many rows were found in them."""

@@ -21,27 +21,9 @@ __all__ = ["Known"]
 class Known:
     """Where rows are, by namespace, and the writer of those that are not sealed yet.
 
-    Parameters
-    ----------
-    directory : CacheDirectory
-    health : Health
-    limit : int
-        Bytes that a row may have.
-    in_use : callable, optional
-        The namespaces that something alive in this process uses; default: all.
-    make_writer : callable
-        A writer for this process.
-
-    Attributes
-    ----------
-    lock : ProcessLock
-        Over all of this.
-    located : dict of bytes to Located
-    descriptors : Descriptors
-    writer : Writer or None
-        None until something begins.
-    closed : bool
-        Whether the tier is closed.
+    A row may have `limit` bytes. `in_use` gives the namespaces that something alive in this process uses;
+    None means all. The `lock` is over all of this, `numbers` are those for the next segments, and there is no
+    `writer` until something begins.
     """
 
     def __init__(
@@ -62,7 +44,7 @@ class Known:
         self._limit = limit
         self._in_use = in_use
         self._make_writer = make_writer
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()
         self._wanted: set[bytes] = set()  # namespaces that are held, or should be
 
     def begin(self) -> None:
@@ -71,17 +53,13 @@ class Known:
         if self.writer is not None and self.writer.pid == os.getpid():
             return
         if torn:
-            # Another thread of the parent was changing these when it forked.
+            # Another thread of the parent was changing the tables when it forked.
             self.located = {}
             self.descriptors = Descriptors(self._directory.fs)
         elif self.writer is not None:
             for located in self.located.values():
-                located.forget_pending()  # the parent writes them
+                located.forget_pending()  # the parent will write them
         self.writer = self._make_writer()
-
-    def number(self) -> int:
-        """A number for the next segment."""
-        return next(self._numbers)
 
     def namespace(self, namespace: bytes) -> Located:
         """What is known of a namespace; this process counts as its user from now on. With the lock held."""
@@ -96,12 +74,7 @@ class Known:
     def new(self, namespace: bytes) -> Located:
         """A namespace of which nothing is known; with the lock held."""
         located = self.located[namespace] = Located(
-            namespace,
-            self._directory,
-            self.descriptors,
-            self.number,
-            self._limit,
-            self._health.fault,
+            namespace, self._directory, self.descriptors, self.numbers, self._limit, self._health.fault
         )
         return located
 
@@ -161,7 +134,7 @@ class Known:
             for namespace in self.located if in_use is None else in_use:
                 if located := self.located.get(namespace):
                     self._wanted.add(namespace)
-                    located.hold(is_used=False)  # others may have made its folder since
+                    located.hold(is_used=False)  # another process may have made its folder since
 
     def held(self, namespace: bytes, enter: Callable[[], Descriptor | None]) -> Descriptor | None:
         """The open file that tells others that a namespace is in use; `enter` makes one if there is none."""

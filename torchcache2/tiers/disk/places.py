@@ -31,7 +31,7 @@ class Places:
         self._index = KeyIndex(np.empty((0, 2), np.uint64))
         self._locations = np.empty(0, np.int64)
         self._copies: deque[tuple[Words, Entries]] = deque()
-        self._unchecked = 0  # copies, counted from the left, not looked at since the last removal
+        self._unchecked = 0  # the first so many copies were not looked at since the last removal
         self._gone: set[int] = set()  # removed segments that copies may still name
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class Places:
         words: Words = keys.view("<u8")
         locations = number << 32 | np.arange(first, first + len(words))
         low = np.sort(words[:, 0])
-        if (low[1:] == low[:-1]).any():  # only files that we did not write have a key twice
+        if (low[1:] == low[:-1]).any():  # a file of this library never has a key twice
             distinct = np.unique(words, axis=0, return_index=True)[1]
             words, locations = words[distinct], locations[distinct]
         absent = self._index.find(words) < 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -29,55 +29,43 @@ _ASKED_BESIDE = 8 << 20  # bytes of a batch that are worth a thread
 
 
 class Reader:
-    """Finds and reads rows of one tier.
-
-    Parameters
-    ----------
-    directory : CacheDirectory
-    known : Known
-    health : Health
-    """
+    """Finds and reads rows of one tier."""
 
     def __init__(self, directory: CacheDirectory, known: Known, health: Health) -> None:
         self._directory = directory
         self._known = known
         self._health = health
-        self._touched: dict[str, float] = {}  # when, by path
+        self._touched: dict[str, float] = {}  # the time, by path
 
     def find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
         """The rows of those keys that are here, by schema, with their positions in the batch."""
         if keys.namespace not in self._known.located:
-            self._known.let_go()  # otherwise a process that only reads would hold all that it ever used
+            self._known.let_go()  # else a process that only reads would hold all that it ever used
         with self._known.lock():
             self._known.begin()
             if self._known.closed or not self._health.reads:
                 return []
             try:
                 located = self._known.namespace(keys.namespace)
-                entries = located.find(keys.words)
+                entries = located.places.find(keys.words)
                 if (entries < 0).any() and located.look():
-                    entries = located.find(keys.words)  # of all keys: looking may have moved every entry
+                    entries = located.places.find(keys.words)  # looking may have moved every entry
             except BaseException:
                 self._known.start_anew(keys.namespace)
                 raise
             positions = np.flatnonzero(entries >= 0)
             if not self._health.reads or len(positions) == 0:
                 return []
-            numbers, rows = located.where(entries[positions])
+            numbers, rows = located.places.where(entries[positions])
             segments = {number: located.segments[number] for number in np.unique(numbers).tolist()}
 
-        gone, damaged = [], []
-
-        def lost(number: int, segment: AnySegment, error: Exception) -> None:
+        found, failed = _read_rows(segments, numbers, rows, positions)
+        for number, error in failed.items():
             if not isinstance(error, FileNotFoundError):  # a file that is gone made room for others
-                self._health.fault(error, getattr(segment, "path", self._directory.path))
-            gone.append(number)
-            if isinstance(error, DamagedError):
-                damaged.append(number)
-
-        found = _read_rows(segments, numbers, rows, positions, lost)
-        if gone:
-            self._known.remove(keys.namespace, gone, damaged)
+                self._health.fault(error, getattr(segments[number], "path", self._directory.path))
+        if failed:
+            damaged = [number for number, error in failed.items() if isinstance(error, DamagedError)]
+            self._known.remove(keys.namespace, failed, damaged)
         for segment in segments.values():
             self._touch(segment)
         return found
@@ -101,13 +89,9 @@ class _Job(NamedTuple):
 
 
 def _read_rows(
-    segments: Mapping[int, AnySegment],
-    numbers: Array,
-    rows: Array,
-    positions: Positions,
-    on_lost: Callable[[int, AnySegment, Exception], None],
-) -> list[tuple[Positions, Rows]]:
-    """Read rows by schema; `on_lost` is told of each segment that cannot be read, and its rows are left out.
+    segments: Mapping[int, AnySegment], numbers: Array, rows: Array, positions: Positions
+) -> tuple[list[tuple[Positions, Rows]], dict[int, Exception]]:
+    """Read rows by schema; also the error of each segment that cannot be read, whose rows are left out.
 
     `numbers` (of segments), `rows` (in them) and `positions` (in the batch, ascending) are of shape ``(n,)``.
     The system is asked for all rows before, or while, the first is waited for.
@@ -118,9 +102,10 @@ def _read_rows(
         for schema, some in segment.schemas(rows[which]):
             chosen = which[some]
             jobs.setdefault(schema, []).append(_Job(number, rows[chosen], positions[chosen]))
+    failed: dict[int, Exception] = {}
     with _read_ahead(segments, jobs):
-        parts = [_read(segments, schema, some_jobs, on_lost) for schema, some_jobs in jobs.items()]
-    return [part for part in parts if part is not None]
+        parts = [_read(segments, schema, some_jobs, failed) for schema, some_jobs in jobs.items()]
+    return [part for part in parts if part is not None], failed
 
 
 @contextlib.contextmanager
@@ -130,51 +115,38 @@ def _read_ahead(segments: Mapping[int, AnySegment], jobs: Mapping[Schema, list[_
     def ask() -> None:
         for some_jobs in jobs.values():
             for job in some_jobs:
-                with contextlib.suppress(OSError):  # reading will say so
+                with contextlib.suppress(OSError):  # reading will meet the same error
                     segments[job.number].read_ahead(job.rows)
 
     size = sum(schema.row_bytes * len(job.rows) for schema, some in jobs.items() for job in some)
     thread = threading.Thread(target=ask, name="torchcache2 read-ahead", daemon=True)
-    if size < _ASKED_BESIDE or not _started(thread):
+    if size >= _ASKED_BESIDE:
+        with contextlib.suppress(RuntimeError):  # there are too many threads, or the interpreter ends
+            thread.start()
+    if thread.ident is None:
         ask()
-        yield
-        return
     try:
         yield
     finally:
-        thread.join()
-
-
-def _started(thread: threading.Thread) -> bool:
-    try:
-        thread.start()
-    except RuntimeError:  # there are too many, or the interpreter ends
-        return False
-    return True
+        if thread.ident is not None:
+            thread.join()
 
 
 def _read(
-    segments: Mapping[int, AnySegment],
-    schema: Schema,
-    jobs: list[_Job],
-    on_lost: Callable[[int, AnySegment, Exception], None],
+    segments: Mapping[int, AnySegment], schema: Schema, jobs: list[_Job], failed: dict[int, Exception]
 ) -> tuple[Positions, Rows] | None:
-    """Rows of one schema, in the order of their positions."""
+    """Rows of one schema, in the order of their positions; adds to `failed` why others cannot be read."""
     wanted = np.sort(np.concatenate([job.positions for job in jobs]))
     columns: Columns = empty_columns(schema, len(wanted))
     good = np.ones(len(wanted), bool)
     for job in jobs:
-        segment = segments[job.number]
         targets = np.searchsorted(wanted, job.positions)
-        error: Exception | None = None
         try:
-            if not segment.read(job.rows, columns, targets):
-                error = DamagedError("a row is not what was written")
-        except OSError as fault:
-            error = fault
-        if error is not None:
+            if not segments[job.number].read(job.rows, columns, targets):
+                raise DamagedError("a row is not what was written")
+        except (OSError, DamagedError) as error:
             good[targets] = False
-            on_lost(job.number, segment, error)
+            failed[job.number] = error.with_traceback(None)  # its frames would keep the file open
     result = rows_of(schema, columns, len(wanted))
     if good.all():
         return wanted, result

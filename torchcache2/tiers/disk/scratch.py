@@ -12,20 +12,14 @@ from torchcache2.files.filesystem import Descriptor, FileSystem
 
 __all__ = ["Scratch"]
 
-_EXIT_PRIORITY = 0  # lower than that of the writer, which writes into the folder
+_EXIT_PRIORITY = 0  # lower than the writer's, which still writes into the folder
 _PREFIX = "torchcache2-"
 _CACHE = "cache"
 _ALIVE = ".alive"  # a file in the folder; it is locked as long as the run that made the folder goes on
 
 
 class Scratch:
-    """A folder that exists until `remove` is called or the process ends.
-
-    Raises
-    ------
-    OSError
-        If none can be made.
-    """
+    """A folder that exists until `remove` is called or the process ends; `OSError` if none can be made."""
 
     def __init__(self) -> None:
         fs = FileSystem()
@@ -81,6 +75,5 @@ def _is_scratch(fs: FileSystem, top: str) -> bool:
     if hasattr(os, "getuid") and os.lstat(top).st_uid != os.getuid():
         return False
     entries = {entry.name: entry.is_folder for entry in fs.entries(top)}
-    return entries in ({_ALIVE: False}, {_ALIVE: False, _CACHE: True}) and len(os.listdir(top)) == len(
-        entries
-    )
+    is_known = entries in ({_ALIVE: False}, {_ALIVE: False, _CACHE: True})
+    return is_known and len(os.listdir(top)) == len(entries)

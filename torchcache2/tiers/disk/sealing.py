@@ -1,4 +1,4 @@
-"""`Sealing`: writes rows as segments of a cache directory, and makes room for them."""
+"""`Sealing`: takes rows that were put, has them wait, and writes them as segments of a cache directory."""
 
 from __future__ import annotations
 
@@ -7,41 +7,39 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
+from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
+from torchcache2.core.rows import Rows
+from torchcache2.core.schema import Schema
 from torchcache2.core.settings import Policy
 from torchcache2.core.version import __version__
 from torchcache2.files.codec import Codec
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.encode import SEGMENT, Encoded, encode, write
+from torchcache2.files.errors import UnserialisableError
 from torchcache2.files.eviction import Allowance, room_after
 from torchcache2.files.filesystem import Descriptor
+from torchcache2.files.layout import schema_text
 from torchcache2.files.segment import Segment
 from torchcache2.files.whole import ulid
+from torchcache2.tiers.disk.catalog import Located
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
-from torchcache2.tiers.disk.unwritten import Pending
+from torchcache2.tiers.disk.unwritten import OwnRows, Pending, Slabs
+from torchcache2.tiers.disk.writer import Writer
 
 __all__ = ["Sealing"]
 
+_MOST_SCHEMAS = 1000
+
 
 class Sealing:
-    """Seals the rows of one tier.
+    """Keeps the rows of one tier until they are sealed, in segments of `target` bytes.
 
-    Parameters
-    ----------
-    directory : CacheDirectory
-    known : Known
-    health : Health
-    codec : Codec
-    budget : int
-        Bytes of the whole directory.
-    policy : {"mru", "lru"}
-    description : callable, optional
-        What a namespace stands for, for its ``fingerprint.json``.
-    target : int
-        Bytes of a segment.
-    temporary : bool
-        Whether nobody will open the directory again.
+    The whole directory has at most `budget` bytes. `description` says what a namespace stands for, for its
+    ``fingerprint.json``. If the directory is `temporary`, nobody will open it again.
 
     Attributes
     ----------
@@ -74,6 +72,60 @@ class Sealing:
         self._temporary = temporary
         self._allowance = Allowance(target)
         self._one_at_a_time = ProcessLock()
+        self._serialisable: dict[Schema, bool] = {}
+        self._slabs = Slabs()
+
+    def takes(self, namespace: bytes, schema: Schema) -> bool:
+        """Whether rows of a namespace and schema can be written at all."""
+        may_write = self._health.may_write(namespace) and not self._known.closed
+        if not may_write or schema.row_bytes > self._budget:
+            return False
+        known = self._serialisable.get(schema)
+        if known is None:
+            try:
+                schema_text(schema)
+                known = True
+            except UnserialisableError as error:
+                self._health.tell("schema", "such outputs stay in memory, not on disk: %s", str(error))
+                known = False
+            if len(self._serialisable) > _MOST_SCHEMAS:
+                self._serialisable.clear()
+            self._serialisable[schema] = known
+        return known
+
+    def keep(self, keys: Keys, rows: Rows) -> int:
+        """Have rows wait to be written, those that are not here yet; returns how many those are."""
+        own = OwnRows(rows, self._slabs)
+        with self._known.lock():
+            self._known.begin()
+            if self._known.closed or self._known.writer is None:
+                return 0
+            try:
+                located = self._known.namespace(keys.namespace)
+                if not self._health.writes:  # the files there are of a newer format
+                    return 0
+                absent = np.flatnonzero(located.places.find(keys.words) < 0)
+                if len(absent) < len(keys):
+                    keys, own = keys.take(absent), own.take(absent)
+                self._queue_rows(self._known.writer, located, keys, own)
+            except BaseException:
+                self._known.start_anew(keys.namespace)
+                raise
+        return len(keys)
+
+    def _queue_rows(self, writer: Writer, located: Located, keys: Keys, own: OwnRows) -> None:
+        """Have rows join segments to be, none of them much larger than it should."""
+        family = own.schema.family
+        step = max(1, writer.target // max(1, own.schema.row_bytes))
+        for start in range(0, len(keys), step):
+            some, piece = keys, own
+            if step < len(keys):
+                some = keys.take(np.arange(start, min(len(keys), start + step)))
+                piece = own.part(start, start + len(some))
+            pending = writer.open(keys.namespace, family, self._known.numbers)
+            before = pending.nbytes
+            located.add(some.data, pending, pending.add(some, piece))
+            writer.added(pending, family, pending.nbytes - before)
 
     def write(self, pending: Pending) -> None:
         """Seal rows; they are forgotten if that fails. Interrupts are left to the writer."""
@@ -88,8 +140,7 @@ class Sealing:
                     return
                 located.names.add(name)
                 pending.name = name
-            described = self._description(pending.namespace) if self._description is not None else {}
-            if not self._sealed(pending, folder, name, encoded, described):
+            if not self._sealed(pending.namespace, name, encoded):
                 self.forget(pending)
                 return
             path = os.path.join(folder, name)
@@ -97,10 +148,8 @@ class Sealing:
             segment.keys = None
             with self._known.lock():
                 self._health.worked(pending.namespace)
-                is_forgotten = (
-                    not self._known.closed and self._known.located.get(pending.namespace) is not located
-                )
-                if pending.dropped or is_forgotten:
+                is_known = self._known.closed or self._known.located.get(pending.namespace) is located
+                if pending.dropped or not is_known:
                     with contextlib.suppress(FileNotFoundError):
                         self._fs.remove(path)
                 else:
@@ -109,31 +158,30 @@ class Sealing:
             self.forget(pending)
             self._health.write_fault(error, folder, pending.namespace)
 
-    def _sealed(
-        self, pending: Pending, folder: str, name: str, encoded: Encoded, described: Mapping[str, Any]
-    ) -> bool:
+    def _sealed(self, namespace: bytes, name: str, encoded: Encoded) -> bool:
         """Write a segment; False if there is no room for it."""
+        described = self._description(namespace) if self._description is not None else {}
         extra = 0
 
         def enter() -> Descriptor | None:
             nonlocal extra
-            made = self._directory.enter(pending.namespace, described)
+            made = self._directory.enter(namespace, described)
             with contextlib.suppress(OSError):
-                extra = self._fs.size(made) if made is not None else 0  # perhaps it is new
+                extra = self._fs.size(made) if made is not None else 0  # `enter` may just have written it
             return made
 
         for is_last in (False, True):
             if self._temporary and not self._fs.exists(self._directory.path):
-                return False  # its run has ended: nobody would delete it again
-            # Held until the segment is written: the cache that used the namespace may have been closed.
-            held = self._known.held(pending.namespace, enter)
+                return False  # the run that made it has ended, so nobody would delete it again
+            # This holds it until the segment is written: the cache that used it may have been closed.
+            held = self._known.held(namespace, enter)
             try:
                 with self._one_at_a_time():  # two threads would find the same room, and both use it
                     if not self._has_room(encoded.nbytes, extra):
                         return False
-                    write(self._fs, folder, name, encoded)
+                    write(self._fs, self._directory.folder(namespace), name, encoded)
                 return True
-            except FileNotFoundError:  # somebody has deleted the folder although we hold it
+            except FileNotFoundError:  # somebody has deleted the folder although it is held
                 if is_last:
                     raise
             finally:
@@ -159,7 +207,7 @@ class Sealing:
         except PermissionError:
             self._health.faults += 1  # the segments that would have to go belong to another user
         except OSError as error:
-            self._health.write_fault(error, self._directory.path)  # concerns the whole directory
+            self._health.write_fault(error, self._directory.path)  # this concerns the whole directory
             return False
         if room < 0:
             self._health.full(self._budget)

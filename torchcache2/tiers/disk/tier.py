@@ -11,6 +11,7 @@ a segment appears whole or not at all.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -25,11 +26,10 @@ from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.eviction import used_bytes
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.removal import remove_leftovers
+from torchcache2.files.removal import Removal, remove_leftovers
 from torchcache2.tiers.base import Found, Tier, TierStats
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
-from torchcache2.tiers.disk.queueing import Queueing
 from torchcache2.tiers.disk.reading import Reader
 from torchcache2.tiers.disk.sealing import Sealing
 from torchcache2.tiers.disk.writer import Writer
@@ -51,8 +51,7 @@ class DiskTier(Tier):
     budget : int
         Bytes of the whole directory, whoever wrote them. Exceeded by one segment a writer at most.
     policy : {"mru", "lru"}
-        What to do when it is full of rows that are in use: stop writing, or delete the segments that were
-        not used for longest.
+        When it is full of rows in use: stop writing, or delete the segments that were not used for longest.
     codec : {"brotli", "blosc2", "none"}
     quality : int
         Of the codec.
@@ -62,7 +61,6 @@ class DiskTier(Tier):
         The namespaces that something alive in this process uses; default: all.
     description : callable, optional
         What a namespace stands for, for its ``fingerprint.json``.
-    fs : FileSystem, optional
     delay : float
         Seconds after which rows are sealed, however few; see `torchcache2.tiers.disk.writer`.
     temporary : bool
@@ -120,7 +118,6 @@ class DiskTier(Tier):
             temporary=temporary,
         )
         self._reader = Reader(self.directory, self._known, self._health)
-        self._queueing = Queueing(self._known, self._health, budget)
         self._open_directory()
 
     @property
@@ -133,17 +130,17 @@ class DiskTier(Tier):
         """The rows of those keys that are here, read into fresh memory."""
         try:
             return Found(self._reader.find(keys))
-        except Exception as error:  # such as no memory: a fault is a miss
+        except Exception as error:  # there may be no memory; a fault is a miss
             self._health.fault(error, self.path)
             return Found([])
 
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys, to be written soon; waits only while too many wait already."""
-        if not self._queueing.takes(keys.namespace, rows.schema) or len(keys) == 0:
+        if not self._sealing.takes(keys.namespace, rows.schema) or len(keys) == 0:
             return 0
         try:
-            kept = self._queueing.keep(keys, rows)
+            kept = self._sealing.keep(keys, rows)
         except Exception as error:
             self._health.fault(error, self.path)
             return 0
@@ -159,34 +156,26 @@ class DiskTier(Tier):
         with self._lock():
             self._known.begin()
             self._known.start_anew(namespace)
-        left: set[str] = set()
+        folder = self.directory.folder(namespace)
         try:
             contents = self.directory.contents(namespace.hex())
-            if not self._health.writes:
-                with self._lock():
-                    if self._health.reads:  # files that cannot be deleted must not be opened again
-                        self._known.new(namespace).names = {entry.name for entry in contents.segments}
-                return
             names = [entry.name for entry in (*contents.segments, *contents.corrupt)]
+            removal = Removal(self.directory, math.inf)
             try:
-                for name in names:
-                    path = os.path.join(self.directory.folder(namespace), name)
-                    try:
-                        self._fs.remove(path)
-                    except FileNotFoundError:
-                        pass
-                    except OSError as error:
-                        self._health.fault(error, path)
-                        left.add(name)
-                    self._known.descriptors.forget(path)
+                if self._health.writes:
+                    removal.files(contents)
             finally:
+                for name in names:
+                    self._known.descriptors.forget(os.path.join(folder, name))
                 self._known.remove_files(namespace, names)  # another thread may have opened them meanwhile
-            if left:
+            if removal.error is not None:
+                self._health.fault(removal.error, folder)
+            if contents.segments:
                 with self._lock():  # files that stay, such as another user's, must not be opened again
                     located = self._known.located.get(namespace) or self._known.new(namespace)
-                    located.names |= left
+                    located.names |= {entry.name for entry in contents.segments}
         except OSError as error:
-            self._health.fault(error, self.directory.folder(namespace))
+            self._health.fault(error, folder)
 
     def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:
         """Have ``fingerprint.json`` say what is known now; where there is none, only with `create`."""
@@ -203,12 +192,12 @@ class DiskTier(Tier):
             if located is not None:
                 located.hold()  # the lock was on the file that has been replaced
         with contextlib.suppress(OSError):
-            remove_leftovers(self.directory, namespace.hex())  # the old one, if no other process holds it
+            remove_leftovers(self.directory, namespace.hex())  # the old file, unless another process holds it
 
     def flush(self) -> None:
         """Return when everything that was put is sealed, or forgotten because of a fault."""
         if self._is_busy_here():
-            return  # it is written soon
+            return  # what was put is written soon
         with self._lock():
             self._known.begin()
             writer = self._known.writer

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from torchcache2.core.arrays import Array
-from torchcache2.core.gather import as_bytes, moved
+from torchcache2.core.gather import as_bytes
 from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Schema
-from torchcache2.core.transfer import CUDA, Arriving, Runtime
+from torchcache2.core.transfer import CUDA, Arriving
 
 __all__ = ["OwnRows", "Pending", "Slabs"]
 
@@ -49,28 +50,18 @@ class Slabs:
 class OwnRows:
     """A copy of rows on the host that nobody else writes to; it may still be on its way there.
 
-    Parameters
-    ----------
-    rows : Rows
-        On any device; the caller may write to them afterwards.
-    slabs : Slabs
-        Where memory comes from.
-    runtime : Runtime
-        Of the accelerator that rows may come from.
+    The caller may write to the `rows`, which are on any device, afterwards. Memory comes from `slabs`.
     """
 
-    def __init__(self, rows: Rows, slabs: Slabs, runtime: Runtime = CUDA) -> None:
+    def __init__(self, rows: Rows, slabs: Slabs) -> None:
         self.schema = rows.schema
-        self.count = len(rows)
-        schema = rows.schema.in_logical_order
-        pairs = zip(rows.schema.leaves, rows.columns, strict=True)
-        plain = Rows(schema, [moved(c, -1, 1) if leaf.channels_last else c for leaf, c in pairs], len(rows))
+        plain = rows.in_logical_order()
         self.nbytes = len(rows) * rows.schema.row_bytes
         self._lock = ProcessLock()
         self._rows: Rows | None = None
-        if any(map(runtime.holds, plain.columns)):
-            columns = [c if runtime.holds(c) else c.to(_CPU, copy=True) for c in plain.columns]
-            self._arriving: Arriving | None = Arriving(columns, runtime)
+        if any(map(CUDA.owns, plain.columns)):
+            columns = [c if CUDA.owns(c) else c.to(_CPU, copy=True) for c in plain.columns]
+            self._arriving: Arriving | None = Arriving(columns)
             return
         self._arriving = None
         copies = []
@@ -80,12 +71,12 @@ class OwnRows:
                 copies.append(column.to(_CPU, copy=True))
                 continue
             memory = slabs.take(size)
-            copy = torch.from_numpy(memory).view(leaf.stored).view(len(rows), *leaf.shape)
+            target = torch.from_numpy(memory).view(leaf.stored).view(len(rows), *leaf.shape)
             if column.device == _CPU and column.is_contiguous():
-                np.copyto(memory, as_bytes(column).numpy().reshape(-1))  # wakes no other threads
+                np.copyto(memory, as_bytes(column).numpy().reshape(-1))  # this wakes no other threads
             else:
-                copy.copy_(column)
-            copies.append(copy)
+                target.copy_(column)
+            copies.append(target)
         self._rows = Rows(plain.schema, copies, len(rows))
 
     @property
@@ -94,7 +85,7 @@ class OwnRows:
         with self._lock():
             if self._rows is None and self._arriving is not None:
                 columns = self._arriving.wait()
-                self._rows = Rows(self.schema.in_logical_order, columns, self.count)
+                self._rows = Rows(self.schema.in_logical_order, columns, len(columns[0]))
                 self._arriving = None
             assert self._rows is not None
             return self._rows
@@ -109,10 +100,8 @@ class OwnRows:
         return self._of(self.rows.take(torch.from_numpy(positions)))
 
     def _of(self, rows: Rows) -> OwnRows:
-        own = OwnRows.__new__(OwnRows)
-        own.schema, own.count = self.schema, len(rows)
-        own.nbytes = len(rows) * self.schema.row_bytes
-        own._lock, own._arriving, own._rows = ProcessLock(), None, rows
+        own = copy.copy(self)
+        own.nbytes, own._rows = len(rows) * self.schema.row_bytes, rows
         return own
 
 
@@ -162,10 +151,6 @@ class Pending:
         self.nbytes += own.nbytes + 16 * len(keys) + _BATCH_BYTES
         self.count += len(keys)
         return first
-
-    def keys(self) -> Array:
-        """All keys, uint8 ``(n, 16)``."""
-        return np.concatenate([keys.data for keys, _ in self.batches])
 
     def rows(self) -> list[tuple[Keys, Rows]]:
         """All rows, to be written."""

@@ -8,7 +8,7 @@ seconds. So the rows of a namespace may wait for a small share of the time that 
 the number of segments grows with the logarithm of the time, and what a kill may lose stays a small share of
 what there is.
 
-Each process has a queue of its own: a forked child starts with an empty one, and leaves the rows
+Each process has its own queue: a forked child starts with an empty one, and leaves the rows
 that waited when it was made to its parent.
 """
 
@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchcache2.core.exits import AtExit
@@ -28,33 +28,19 @@ from torchcache2.tiers.disk.unwritten import Pending
 
 __all__ = ["Writer"]
 
-_EXIT_PRIORITY = 10  # higher than that of a temporary directory, which is deleted afterwards
-_SHARE = 0.02  # of the time that rows of a namespace have waited: so long may the next ones
+_EXIT_PRIORITY = 10  # higher than that of a temporary directory, which goes afterwards
+_SHARE = 0.02  # so much of the time that rows of a namespace have waited may the next ones wait
 _LONGEST_DELAY = 600.0  # seconds
 Kind = tuple[bytes, Schema]
 
 
 class Writer:
-    """Of one tier in one process.
+    """The queue and thread of one tier in one process; methods say whether the caller holds the tier's lock.
 
-    Parameters
-    ----------
-    lock : threading.RLock
-        The tier's; held by the caller of the methods that say so.
-    write : callable
-        Writes one segment; does not raise but for interrupts. Called without the lock.
-    forget : callable
-        Called with a segment whose writing was interrupted: nobody will write it.
-    target : int
-        Bytes of rows from which a segment is large enough.
-    limit : int
-        Bytes that may wait.
-    delay : float
-        Seconds after which a segment is written, however small; later ones wait longer.
-    at_exit : callable
-        Called when the process ends.
-    clock : callable
-        The time, in seconds.
+    A segment is large enough from `target` bytes of rows on; `limit` bytes may wait. `delay` are the seconds
+    after which a segment is written, however small; later ones wait longer. `write` is called without the
+    lock, and does not raise but for interrupts; `forget` is told a segment whose writing was interrupted, as
+    nobody will write it.
     """
 
     def __init__(
@@ -73,16 +59,16 @@ class Writer:
         self.limit = limit
         self.pid = os.getpid()
         self._lock = lock
-        # For waiting only: unlike the lock's own, its ``with`` may be interrupted half way.
+        # This is for waiting only: unlike the lock's, its ``with`` may be interrupted half way.
         self._changed = threading.Condition(lock)
         self._write = write
         self._forget = forget
         self._delay = delay
         self._at_exit = at_exit
         self._clock = clock
-        self._waited: dict[bytes, float] = {}  # seconds, of segments that were written for their age
+        self._waited: dict[bytes, float] = {}  # seconds until segments were written for their age
         self._wakes = math.inf  # when the thread will look for old segments
-        self._most_bytes = 0  # that wait, if none was written since they were counted
+        self._most_bytes = 0  # at most so many wait: those that were written since the last count are in it
         self._open: dict[Kind, Pending] = {}
         self._ready: deque[Pending] = deque()
         self._writing: list[Pending] = []
@@ -100,11 +86,11 @@ class Writer:
         writing = [pending for pending in self._writing if not pending.done]
         return [*self._open.values(), *self._ready, *writing]
 
-    def open(self, namespace: bytes, kind: Schema, number: Callable[[], int]) -> Pending:
+    def open(self, namespace: bytes, kind: Schema, numbers: Iterator[int]) -> Pending:
         """The segment that takes rows of a kind; with the lock held."""
         pending = self._open.get((namespace, kind))
         if pending is None or pending.dropped:
-            pending = self._open[namespace, kind] = Pending(namespace, number(), self._clock())
+            pending = self._open[namespace, kind] = Pending(namespace, next(numbers), self._clock())
             if pending.since + self._delay_of(namespace) < self._wakes:
                 self._changed.notify_all()
         return pending
@@ -138,7 +124,7 @@ class Writer:
                 self._changed.wait(1.0)
             if self._ending or not self._is_full():
                 return
-        self.flush()  # nobody else would
+        self.flush()  # nobody else would write
 
     def flush(self) -> None:
         """Return when all is written that waits now; without the lock. Writes too."""
@@ -240,13 +226,13 @@ class Writer:
             raise
         finally:
             if pending is not None:
-                pending.done = True  # first: what follows may be interrupted
+                pending.done = True  # comes first, as what follows may be interrupted
             with self._lock:
                 self._writing = [other for other in self._writing if not other.done]
                 self._changed.notify_all()
         return True
 
     def _close_all(self) -> None:
-        # At once: nothing can interrupt two assignments.
+        # In one statement, as an interrupt may come between two.
         self._ready, self._open = deque([*self._ready, *self._open.values()]), {}
         self._changed.notify_all()

@@ -40,15 +40,8 @@ _HUGE = 8 << 20  # slabs from here on are backed by huge pages
 class Arena:
     """Rows of one schema under their keys, and when each was last used.
 
-    Parameters
-    ----------
-    schema : Schema
-    device : torch.device
-        Where the columns of the output are.
-    limit : int
-        Bytes that a column will never exceed.
-    runtime : Runtime, optional
-        Of the accelerator that the rows on the host come from: they are gathered for it.
+    The columns of the output are on `device`, and none will ever exceed `limit` bytes. With the `runtime` of
+    the accelerator that rows on the host come from, they are gathered for it.
     """
 
     def __init__(
@@ -112,7 +105,6 @@ class Arena:
         finally:
             self._index.keys = self._key_words()
             self._end()
-        self._index.keys = self._key_words()
         return True
 
     def find(self, words: Words) -> Entries:
@@ -138,7 +130,7 @@ class Arena:
             column.write(first, values)
         self._end()
         self._ticks.write(first, torch.full((count,), tick, device="cpu"))
-        # Last, so that there is never a key without its row.
+        # This comes last, so that there is never a key without its row.
         self._index.add(keys.view("<u8"))
 
     def remove(self, entries: Entries) -> None:

@@ -1,23 +1,31 @@
-"""`ArenaTable`: the arenas of each namespace, and where keys of a group have their rows.
+"""`ArenaTable`: the arenas of each namespace within one budget, and where keys of a group have their rows.
 
 Keys of one group have everything but the item's content in common: arguments, modes, shapes of items.
 Their rows are in one arena, or few, however many shapes a namespace has seen: only these are asked.
+
+When the budget is full, rows of namespaces that nothing alive uses go first, the least recently used
+namespace first. After that ``mru`` keeps what came first, and ``lru`` drops the least recently used rows.
+
+Not thread-safe: the tier holds a lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 
+import numpy as np
 import torch
 
 from torchcache2.core.keys import Keys
 from torchcache2.core.schema import Schema
+from torchcache2.core.settings import Policy
 from torchcache2.tiers.memory.arena import Arena
 
-__all__ = ["GROUP_BYTES", "ArenaTable"]
+__all__ = ["ArenaTable"]
 
-GROUP_BYTES = 256  # about what is kept for a group
+_GROUP_BYTES = 256  # about what is kept for a group
 _MOST_GROUPS = 100_000  # of a namespace
+_EVICTED_AT_ONCE = 64  # at least a 64th of the rows goes, as finding the oldest reads the ticks of all
 
 Name = tuple[Schema, tuple[bool, ...], torch.device]
 
@@ -27,13 +35,23 @@ class ArenaTable:
 
     Attributes
     ----------
+    budget : int
+        Bytes that the arenas never exceed.
     nbytes : int
         Bytes of all arenas when they were last measured, and of the groups.
+    evictions : int
+        Rows forgotten to make room.
     last_used : dict of bytes to int
         When each namespace was last used, by the tier's clock.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, budget: int, policy: Policy, in_use: Callable[[], Collection[bytes]] | None = None
+    ) -> None:
+        self.budget = budget
+        self.policy = policy
+        self.evictions = 0
+        self._in_use = in_use
         self.clear()
 
     def clear(self) -> None:
@@ -52,10 +70,6 @@ class ArenaTable:
 
     def __contains__(self, arena: Arena) -> bool:
         return arena in self._sizes
-
-    def namespaces(self) -> list[bytes]:
-        """The namespaces that have arenas."""
-        return list(self._arenas)
 
     def arenas_for(self, keys: Keys) -> list[Arena]:
         """The arenas that may have rows of these keys."""
@@ -84,10 +98,10 @@ class ArenaTable:
             return
         groups = self._groups.setdefault(keys.namespace, {})
         if len(groups) >= _MOST_GROUPS and keys.group not in groups:
-            self.nbytes -= GROUP_BYTES * len(groups)
+            self.nbytes -= _GROUP_BYTES * len(groups)
             groups.clear()  # their rows are found again only after they are put again
         if keys.group not in groups:
-            self.nbytes += GROUP_BYTES
+            self.nbytes += _GROUP_BYTES
         arenas = groups.setdefault(keys.group, [])
         if not any(other is arena for other in arenas):
             arenas.append(arena)
@@ -97,7 +111,7 @@ class ArenaTable:
         self.last_used.pop(namespace, None)
         arenas = self._arenas.pop(namespace, {}).values()
         self.nbytes -= sum(self._sizes.pop(arena) for arena in arenas)
-        self.nbytes -= GROUP_BYTES * len(self._groups.pop(namespace, ()))
+        self.nbytes -= _GROUP_BYTES * len(self._groups.pop(namespace, ()))
         return sum(map(len, arenas))
 
     def pop_empty(self, namespace: bytes, keep: Arena | None = None) -> None:
@@ -114,4 +128,71 @@ class ArenaTable:
                 groups[group] = [arena for arena in groups[group] if arena in self._sizes]
                 if not groups[group]:
                     del groups[group]
-                    self.nbytes -= GROUP_BYTES
+                    self.nbytes -= _GROUP_BYTES
+
+    def make_room(self, namespace: bytes, arena: Arena, count: int, evicts: bool) -> int:
+        """Make room for `count` rows, or as many of them as the budget and policy allow."""
+        while arena.room < count:
+            free = self.budget - self.nbytes - _GROUP_BYTES
+            for wanted in (arena.slab(count), count):
+                if arena.cost(wanted) <= free and self._reserve(arena, wanted):
+                    return count
+            if self.drop_unused(namespace):
+                continue
+            if evicts and self.policy == "lru" and self._evict(arena, count - arena.room):
+                continue
+            low, high = arena.room, count  # `low` rows fit, `high` rows do not
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if arena.cost(middle) <= free else (low, middle)
+            return low if arena.cost(low) <= free and self._reserve(arena, low) else 0
+        return count
+
+    def _reserve(self, arena: Arena, count: int) -> bool:
+        try:
+            return arena.reserve(count)
+        finally:
+            self.measure(arena)
+
+    def drop_unused(self, namespace: bytes) -> bool:
+        """Forget the namespace that was used least recently, of those that nothing alive uses."""
+        if self._in_use is None:
+            return False
+        used = {namespace, *self._in_use()}
+        unused = [name for name in self._arenas if name not in used]
+        if not unused:
+            return False
+        oldest = min(unused, key=lambda name: self.last_used.get(name, 0))
+        self.evictions += self.pop(oldest)
+        return True
+
+    def _evict(self, favoured: Arena, count: int) -> bool:
+        """Forget least recently used rows, worth `count` of the favoured arena; False if there are none."""
+        arenas = list(self)
+        lengths = list(map(len, arenas))
+        total = sum(lengths)
+        if total == 0:
+            return False
+        row_bytes = np.repeat([arena.row_bytes for arena in arenas], lengths)
+        needed = count * favoured.row_bytes
+        most = max(count, total // _EVICTED_AT_ONCE, round(needed / float(row_bytes.mean())) + 1)
+        ticks = np.concatenate([arena.ticks for arena in arenas])
+        if most < total:
+            oldest = np.argpartition(ticks, most)[:most]
+            oldest = oldest[np.argsort(ticks[oldest], kind="stable")]
+        else:
+            oldest = np.argsort(ticks, kind="stable")
+        enough = int(np.searchsorted(np.cumsum(row_bytes[oldest]), needed)) + 1
+        victims = np.sort(oldest[: max(enough, total // _EVICTED_AT_ONCE)])
+        end = 0
+        for arena, length in zip(arenas, lengths, strict=True):
+            start, end = end, end + length
+            low, high = np.searchsorted(victims, [start, end])
+            arena.remove(victims[low:high] - start)
+            if arena is not favoured and high > low:
+                arena.shrink()
+                self.measure(arena)
+        self.evictions += len(victims)
+        for namespace in list(self._arenas):
+            self.pop_empty(namespace, keep=favoured)
+        return True

@@ -1,9 +1,8 @@
 """`MemoryTier`: rows in RAM (or on a device) under an exact byte budget.
 
 Each pair of namespace and schema has its arena. When the budget is full, rows of namespaces that
-nothing alive uses go first, the least recently used namespace first. After that ``mru`` keeps
-what came first, which is the best that can be had when every epoch reads every item once; ``lru`` drops
-the least recently used rows, which suits serving.
+nothing alive uses go first. After that ``mru`` keeps what came first, which is the best that can be had when
+every epoch reads every item once; ``lru`` drops the least recently used rows, which suits serving.
 
 Safe under threads: one lock covers look-up and copy, because under ``lru`` rows move.
 
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,26 +24,15 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows
-from torchcache2.core.schema import Schema
 from torchcache2.core.settings import Policy
 from torchcache2.core.transfer import CUDA, Arriving, Runtime
 from torchcache2.tiers.base import Found, Tier, TierStats
 from torchcache2.tiers.memory.arena import Arena
-from torchcache2.tiers.memory.room import Room
 from torchcache2.tiers.memory.table import ArenaTable
 
 __all__ = ["MemoryTier"]
 
-_MOST_ARENAS = 1024  # each is some reservations of address space, of which a process has a limited number
-
-
-class _Incoming(NamedTuple):
-    """Rows on their way into an arena, which has room for them."""
-
-    arena: Arena
-    schema: Schema
-    keys: Keys
-    arriving: Arriving
+_MOST_ARENAS = 1024  # each reserves address space a few times, and how often a process may is limited
 
 
 class MemoryTier(Tier):
@@ -56,7 +43,6 @@ class MemoryTier(Tier):
     budget : int
         Bytes that are never exceeded, bookkeeping included.
     policy : {"mru", "lru"}
-        What to do when the budget is full.
     device : torch.device, optional
         Where rows lie; None: where the put rows were.
     in_use : callable, optional
@@ -81,7 +67,8 @@ class MemoryTier(Tier):
         self._spills = spills
         self.budget = budget
         self._runtime = runtime
-        self._incoming: _Incoming | None = None
+        # Rows on their way into an arena, which has room for them.
+        self._incoming: tuple[Arena, Keys, Arriving] | None = None
         self.policy = policy
         self._device = device
         self._lock = ProcessLock()
@@ -89,8 +76,7 @@ class MemoryTier(Tier):
         self._closed = False
         self._dropped: deque[bytes] = deque()
         self._told = ToldOnce()
-        self._arenas = ArenaTable()
-        self._room = Room(self._arenas, budget, policy, in_use)
+        self._arenas = ArenaTable(budget, policy, in_use)
 
     @with_ordinary_tensors
     def get(self, keys: Keys) -> Found:
@@ -145,7 +131,7 @@ class MemoryTier(Tier):
             return TierStats(
                 rows=sum(map(len, self._arenas)),
                 bytes=self._used(),
-                evictions=self._room.evictions,
+                evictions=self._arenas.evictions,
             )
 
     def counts(self) -> dict[str, int]:
@@ -166,10 +152,10 @@ class MemoryTier(Tier):
         incoming, self._incoming = self._incoming, None
         if incoming is None:
             return
-        columns = incoming.arriving.wait()
-        if incoming.arena in self._arenas:  # else it has been dropped
-            rows = Rows(incoming.schema, columns, len(incoming.keys))
-            incoming.arena.append(incoming.keys.data, rows, self._clock)
+        arena, keys, arriving = incoming
+        columns = arriving.wait()
+        if arena in self._arenas:  # otherwise it has been dropped
+            arena.append(keys.data, Rows(arena.schema, columns, len(keys)), self._clock)
 
     def _try_to_forget(self) -> None:
         # The garbage collector may call this in the middle of a call that holds the lock: it must not wait.
@@ -229,7 +215,7 @@ class MemoryTier(Tier):
             return 0
         self._clock += 1
         self._arenas.last_used[keys.namespace] = self._clock
-        kept = self._room.make(keys.namespace, arena, len(keys), evicts)
+        kept = self._arenas.make_room(keys.namespace, arena, len(keys), evicts)
         if kept < len(keys):
             if self.policy == "mru" and not self._spills:
                 self._told(
@@ -248,21 +234,20 @@ class MemoryTier(Tier):
 
     def _append(self, arena: Arena, keys: Keys, rows: Rows) -> None:
         """Write rows that there is room for, now or when they have arrived on the host."""
-        remote = [column for column in rows.columns if self._runtime.holds(column)]
+        remote = [column for column in rows.columns if self._runtime.owns(column)]
         if remote and arena.device.type == "cpu":
             # The caller may write to columns on the host before the others have arrived.
             columns = rows.laid_out_as(arena.schema).columns
-            columns = tuple(c if self._runtime.holds(c) else c.clone() for c in columns)
-            arriving = Arriving(columns, self._runtime)
-            self._incoming = _Incoming(arena, arena.schema, keys, arriving)
+            columns = tuple(c if self._runtime.owns(c) else c.clone() for c in columns)
+            self._incoming = arena, keys, Arriving(columns, self._runtime)
             if self._used() > self.budget:
                 self._catch_up()
         else:
             arena.append(keys.data, rows, self._clock)
 
     def _used(self) -> int:
-        staging = self._incoming.arriving.nbytes if self._incoming is not None else 0
-        return self._arenas.nbytes + staging
+        on_their_way = self._incoming[2].nbytes if self._incoming is not None else 0
+        return self._arenas.nbytes + on_their_way
 
     def _absent(self, keys: Keys, arena: Arena | None) -> Positions:
         absent = np.ones(len(keys), bool)
@@ -284,8 +269,8 @@ class MemoryTier(Tier):
         arena = self._arenas.get(namespace, name)
         if arena is None and rows.schema.row_bytes < self.budget:
             if len(self._arenas) >= _MOST_ARENAS:
-                self._room.drop_unused(namespace)
-            is_remote = any(map(self._runtime.holds, rows.columns))
+                self._arenas.drop_unused(namespace)
+            is_remote = any(map(self._runtime.owns, rows.columns))
             try:
                 arena = Arena(rows.schema, device, self.budget, self._runtime if is_remote else None)
             except (AssertionError, OSError, MemoryError, RuntimeError) as error:
