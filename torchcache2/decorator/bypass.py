@@ -2,7 +2,7 @@
 
 What can be told before the forward runs is asked here, in this order: of the module, of the arguments, of the
 weights. `torchcache2.decorator.forward` asks the rest of what the forward did, and
-`torchcache2.decorator.probeplan` of what is known of the module's items.
+`torchcache2.decorator.probes` of what is known of the module's items.
 """
 
 from __future__ import annotations

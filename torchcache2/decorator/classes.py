@@ -19,8 +19,8 @@ from torchcache2.decorator.decoration import REPLICATE, Binding
 from torchcache2.decorator.modulecache import ModuleCache
 from torchcache2.decorator.tracing import is_exported, is_traced, with_own_code
 from torchcache2.engine.steps import Steps, run_steps
-from torchcache2.identity.codewalk import ADDED_ATTRIBUTE, BINDING, ORIGINAL_ATTRIBUTE, is_ours
-from torchcache2.identity.modulewalk import INIT_ATTRIBUTE, argument_digests
+from torchcache2.identity.marks import ADDED_ATTRIBUTE, BINDING, INIT_ATTRIBUTE, ORIGINAL_ATTRIBUTE, is_ours
+from torchcache2.identity.modulewalk import argument_digests
 
 __all__ = ["decorate_class"]
 

@@ -16,7 +16,7 @@ from torchcache2.decorator.decoration import REPLICATE, Binding
 from torchcache2.decorator.modulecache import ModuleCache
 from torchcache2.decorator.tracing import is_exported
 from torchcache2.engine.steps import Steps, run_steps
-from torchcache2.identity.codewalk import ADDED_ATTRIBUTE, BINDING, ORIGINAL_ATTRIBUTE
+from torchcache2.identity.marks import ADDED_ATTRIBUTE, BINDING, ORIGINAL_ATTRIBUTE
 
 __all__ = ["decorate_instance"]
 

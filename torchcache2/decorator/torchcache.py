@@ -26,7 +26,7 @@ from torchcache2.decorator.instances import decorate_instance
 from torchcache2.decorator.modulecache import ModuleCache
 from torchcache2.decorator.tracing import is_exported, with_own_code
 from torchcache2.engine.steps import Steps, run_steps
-from torchcache2.identity.codewalk import ORIGINAL_ATTRIBUTE
+from torchcache2.identity.marks import ORIGINAL_ATTRIBUTE
 
 __all__ = ["torchcache"]
 

@@ -17,56 +17,28 @@ from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.encoding import public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.installed import InstalledCode
 from torchcache2.identity.lateimports import is_plain
+from torchcache2.identity.marks import (
+    ADDED_ATTRIBUTE,
+    ORIGINAL_ATTRIBUTE,
+    cache_options,
+    is_ours,
+    original,
+    own_attributes,
+)
 from torchcache2.identity.namewalk import NameWalk, values_of
 from torchcache2.identity.writeonly import assigned_for_others
 
-__all__ = [
-    "ADDED_ATTRIBUTE",
-    "BINDING",
-    "ORIGINAL_ATTRIBUTE",
-    "CodeWalk",
-    "cache_options",
-    "is_ours",
-    "original",
-]
-
-ORIGINAL_ATTRIBUTE = "_torchcache_original"  # the attribute of a wrapper that is what it wraps
-BINDING = "_torchcache_binding"  # the attribute of a decorated class that is its `Binding`
-ADDED_ATTRIBUTE = "_torchcache_added"  # marks what the decorator put where there was nothing
-
+__all__ = ["CodeWalk"]
 
 # What a class statement leaves behind besides the code and values in it.
 _CLASS_NOISE = frozenset(
     (
-        "__module__",
-        "__dict__",
-        "__weakref__",
-        "__doc__",
-        "__qualname__",
-        "__firstlineno__",
-        "__static_attributes__",
-        "__annotations__",
-        "__annotate__",
-        "__annotate_func__",
-        "__annotations_cache__",
-        "__parameters__",
-        "__orig_bases__",
-        "__abstractmethods__",
-        "_abc_impl",
-        "__slots__",
-        "__slotnames__",
-        "__match_args__",
-        "__dataclass_fields__",
-        "__dataclass_params__",
-        "__signature__",
-        "__classdictcell__",
-        "_member_map_",
-        "_value2member_map_",
-        "_unhashable_values_",
-        "_hashable_values_",
-        "_value_repr_",
-        "__new_member__",
-        "_generate_next_value_",
+        *("__module__", "__dict__", "__weakref__", "__doc__", "__qualname__", "__firstlineno__"),
+        *("__static_attributes__", "__annotations__", "__annotate__", "__annotate_func__"),
+        *("__annotations_cache__", "__parameters__", "__orig_bases__", "__abstractmethods__", "_abc_impl"),
+        *("__slots__", "__slotnames__", "__match_args__", "__dataclass_fields__", "__dataclass_params__"),
+        *("__signature__", "__classdictcell__", "_member_map_", "_value2member_map_", "_unhashable_values_"),
+        *("_hashable_values_", "_value_repr_", "__new_member__", "_generate_next_value_"),
     )
 )
 _FUNCTION_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -209,7 +181,7 @@ class CodeWalk(NameWalk):
     def function(self, function: types.FunctionType, path: str) -> bytes:
         """Write down a function and what it names; the label of its part."""
         options = cache_options(function) if is_ours(function) else []
-        if is_ours(function) and (own := _own_attributes(function)):
+        if is_ours(function) and (own := own_attributes(function)):
             # A cached function may keep values as its own attributes, such as a count of its calls.
             self.parts[f"attributes of {_short_name(function)} at {path}"] = self.encode(own, path)
             self.scopes += [(vars(function), *item) for item in own.items()]
@@ -246,12 +218,12 @@ class CodeWalk(NameWalk):
                 self.encode(function.__defaults__, f"{name}.__defaults__"),
                 self.encode(function.__kwdefaults__, f"{name}.__kwdefaults__"),
                 self._closure(function, path, left_out),
-                self.encode(_own_attributes(function), name),
+                self.encode(own_attributes(function), name),
             ]
             self.named_globals(function, left_out, f"of {reference.decode()}")
             self.reads.append((_FUNCTION_FIELDS, function))
             self.dicts.append(vars(function))
-            self.scopes += [(vars(function), *item) for item in _own_attributes(function).items()]
+            self.scopes += [(vars(function), *item) for item in own_attributes(function).items()]
         self.parts[reference.decode()] = b"".join(map(sized, parts))
         return reference
 
@@ -279,31 +251,6 @@ class CodeWalk(NameWalk):
         return self.items(pairs)
 
 
-def is_ours(value: Any) -> bool:
-    """Whether a function, or the class of an object, is this library's.
-
-    A wrapper of the decorator is; a wrapper of somebody else's has the same marks if `functools.wraps` has
-    copied them.
-    """
-    module = getattr(value, "__globals__", {}).get("__name__", type(value).__module__)
-    return str(module).partition(".")[0] == __name__.partition(".")[0]
-
-
-def original(value: Any) -> Any:
-    """What a wrapper of the decorator wraps; anything else is itself."""
-    return getattr(value, ORIGINAL_ATTRIBUTE, value) if is_ours(value) else value
-
-
-def cache_options(obj: Any) -> list[Any]:
-    """The options of what is cached itself that change what it returns; empty if all are usual."""
-    settings = getattr(vars(obj).get("cache_instance"), "settings", None)
-    if settings is None:
-        settings = getattr(getattr(type(obj), BINDING, None), "settings", None)
-    names = ("cache_dtype", "subsample_count", "persistent_module_hash")
-    values = [vars(obj).get(f"torchcache_{name}", getattr(settings, name, None)) for name in names]
-    return values if any(value is not None for value in values) else []
-
-
 def _is_path(value: Any) -> bool:
     return isinstance(value, str) and os.path.isabs(value)  # paths differ between machines
 
@@ -312,8 +259,3 @@ def _short_name(obj: Any) -> str:
     if is_ours(obj):  # what `torchcache(policy="lru")` returns counts as `torchcache` with these options
         return str(obj.__qualname__).partition(".<locals>")[0]
     return str(obj.__qualname__).rpartition("<locals>.")[2]
-
-
-def _own_attributes(function: types.FunctionType) -> dict[str, Any]:
-    ours = ("__wrapped__", "cache_instance", ORIGINAL_ATTRIBUTE, ADDED_ATTRIBUTE)
-    return {name: value for name, value in vars(function).items() if name not in ours}

@@ -13,8 +13,8 @@ from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce, listed, logger
 from torchcache2.core.modes import autocast_keeps_weights
 from torchcache2.core.settings import CacheSettings
-from torchcache2.identity.attributes import Attributes
 from torchcache2.identity.compiled import CompiledTexts
+from torchcache2.identity.containers import Attributes
 from torchcache2.identity.describe import describe
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.mixing import UnsteadyLayer, unsteady

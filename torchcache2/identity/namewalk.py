@@ -16,7 +16,7 @@ from torchcache2.identity.containers import MUTABLE
 from torchcache2.identity.encoding import Encoder, public_module, text_bytes
 from torchcache2.identity.imports import files_of, place_of, resolved
 from torchcache2.identity.lateimports import fields_of_code, is_plain, reached
-from torchcache2.identity.operators import (
+from torchcache2.identity.torchcode import (
     OPERATOR_FIELDS,
     definition,
     is_operator,

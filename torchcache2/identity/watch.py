@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from torchcache2.identity.attributes import Attributes
-from torchcache2.identity.containers import Contents, alike, content, size_of
+from torchcache2.identity.containers import Attributes, Contents, alike, content, size_of
 from torchcache2.identity.modulewalk import GLOBAL_HOOKS, Walk
 
 __all__ = ["Watch"]
