@@ -50,19 +50,12 @@ class CodeWalk(NameWalk):
 
     Project code is read function by function: source, defaults, closure, and the globals that it names.
     Each class and function becomes one part, under a label that does not depend on where its file is.
-
-    Attributes
-    ----------
-    cells : list of (cell, value)
-        Closure cells that were read, and what was in them.
-    assigned : set of str
-        Attributes and variables left out because code assigns them for others to read.
     """
 
-    def __init__(self, texts: CompiledTexts | None = None) -> None:
+    def __init__(self, texts: CompiledTexts) -> None:
         super().__init__(texts)
-        self.cells: list[tuple[types.CellType, Any]] = []
-        self.assigned: set[str] = set()
+        self.cells: list[tuple[types.CellType, Any]] = []  # of closures, with what was in them
+        self.assigned: set[str] = set()  # names left out because code assigns them for others to read
         self._code_of_others = InstalledCode(self.origins)
         self._put: set[str] = set()
 
@@ -80,11 +73,9 @@ class CodeWalk(NameWalk):
             parts = [self.items([(base, path) for base in (*kind.__bases__, *metaclass)])]
             if where == "installed":
                 parts.append(self.installed(kind, qualified_name(kind)))
-                code = {name for name, value in vars(kind).items() if isinstance(value, types.FunctionType)}
-                if not issubclass(
-                    kind, nn.Module
-                ):  # of modules, those functions are watched that a forward takes
-                    self.watch_names(vars(kind), code)
+                if not issubclass(kind, nn.Module):  # of modules, `_reached_by` has some watched
+                    functions = [n for n, one in vars(kind).items() if isinstance(one, types.FunctionType)]
+                    self.watch_names(vars(kind), functions)
             else:
                 parts += [text_bytes(kind.__name__), self._fields(kind)]
         # The file of an installed class does not tell what a function that makes classes was given.
@@ -129,11 +120,11 @@ class CodeWalk(NameWalk):
             super().finish()
             found = self._code_of_others.found
             new = sorted(found.keys() - self._put)
+            if not new:
+                break
             for path in new:
                 self._put.add(path)
                 self.parts[f"global {path}"] = self.encode(found[path], path)
-            if not new:
-                break
         for scope, names in self._code_of_others.scopes:
             self.watch_names(scope, names)
         for registry in self._code_of_others.registries:

@@ -44,21 +44,10 @@ _READERS: dict[type, _Readers] = {
 
 
 class Contents:
-    """What some containers hold now, as far as that can be compared at a fixed cost.
+    """What some containers of the kinds in `MUTABLE` hold now, as far as a comparison has a fixed cost.
 
-    Parameters
-    ----------
-    containers : iterable
-        Of the kinds in `MUTABLE`.
-    each, total : int
-        How many elements one container may have, and all together.
-    each_bytes, total_bytes : int
-        How many bytes a byte array or NumPy array may have, and all together.
-
-    Attributes
-    ----------
-    left : list
-        Containers that are too large, and are not compared.
+    `each` and `total` are how many elements one container may have, and all together; `each_bytes` and
+    `total_bytes` are the same in bytes, for byte arrays and NumPy arrays. Larger ones are `left`.
     """
 
     def __init__(
@@ -112,21 +101,10 @@ class Contents:
 
 
 class Attributes:
-    """What some modules, containers and variables hold, to be put back.
+    """What modules and their containers, other containers, globals and closures hold, to be put back.
 
     A forward that sets itself up when it first runs does so on the same objects: a flag, and a hook in the
     dict of hooks.
-
-    Parameters
-    ----------
-    modules : iterable of nn.Module
-        Their attributes, and what their dicts, lists and sets hold.
-    containers : iterable
-        Other containers.
-    variables : iterable of (mapping, name)
-        Globals and attributes of objects.
-    cells : iterable of cell
-        Variables of functions around.
     """
 
     def __init__(
@@ -211,7 +189,7 @@ def _copied(container: Any) -> Any:
 
 
 def _restore(container: Any, before: Any) -> None:
-    """Have a container hold what it held, if it does not; one step at a time, as other threads may use it."""
+    """Have a container hold what it held, if it does not, in small steps: other threads may be using it."""
     if isinstance(container, dict):
         _restore_fields(container, before or {})
         if list(container) != list(before or ()):

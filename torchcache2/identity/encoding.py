@@ -246,10 +246,8 @@ class Encoder:
         if isinstance(value, (dict, types.MappingProxyType)):
             pairs = []
             # This iterates over a copy, because other threads may add to the original.
-            if isinstance(value, OrderedDict):
-                plain = dict(
-                    OrderedDict.items(value)
-                )  # an OrderedDict may iterate in another order than its dict
+            if isinstance(value, OrderedDict):  # which may iterate in another order than its dict
+                plain = dict(OrderedDict.items(value))
             else:
                 plain = dict.copy(value) if isinstance(value, dict) else dict(value)
             for key, element in plain.items():

@@ -129,20 +129,12 @@ def left_out(kind: type) -> dict[str, LeftOut]:
 
 
 class OwnerWalk(CodeWalk):
-    """The part of a walk that knows whose code it has met.
+    """The part of a walk that knows whose code it has met."""
 
-    Attributes
-    ----------
-    skipped : list of LeftOut, str and object
-        What `torchcache2.identity.leftout` names, and where it was met.
-    is_foreign : bool
-        Whether an object or function of somebody else's code is being read.
-    """
-
-    def __init__(self, texts: CompiledTexts | None = None) -> None:
+    def __init__(self, texts: CompiledTexts) -> None:
         super().__init__(texts)
-        self.skipped: list[tuple[LeftOut, str, Any]] = []
-        self.is_foreign = False
+        self.skipped: list[tuple[LeftOut, str, Any]] = []  # what was left out, where, and its value
+        self.is_foreign = False  # whether an object or function of somebody else's code is being read
         self._code: dict[int, types.CodeType] = {}
 
     def klass(self, kind: type, path: str) -> bytes:

@@ -86,7 +86,7 @@ class Walk(ObjectWalk):
         self,
         root: Any,
         tokens: MutableMapping[int, tuple[object, bytes]],
-        texts: CompiledTexts | None = None,
+        texts: CompiledTexts,
         labels: Mapping[int, bytes] | None = None,
     ) -> None:
         super().__init__(tokens, texts)

@@ -56,9 +56,7 @@ class ObjectWalk(OwnerWalk):
     files compile to. A caller that walks again passes both again, so that the same object keeps its token.
     """
 
-    def __init__(
-        self, tokens: MutableMapping[int, tuple[object, bytes]], texts: CompiledTexts | None = None
-    ) -> None:
+    def __init__(self, tokens: MutableMapping[int, tuple[object, bytes]], texts: CompiledTexts) -> None:
         super().__init__(texts)
         self.generators: list[Any] = []  # random generators: their state is not part of the namespace
         self.unread: list[str] = []  # where something was met that cannot be read
