@@ -37,9 +37,7 @@ class NameWalk(Encoder):
     def __init__(self, texts: CompiledTexts) -> None:
         super().__init__()
         self.parts: dict[str, bytes] = {}  # canonical bytes of each part
-        self.scopes: list[
-            tuple[Mapping[str, Any], str, Any]
-        ] = []  # globals and attributes, as they were read
+        self.scopes: list[tuple[Mapping[str, Any], str, Any]] = []  # globals and attributes that were read
         # Functions that give a tuple of what else was read off an object, each with the object.
         self.reads: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
         self.dicts: list[Collection[Any]] = []  # attributes of objects and classes, which may get more
@@ -118,10 +116,10 @@ class NameWalk(Encoder):
         is_function = isinstance(value, types.FunctionType)
         if is_operator(value) or (is_function and self.origins.of(value) == "project"):
             return self.encode(value, path)
-        counts = is_function or isinstance(value, type) or is_plain(value)
-        return known + (
-            self.encode(value, path) if counts and self.origins.of(module) == "installed" else b""
-        )
+        is_read = is_function or isinstance(value, type) or is_plain(value)
+        if is_read and self.origins.of(module) == "installed":
+            return known + self.encode(value, path)
+        return known
 
     def python_module(self, module: types.ModuleType, path: str) -> bytes:
         """Bytes of a Python module that code uses as a whole."""
@@ -218,8 +216,7 @@ class NameWalk(Encoder):
             loaded = sys.modules.get(module)
             file = getattr(loaded, "__file__", None) or ""
             version = f"{sourcecode.package_version(module.partition('.')[0])} {sourcecode.file_digest(file)}"
-            is_newer = loaded is not None and sourcecode.is_newer(file)
-            if is_newer and sourcecode.loaded_differs(loaded, self._texts):
+            if loaded and sourcecode.is_newer(file) and sourcecode.loaded_differs(loaded, self._texts):
                 version += self.unreadable(loaded, f"{module} (its file has been changed)").hex()
             self._versions[module] = version
         return text_bytes(f"{module} {name} {self._versions[module]}")
