@@ -90,16 +90,8 @@ _LAYERS = {  # what an `UnsteadyLayer` does
 class BypassError(Exception):
     """Raised where it shows that a call cannot be cached.
 
-    Parameters
-    ----------
-    reason : str
-        A key of `REASONS`.
-    text : str
-        A sentence that says what to do, too.
-    error : Exception, optional
-        What makes it impossible, if an exception does.
-    is_final : bool
-        Whether calls of this kind are not expected to be cached later.
+    `reason` is a key of `REASONS`, `text` says what to do, too, and `error` is the exception that makes it
+    impossible, if one does. If it `is_final`, calls of this kind are not expected to be cached later.
     """
 
     def __init__(

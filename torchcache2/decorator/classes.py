@@ -52,12 +52,11 @@ def _patch_methods(cls: type[nn.Module]) -> None:
     wrappers = {"forward": _cached_forward, "__init__": _recording_init, REPLICATE: _cached_replicate}
     for name, wrap in wrappers.items():
         method = getattr(cls, name)
-        own = name in cls.__dict__
         if hasattr(method, ORIGINAL_ATTRIBUTE) and is_ours(method):
             continue  # it is wrapped already, here or in the base class
         wrapper = wrap(method)
         setattr(wrapper, ORIGINAL_ATTRIBUTE, method)
-        if not own:
+        if name not in cls.__dict__:
             setattr(wrapper, ADDED_ATTRIBUTE, weakref.ref(cls))
         setattr(cls, name, wrapper)
 

@@ -58,13 +58,7 @@ class RandomContexts:
 
 
 class RandomState:
-    """The state of the generators that a forward may draw from, as it was.
-
-    Parameters
-    ----------
-    generators : iterable
-        Generators besides the default ones of torch, numpy and Python.
-    """
+    """The state of the default generators of torch, numpy and Python, and of some others, as it was."""
 
     def __init__(self, generators: Iterable[Any]) -> None:
         self._generators = list(generators)
