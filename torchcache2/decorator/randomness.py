@@ -111,12 +111,10 @@ class RandomState:
 
 
 def _get_state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
+    if isinstance(generator, (torch.Generator, np.random.RandomState)):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state()
     return generator.getstate()
 
 

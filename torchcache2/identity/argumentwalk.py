@@ -85,7 +85,7 @@ class ArgumentEncoder(ValueEncoder):
             raise UncachedArgumentError(f"argument {path} is a meta tensor, without data")
         if self._is_shared:
             self.shared.append(value)
-            # Convolutions pass it on, as with batched tensors.
+            # Convolutions pass the memory format on to their output, so it counts as for batched tensors.
             is_last = value.dim() in (4, 5) and is_channels_last(value)
             return super().tensor(value, path) + (b"channels last" if is_last else b"")
         if self._unregistered:

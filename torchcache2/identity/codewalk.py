@@ -107,8 +107,11 @@ class CodeWalk(NameWalk):
         for base in kind.__mro__:
             if self.origins.of(base) == "installed":
                 own = {name: vars(base)[name] for name in names & vars(base).keys() - _CLASS_NOISE}
+                # Paths are left out, because they differ between machines.
                 plain = {
-                    name: value for name, value in own.items() if is_plain(value) and not _is_path(value)
+                    name: value
+                    for name, value in own.items()
+                    if is_plain(value) and not (isinstance(value, str) and os.path.isabs(value))
                 }
                 self.watch_names(vars(base), plain)
                 pairs += [(item, f"{base.__name__}.{item[0]}") for item in sorted(plain.items())]
@@ -148,7 +151,7 @@ class CodeWalk(NameWalk):
             code = getattr(inspect.unwrap(raw), "__code__", None) if is_function else None
             has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
             if code is not None and code.co_filename == "<string>" and has_fields:
-                continue  # made from the fields, which are covered
+                continue  # it is generated from the fields, which count already
             if everything or self._is_put_there(kind, name, value):
                 if name == "__init__" and issubclass(kind, nn.Module):
                     self._constructors.add(id(value))
@@ -240,10 +243,6 @@ class CodeWalk(NameWalk):
                 pairs.append((name, path))
             pairs.append((value, f"{function.__name__}.{name}"))
         return self.items(pairs)
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and os.path.isabs(value)  # paths differ between machines
 
 
 def _short_name(obj: Any) -> str:

@@ -36,11 +36,6 @@ class LeftOut(NamedTuple):
     reason: str
     is_called: bool = False  # the package calls it, but uses nothing that it returns
 
-    @property
-    def readers(self) -> tuple[str, ...]:
-        """Packages whose forwards read nothing of it."""
-        return (self.package, *_RELATED)
-
     def is_in_code(self, code: types.CodeType) -> bool:
         """Whether code names it, or has a text that does."""
         return any(
@@ -192,6 +187,6 @@ class OwnerWalk(CodeWalk):
         files = [*self.project_files]
         for name in self._versions:
             module = name.removeprefix("import ")  # written down for an import inside of a function
-            if module.partition(".")[0] not in rule.readers:
+            if module.partition(".")[0] not in (rule.package, *_RELATED):
                 files.append(place_of(module) or "")
         return any(map(rule.is_in_code, self._code.values())) or any(map(rule.is_in_file, files))

@@ -189,7 +189,7 @@ class Walk(ObjectWalk):
         for name, child in module._modules.items():
             if child is not None:
                 self.parts[f"child {where}{name}"] = self._module(child, f"{where}{name}")
-        # After the submodules, which have names of their own wherever an attribute refers to them.
+        # Attributes come after the submodules, so that one that refers to a submodule writes only its label.
         fields = {
             name: value
             for name, value in sorted(self._made_by_tools(module, path).items())
@@ -212,7 +212,8 @@ class Walk(ObjectWalk):
             [self.klass(kind, path), Encoder().encode([name for name, _ in module._modules.items()], path)]
         )
         if not path:
-            # Hooks of the root run at every call, outside of the forward: what they collect is not its state.
+            # Hooks of the root run at every call, outside of the forward, which does not depend on what they
+            # collect: their containers are not watched.
             containers = dict(self.containers)
             self._hooks(module, where)
             self.containers = containers
