@@ -24,7 +24,7 @@ from torchcache2.identity.modulewalk import argument_digests
 
 __all__ = ["decorate_class"]
 
-_STARTING = "_torchcache_starting"  # of an instance: its outermost constructor runs
+_STARTING = "_torchcache_starting"  # the attribute of an instance while its outermost constructor runs
 
 
 def decorate_class(cls: type[nn.Module], binding: Binding) -> type[nn.Module]:
@@ -84,7 +84,7 @@ def _call_method(
     # Another forward than the class's own, as through super(), computes something else.
     if type(module).forward is not wrapper:
         return (yield forward, args, kwargs)
-    # Some exporters look for attributes that a forward adds: a traced call makes no cache.
+    # A traced call makes no cache, because some exporters look for attributes that a forward adds.
     if "cache_instance" not in module.__dict__ and is_traced():
         return (yield forward, args, kwargs)
     return (yield from _cache_of(module).call(forward, args, kwargs))

@@ -72,7 +72,7 @@ class Computation:
         if not (is_whole or self._may_compute_parts()):
             return (yield from self._whole_batch())
         suspect = self.random.is_suspect(self.context)
-        # A second run of a suspect needs the caller's own arguments as they were.
+        # A suspect may run a second time, which needs the caller's own arguments as they were.
         is_callers = is_whole and not suspect
         args, kwargs = (self.call.args, self.call.kwargs) if is_callers else self.call.take(positions)
         inputs = Inputs(self.call, args, kwargs, positions, self.bind, self.keys_of)
@@ -105,9 +105,9 @@ class Computation:
     def _may_compute_parts(self) -> bool:
         """Whether the forward may run for a part of the batch.
 
-        Only if calls like this one have left no trace before: what sets itself up when it first runs, or
-        counts, does so once, and with the caller's own arguments. And only if it is known which arguments
-        belong to the items.
+        It may if calls like this one have left no trace before, since a module that sets itself up or counts
+        when it runs has to do so once, and with the caller's own arguments. And it has to be known which
+        arguments belong to the items.
         """
         is_known = self.keys.group in self.shapes or self.random.is_suspect(self.context)
         return is_known and not self.plan.kinds and not self.call.aligned
@@ -133,7 +133,7 @@ class Computation:
         raise not_stored("batch", output, failure)
 
     def _run_disturbed(self, inputs: Inputs, state: RandomState) -> Steps[Any]:
-        """Run the forward with other random numbers than the caller's: if it draws none, it is no suspect."""
+        """Run the forward with other random numbers than the caller's; one that draws none is clear."""
         state.disturb()
         try:
             output = yield from self.forward(inputs.args, inputs.kwargs)

@@ -42,7 +42,7 @@ def strength(items: int) -> int:
     return 1 if items == 1 else 2 if items < 4 else 3 if items < 12 else STRONGEST
 
 
-def _parts(keys: Keys, lengths: Lengths | None = None) -> list[tuple[int, ...]]:
+def _parts(keys: Keys, lengths: Lengths | None) -> list[tuple[int, ...]]:
     """Positions of the parts to compute by themselves, of half of the batch at most.
 
     Where items have `lengths`, one part has the shortest: alone, they are not padded as in the whole batch.
@@ -163,7 +163,7 @@ class Probe:
                 # An argument as long as the batch has one entry per item, or else belongs to the whole batch.
                 found = yield from self._difference(part, False)
             if isinstance(found, _RaisedText):
-                # The forward may want its items in some order, such as longest first: the caller's is good.
+                # The forward may want its items in some order, such as longest first; the caller's works.
                 found = yield from self._difference(sorted(part), aligned)
             if found is not None or not self.is_conclusive:
                 return found

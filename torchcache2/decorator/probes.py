@@ -94,7 +94,7 @@ class Probes:
             alike = sorted(self._independent.get((kind.namespace, kind.loose), {}).values())
             if len(alike) + len(mixing) < _MOST_VALUES:
                 return known
-            if mixing:  # some values mix items, and some may not: those that are not known are passed through
+            if mixing:  # some values mix items, so those that are not known are passed through
                 return DEPENDENT if known is None else known
             return max(alike[-_MOST_VALUES], known or DEPENDENT)
 
@@ -189,7 +189,7 @@ def _has_collectives(root: Any, fingerprint: Fingerprint) -> bool:
 
 
 def _names_collectives(kind: type) -> bool:
-    # Torch's own modules that talk to other processes: DDP, FSDP, batch norm over all of them.
+    # DDP, FSDP and batch norm over all processes are torch's own modules that talk to other processes.
     if kind is nn.SyncBatchNorm or kind.__module__.startswith(
         ("torch.distributed", "torch.nn.parallel.distributed")
     ):

@@ -96,7 +96,7 @@ def take_entries(value: Any, positions: Tensor) -> Any:
     """The entries at some positions, in a sequence of the same kind."""
     if isinstance(value, np.ndarray):
         return value[positions.numpy()]
-    # Containers are copies: a forward that changes one is to change the caller's once, when it is run again.
+    # Containers are copied: a forward that changes one runs again, and may change the caller's only once.
     taken = [pytree.tree_map(_own, value[i]) for i in positions.tolist()]
     return tuple(taken) if isinstance(value, tuple) else taken
 

@@ -16,7 +16,7 @@ from torchcache2.identity import sourcecode
 
 __all__ = ["files_of", "place_of", "resolved"]
 
-# These match in texts and comments, too: to read a file too many does no harm.
+# These match in texts and comments, too, which does no harm: a file too many is read.
 _IMPORT = re.compile(
     rb"\bfrom[ \t]+([.\w]+)[ \t]*import\b[ \t]*(\([^)]*\)|[^\n;#]*)"
     rb"|\bimport[ \t]+([^\n;#]*)"

@@ -54,11 +54,21 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """The named parts behind a namespace."""
+    """The named parts behind a namespace.
 
-    namespace: bytes  # 16 bytes
-    parts: Mapping[str, bytes]  # the digest of each part by its name, such as ``attribute blocks.0.heads``
-    values: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of short parts, for people to read
+    Attributes
+    ----------
+    namespace : bytes
+        16 bytes.
+    parts : mapping of str to bytes
+        Digest of each part by its name, such as ``attribute blocks.0.heads``.
+    values : mapping of str to str
+        The parts that are short values, for people; not part of the namespace.
+    """
+
+    namespace: bytes
+    parts: Mapping[str, bytes]
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def code(self) -> bytes:
@@ -92,7 +102,7 @@ class Walk(ObjectWalk):
         super().__init__(tokens, texts)
         self._is_inner = labels is not None
         self._labels.update(labels or {})
-        self.tensors: dict[str, Tensor] = {}  # by path: their content is part of the namespace too
+        self.tensors: dict[str, Tensor] = {}  # by path; their content is part of the namespace, too
         self._tensor_names: dict[int, str] = {}
         # Every module that was met, the attributes of it that were read, and those that were left out.
         self.modules: list[tuple[nn.Module, tuple[str, ...], set[str]]] = []
@@ -123,9 +133,8 @@ class Walk(ObjectWalk):
             return self._parts_of(value, path)
         if value.is_meta:
             return b"meta" + self.encode([value.dtype, tuple(value.shape)], path)
-        tied = self._tensor_names.get(id(value))
-        if tied is not None:
-            return b"the same as " + text_bytes(tied)
+        if id(value) in self._tensor_names:
+            return b"the same as " + text_bytes(self._tensor_names[id(value)])
         name = path
         while name in self.tensors:
             name += "'"
@@ -208,12 +217,10 @@ class Walk(ObjectWalk):
         for name, data in init.items():
             self.parts[f"constructor argument {where}{name}"] = data
         self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
-        self.parts[reference.decode()] = b"".join(
-            [self.klass(kind, path), Encoder().encode([name for name, _ in module._modules.items()], path)]
-        )
+        children = list(module._modules.keys())  # scripted modules keep them in another kind of mapping
+        self.parts[reference.decode()] = self.klass(kind, path) + Encoder().encode(children, path)
         if not path:
-            # Hooks of the root run at every call, outside of the forward, which does not depend on what they
-            # collect: their containers are not watched.
+            # Hooks of the root run outside of the forward, which does not depend on what they collect.
             containers = dict(self.containers)
             self._hooks(module, where)
             self.containers = containers
@@ -230,7 +237,7 @@ class Walk(ObjectWalk):
         """The attributes of a module, less those that stand for its code, which is written down here."""
         fields = vars(module)
         if isinstance(module, torch.fx.GraphModule):
-            _ = module.code  # some make the code of their class at the first call: now is the time
+            _ = module.code  # some make the code of their class when it is first asked for
             # The class may have the code of an earlier graph; an interpreter runs the graph as it is now.
             self.parts[f"graph {path}".rstrip()] = self.encode(module.graph, path)
         if not isinstance(module, torch.jit.ScriptModule) or "_c" not in fields:

@@ -149,7 +149,7 @@ class NamespaceKeeper:
                 if self._watch.contents_same():
                     return False
                 self._watch = None
-            # Something was assigned, perhaps its old value: pruning does so at every call.
+            # Something was assigned, but it may equal its old value, as pruning assigns at every call.
             return self.look(root).namespace != seen.namespace
 
     def attributes(self, root: Any) -> Attributes:

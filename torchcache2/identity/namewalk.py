@@ -48,7 +48,7 @@ class NameWalk(Encoder):
         self.project_files: set[str] = set()  # of modules that count as a whole, and of what those import
         self._names: set[str] = set()  # names that project code takes
         self._whole: dict[int, types.ModuleType] = {}  # project modules that code takes as a whole
-        # Constructors of modules, by id: what they name is not followed, as a module counts as they left it.
+        # Ids of constructors of modules. They may compute names, as a module is walked as they left it.
         self._constructors: set[int] = set()
         self._exempt: set[str] = set()
         self._labels: dict[int, bytes] = {}  # of classes, functions and modules that were met
@@ -88,7 +88,7 @@ class NameWalk(Encoder):
         value = scope.get(name, _MISSING)
         path = name
         self.scopes.append((scope, name, None if value is _MISSING else value))
-        if value is _MISSING:  # a builtin, or a name that does not exist yet: reading it would fail
+        if value is _MISSING:  # it is a builtin, or does not exist yet, and reading it would fail
             if any(getattr(builtins, name, None) is one for one in _UNFOLLOWED):
                 self._unfollowed(function, name, owner)
             return

@@ -58,7 +58,7 @@ class ObjectWalk(OwnerWalk):
 
     def __init__(self, tokens: MutableMapping[int, tuple[object, bytes]], texts: CompiledTexts) -> None:
         super().__init__(texts)
-        self.generators: list[Any] = []  # random generators: their state is not part of the namespace
+        self.generators: list[Any] = []  # random generators, whose state is not part of the namespace
         self.unread: list[str] = []  # where something was met that cannot be read
         self.containers: dict[int, tuple[Any, tuple[Any, ...]]] = {}  # by id, with what they held
         self._tokens = tokens
@@ -74,7 +74,7 @@ class ObjectWalk(OwnerWalk):
             if self._objects == _MOST_OBJECTS + 1:
                 self.unread.append(f"{path} (more than {_MOST_OBJECTS} objects)")
             return self._too_much
-        if issubclass(type(value), MUTABLE):  # by its type: an object may claim another `__class__`
+        if issubclass(type(value), MUTABLE):  # asks the type, since an object may claim another `__class__`
             self.containers.setdefault(id(value), (value, content(value)))
         try:
             return super().encode(value, path)
@@ -212,7 +212,7 @@ class ObjectWalk(OwnerWalk):
             state = {name: item for name, item in state.items() if not name.startswith("prev")}
         self.watch(value, state)
         if hasattr(kind, "set_truncation_and_padding") and hasattr(state.get("_tokenizer"), "to_str"):
-            # Each call of such a tokenizer sets these two anew: here is what the last one has left.
+            # Each call of such a tokenizer sets the first two parts of its text anew, so they do not count.
             text = state["_tokenizer"].to_str()  # "truncation", "padding", "added_tokens", …
             state["_tokenizer"] = text[max(0, text.find('"added_tokens"')) :]
         state = self.without_skipped(kind, state, path)

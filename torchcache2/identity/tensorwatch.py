@@ -220,7 +220,7 @@ def _first_bytes(tensor: Tensor, count: int) -> Bytes1D:
     view = tensor.detach().as_strided((max(0, end - start),), (1,), start)
     try:
         data = view.view(torch.uint8)
-    except RuntimeError:  # of a conjugate that is not computed yet: its storage is what may change
+    except RuntimeError:  # it is a conjugate that is not computed yet, so its storage is read
         stored = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         data = stored.set_(tensor.untyped_storage(), start, view.shape, (1,)).view(torch.uint8)
     return data.cpu().numpy()

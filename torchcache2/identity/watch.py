@@ -79,7 +79,7 @@ class Watch:
         self._largest = [(container, content(container)) for container in self._large.left[:_MOST_LARGEST]]
         self._sizes = self._measure(root)
         self._seen = self._look(root)
-        # Something may have changed while the walk was under way: then the parts are not those of this state.
+        # If something changed while the walk was under way, the parts are not those of this state.
         known = [value for _, _, value in walk.scopes] + [value for _, value in walk.cells]
         self._is_stale = not all(map(is_, self._seen, known))
         self._is_stale |= not all(alike(content(container), held) for container, held in read)
