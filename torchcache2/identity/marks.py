@@ -28,7 +28,8 @@ def is_ours(value: Any) -> bool:
     A wrapper of the decorator is; a wrapper of somebody else's has the same marks if `functools.wraps` has
     copied them.
     """
-    module = getattr(value, "__globals__", {}).get("__name__", type(value).__module__)
+    scope = getattr(value, "__globals__", None)  # a class of functions may have a descriptor of this name
+    module = scope.get("__name__", "") if isinstance(scope, dict) else type(value).__module__
     return str(module).partition(".")[0] == __name__.partition(".")[0]
 
 
