@@ -615,10 +615,10 @@ def test_what_a_subclass_of_our_cache_computes_counts(log):
         def forward(self, x):
             return self.cache.scaled(x)
 
-    Scaling = torchcache(Scaling)
+    scaling = torchcache(Scaling)
     x = torch.ones(3, 2)
-    assert equal(Scaling(kept(2))(x), 2 * x)
-    assert equal(Scaling(kept(3))(x), 3 * x)
+    assert equal(scaling(kept(2))(x), 2 * x)
+    assert equal(scaling(kept(3))(x), 3 * x)
 
 
 def test_a_model_of_transformers_is_read_and_cached(log):

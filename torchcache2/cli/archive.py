@@ -37,36 +37,19 @@ def _ignore(_: int) -> None:
 
 @dataclasses.dataclass
 class Imported:
-    """What an import has done.
+    """What an import has done."""
 
-    Attributes
-    ----------
-    segments, rows, nbytes : int
-        What is new.
-    kept : int
-        Segments that were there already.
-    refused : list of (str, Verdict)
-        Segments that are damaged, or cannot be checked here.
-    """
-
-    segments: int = 0
+    segments: int = 0  # these three are new
     rows: int = 0
     nbytes: int = 0
-    kept: int = 0
-    refused: list[tuple[str, Verdict]] = dataclasses.field(default_factory=list)
+    kept: int = 0  # segments that were there already
+    refused: list[tuple[str, Verdict]] = dataclasses.field(default_factory=list)  # damaged, or unchecked
 
 
 def export(directory: CacheDirectory, path: str, progress: Progress = _ignore) -> tuple[int, int]:
     """Write the segments of a directory to a new file; how many they are, and the bytes of the file.
 
-    Segments are copied as they are. The file is whole or not there.
-
-    Raises
-    ------
-    OptionError
-        If it exists already.
-    OSError
-        As the file system does.
+    Segments are copied as they are. The file is whole or not there. One that exists is an `OptionError`.
     """
     fs = directory.fs
     path = os.path.abspath(path)
@@ -86,14 +69,7 @@ def import_archive(path: str, directory: CacheDirectory, progress: Progress = _i
     """Add the segments of an archive to a directory, which is made if it does not exist.
 
     Files that are there already stay as they are. What is not good is left out, and named in the result.
-
-    Parameters
-    ----------
-    path : str
-        Path of the archive.
-    directory : CacheDirectory
-    progress : callable
-        Called with the number of bytes of each part of the archive when it is done.
+    ``progress(nbytes)`` is called when so many more bytes of the archive are done.
 
     Raises
     ------
@@ -135,12 +111,12 @@ def _import_segment(
     fs = directory.fs
     folder = os.path.join(directory.path, member.namespace)
     path = os.path.join(folder, member.name)
+    name = f"{member.namespace}/{member.name}"
+    if fs.is_file(path):
+        done.kept += 1
+        return
     if fs.exists(path):
-        if fs.is_file(path):
-            done.kept += 1
-        else:
-            found = Verdict("unchecked", reason="something that is no file has its name")
-            done.refused.append((f"{member.namespace}/{member.name}", found))
+        done.refused.append((name, Verdict("unchecked", reason="something that is no file has its name")))
         return
     found = Verdict("good")
 
@@ -154,7 +130,7 @@ def _import_segment(
     try:
         write_whole(fs, path, fill, stem=os.path.join(folder, ""), suffix=SEGMENT + TEMPORARY)
     except DamagedError:
-        done.refused.append((f"{member.namespace}/{member.name}", found))
+        done.refused.append((name, found))
         return
     done.segments += 1
     done.rows += found.rows

@@ -23,18 +23,12 @@ _MOST_SHOWN = 120
 class Verdict(NamedTuple):
     """Whether a segment is what was written.
 
-    Attributes
-    ----------
-    state : {"good", "damaged", "unchecked", "gone"}
-        ``unchecked``: this process cannot tell. ``gone``: somebody has deleted it.
-    rows : int
-    reason : str
-        Why it is not good.
+    It is "unchecked" if this process cannot tell, and "gone" if somebody has deleted it.
     """
 
     state: State
     rows: int = 0
-    reason: str = ""
+    reason: str = ""  # why it is not good
 
 
 def row_limit() -> int:
@@ -43,20 +37,12 @@ def row_limit() -> int:
 
 
 def verdict(fs: FileSystem, path: str, namespace: str, limit: int) -> Verdict:
-    """Read all of a segment, and compare every checksum.
+    """Read all of a segment, which must belong to a namespace, and compare every checksum.
 
-    Parameters
-    ----------
-    fs : FileSystem
-    path : str
-    namespace : str
-        The one that it must belong to: 32 hexadecimal digits.
-    limit : int
-        Bytes that a row may have.
+    `namespace` is 32 hexadecimal digits, and `limit` the bytes that a row may have.
     """
-    descriptors = Descriptors(fs)
     try:
-        segment = Segment.open(fs, descriptors, path, limit=limit, structured=False)
+        segment = Segment.open(fs, Descriptors(fs), path, limit=limit, structured=False)
         found = segment.layout.namespace.hex()
         if found != namespace:
             return Verdict("damaged", len(segment), f"belongs to namespace {found}")
@@ -73,11 +59,10 @@ def verdict(fs: FileSystem, path: str, namespace: str, limit: int) -> Verdict:
         return Verdict("unchecked", reason=printable(str(error)))
     except MemoryError:
         return Verdict("unchecked", reason="needs more memory than there is")
+    count = len(segment)
     if damaged:
-        return Verdict(
-            "damaged", len(segment), f"{damaged:,} of {len(segment):,} rows are not what was written"
-        )
-    return Verdict("good", len(segment))
+        return Verdict("damaged", count, f"{damaged:,} of {count:,} rows are not what was written")
+    return Verdict("good", count)
 
 
 def printable(text: str) -> str:

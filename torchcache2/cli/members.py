@@ -42,31 +42,16 @@ class ArchiveError(TorchcacheError):
 
 
 class Member(NamedTuple):
-    """A file in an archive.
+    """A file in an archive."""
 
-    Attributes
-    ----------
-    namespace : str
-        32 hexadecimal digits; empty for files that belong to no namespace.
-    name : str
-    start, size : int
-        Where its bytes begin in the archive, and how many they are.
-    """
-
-    namespace: str
+    namespace: str  # 32 hexadecimal digits; empty for files that belong to no namespace
     name: str
-    start: int
+    start: int  # where its bytes begin in the archive
     size: int
 
 
 def members(fs: FileSystem, file: Descriptor) -> Iterator[Member]:
-    """The files in an archive, each of them one of a cache directory; without its folders.
-
-    Raises
-    ------
-    ArchiveError
-        If something else is there.
-    """
+    """The files of a cache directory in an archive, without folders; `ArchiveError` if there are others."""
     size, at = fs.size(file), 0
     while True:
         if at + BLOCK > size:

@@ -28,40 +28,20 @@ _BASE_32 = str.maketrans("JKMNPQRSTVWXYZ", "IJKLMNOPQRSTUV")  # from the letters
 
 @dataclasses.dataclass(frozen=True)
 class Namespace:
-    """What is to be said about a namespace.
+    """What is to be said about a namespace."""
 
-    Attributes
-    ----------
-    id : str
-        32 hexadecimal digits.
-    name : str
-        The class or function; "?" if its ``fingerprint.json`` does not say.
-    segments, unreadable : int
-        How many there are, and how many of them could not be opened.
-    rows, row_bytes : int
-        The rows of the segments that could be opened, and their bytes as they are in memory.
-    stored_bytes, nbytes : int
-        Bytes of the segments that could be opened, and of all files.
-    codecs : mapping of str to int
-        Segments by codec.
-    created, last_used : float or None
-        Seconds since the epoch.
-    in_use : bool or None
-        Whether a living process uses it; None if that cannot be told here.
-    """
-
-    id: str
-    name: str
+    id: str  # 32 hexadecimal digits
+    name: str  # of the class or function; "?" if its ``fingerprint.json`` does not say
     segments: int
-    unreadable: int
+    unreadable: int  # segments that could not be opened; the next four are about the others
     rows: int
-    row_bytes: int
+    row_bytes: int  # as they are in memory
     stored_bytes: int
-    nbytes: int
-    codecs: dict[str, int]
-    created: float | None
+    codecs: dict[str, int]  # segments by codec
+    nbytes: int  # of all files
+    created: float | None  # seconds since the epoch, as the next
     last_used: float | None
-    in_use: bool | None
+    in_use: bool | None  # by a living process; None if that cannot be told here
 
     @property
     def ratio(self) -> float | None:
@@ -87,15 +67,7 @@ class Namespace:
 
 
 def existing(path: str, fs: FileSystem) -> CacheDirectory:
-    """The cache directory at a path.
-
-    Raises
-    ------
-    OptionError
-        If there is none.
-    NewerFormatError, OSError
-        If it is of a later version of the format, or cannot be read.
-    """
+    """The cache directory at a path; an `OptionError` if there is none."""
     directory = CacheDirectory(path, fs)
     try:
         names = [entry.name for entry in fs.entries(directory.path)]
@@ -147,7 +119,7 @@ def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
 
 
 def name(directory: CacheDirectory, namespace: str) -> str:
-    """Of the class or function that computed a namespace; "?" if its ``fingerprint.json`` does not say."""
+    """The name of the class or function that computed a namespace; "?" if that is not said."""
     stated = directory.fingerprint(namespace).get("class")
     return printable(stated) if isinstance(stated, str) and stated else "?"
 
@@ -161,20 +133,9 @@ class Gone(NamedTuple):
 
 
 def wanted(names: Sequence[str], directory: str, fs: FileSystem) -> list[tuple[CacheDirectory, Contents]]:
-    """The namespaces that are meant, each once.
+    """The namespaces that are meant, each once; an `OptionError` if a name does not mean exactly one.
 
-    Parameters
-    ----------
-    names : sequence of str
-        First characters of namespaces, or paths of their folders.
-    directory : str
-        Where to look for names that are no paths.
-    fs : FileSystem
-
-    Raises
-    ------
-    OptionError
-        If a name does not mean exactly one.
+    A name is the path of the folder of a namespace, or the first characters of one in `directory`.
     """
     found = {}
     for text in names:

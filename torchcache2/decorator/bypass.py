@@ -2,7 +2,7 @@
 
 What can be told before the forward runs is asked here, in this order: of the module, of the arguments, of the
 weights. `torchcache2.decorator.forward` asks the rest of what the forward did, and
-`torchcache2.decorator.probeplan` of what is known of the module's items.
+`torchcache2.decorator.probes` of what is known of the module's items.
 """
 
 from __future__ import annotations
@@ -90,16 +90,8 @@ _LAYERS = {  # what an `UnsteadyLayer` does
 class BypassError(Exception):
     """Raised where it shows that a call cannot be cached.
 
-    Parameters
-    ----------
-    reason : str
-        A key of `REASONS`.
-    text : str
-        A sentence that says what to do, too.
-    error : Exception, optional
-        What makes it impossible, if an exception does.
-    is_final : bool
-        Whether calls of this kind are not expected to be cached later.
+    `reason` is a key of `REASONS`, `text` says what to do, too, and `error` is the exception that makes it
+    impossible, if one does. If it `is_final`, calls of this kind are not expected to be cached later.
     """
 
     def __init__(

@@ -19,12 +19,12 @@ from torchcache2.decorator.decoration import REPLICATE, Binding
 from torchcache2.decorator.modulecache import ModuleCache
 from torchcache2.decorator.tracing import is_exported, is_traced, with_own_code
 from torchcache2.engine.steps import Steps, run_steps
-from torchcache2.identity.codewalk import ADDED_ATTRIBUTE, BINDING, ORIGINAL_ATTRIBUTE, is_ours
-from torchcache2.identity.modulewalk import INIT_ATTRIBUTE, argument_digests
+from torchcache2.identity.marks import ADDED_ATTRIBUTE, BINDING, INIT_ATTRIBUTE, ORIGINAL_ATTRIBUTE, is_ours
+from torchcache2.identity.modulewalk import argument_digests
 
 __all__ = ["decorate_class"]
 
-_STARTING = "_torchcache_starting"  # of an instance: its outermost constructor runs
+_STARTING = "_torchcache_starting"  # the attribute of an instance while its outermost constructor runs
 
 
 def decorate_class(cls: type[nn.Module], binding: Binding) -> type[nn.Module]:
@@ -52,12 +52,11 @@ def _patch_methods(cls: type[nn.Module]) -> None:
     wrappers = {"forward": _cached_forward, "__init__": _recording_init, REPLICATE: _cached_replicate}
     for name, wrap in wrappers.items():
         method = getattr(cls, name)
-        own = name in cls.__dict__
         if hasattr(method, ORIGINAL_ATTRIBUTE) and is_ours(method):
             continue  # it is wrapped already, here or in the base class
         wrapper = wrap(method)
         setattr(wrapper, ORIGINAL_ATTRIBUTE, method)
-        if not own:
+        if name not in cls.__dict__:
             setattr(wrapper, ADDED_ATTRIBUTE, weakref.ref(cls))
         setattr(cls, name, wrapper)
 
@@ -85,7 +84,7 @@ def _call_method(
     # Another forward than the class's own, as through super(), computes something else.
     if type(module).forward is not wrapper:
         return (yield forward, args, kwargs)
-    # Some exporters look for attributes that a forward adds: a traced call makes no cache.
+    # A traced call makes no cache, because some exporters look for attributes that a forward adds.
     if "cache_instance" not in module.__dict__ and is_traced():
         return (yield forward, args, kwargs)
     return (yield from _cache_of(module).call(forward, args, kwargs))

@@ -44,4 +44,6 @@ class Binding:
         settings = self.settings.replace(options)
         tiers = self.tiers if settings.shares_tiers_with(self.settings) else None
         history = self.histories.setdefault(type(root), History())
-        return ModuleCache(root, plain, settings, tiers, history, self.probes)
+        cache = ModuleCache(settings, tiers, history, self.probes)
+        cache.bind(root, plain)
+        return cache

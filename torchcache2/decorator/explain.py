@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torchcache2.files.directory import CacheDirectory
 from torchcache2.identity.describe import describe, form, split
 from torchcache2.identity.modulewalk import Fingerprint
 
-__all__ = ["CallSeen", "call_differences", "fingerprint_differences", "latest_fingerprint"]
+__all__ = ["CallSeen", "explained"]
 
 _MOST_LINES = 50
 _MOST_ALIKE = 3  # parts that differ in the same way and still have a line each
@@ -32,7 +32,42 @@ class CallSeen(NamedTuple):
     leaves: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 
 
-def fingerprint_differences(before: Fingerprint, now: Fingerprint) -> list[str]:
+def explained(
+    name: str,
+    kind: str,
+    now: Fingerprint,
+    before: Fingerprint | None,
+    calls: Sequence[CallSeen],
+    bypass: str | None,
+    directory: CacheDirectory | None,
+    since: str,
+) -> str:
+    """Why items may have been misses, of a module of this name and class; see `ModuleCache.explain`.
+
+    `before` is the fingerprint before the one of `now`, `calls` are the last two, `bypass` says why the last
+    one was not cached, and `since` is when this run began, as an ISO time.
+    """
+    lines = [f"not cached: {bypass}"] if bypass is not None else []
+    if len(calls) == 2 and calls[0].namespace == calls[1].namespace == now.namespace:
+        lines = lines or _call_differences(*calls)
+        return "\n".join(lines) or "nothing but the items differs between the last two calls"
+    if before is not None:
+        lines += _fingerprint_differences(before, now)
+    if lines:
+        return "\n".join(lines)
+    first = f"namespace {now.namespace.hex()} is the first of {name} in this process"
+    if directory is None:
+        return first
+    known = _latest_fingerprint(directory, kind, now.namespace, since)
+    if known is None:
+        return f"{first}, and in {directory.path}"
+    if known.namespace == now.namespace:
+        return f"{first}; an earlier run has left rows of it in {directory.path}"
+    lines = _fingerprint_differences(known, now)
+    return "\n".join([f"compared with {known.namespace.hex()} in {directory.path}:", *lines])
+
+
+def _fingerprint_differences(before: Fingerprint, now: Fingerprint) -> list[str]:
     """One line for each part that differs, or for many that differ in the same way; the weights last."""
     alike: dict[tuple[str, str], list[str]] = {}
     names = sorted(
@@ -70,13 +105,10 @@ def _difference(name: str, kind: str, before: Fingerprint, now: Fingerprint) -> 
     return " has another class or submodules" if kind == "module" else " changed"
 
 
-def latest_fingerprint(
+def _latest_fingerprint(
     directory: CacheDirectory, kind: str, namespace: bytes, since: str
 ) -> Fingerprint | None:
-    """The fingerprint that earlier runs have left of a namespace, else of the class's one that was used last.
-
-    `since` is when this run began, as an ISO time.
-    """
+    """What earlier runs have left of a namespace, else of the one of the class that was used last."""
     try:
         contents = [one for one in directory.scan() if one.segments]
     except OSError:
@@ -100,7 +132,7 @@ def _from_document(namespace: str, document: Mapping[str, Any]) -> Fingerprint |
     return Fingerprint(bytes.fromhex(namespace), parts, values)
 
 
-def call_differences(before: CallSeen, now: CallSeen) -> list[str]:
+def _call_differences(before: CallSeen, now: CallSeen) -> list[str]:
     """One line for each argument or mode that differs."""
     lines = []
     old, new = _named(before.context), _named(now.context)
@@ -128,13 +160,9 @@ def _differ_in_length(left: Leaf, right: Leaf) -> bool:
 
 def _named(context: bytes) -> dict[str, bytes]:
     *arguments, modes = split(context)
-    named = {f"argument {name.decode()}": data for name, data in _pairs(arguments)}
-    return {name: data for name, data in named.items() if not data.startswith(b"T")} | {"modes": modes[8:]}
-
-
-def _pairs(parts: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    iterator = iter(parts)
-    return zip(iterator, iterator, strict=True)
+    pairs = zip(arguments[::2], arguments[1::2], strict=True)
+    named = {f"argument {name.decode()}": data for name, data in pairs if not data.startswith(b"T")}
+    return named | {"modes": modes[8:]}
 
 
 def _described(named: Mapping[str, bytes], name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,12 +15,10 @@ from torchcache2.core.arrays import Bytes2D
 from torchcache2.core.keys import Keys
 from torchcache2.core.settings import CacheSettings
 from torchcache2.decorator.bypass import not_stored
-from torchcache2.decorator.inputs import Inputs
-from torchcache2.decorator.probe import Comparison
-from torchcache2.decorator.probeplan import ProbePlan
-from torchcache2.decorator.probing import Forward, Probing, copied
+from torchcache2.decorator.probe import Comparison, Forward, Probe
+from torchcache2.decorator.probes import ProbePlan
 from torchcache2.decorator.randomness import RandomContexts, RandomState
-from torchcache2.decorator.undo import Undo
+from torchcache2.decorator.traces import Inputs, Undo
 from torchcache2.engine.batch import WholeBatch
 from torchcache2.engine.steps import Steps
 from torchcache2.identity.arguments import BoundCall
@@ -32,74 +31,33 @@ _MOST_KINDS = 10_000
 Shapes = tuple[tuple[int, ...], ...]
 
 
+@dataclasses.dataclass
 class Computation:
-    """Runs the forward for some items of a call, and says if the outcome must not be stored.
+    """Runs the forward for some items of a call, and says if the outcome must not be stored."""
 
-    Parameters
-    ----------
-    call : BoundCall
-    keys : Keys
-        Of its items.
-    context : bytes
-        A digest of the namespace and the arguments that are not batched, 16 bytes.
-    forward : callable
-        ``forward(args, kwargs)`` are the steps of the plain forward.
-    root : nn.Module or function
-    keeper : NamespaceKeeper
-        Of `root`.
-    seen : Seen
-        What the keeper saw for this call.
-    plan : ProbePlan
-        Whether to probe the batch.
-    random : RandomContexts
-        Which contexts are random.
-    shapes : dict of bytes to shapes
-        By the group of their keys, the calls that have left no trace, and the shapes of an item's output.
-    bind, keys_of : callable
-        See `Inputs`.
-    settings : CacheSettings
-    """
-
-    def __init__(
-        self,
-        call: BoundCall,
-        keys: Keys,
-        context: bytes,
-        forward: Forward,
-        *,
-        root: Any,
-        keeper: NamespaceKeeper,
-        seen: Seen,
-        plan: ProbePlan,
-        random: RandomContexts,
-        shapes: dict[bytes, Shapes | None],
-        bind: Callable[[tuple[Any, ...], Mapping[str, Any]], BoundCall],
-        keys_of: Callable[[BoundCall], Bytes2D],
-        settings: CacheSettings,
-    ) -> None:
-        self.keys = keys
-        self.context = context
-        self.plan = plan
-        self._call = call
-        self._forward = forward
-        self._root = root
-        self._keeper = keeper
-        self._seen = seen
-        self._random = random
-        self._shapes = shapes
-        self._bind = bind
-        self._keys_of = keys_of
-        self._settings = settings
+    call: BoundCall
+    keys: Keys
+    context: bytes  # a digest of the namespace and the arguments that are not batched, 16 bytes
+    forward: Forward  # ``forward(args, kwargs)`` are the steps of the plain forward
+    root: Any  # the module or function, with its keeper, and what that has seen for this call
+    keeper: NamespaceKeeper
+    seen: Seen
+    plan: ProbePlan
+    random: RandomContexts
+    shapes: dict[bytes, Shapes | None]  # of an item's output, by the group of keys of calls without a trace
+    bind: Callable[[tuple[Any, ...], Mapping[str, Any]], BoundCall]  # this and the next are as in `Inputs`
+    keys_of: Callable[[BoundCall], Bytes2D]
+    settings: CacheSettings
 
     @property
     def device(self) -> torch.device:
         """Where outputs are expected: with the batch or, if that is no tensor, with the weights."""
-        tensors = self._seen.tensors.tensors
-        return self._call.device or (tensors[0].device if tensors else torch.device("cpu"))
+        tensors = self.seen.tensors.tensors
+        return self.call.device or (tensors[0].device if tensors else torch.device("cpu"))
 
     def dtypes(self) -> set[torch.dtype]:
         """What the forward computes with."""
-        return {tensor.dtype for _, tensor in self._call.leaves} | self._seen.tensors.dtypes
+        return {tensor.dtype for _, tensor in self.call.leaves} | self.seen.tensors.dtypes
 
     def steps(self, positions: Tensor) -> Steps[Any]:
         """The output for the items at some positions (int64, CPU, shape ``(k,)``), or a `WholeBatch`.
@@ -110,16 +68,16 @@ class Computation:
             If it must not be stored.
         """
         self.plan.decide_uneven()
-        is_whole = len(positions) == self._call.batch_size
+        is_whole = len(positions) == self.call.batch_size
         if not (is_whole or self._may_compute_parts()):
             return (yield from self._whole_batch())
-        suspect = self._random.is_suspect(self.context)
-        # A second run of a suspect needs the caller's own arguments as they were.
+        suspect = self.random.is_suspect(self.context)
+        # A suspect may run a second time, which needs the caller's own arguments as they were.
         is_callers = is_whole and not suspect
-        args, kwargs = (self._call.args, self._call.kwargs) if is_callers else self._call.take(positions)
-        inputs = Inputs(self._call, args, kwargs, positions, self._bind, self._keys_of)
-        undo = None if is_callers else Undo(self._keeper, self._seen, self._root)
-        state = RandomState(self._keeper.generators)
+        args, kwargs = (self.call.args, self.call.kwargs) if is_callers else self.call.take(positions)
+        inputs = Inputs(self.call, args, kwargs, positions, self.bind, self.keys_of)
+        undo = None if is_callers else Undo(self.keeper, self.seen, self.root)
+        state = RandomState(self.keeper.generators)
         output = yield from self._run(inputs, state, undo, suspect, len(positions))
         reason = self._trace(inputs, state, suspect, output)
         if reason is not None:
@@ -133,13 +91,13 @@ class Computation:
                 undo()
             return (yield from self._whole_of_odd(shapes))
         if is_odd or self.plan.kinds:
-            compare = Comparison(output, self._call.batch_size, self.device, self.dtypes())
+            compare = Comparison(output, self.call.batch_size, self.device, self.dtypes())
             if not compare.is_possible:  # the output cannot be kept
                 self.plan.kinds.clear()
                 return output
-            if is_odd and self._call.lengths is None:
+            if is_odd and self.call.lengths is None:
                 raise not_stored("batch", output, self._odd_text(shapes))
-            if self.plan.kinds or self._call.batch_size > 1:
+            if self.plan.kinds or self.call.batch_size > 1:
                 output = yield from self._probe(compare, output)
         self._remember(shapes)
         return self._own(output, inputs.tensors) if is_whole else output
@@ -147,15 +105,15 @@ class Computation:
     def _may_compute_parts(self) -> bool:
         """Whether the forward may run for a part of the batch.
 
-        Only if calls like this one have left no trace before: what sets itself up when it first runs, or
-        counts, does so once, and with the caller's own arguments. And only if it is known which arguments
-        belong to the items.
+        It may if calls like this one have left no trace before, since a module that sets itself up or counts
+        when it runs has to do so once, and with the caller's own arguments. And it has to be known which
+        arguments belong to the items.
         """
-        is_known = self.keys.group in self._shapes or self._random.is_suspect(self.context)
-        return is_known and not self.plan.kinds and not self._call.aligned
+        is_known = self.keys.group in self.shapes or self.random.is_suspect(self.context)
+        return is_known and not self.plan.kinds and not self.call.aligned
 
     def _whole_batch(self) -> Steps[WholeBatch]:
-        output = yield from self.steps(torch.arange(self._call.batch_size))
+        output = yield from self.steps(torch.arange(self.call.batch_size))
         return WholeBatch(output)
 
     def _run(
@@ -165,26 +123,26 @@ class Computation:
         try:
             if suspect:
                 return (yield from self._run_disturbed(inputs, state))
-            return (yield from self._forward(inputs.args, inputs.kwargs))
+            return (yield from self.forward(inputs.args, inputs.kwargs))
         except Exception as error:
-            if count == self._call.batch_size:
+            if count == self.call.batch_size:
                 raise
-            failure = f"the forward of {count} of its {self._call.batch_size} items raises {error!r}"
+            failure = f"the forward of {count} of its {self.call.batch_size} items raises {error!r}"
         # If the whole batch raises, too, the caller sees that exception, as without a cache.
         output = yield from self._run_again(None, undo)
         raise not_stored("batch", output, failure)
 
     def _run_disturbed(self, inputs: Inputs, state: RandomState) -> Steps[Any]:
-        """Run the forward with other random numbers than the caller's: if it draws none, it is no suspect."""
+        """Run the forward with other random numbers than the caller's; one that draws none is clear."""
         state.disturb()
         try:
-            output = yield from self._forward(inputs.args, inputs.kwargs)
+            output = yield from self.forward(inputs.args, inputs.kwargs)
         except BaseException:
             state.restore()
             raise
         if not state.moved():
             state.restore()
-            self._random.clear(self.context)
+            self.random.clear(self.context)
         return output
 
     def _run_again(self, output: Any, undo: Undo | None, state: RandomState | None = None) -> Steps[Any]:
@@ -198,14 +156,14 @@ class Computation:
         if state is not None:
             state.restore()
         undo()
-        return (yield from self._forward(self._call.args, self._call.kwargs))
+        return (yield from self.forward(self.call.args, self.call.kwargs))
 
     def _trace(self, inputs: Inputs, state: RandomState, suspect: bool, output: Any) -> str | None:
         """The trace that the forward has left, for which its output must not be stored; None if none."""
-        if (not suspect or self._random.is_suspect(self.context)) and state.moved():
-            self._random.add(self.context)
+        if (not suspect or self.random.is_suspect(self.context)) and state.moved():
+            self.random.add(self.context)
             return "random"
-        if self._keeper.changed_since(self._seen, self._root):
+        if self.keeper.changed_since(self.seen, self.root):
             return "state"
         if inputs.changed():
             return "input"
@@ -218,43 +176,43 @@ class Computation:
 
         All items of a batch have outputs of one shape: if other batches have others, it is the batch's.
         """
-        known = self._shapes.get(self.keys.group)
-        return self._settings.probe and None not in (known, shapes) and known != shapes
+        known = self.shapes.get(self.keys.group)
+        return self.settings.probe and None not in (known, shapes) and known != shapes
 
     def _whole_of_odd(self, shapes: Shapes | None) -> Steps[WholeBatch]:
         """The whole batch, after a part of it had outputs of other shapes than items had before."""
         text = self._odd_text(shapes)
         whole = yield from self._whole_batch()
-        if _shapes_of_items(whole.output, self._call.batch_size) != shapes:
+        if _shapes_of_items(whole.output, self.call.batch_size) != shapes:
             raise not_stored("batch", whole.output, text)
         return whole
 
     def _odd_text(self, shapes: Shapes | None) -> str:
-        known = self._shapes.get(self.keys.group)
+        known = self.shapes.get(self.keys.group)
         return f"items of one shape have outputs of the shapes {known} and {shapes}"
 
     def _probe(self, compare: Comparison, output: Any) -> Steps[Any]:
         """Compute parts of the batch by themselves; the output of the whole, if items are independent."""
-        pads = self._settings.miss_batch == "pad"
-        probing = Probing(self._keeper, self._seen, self._root, pads)
+        pads = self.settings.miss_batch == "pad"
         # The forward may use the memory of its output again, for a part.
-        output = pytree.tree_map(copied, output)
-        found = yield from probing.dependence(self._call, self.keys, compare, self._forward)
+        output = pytree.tree_map(_copied, output)
+        probe = Probe(self.call, self.keys, compare, self.forward, self.keeper, self.seen, self.root, pads)
+        found = yield from probe.dependence()
         if found is not None:
             raise not_stored("batch", output, found)
-        if not probing.is_conclusive:
+        if not probe.is_conclusive:
             self.plan.kinds.clear()
         return output
 
     def _remember(self, shapes: Shapes | None) -> None:
         """Calls like this one leave no trace."""
-        if len(self._shapes) >= _MOST_KINDS:
-            self._shapes.clear()
-        self._shapes[self.keys.group] = shapes
+        if len(self.shapes) >= _MOST_KINDS:
+            self.shapes.clear()
+        self.shapes[self.keys.group] = shapes
 
     def _own(self, output: Any, inputs: list[Tensor]) -> Any:
         """The output, with copies of tensors that are parts or aliases of others."""
-        borrowed = set(map(_storage, (*inputs, *self._seen.tensors.tensors)))
+        borrowed = set(map(_storage, (*inputs, *self.seen.tensors.tensors)))
 
         def own(leaf: Any) -> Any:
             if type(leaf) is not Tensor or leaf.layout != torch.strided or leaf.is_nested:
@@ -280,3 +238,9 @@ def _storage(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # a subclass or layout that has no storage
         return 0
+
+
+def _copied(leaf: Any) -> Any:
+    """A dense tensor in memory of its own; anything else as it is."""
+    is_plain = type(leaf) is Tensor and leaf.layout == torch.strided
+    return leaf.clone() if is_plain and not (leaf.is_nested or leaf.is_quantized) else leaf

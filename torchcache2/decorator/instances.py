@@ -16,7 +16,7 @@ from torchcache2.decorator.decoration import REPLICATE, Binding
 from torchcache2.decorator.modulecache import ModuleCache
 from torchcache2.decorator.tracing import is_exported
 from torchcache2.engine.steps import Steps, run_steps
-from torchcache2.identity.codewalk import ADDED_ATTRIBUTE, BINDING, ORIGINAL_ATTRIBUTE
+from torchcache2.identity.marks import ADDED_ATTRIBUTE, BINDING, ORIGINAL_ATTRIBUTE
 
 __all__ = ["decorate_instance"]
 
@@ -25,8 +25,8 @@ def decorate_instance(module: nn.Module, binding: Binding) -> nn.Module:
     """Patch a module, and return it."""
     if hasattr(type(module), BINDING) or isinstance(module.__dict__.get("forward"), _InstanceForward):
         raise DecorationError(f"this {type(module).__name__} is cached already")
-    forward = _InstanceForward(module, module.__dict__.get("forward"))
-    forward.cache = binding.cache(module, forward.plain())
+    own = module.__dict__.get("forward")
+    forward = _InstanceForward(module, own, binding.cache(module, _plain(module, own)))
     module.__dict__["cache_instance"] = forward.cache
     module.__dict__["forward"] = forward
     module.__dict__[REPLICATE] = forward.replicate
@@ -40,9 +40,8 @@ class _InstanceForward:
     garbage collection.
     """
 
-    cache: ModuleCache
-
-    def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None, cache: ModuleCache) -> None:
+        self.cache = cache
         self._module = weakref.ref(module)
         self._own = own  # a forward that somebody else has put on the instance
         setattr(self, ORIGINAL_ATTRIBUTE, own)
@@ -57,7 +56,7 @@ class _InstanceForward:
         module = self._module()
         if module is None:
             raise ReferenceError("the module of this forward does not exist any more")
-        return self._own or types.MethodType(type(module).forward, module)
+        return _plain(module, self._own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_exported():
@@ -74,18 +73,14 @@ class _InstanceForward:
         """A replica of the module for `nn.DataParallel`, with the same cache."""
         module = self._module()
         replica: nn.Module = getattr(type(module), REPLICATE)(module)
-        forward = _InstanceForward(replica, self._own)
-        forward.cache = self.cache
-        replica.__dict__["forward"] = forward
+        replica.__dict__["forward"] = _InstanceForward(replica, self._own, self.cache)
         return replica
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _InstanceForward:
         module = memo.get(id(self._module()))
         if module is None:
             return self
-        twin = _InstanceForward(module, copy.deepcopy(self._own, memo))
-        twin.cache = copy.deepcopy(self.cache, memo)
-        return twin
+        return _InstanceForward(module, copy.deepcopy(self._own, memo), copy.deepcopy(self.cache, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _load_instance, (self._module(), self._own, self.cache)
@@ -94,11 +89,13 @@ class _InstanceForward:
 setattr(_InstanceForward, ADDED_ATTRIBUTE, True)
 
 
+def _plain(module: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
+    return own or types.MethodType(type(module).forward, module)
+
+
 def _load_instance(module: nn.Module, own: Callable[..., Any] | None, cache: ModuleCache) -> _InstanceForward:
-    forward = _InstanceForward(module, own)
-    forward.cache = cache
-    cache.bind(module, forward.plain())
-    return forward
+    cache.bind(module, _plain(module, own))
+    return _InstanceForward(module, own, cache)
 
 
 _load_instance.__module__ = "torchcache2"  # the path that pickles name, wherever this file is

@@ -15,25 +15,17 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.settings import CacheSettings, disabled_by_environment, strict_by_environment
 from torchcache2.decorator import bypass
 from torchcache2.decorator.bypass import BypassError, not_stored
-from torchcache2.decorator.explain import (
-    CallSeen,
-    call_differences,
-    fingerprint_differences,
-    latest_fingerprint,
-)
+from torchcache2.decorator.explain import CallSeen, explained
 from torchcache2.decorator.forward import Computation, Shapes
 from torchcache2.decorator.probe import STRONGEST
-from torchcache2.decorator.probeplan import ProbePlan
-from torchcache2.decorator.probes import DEPENDENT, Kind, Probes
+from torchcache2.decorator.probes import DEPENDENT, Kind, ProbePlan, Probes
 from torchcache2.decorator.randomness import RandomContexts
-from torchcache2.decorator.running import Runner
 from torchcache2.decorator.shortcuts import Glance, Shortcuts, glance
-from torchcache2.decorator.tracing import is_traced
+from torchcache2.decorator.tracing import Runner, is_traced
 from torchcache2.engine.batch import NotStoredError
 from torchcache2.engine.cache import Cache, now
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.steps import Steps
-from torchcache2.files.directory import CacheDirectory
 from torchcache2.identity.arguments import BoundCall, Signature
 from torchcache2.identity.encoding import digest, qualified_name
 from torchcache2.identity.entries import first_batch_size
@@ -48,27 +40,14 @@ _RESULTS = range(DEPENDENT, STRONGEST + 1)
 
 
 class ModuleCache(Cache):
-    """The cache of one module or function.
+    """The cache of one module or function, which `bind` names.
 
-    Parameters
-    ----------
-    root : nn.Module or function, optional
-        What is cached; None: it is bound later.
-    plain : callable
-        The forward without a cache; of a module, bound to it.
-    settings : CacheSettings
-    tiers : TierStack, optional
-        Tiers to share with other caches.
-    history : History, optional
-        Namespaces of other modules that `explain` compares with.
-    probes : Probes, optional
-        What is known of other modules, too.
+    Caches of one decorator share `tiers`, the `history` that `explain` compares with, and what is known from
+    `probes`.
     """
 
     def __init__(
         self,
-        root: Any,
-        plain: Forward | None,
         settings: CacheSettings,
         tiers: TierStack | None = None,
         history: History | None = None,
@@ -87,11 +66,9 @@ class ModuleCache(Cache):
         self._bypass: str | None = None  # the reason of the last call, if it was not cached
         self._reasons: dict[str, str] = {}  # what was said of each reason last
         self._walks = 1
-        if root is not None and plain is not None:
-            self.bind(root, plain)
 
     def bind(self, root: Any, plain: Forward) -> None:
-        """Say what is cached."""
+        """Say what is cached; `plain` is the forward without a cache, of a module bound to it."""
         self._root = weakref.ref(root)
         self.keeper.name = type(root).__name__ if isinstance(root, nn.Module) else root.__name__
         self._read_signature(plain)
@@ -129,21 +106,12 @@ class ModuleCache(Cache):
         the one that was used last in the cache directory. If the namespace has not changed, compares the
         arguments of the last two calls.
         """
-        namespace = self.module_hash
-        bypass = self._why_not_cached()
-        lines = [f"not cached: {bypass}"] if bypass is not None else []
-        calls = list(self._calls)
-        if len(calls) == 2 and calls[0].namespace == calls[1].namespace == self.namespace:
-            lines = lines or call_differences(*calls)
-            return "\n".join(lines) or "nothing but the items differs between the last two calls"
-        before = self.keeper.history.before(self.fingerprint)
-        if before is not None:
-            lines += fingerprint_differences(before, self.fingerprint)
-        if lines:
-            return "\n".join(lines)
-        first = f"namespace {namespace} is the first of {self._name()} in this process"
-        directory = self._tiers.directory
-        return first if directory is None else self._explain_from(directory, first)
+        self.namespace = self.keeper.look(self._living_root()).namespace
+        now, before = self.fingerprint, self.keeper.history.before(self.fingerprint)
+        calls, directory = list(self._calls), self._tiers.directory
+        return explained(
+            self._name(), self._class(), now, before, calls, self._why_not_cached(), directory, self._made
+        )
 
     def _why_not_cached(self) -> str | None:
         """Why the last call was not cached; None if it was."""
@@ -156,23 +124,10 @@ class ModuleCache(Cache):
         reason = self._bypass
         return None if reason is None else f"{reason}: {self._reasons[reason]}"
 
-    def _explain_from(self, directory: CacheDirectory, first: str) -> str:
-        """Compare with what earlier runs have left in a directory."""
-        kind = self.description(self.namespace)["class"]
-        known = latest_fingerprint(directory, kind, self.namespace, self._made)
-        if known is None:
-            return f"{first}, and in {directory.path}"
-        if known.namespace == self.namespace:
-            return f"{first}; an earlier run has left rows of it in {directory.path}"
-        lines = fingerprint_differences(known, self.fingerprint)
-        return "\n".join([f"compared with {known.namespace.hex()} in {directory.path}:", *lines])
-
     def description(self, namespace: bytes) -> dict[str, Any]:
         """What a namespace of this cache stands for, as JSON, for people and `explain`."""
         document = super().description(namespace)
-        root = self.root
-        kind = type(root) if isinstance(root, nn.Module) else root
-        document["class"] = qualified_name(kind)
+        document["class"] = self._class()
         if self.fingerprint.namespace == namespace:
             document["parts"] = {name: data.hex() for name, data in self.fingerprint.parts.items()}
             document["values"] = dict(self.fingerprint.values)
@@ -181,11 +136,9 @@ class ModuleCache(Cache):
 
     def call(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
         """The output of ``plain(*args, **kwargs)``."""
-        if self._runner.is_inside or not self.settings.enabled:
-            return (
-                yield plain, args, kwargs
-            )  # the forward calls its own module: only the outermost call is cached
-        if is_traced() or disabled_by_environment():
+        # If the forward calls its own module, only the outermost call is cached.
+        is_passed = self._runner.is_inside or not self.settings.enabled
+        if is_passed or is_traced() or disabled_by_environment():
             return (yield plain, args, kwargs)
         start = time.perf_counter()
         root = self._living_root()
@@ -262,23 +215,18 @@ class ModuleCache(Cache):
         return item_keys(namespace, call.context, call.leaves, entries, subsample_count=count)
 
     def _cached(self, computation: Computation, start: float) -> Steps[Any]:
-        plan = computation.plan
+        keys, plan = computation.keys, computation.plan
         probes = bool(plan.kinds)
         dtypes = computation.dtypes() if self.settings.verify or probes else ()
         try:
             output = yield from self.steps(
-                computation.keys,
-                computation.steps,
-                computation.device,
-                dtypes,
-                since=start,
-                probes=probes,
+                keys, computation.steps, computation.device, dtypes, since=start, probes=probes
             )
         except NotStoredError as stop:
             if stop.reason == "batch":
                 for kind in plan.overlooked():
                     self._probed(kind, DEPENDENT)
-                self._tiers.drop(computation.keys.namespace)
+                self._tiers.drop(keys.namespace)
             raise
         for kind, result in plan.kinds.items():
             self._probed(kind, result)
@@ -319,20 +267,23 @@ class ModuleCache(Cache):
     def _living_root(self) -> Any:
         root = self._root()
         if root is None:
-            raise ReferenceError(
-                "the module of this cache does not exist any more, or was not called since it was loaded"
-            )
+            text = "the module of this cache does not exist any more, or was not called since it was loaded"
+            raise ReferenceError(text)
         return root
 
     def _name(self) -> str:
         return self.keeper.name
+
+    def _class(self) -> str:
+        root = self.root
+        return qualified_name(type(root) if isinstance(root, nn.Module) else root)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
         # As part of a module, it becomes the cache of the copied module, and shares the budget.
         copy = memo.get(id(self.root)) if isinstance(self.root, nn.Module) else None
         if copy is None:
             return self
-        twin = ModuleCache(None, None, self.settings, self._tiers, self.keeper.history, self._probes)
+        twin = ModuleCache(self.settings, self._tiers, self.keeper.history, self._probes)
         twin._root, twin.signature = weakref.ref(copy), self.signature
         twin.keeper.name = self.keeper.name
         return twin
@@ -342,7 +293,7 @@ class ModuleCache(Cache):
 
 
 def _load_cache(settings: CacheSettings) -> ModuleCache:
-    return ModuleCache(None, None, settings)
+    return ModuleCache(settings)
 
 
 _load_cache.__module__ = "torchcache2"  # the path that pickles name, wherever this file is

@@ -9,7 +9,9 @@ rounded otherwise: so an influence shows that is hardly larger than rounding.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import dataclasses
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,34 +20,36 @@ import torch
 from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows, UnstorableError
+from torchcache2.decorator.randomness import RandomState
+from torchcache2.decorator.structure import item_lengths
+from torchcache2.decorator.traces import Undo
+from torchcache2.engine.steps import Steps
 from torchcache2.engine.verify import leaf_differences
+from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.entries import Lengths
+from torchcache2.identity.namespace import NamespaceKeeper, Seen
 
-__all__ = ["STRONGEST", "Comparison", "parts", "strength", "strength_of"]
+__all__ = ["STRONGEST", "Comparison", "Forward", "Probe", "strength"]
+
+Forward = Callable[[Any, Mapping[str, Any]], Steps[Any]]
 
 STRONGEST = 4
 _ALIKE = 0.75  # items that are computed twice in the same way agree to this power of the precision
 
 
-def strength(keys: Keys) -> int:
-    """How much a probe of a batch can show."""
-    distinct = keys.first_positions()
-    return strength_of(len(keys) if distinct is None else len(distinct[0]))
-
-
-def strength_of(items: int) -> int:
+def strength(items: int) -> int:
     """How much a probe of so many distinct items can show, from 1 to `STRONGEST`."""
     return 1 if items == 1 else 2 if items < 4 else 3 if items < 12 else STRONGEST
 
 
-def parts(keys: Keys, lengths: Lengths | None = None) -> list[tuple[int, ...]]:
+def _parts(keys: Keys, lengths: Lengths | None) -> list[tuple[int, ...]]:
     """Positions of the parts to compute by themselves, of half of the batch at most.
 
     Where items have `lengths`, one part has the shortest: alone, they are not padded as in the whole batch.
     """
     found = keys.first_positions()
     distinct = np.arange(len(keys)) if found is None else found[0]
-    order, strongest = distinct[::-1], strength_of(len(distinct))
+    order, strongest = distinct[::-1], strength(len(distinct))
     if lengths is not None:
         order = order[np.argsort(lengths[order], kind="stable")]
     if strongest == 1:
@@ -64,18 +68,9 @@ def parts(keys: Keys, lengths: Lengths | None = None) -> list[tuple[int, ...]]:
 
 
 class Comparison:
-    """The rows of a whole batch, and of parts of it that were computed by themselves.
+    """The rows of a whole batch of `items`, and of parts of it that were computed by themselves.
 
-    Parameters
-    ----------
-    output : pytree
-        For the whole batch.
-    items : int
-        Number of items of the whole batch.
-    device : torch.device
-        Device of the call.
-    dtypes : collection of torch.dtype
-        What the forward computes with.
+    `device` is that of the call, and `dtypes` are what the forward computes with.
     """
 
     def __init__(
@@ -140,3 +135,66 @@ class Comparison:
             if apart.max() > apart_by:
                 apart_by, path, item = float(apart.max()), name, part[int(apart.argmax())]
         return f"output{path} of item {item} differs by {apart_by:.3g}" if apart_by else None
+
+
+@dataclasses.dataclass
+class Probe:
+    """One probe of a batch: runs the forward for parts of it, and leaves no trace of that."""
+
+    call: BoundCall
+    keys: Keys
+    compare: Comparison
+    forward: Forward
+    keeper: NamespaceKeeper
+    seen: Seen
+    root: Any
+    pads: bool  # whether batches are padded to few sizes
+    is_conclusive: bool = True  # whether it says something about the forward
+
+    def dependence(self) -> Steps[str | None]:
+        """How items depend on their batch; None if they do not."""
+        aligned = bool(self.call.aligned)
+        found = self.compare.repetition(self.keys)
+        if found is not None:
+            return found
+        for part in _parts(self.keys, item_lengths(self.call)):
+            found = yield from self._difference(part, aligned)
+            if found is not None and aligned:
+                # An argument as long as the batch has one entry per item, or else belongs to the whole batch.
+                found = yield from self._difference(part, False)
+            if isinstance(found, _RaisedText):
+                # The forward may want its items in some order, such as longest first; the caller's works.
+                found = yield from self._difference(sorted(part), aligned)
+            if found is not None or not self.is_conclusive:
+                return found
+        return None
+
+    def _difference(self, part: Sequence[int], aligned: bool) -> Steps[str | None]:
+        """How the output of some items differs if they are computed by themselves; None if it does not."""
+        count = len(part)
+        if self.pads:
+            size = min(1 << (count - 1).bit_length(), self.call.batch_size)
+            part = [*part, *[part[-1]] * (size - count)]
+        undo, state = Undo(self.keeper, self.seen, self.root), RandomState(self.keeper.generators)
+        try:
+            positions = torch.tensor(part, dtype=torch.int64, device="cpu")
+            alone = yield from self.forward(*self.call.take(positions, aligned=aligned))
+            return self.compare.difference(alone, part)
+        except (MemoryError, torch.cuda.OutOfMemoryError):
+            self.is_conclusive = False
+            return None
+        except Exception as error:
+            return _RaisedText(f"the forward of {count} of its {self.call.batch_size} items raises {error!r}")
+        finally:
+            # The same forward has just run and left no trace but attributes that others read. What else it
+            # has changed for a part is put back only if no other thread can have made that change.
+            undo.attributes()
+            if threading.active_count() == 1:
+                undo()
+                state.restore()
+
+
+class _RaisedText(str):
+    """What is said of an exception."""
+
+    __slots__ = ()

@@ -1,20 +1,34 @@
-"""`Probes`: what probes have found out, by kind of call."""
+"""What probes have found out, by kind of call, and whether the batch of a call is to be probed."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import types
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from torch import nn
+
+from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
-from torchcache2.decorator.probe import strength_of
-from torchcache2.decorator.structure import call_structure
+from torchcache2.decorator.bypass import BypassError
+from torchcache2.decorator.probe import STRONGEST, strength
+from torchcache2.decorator.structure import call_structure, item_lengths
 from torchcache2.identity.arguments import BoundCall
+from torchcache2.identity.compiled import names_in
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.modulewalk import Fingerprint
 
-__all__ = ["DEPENDENT", "Kind", "Probes"]
+__all__ = ["DEPENDENT", "Kind", "ProbePlan", "Probes"]
 
 DEPENDENT = 0  # the result of a probe: an item's output depends on its batch
+_COLLECTIVES = {
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
+    *("all_to_all_single", "barrier", "broadcast", "gather_for_metrics", "reduce_scatter"),
+    "reduce_scatter_tensor",
+}
 _MOST_KINDS = 10_000
 _MOST_VALUES = 8  # if so many kinds that differ in numbers alone have one result, the others have it
 
@@ -54,7 +68,7 @@ class Probes:
 
     def is_settled(self, group: bytes, items: int) -> bool:
         """Whether no call of so many items, whose keys have this group, needs a probe any more."""
-        return self._settled.get(group, DEPENDENT) >= strength_of(items)
+        return self._settled.get(group, DEPENDENT) >= strength(items)
 
     def settle(self, group: bytes, result: int) -> None:
         """A probe of calls whose keys have this group would show no more than this one has."""
@@ -80,7 +94,7 @@ class Probes:
             alike = sorted(self._independent.get((kind.namespace, kind.loose), {}).values())
             if len(alike) + len(mixing) < _MOST_VALUES:
                 return known
-            if mixing:  # some values mix items, and some may not: those that are not known are passed through
+            if mixing:  # some values mix items, so those that are not known are passed through
                 return DEPENDENT if known is None else known
             return max(alike[-_MOST_VALUES], known or DEPENDENT)
 
@@ -106,3 +120,82 @@ class Probes:
                 self._recalled, self._dependent = set(), {}
             self._found[namespace] = {}
         return self._found[namespace]
+
+
+@dataclasses.dataclass
+class ProbePlan:
+    """What a probe of one call would tell, and whether that is known already.
+
+    `recall` is as for `Probes.result`. Unless it `is_on`, nothing is probed. `kinds` are the kinds of call
+    that a probe of this batch tells about, and its strength for each: if there are any, the whole batch is
+    computed, and parts of it by themselves, to be compared.
+    """
+
+    probes: Probes
+    recall: Callable[[bytes], Mapping[str, int]]
+    root: Any
+    fingerprint: Fingerprint
+    call: BoundCall
+    keys: Keys
+    is_on: bool
+    kinds: dict[Kind, int] = dataclasses.field(default_factory=dict)
+    is_uneven_decided: bool = False
+
+    def decide(self) -> None:
+        """Find out whether to probe, by what is to be had at little cost; raises if items are dependent."""
+        self._decide(self.keys.group, uneven=False)
+
+    def decide_uneven(self) -> None:
+        """Likewise by whether items are equally long, which is only looked at if something is computed."""
+        if not self.is_uneven_decided:
+            self.is_uneven_decided = True
+            self.decide()  # another call may have been probed meanwhile
+            self._decide(self.keys.group + b"uneven", uneven=True)
+
+    def _decide(self, group: bytes, *, uneven: bool) -> None:
+        count = len(self.keys)
+        if not self.is_on or count < 2 or self.probes.is_settled(group, count):
+            return
+        if uneven and item_lengths(self.call) is None:
+            return
+        kind = Kind.of(self.fingerprint, self.call, uneven=uneven)
+        distinct = self.keys.first_positions()
+        possible = strength(count if distinct is None else len(distinct[0]))
+        result = self.probes.result(kind, self.recall)
+        if result == DEPENDENT:
+            raise BypassError.because("batch", "an item's output depends on the rest of its batch")
+        if result is None and _has_collectives(self.root, self.fingerprint):
+            result = STRONGEST
+        if result is not None and result >= possible:
+            self.probes.settle(group, result)
+        else:
+            self.kinds[kind] = possible
+
+    def overlooked(self) -> list[Kind]:
+        """The kinds of call of which it has shown that items depend on their batch."""
+        return [*self.kinds] or [Kind.of(self.fingerprint, self.call)]
+
+
+def _has_collectives(root: Any, fingerprint: Fingerprint) -> bool:
+    """Whether a forward may talk to other processes, which would wait for parts that this one computes."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    named = [name.split()[1].rpartition(".")[2] for name in fingerprint.parts if name.startswith("global ")]
+    if not _COLLECTIVES.isdisjoint(named):
+        return True
+    modules = root.modules() if isinstance(root, nn.Module) else ()
+    bases = {base for module in modules for base in type(module).__mro__ if base not in (nn.Module, object)}
+    return any(map(_names_collectives, bases))
+
+
+def _names_collectives(kind: type) -> bool:
+    # DDP, FSDP and batch norm over all processes are torch's own modules that talk to other processes.
+    if kind is nn.SyncBatchNorm or kind.__module__.startswith(
+        ("torch.distributed", "torch.nn.parallel.distributed")
+    ):
+        return True
+    functions = [inspect.unwrap(value) if callable(value) else value for value in vars(kind).values()]
+    return any(
+        isinstance(function, types.FunctionType) and not _COLLECTIVES.isdisjoint(names_in(function.__code__))
+        for function in functions
+    )

@@ -58,13 +58,7 @@ class RandomContexts:
 
 
 class RandomState:
-    """The state of the generators that a forward may draw from, as it was.
-
-    Parameters
-    ----------
-    generators : iterable
-        Generators besides the default ones of torch, numpy and Python.
-    """
+    """The state of the default generators of torch, numpy and Python, and of some others, as it was."""
 
     def __init__(self, generators: Iterable[Any]) -> None:
         self._generators = list(generators)
@@ -117,12 +111,10 @@ class RandomState:
 
 
 def _get_state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
+    if isinstance(generator, (torch.Generator, np.random.RandomState)):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state()
     return generator.getstate()
 
 

@@ -44,29 +44,24 @@ class Shortcuts:
     """Kinds of calls that are not cached, and why. Other threads may add some at the same time."""
 
     def __init__(self) -> None:
-        self._strikes: dict[Glance, int] = {}
-        self._straight: dict[Glance, tuple[str, int, int]] = {}  # why, calls left, calls of this round
+        self._seen: dict[Glance, tuple[int, str, int]] = {}  # strikes, why, calls before the next try
 
     def reason(self, kind: Glance) -> str | None:
         """Why a call is to go straight to the forward; None if it is to be tried. Counts the call."""
-        found = self._straight.get(kind)
-        if found is None or found[1] == 0:
+        strikes, why, left = self._seen.get(kind, (0, "", 0))
+        if left == 0:
             return None
-        why, left, calls = found
-        self._straight[kind] = why, left - 1, calls
+        self._seen[kind] = strikes, why, left - 1
         return why
 
     def add(self, kind: Glance, reason: str) -> None:
         """A call of this kind was not cached."""
-        if len(self._strikes) >= _MOST_KINDS:
-            self._strikes, self._straight = {}, {}
-        strikes = self._strikes[kind] = self._strikes.get(kind, 0) + 1
-        if strikes >= _STRIKES:
-            _, _, calls = self._straight.get(kind, ("", 0, _FEWEST // 2))
-            calls = min(2 * calls, _MOST)
-            self._straight[kind] = reason, calls, calls
+        if len(self._seen) >= _MOST_KINDS:
+            self._seen = {}
+        strikes = self._seen.get(kind, (0, "", 0))[0] + 1
+        rounds = strikes - _STRIKES
+        self._seen[kind] = strikes, reason, min(_FEWEST << rounds, _MOST) if rounds >= 0 else 0
 
     def clear(self, kind: Glance) -> None:
         """A call of this kind was cached."""
-        self._strikes.pop(kind, None)
-        self._straight.pop(kind, None)
+        self._seen.pop(kind, None)

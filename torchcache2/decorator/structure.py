@@ -15,7 +15,7 @@ from torchcache2.identity.entries import Lengths
 
 __all__ = ["call_structure", "item_lengths"]
 
-_MOST_ELEMENTS = 64  # of a sequence: later ones are not looked at
+_MOST_ELEMENTS = 64  # of a sequence that are looked at
 _LONG = 64  # characters from which a text is content, rather than a choice between ways to compute
 _DEEPEST = 16
 _NEUTRAL = (0.0, 1.0)  # factors that may turn something off, which another number turns on

@@ -26,11 +26,12 @@ from torchcache2.decorator.instances import decorate_instance
 from torchcache2.decorator.modulecache import ModuleCache
 from torchcache2.decorator.tracing import is_exported, with_own_code
 from torchcache2.engine.steps import Steps, run_steps
-from torchcache2.identity.codewalk import ORIGINAL_ATTRIBUTE
+from torchcache2.identity.marks import ORIGINAL_ATTRIBUTE
 
 __all__ = ["torchcache"]
 
 T = TypeVar("T", bound=Callable[..., Any])
+_DEFERRED = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
 @overload
@@ -112,7 +113,7 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
     def decorate(target: Any) -> Any:
         binding = Binding(settings)
         forward = getattr(target, "forward", target)
-        if _is_deferred(forward):
+        if any(is_deferred(forward) for is_deferred in _DEFERRED):
             raise DecorationError(
                 f"torchcache cannot decorate {target!r}: calling it returns a coroutine or generator, not an "
                 "output. Decorate what computes the output"
@@ -155,15 +156,6 @@ def _call_function(wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     # A notebook may have reloaded the function in place, after which the wrapper has another original.
     cache: ModuleCache = getattr(wrapper, "cache_instance")  # noqa: B009
     return (yield from cache.call(getattr(wrapper, ORIGINAL_ATTRIBUTE), args, kwargs))
-
-
-def _is_deferred(function: Callable[..., Any]) -> bool:
-    """Whether calling it returns a coroutine or generator instead of an output."""
-    return (
-        inspect.iscoroutinefunction(function)
-        or inspect.isgeneratorfunction(function)
-        or inspect.isasyncgenfunction(function)
-    )
 
 
 def _article(target: object) -> str:

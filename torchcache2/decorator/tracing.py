@@ -1,4 +1,4 @@
-"""Which calls are compiled, exported, traced or transformed.
+"""Which calls are compiled, exported, traced or transformed, and how the plain forward runs.
 
 A cache that a tracer sees becomes part of its graph: rows of one call would be returned for ever. So a call
 that is exported, traced or transformed is the plain forward.
@@ -6,6 +6,8 @@ that is exported, traced or transformed is the plain forward.
 
 from __future__ import annotations
 
+import threading
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -16,7 +18,10 @@ from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-__all__ = ["compilable_call", "is_exported", "is_traced", "with_own_code"]
+from torchcache2.engine.steps import Steps
+from torchcache2.identity.sourcecode import origin
+
+__all__ = ["Runner", "is_exported", "is_traced", "with_own_code"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,7 +38,7 @@ def with_own_code(function: F) -> F:
     return function
 
 
-def compilable_call() -> Callable[..., Any]:
+def _compilable_call() -> Callable[..., Any]:
     """A function ``(method, module, args, kwargs)`` that makes a call compilable.
 
     `torch.compile` starts no graph in functions of torch's own, such as ``nn.Sequential.forward``, but
@@ -68,3 +73,31 @@ def is_traced() -> bool:
         or _symbolic_trace._is_fx_tracing_flag
         or not all(isinstance(mode, DeviceContext) for mode in _function_modes())  # type: ignore[no-untyped-call]
     )
+
+
+class Runner:
+    """Runs the forward of one module or function, and knows in which threads it runs at this moment."""
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+        self._call: Callable[..., Any] | None = None
+
+    def bind(self, plain: Callable[..., Any]) -> None:
+        """Say what the forward is; of a module, bound to it."""
+        function = plain.__func__ if isinstance(plain, types.MethodType) else None
+        self._call = _compilable_call() if function and origin(function) == "torch" else None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is inside of the forward already, which calls itself."""
+        return getattr(self._thread, "is_inside", False)
+
+    def run(self, plain: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Steps[Any]:
+        """Run the forward; if it calls its own module, that runs without the cache as well."""
+        self._thread.is_inside = True
+        try:
+            if self._call is not None and isinstance(plain, types.MethodType):
+                return (yield self._call, (plain.__func__, plain.__self__, args, kwargs), {})
+            return (yield plain, args, kwargs)
+        finally:
+            self._thread.is_inside = False

@@ -27,7 +27,7 @@ from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import CacheStats, Counters
 from torchcache2.engine.steps import Steps, run_steps, transparent
 from torchcache2.engine.verify import differences
-from torchcache2.identity.codewalk import ADDED_ATTRIBUTE
+from torchcache2.identity.marks import ADDED_ATTRIBUTE
 
 __all__ = ["Cache", "now"]
 

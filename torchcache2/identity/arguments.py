@@ -33,53 +33,28 @@ __all__ = ["BoundCall", "Signature", "UncachedArgumentError"]
 _DEFAULT = b"default"
 _KINDS = inspect.Parameter
 _UNCHANGING = (Tensor, torch.nn.Parameter, type(None), bool, int, float, complex, str, bytes, torch.dtype)
-_MARKS = ("_dynamo", "_is_")  # what torch puts on tensors, as it does `persistent` on buffers
 _MISSING = object()
 _VARIADIC = (_KINDS.VAR_POSITIONAL, _KINDS.VAR_KEYWORD)
 
 
 @dataclasses.dataclass(frozen=True)
 class BoundCall:
-    """One call of a forward.
+    """One call of a forward."""
 
-    Attributes
-    ----------
-    args, kwargs
-        As the caller gave them.
-    names : tuple of str
-        The parameter that each of `args` goes to.
-    leaves : list of (str, Tensor)
-        Batched tensors with their paths.
-    entries : list of (str, ndarray of uint8, shape (n, 16))
-        Sequences with one entry per item, each with the digests of its entries.
-    lengths : ndarray of int64, shape (n,), or None
-        Bytes of the entries of each item; None if there are no such sequences.
-    aligned : list of (str, ndarray of uint8, shape (n, 16))
-        Sequences as long as the batch that nobody has said this of: an entry may belong to an item, or not.
-    context : bytes
-        Canonical bytes of the other arguments, `aligned` ones included.
-    batch_size : int
-    taken, aligned_ids : set of int
-        The identities of the sequences of `entries` and of `aligned`.
-    shared : tuple of str
-        Parameters whose tensors belong to the whole batch.
-    shared_tensors : list of Tensor
-        Tensors that belong to the whole batch, or are in entries.
-    """
-
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # as the caller gave them
     kwargs: Mapping[str, Any]
-    names: tuple[str, ...]
-    leaves: list[tuple[str, Tensor]]
-    entries: list[tuple[str, Digests]]
-    lengths: Lengths | None
+    names: tuple[str, ...]  # the parameter that each of `args` goes to
+    leaves: list[tuple[str, Tensor]]  # batched tensors with their paths
+    entries: list[tuple[str, Digests]]  # digests of the entries of sequences with one per item
+    lengths: Lengths | None  # bytes of the entries of each item; None if there are no such sequences
+    # Sequences as long as the batch of which nobody has said whether an entry belongs to an item.
     aligned: list[tuple[str, Digests]]
-    context: bytes
+    context: bytes  # canonical bytes of the other arguments, `aligned` ones included
     batch_size: int
-    taken: set[int]
-    aligned_ids: set[int]
-    shared: tuple[str, ...]
-    shared_tensors: list[Tensor]
+    taken: set[int]  # the identities of the sequences of `entries`
+    aligned_ids: set[int]  # and of `aligned`
+    shared: tuple[str, ...]  # parameters whose tensors belong to the whole batch
+    shared_tensors: list[Tensor]  # tensors that belong to the whole batch, or are in entries
 
     @property
     def device(self) -> torch.device | None:
@@ -139,19 +114,10 @@ class BoundCall:
 
 
 class Signature:
-    """How the arguments of a function are named.
+    """How the arguments of a forward are named; of a module, it is bound to that.
 
-    Parameters
-    ----------
-    function : callable
-        The forward; of a module, bound to it.
-    shared, item_args : tuple of str
-        Parameters whose tensors belong to the whole batch, and those with one entry per item.
-
-    Raises
-    ------
-    OptionError
-        If one of these is not a parameter.
+    `shared` are parameters whose tensors belong to the whole batch, and `item_args` have one entry per item.
+    If one of these is no parameter, it is an `OptionError`.
     """
 
     def __init__(
@@ -246,9 +212,8 @@ class Signature:
         )
 
     def _encode(self, encoder: ArgumentEncoder, name: str, value: Any, path: str) -> bytes:
-        if name in self._item_args and not isinstance(value, Tensor) and value is not None:
-            return encoder.item_argument(value, path)
-        return encoder.argument(value, path, name in self._shared)
+        has_entries = name in self._item_args and not isinstance(value, Tensor) and value is not None
+        return encoder.argument(value, path, is_shared=name in self._shared, has_entries=has_entries)
 
     def _encode_default(self, parameter: inspect.Parameter) -> bytes:
         # The value is part of the namespace; here it only has to equal the same value given by hand.

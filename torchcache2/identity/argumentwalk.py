@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,61 +34,33 @@ class UncachedArgumentError(Exception):
 
 
 class ArgumentEncoder(ValueEncoder):
-    """Collects what is batched, or may be, and encodes the rest.
-
-    Attributes
-    ----------
-    leaves : list of (str, Tensor)
-        Batched tensors.
-    shared : list of Tensor
-        Tensors that count by content.
-    entries : list of (str, ndarray)
-        Sequences with one entry per item, and the digests of their entries.
-    taken : set of int
-        The identities of those that `item_args` names.
-    sequences : list of (str, sequence)
-        Others, without tensors, that may have one entry per item.
-    """
+    """Collects what is batched, or may be, and encodes the rest."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.leaves: list[tuple[str, Tensor]] = []
-        self.shared: list[Tensor] = []
-        self.entries: list[tuple[str, Digests]] = []
-        self.lengths: list[Lengths] = []
-        self.taken: set[int] = set()
-        self.sequences: list[tuple[str, Any]] = []
+        self.leaves: list[tuple[str, Tensor]] = []  # batched tensors
+        self.shared: list[Tensor] = []  # tensors that count by content
+        self.entries: list[tuple[str, Digests]] = []  # of sequences with one entry per item
+        self.lengths: list[Lengths] = []  # of those entries
+        self.taken: set[int] = set()  # the identities of such sequences that `item_args` names
+        self.sequences: list[tuple[str, Any]] = []  # others, which may have one entry per item
         self._is_shared = False
         self._unregistered = ""
 
-    def argument(self, value: Any, path: str, is_shared: bool) -> bytes:
+    def argument(self, value: Any, path: str, *, is_shared: bool, has_entries: bool) -> bytes:
         """Collect what is batched in an argument; the bytes of the rest."""
-        self._is_shared = is_shared
-        return self._checked(lambda: self.encode(value, path))
-
-    def item_argument(self, value: Any, path: str) -> bytes:
-        """List the entries of a sequence; the bytes of what it is besides."""
-        if not is_plain_sequence(value):
+        if has_entries and not is_plain_sequence(value):
             raise InputError(
                 f"argument {path} is a {type(value).__qualname__}: item_args expects a list, tuple or array "
                 "with one entry per item"
             )
-        self._is_shared = True
-        return self._checked(lambda: self._list_entries(value, path))
-
-    def _add_entries(self, value: Any, path: str) -> None:
-        digests, lengths = entry_digests(value, path, self.encode)
-        self.entries.append((path, digests))
-        self.lengths.append(lengths)
-
-    def _list_entries(self, value: Any, path: str) -> bytes:
-        self._add_entries(value, path)
-        self.taken.add(id(value))
-        return b"E" + self.kind(type(value), path)
-
-    def _checked(self, encode: Callable[[], bytes]) -> bytes:
+        self._is_shared = is_shared or has_entries
         try:
-            return encode()
+            if not has_entries:
+                return self.encode(value, path)
+            self._add_entries(value, path)
+            self.taken.add(id(value))
+            return b"E" + self.kind(type(value), path)
         except UnencodableError as error:
             raise UnhashableArgumentError(
                 f"argument {error.path} is a {type(error.value).__qualname__}"
@@ -96,6 +68,11 @@ class ArgumentEncoder(ValueEncoder):
                 "tensors, numbers, texts, and containers of them; keep other objects as attributes of "
                 f"the module{hint(error.value)}"
             ) from None
+
+    def _add_entries(self, value: Any, path: str) -> None:
+        digests, lengths = entry_digests(value, path, self.encode)
+        self.entries.append((path, digests))
+        self.lengths.append(lengths)
 
     def tensor(self, value: Tensor, path: str) -> bytes:
         """List a batched tensor; of one that belongs to the whole batch, its content."""
@@ -108,7 +85,7 @@ class ArgumentEncoder(ValueEncoder):
             raise UncachedArgumentError(f"argument {path} is a meta tensor, without data")
         if self._is_shared:
             self.shared.append(value)
-            # Convolutions pass it on, as with batched tensors.
+            # Convolutions pass the memory format on to their output, so it counts as for batched tensors.
             is_last = value.dim() in (4, 5) and is_channels_last(value)
             return super().tensor(value, path) + (b"channels last" if is_last else b"")
         if self._unregistered:

@@ -18,24 +18,12 @@ _LEADS_ANYWHERE = ("__subclasses__", "__globals__")
 
 
 class Names(NamedTuple):
-    """What code names.
+    """What code names."""
 
-    Attributes
-    ----------
-    chains : list of tuple of str
-        The globals that it reads, each with the attributes read off it, as ``(name, attr, …)``.
-    imports : list of str
-        Modules that it imports when it runs, and what it takes from them; as in ``..package.name``.
-    looked_up : list of tuple of str
-        Chains off which it reads attributes whose names it computes.
-    unfollowed : list of str
-        Other ways by which it reaches what it does not name.
-    """
-
-    chains: list[tuple[str, ...]]
-    imports: list[str]
-    looked_up: list[tuple[str, ...]]
-    unfollowed: list[str]
+    chains: list[tuple[str, ...]]  # globals and attributes read off them, as ``(name, attr, …)``
+    imports: list[str]  # what it imports when it runs, and takes from that, as in ``..package.name``
+    looked_up: list[tuple[str, ...]]  # chains off which it reads attributes whose names it computes
+    unfollowed: list[str]  # other ways by which it reaches what it does not name
 
 
 def names_of(code: types.CodeType) -> Names:

@@ -17,56 +17,28 @@ from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.encoding import public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.installed import InstalledCode
 from torchcache2.identity.lateimports import is_plain
+from torchcache2.identity.marks import (
+    ADDED_ATTRIBUTE,
+    ORIGINAL_ATTRIBUTE,
+    cache_options,
+    is_ours,
+    original,
+    own_attributes,
+)
 from torchcache2.identity.namewalk import NameWalk, values_of
 from torchcache2.identity.writeonly import assigned_for_others
 
-__all__ = [
-    "ADDED_ATTRIBUTE",
-    "BINDING",
-    "ORIGINAL_ATTRIBUTE",
-    "CodeWalk",
-    "cache_options",
-    "is_ours",
-    "original",
-]
-
-ORIGINAL_ATTRIBUTE = "_torchcache_original"  # the attribute of a wrapper that is what it wraps
-BINDING = "_torchcache_binding"  # the attribute of a decorated class that is its `Binding`
-ADDED_ATTRIBUTE = "_torchcache_added"  # marks what the decorator put where there was nothing
-
+__all__ = ["CodeWalk"]
 
 # What a class statement leaves behind besides the code and values in it.
 _CLASS_NOISE = frozenset(
     (
-        "__module__",
-        "__dict__",
-        "__weakref__",
-        "__doc__",
-        "__qualname__",
-        "__firstlineno__",
-        "__static_attributes__",
-        "__annotations__",
-        "__annotate__",
-        "__annotate_func__",
-        "__annotations_cache__",
-        "__parameters__",
-        "__orig_bases__",
-        "__abstractmethods__",
-        "_abc_impl",
-        "__slots__",
-        "__slotnames__",
-        "__match_args__",
-        "__dataclass_fields__",
-        "__dataclass_params__",
-        "__signature__",
-        "__classdictcell__",
-        "_member_map_",
-        "_value2member_map_",
-        "_unhashable_values_",
-        "_hashable_values_",
-        "_value_repr_",
-        "__new_member__",
-        "_generate_next_value_",
+        *("__module__", "__dict__", "__weakref__", "__doc__", "__qualname__", "__firstlineno__"),
+        *("__static_attributes__", "__annotations__", "__annotate__", "__annotate_func__"),
+        *("__annotations_cache__", "__parameters__", "__orig_bases__", "__abstractmethods__", "_abc_impl"),
+        *("__slots__", "__slotnames__", "__match_args__", "__dataclass_fields__", "__dataclass_params__"),
+        *("__signature__", "__classdictcell__", "_member_map_", "_value2member_map_", "_unhashable_values_"),
+        *("_hashable_values_", "_value_repr_", "__new_member__", "_generate_next_value_"),
     )
 )
 _FUNCTION_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -78,19 +50,12 @@ class CodeWalk(NameWalk):
 
     Project code is read function by function: source, defaults, closure, and the globals that it names.
     Each class and function becomes one part, under a label that does not depend on where its file is.
-
-    Attributes
-    ----------
-    cells : list of (cell, value)
-        Closure cells that were read, and what was in them.
-    assigned : set of str
-        Attributes and variables left out because code assigns them for others to read.
     """
 
-    def __init__(self, texts: CompiledTexts | None = None) -> None:
+    def __init__(self, texts: CompiledTexts) -> None:
         super().__init__(texts)
-        self.cells: list[tuple[types.CellType, Any]] = []
-        self.assigned: set[str] = set()
+        self.cells: list[tuple[types.CellType, Any]] = []  # of closures, with what was in them
+        self.assigned: set[str] = set()  # names left out because code assigns them for others to read
         self._code_of_others = InstalledCode(self.origins)
         self._put: set[str] = set()
 
@@ -108,11 +73,9 @@ class CodeWalk(NameWalk):
             parts = [self.items([(base, path) for base in (*kind.__bases__, *metaclass)])]
             if where == "installed":
                 parts.append(self.installed(kind, qualified_name(kind)))
-                code = {name for name, value in vars(kind).items() if isinstance(value, types.FunctionType)}
-                if not issubclass(
-                    kind, nn.Module
-                ):  # of modules, those functions are watched that a forward takes
-                    self.watch_names(vars(kind), code)
+                if not issubclass(kind, nn.Module):  # of modules, `_reached_by` has some watched
+                    functions = [n for n, one in vars(kind).items() if isinstance(one, types.FunctionType)]
+                    self.watch_names(vars(kind), functions)
             else:
                 parts += [text_bytes(kind.__name__), self._fields(kind)]
         # The file of an installed class does not tell what a function that makes classes was given.
@@ -144,8 +107,11 @@ class CodeWalk(NameWalk):
         for base in kind.__mro__:
             if self.origins.of(base) == "installed":
                 own = {name: vars(base)[name] for name in names & vars(base).keys() - _CLASS_NOISE}
+                # Paths are left out, because they differ between machines.
                 plain = {
-                    name: value for name, value in own.items() if is_plain(value) and not _is_path(value)
+                    name: value
+                    for name, value in own.items()
+                    if is_plain(value) and not (isinstance(value, str) and os.path.isabs(value))
                 }
                 self.watch_names(vars(base), plain)
                 pairs += [(item, f"{base.__name__}.{item[0]}") for item in sorted(plain.items())]
@@ -157,11 +123,11 @@ class CodeWalk(NameWalk):
             super().finish()
             found = self._code_of_others.found
             new = sorted(found.keys() - self._put)
+            if not new:
+                break
             for path in new:
                 self._put.add(path)
                 self.parts[f"global {path}"] = self.encode(found[path], path)
-            if not new:
-                break
         for scope, names in self._code_of_others.scopes:
             self.watch_names(scope, names)
         for registry in self._code_of_others.registries:
@@ -185,7 +151,7 @@ class CodeWalk(NameWalk):
             code = getattr(inspect.unwrap(raw), "__code__", None) if is_function else None
             has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
             if code is not None and code.co_filename == "<string>" and has_fields:
-                continue  # made from the fields, which are covered
+                continue  # it is generated from the fields, which count already
             if everything or self._is_put_there(kind, name, value):
                 if name == "__init__" and issubclass(kind, nn.Module):
                     self._constructors.add(id(value))
@@ -209,7 +175,7 @@ class CodeWalk(NameWalk):
     def function(self, function: types.FunctionType, path: str) -> bytes:
         """Write down a function and what it names; the label of its part."""
         options = cache_options(function) if is_ours(function) else []
-        if is_ours(function) and (own := _own_attributes(function)):
+        if is_ours(function) and (own := own_attributes(function)):
             # A cached function may keep values as its own attributes, such as a count of its calls.
             self.parts[f"attributes of {_short_name(function)} at {path}"] = self.encode(own, path)
             self.scopes += [(vars(function), *item) for item in own.items()]
@@ -246,12 +212,12 @@ class CodeWalk(NameWalk):
                 self.encode(function.__defaults__, f"{name}.__defaults__"),
                 self.encode(function.__kwdefaults__, f"{name}.__kwdefaults__"),
                 self._closure(function, path, left_out),
-                self.encode(_own_attributes(function), name),
+                self.encode(own_attributes(function), name),
             ]
             self.named_globals(function, left_out, f"of {reference.decode()}")
             self.reads.append((_FUNCTION_FIELDS, function))
             self.dicts.append(vars(function))
-            self.scopes += [(vars(function), *item) for item in _own_attributes(function).items()]
+            self.scopes += [(vars(function), *item) for item in own_attributes(function).items()]
         self.parts[reference.decode()] = b"".join(map(sized, parts))
         return reference
 
@@ -279,42 +245,7 @@ class CodeWalk(NameWalk):
         return self.items(pairs)
 
 
-def is_ours(value: Any) -> bool:
-    """Whether a function, or the class of an object, is this library's.
-
-    A wrapper of the decorator is; a wrapper of somebody else's has the same marks if `functools.wraps` has
-    copied them.
-    """
-    scope = getattr(value, "__globals__", None)  # a class of functions may have a descriptor of this name
-    module = scope.get("__name__", "") if isinstance(scope, dict) else type(value).__module__
-    return str(module).partition(".")[0] == __name__.partition(".")[0]
-
-
-def original(value: Any) -> Any:
-    """What a wrapper of the decorator wraps; anything else is itself."""
-    return getattr(value, ORIGINAL_ATTRIBUTE, value) if is_ours(value) else value
-
-
-def cache_options(obj: Any) -> list[Any]:
-    """The options of what is cached itself that change what it returns; empty if all are usual."""
-    settings = getattr(vars(obj).get("cache_instance"), "settings", None)
-    if settings is None:
-        settings = getattr(getattr(type(obj), BINDING, None), "settings", None)
-    names = ("cache_dtype", "subsample_count", "persistent_module_hash")
-    values = [vars(obj).get(f"torchcache_{name}", getattr(settings, name, None)) for name in names]
-    return values if any(value is not None for value in values) else []
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and os.path.isabs(value)  # paths differ between machines
-
-
 def _short_name(obj: Any) -> str:
     if is_ours(obj):  # what `torchcache(policy="lru")` returns counts as `torchcache` with these options
         return str(obj.__qualname__).partition(".<locals>")[0]
     return str(obj.__qualname__).rpartition("<locals>.")[2]
-
-
-def _own_attributes(function: types.FunctionType) -> dict[str, Any]:
-    ours = ("__wrapped__", "cache_instance", ORIGINAL_ATTRIBUTE, ADDED_ATTRIBUTE)
-    return {name: value for name, value in vars(function).items() if name not in ours}

@@ -37,21 +37,11 @@ _FIELDS = (
 
 
 class CompiledText(NamedTuple):
-    """What a text compiles to.
+    """What a text compiles to."""
 
-    Attributes
-    ----------
-    codes : dict of str to list of code
-        Code objects by name.
-    constants : dict of str to list
-        Values that the text itself assigns to each of its global names, as in ``SCALE = 2``.
-    imports : dict of str to str
-        The modules that it takes global names from, as in ``from module import name``.
-    """
-
-    codes: dict[str, list[types.CodeType]]
-    constants: dict[str, list[Any]]
-    imports: dict[str, str]
+    codes: dict[str, list[types.CodeType]]  # by name
+    constants: dict[str, list[Any]]  # what the text assigns to each of its globals, as in ``SCALE = 2``
+    imports: dict[str, str]  # where it takes globals from, as in ``from module import name``
 
     def has(self, code: types.CodeType, above: int) -> bool:
         """Whether the text, with so many lines above it in its file, has this code at the same line."""

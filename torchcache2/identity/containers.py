@@ -1,4 +1,4 @@
-"""`Contents`: what plain containers hold, to notice that they hold something else, and to put it back.
+"""What containers and modules hold, to notice that they hold something else, and to put it back.
 
 Elements are compared by identity, and plain values by type and value. An element that is a container itself
 is compared on its own, so only what each one holds directly matters here.
@@ -6,19 +6,23 @@ is compared on its own, so only what each one holds directly matters here.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, islice
 from operator import attrgetter, is_
+from types import CellType
 from typing import Any
 
 import numpy as np
+from torch import nn
 
-__all__ = ["MUTABLE", "Contents", "alike", "content", "copied", "restore", "restore_fields", "size_of"]
+__all__ = ["MUTABLE", "Attributes", "Contents", "alike", "content", "size_of"]
 
 MUTABLE = (list, dict, set, deque, bytearray, array, np.ndarray)
+_COPIED = (dict, OrderedDict, defaultdict, list, set)
 
 _MISSING = object()
 _EXACT = (type(None), bool, int, str, bytes)
@@ -40,21 +44,10 @@ _READERS: dict[type, _Readers] = {
 
 
 class Contents:
-    """What some containers hold now, as far as that can be compared at a fixed cost.
+    """What some containers of the kinds in `MUTABLE` hold now, as far as a comparison has a fixed cost.
 
-    Parameters
-    ----------
-    containers : iterable
-        Of the kinds in `MUTABLE`.
-    each, total : int
-        How many elements one container may have, and all together.
-    each_bytes, total_bytes : int
-        How many bytes a byte array or NumPy array may have, and all together.
-
-    Attributes
-    ----------
-    left : list
-        Containers that are too large, and are not compared.
+    `each` and `total` are how many elements one container may have, and all together; `each_bytes` and
+    `total_bytes` are the same in bytes, for byte arrays and NumPy arrays. Larger ones are `left`.
     """
 
     def __init__(
@@ -107,6 +100,55 @@ class Contents:
         return sizes, list(map(_bytes, self._arrays)), elements
 
 
+class Attributes:
+    """What modules and their containers, other containers, globals and closures hold, to be put back.
+
+    A forward that sets itself up when it first runs does so on the same objects: a flag, and a hook in the
+    dict of hooks.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        containers: Iterable[Any] = (),
+        variables: Iterable[tuple[Mapping[str, Any], str]] = (),
+        cells: Iterable[CellType] = (),
+    ) -> None:
+        self._fields = [(fields, dict(fields)) for fields in map(vars, modules)]
+        self._contents = [
+            (value, value.copy() if value else None)
+            for _, fields in self._fields
+            for value in fields.values()
+            if type(value) in _COPIED
+        ]
+        own = {id(value) for value, _ in self._contents}
+        self._contents += [(value, _copied(value)) for value in containers if id(value) not in own]
+        self._variables: list[tuple[Any, str, Any]] = [
+            (scope, name, scope.get(name, _MISSING)) for scope, name in variables if type(scope) is dict
+        ]
+        for cell in cells:
+            with contextlib.suppress(ValueError):  # one that is empty
+                self._variables.append((cell, "cell_contents", cell.cell_contents))
+
+    def restore(self) -> None:
+        """Put back what is another; one step at a time, as other threads use these objects."""
+        self.restore_fields()
+        for scope, name, value in self._variables:
+            if isinstance(scope, CellType):
+                setattr(scope, name, value)
+            elif value is _MISSING:
+                scope.pop(name, None)
+            elif scope.get(name, _MISSING) is not value:
+                scope[name] = value
+        for container, content in self._contents:
+            _restore(container, content)
+
+    def restore_fields(self) -> None:
+        """Put back the attributes of modules alone."""
+        for fields, before in self._fields:
+            _restore_fields(fields, before)
+
+
 def size_of(container: Any) -> int:
     """How many elements a container holds; of one of numbers or bytes, how many bytes."""
     kind = _kind(container)
@@ -134,8 +176,8 @@ def alike(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
     return len(left) == len(right) and all(map(_alike, left, right))
 
 
-def copied(container: Any) -> Any:
-    """A copy of what a container holds, for `restore`; None if that is nothing."""
+def _copied(container: Any) -> Any:
+    """A copy of what a container holds, for `_restore`; None if that is nothing."""
     kind = _kind(container)
     if size_of(container) == 0:
         return None
@@ -146,10 +188,10 @@ def copied(container: Any) -> Any:
     return dict.copy(container) if kind is dict else [*_READERS[kind][1][0](container)]
 
 
-def restore(container: Any, before: Any) -> None:
-    """Have a container hold what it held, if it does not; one step at a time, as other threads may use it."""
+def _restore(container: Any, before: Any) -> None:
+    """Have a container hold what it held, if it does not, in small steps: other threads may be using it."""
     if isinstance(container, dict):
-        restore_fields(container, before or {})
+        _restore_fields(container, before or {})
         if list(container) != list(before or ()):
             for name in before:
                 container[name] = container.pop(name)  # to the end
@@ -164,7 +206,7 @@ def restore(container: Any, before: Any) -> None:
             container[:] = before or ()
 
 
-def restore_fields(fields: Any, before: Mapping[Any, Any]) -> None:
+def _restore_fields(fields: Any, before: Mapping[Any, Any]) -> None:
     """Have names stand for what they stood for."""
     for name in list(fields.keys() - before.keys()):
         fields.pop(name, None)

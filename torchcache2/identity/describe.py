@@ -47,12 +47,13 @@ def describe(data: bytes) -> str | None:
     try:
         if tag in _DESCRIBED:
             return _DESCRIBED[tag](rest)
-        items = [describe(part) for part in split(rest[8:])] if tag in (b"(", b"[") else [None]
+        if tag not in (b"(", b"["):
+            return None
+        parts = split(rest[8:])
+        texts = [text for part in parts if (text := describe(part)) is not None]
     except (struct.error, ValueError, IndexError):
         return None  # not what the encoder has written
-    if tag in (b"(", b"["):
-        texts = [item for item in items if item is not None]
-        if len(texts) == len(items):
-            comma = "," if tag == b"(" and len(texts) == 1 else ""
-            return f"({', '.join(texts)}{comma})" if tag == b"(" else f"[{', '.join(texts)}]"
-    return None
+    if len(texts) < len(parts):
+        return None
+    listed = ", ".join(texts)
+    return f"[{listed}]" if tag == b"[" else f"({listed},)" if len(texts) == 1 else f"({listed})"

@@ -33,6 +33,7 @@ __all__ = [
     "UnencodableError",
     "attributes",
     "digest",
+    "dtype_text",
     "item_bytes",
     "public_module",
     "qualified_name",
@@ -107,6 +108,11 @@ def tensor_digest(tensor: Tensor) -> bytes:
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     content = item_bytes(tensor.reshape(1, -1))
     return digest([head, xxh3_128_digest(content[0])])
+
+
+def dtype_text(value: Any) -> str:
+    """The dtype of an array or scalar of NumPy, with its byte order, and with the names of fields."""
+    return str(value.dtype.descr if value.dtype.names else value.dtype.str)
 
 
 def sized(data: bytes) -> bytes:
@@ -187,12 +193,10 @@ class Encoder:
         if kind in (np.ndarray, np.memmap):
             if value.dtype.hasobject:
                 return b"O" + self.items([(value.shape, path), (value.tolist(), path)])
-            kind_of_item = value.dtype.descr if value.dtype.names else value.dtype.str
-            head = text_bytes(f"{kind_of_item} {value.shape}")
+            head = text_bytes(f"{dtype_text(value)} {value.shape}")
             return b"A" + head + xxh3_128_digest(np.ascontiguousarray(value).tobytes())
         if isinstance(value, np.generic):
-            kind_of_item = value.dtype.descr if value.dtype.names else value.dtype.str
-            return b"g" + text_bytes(str(kind_of_item)) + value.tobytes()
+            return b"g" + text_bytes(dtype_text(value)) + value.tobytes()
         if isinstance(value, enum.Enum):
             name = text_bytes(value.name or "")  # combined flags have none
             return b"e" + self.kind(kind, path) + name + self.encode(value.value, path)
@@ -209,7 +213,6 @@ class Encoder:
             return b"k" + text_bytes(value.__qualname__)
         tag = _CONTAINERS.get(kind)
         if tag is None:
-            # Containers with attributes of their own, and whatever a subclass knows better.
             return self.compound(value, kind, path)
         return tag + self.contents(value, path)
 
@@ -247,10 +250,8 @@ class Encoder:
         if isinstance(value, (dict, types.MappingProxyType)):
             pairs = []
             # This iterates over a copy, because other threads may add to the original.
-            if isinstance(value, OrderedDict):
-                plain = dict(
-                    OrderedDict.items(value)
-                )  # an OrderedDict may iterate in another order than its dict
+            if isinstance(value, OrderedDict):  # which may iterate in another order than its dict
+                plain = dict(OrderedDict.items(value))
             else:
                 plain = dict.copy(value) if isinstance(value, dict) else dict(value)
             for key, element in plain.items():

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from xxhash import xxh3_128_digest
 
-from torchcache2.identity.encoding import Encoder, UnencodableError, qualified_name, text_bytes
+from torchcache2.identity.encoding import Encoder, UnencodableError, dtype_text, qualified_name, text_bytes
 
 __all__ = [
     "Digests",
@@ -80,8 +80,7 @@ def entry_digests(value: Any, path: str, encode: Callable[[Any, str], bytes]) ->
     The length of an entry, in bytes of what it is written down as, tells short texts from long ones.
     """
     if isinstance(value, np.ndarray):
-        kind_of_item = value.dtype.descr if value.dtype.names else value.dtype.str
-        head = text_bytes(f"{kind_of_item} {value.shape[1:]}")
+        head = text_bytes(f"{dtype_text(value)} {value.shape[1:]}")
         if value.dtype.hasobject:
             rows = [encode(entry, f"{path}[{i}]") for i, entry in enumerate(value.tolist())]
         else:
@@ -97,7 +96,7 @@ def take_entries(value: Any, positions: Tensor) -> Any:
     """The entries at some positions, in a sequence of the same kind."""
     if isinstance(value, np.ndarray):
         return value[positions.numpy()]
-    # Containers are copies: a forward that changes one is to change the caller's once, when it is run again.
+    # Containers are copied: a forward that changes one runs again, and may change the caller's only once.
     taken = [pytree.tree_map(_own, value[i]) for i in positions.tolist()]
     return tuple(taken) if isinstance(value, tuple) else taken
 

@@ -10,11 +10,13 @@ import types
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from xxhash import xxh3_128_hexdigest
+
 from torchcache2.identity import sourcecode
 
 __all__ = ["files_of", "place_of", "resolved"]
 
-# These match in texts and comments, too: to read a file too many does no harm.
+# These match in texts and comments, too, which does no harm: a file too many is read.
 _IMPORT = re.compile(
     rb"\bfrom[ \t]+([.\w]+)[ \t]*import\b[ \t]*(\([^)]*\)|[^\n;#]*)"
     rb"|\bimport[ \t]+([^\n;#]*)"
@@ -46,17 +48,16 @@ def files_of(name: str, module: types.ModuleType | None = None) -> dict[str, str
         read.add(name)
         if place is None or not _is_project(name, place):
             continue
-        content = b""  # for a package that has no file
-        found[name] = sourcecode.content_digest(content)
-        if place.file is not None:
-            try:
+        content = b""  # of a package that has no file
+        try:
+            if place.file is not None:
                 with open(place.file, "rb") as file:
                     content = file.read()
-                found[name] = sourcecode.content_digest(content)
-            except OSError:
-                found[name] = ""
-        package = name if place.folders else name.rpartition(".")[0]
+            found[name] = xxh3_128_hexdigest(content)
+        except OSError:
+            found[name] = ""
         outer = name.rpartition(".")[0]
+        package = name if place.folders else outer
         while outer:
             above = _place(outer)
             if outer not in found and above is not None and above.file is not None:

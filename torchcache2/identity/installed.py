@@ -22,29 +22,14 @@ _LARGEST_REGISTRY = 1000
 
 
 class InstalledCode:
-    """Follows forwards of installed classes by name, through the methods and functions of their package.
-
-    Parameters
-    ----------
-    origins : Origins
-
-    Attributes
-    ----------
-    found : dict of str to object
-        The user's code that was met, by where it is.
-    scopes : list of (mapping, set of str)
-        Names that stand for code, in the globals and classes that they are in.
-    registries : list of dict
-        Dicts that may be given more code.
-    """
+    """Follows forwards of installed classes by name, through the methods and functions of their package."""
 
     def __init__(self, origins: Origins) -> None:
-        self.found: dict[str, Any] = {}
-        self.registries: list[dict[Any, Any]] = []
+        self.found: dict[str, Any] = {}  # the user's code that was met, by where it is
+        self.registries: list[dict[Any, Any]] = []  # dicts that may be given more code
         self._origins = origins
         self._scopes: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
-        self._names_of: dict[types.CodeType, set[str]] = {}
-        self._reached_by: dict[int, tuple[list[types.FunctionType], set[str]]] = {}
+        self._reached_by: dict[int, tuple[set[str], list[types.FunctionType]]] = {}
 
     @property
     def scopes(self) -> list[tuple[Mapping[str, Any], set[str]]]:
@@ -83,10 +68,8 @@ class InstalledCode:
         """The names that a function takes, and the functions that they stand for."""
         known = self._reached_by.get(id(function))
         if known is not None:
-            return known[1], known[0]
-        code = function.__code__
-        names = self._names_of.setdefault(code, names_in(code))
-        scope = function.__globals__
+            return known
+        names, scope = names_in(function.__code__), function.__globals__
         reached = [inner for cell in function.__closure__ or () for inner in _in_cell(cell)]
         reached += _functions(getattr(function, "__wrapped__", None))
         modules: list[types.ModuleType] = []
@@ -95,8 +78,8 @@ class InstalledCode:
         for module in modules:
             for name in names & vars(module).keys():
                 reached += self._global(vars(module), name, modules)
-        self._reached_by[id(function)] = reached, names
-        return names, reached
+        found = self._reached_by[id(function)] = names, reached
+        return found
 
     def _global(
         self, scope: dict[str, Any], name: str, modules: list[types.ModuleType]

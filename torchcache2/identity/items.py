@@ -99,7 +99,7 @@ def _subsample(tensor: Tensor, count: int) -> Tensor:
     head = width * (blocks - 1)
     step = (size - (count - head)) // (blocks - 1)
     picked = torch.empty((items, count), dtype=flat.dtype, device=flat.device)
-    # Two copies, and not one for each block: each wakes the other threads.
+    # There are two copies rather than one for each block, because each copy wakes torch's other threads.
     spread = flat.as_strided((items, blocks - 1, width), (flat.stride(0), step, 1), flat.storage_offset())
     picked[:, :head].view(items, blocks - 1, width).copy_(spread)
     picked[:, head:] = flat[:, size - (count - head) :]

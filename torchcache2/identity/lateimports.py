@@ -23,15 +23,12 @@ _CLASS_NOISE = ("__doc__", "__dict__", "__weakref__", "__parameters__", "__stati
 
 
 class Reached(NamedTuple):
-    """A global of a project module that code takes.
-
-    `is_said` tells whether it is what the file of the module says.
-    """
+    """A global of a project module that code takes."""
 
     module: types.ModuleType
     name: str
     value: Any
-    is_said: bool
+    is_said: bool  # by the file of the module
 
 
 def is_plain(value: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Attributes of known packages that no forward reads, and that differ where nothing else does.
+"""`OwnerWalk`: leaves attributes of known packages out of a namespace.
 
-They are left out of a namespace, unless somebody else's code names them: the user's own, or that of a
-package that is not known to read nothing of them.
+No forward reads them, and they differ where nothing else does. They count all the same if somebody else's
+code names them: the user's own, or that of a package that is not known to read nothing of them.
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ from __future__ import annotations
 import importlib.machinery
 import re
 import types
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torchcache2.identity import sourcecode
-from torchcache2.identity.compiled import code_objects
+from torchcache2.identity.codewalk import CodeWalk
+from torchcache2.identity.compiled import CompiledTexts, code_objects
+from torchcache2.identity.imports import place_of
+from torchcache2.identity.marks import original
 
-__all__ = ["LeftOut", "left_out"]
+__all__ = ["OwnerWalk", "left_out"]
 
 # These packages use such names only to save models and to write about them, not to compute.
 _RELATED = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
@@ -31,11 +35,6 @@ class LeftOut(NamedTuple):
     attributes: tuple[str, ...]
     reason: str
     is_called: bool = False  # the package calls it, but uses nothing that it returns
-
-    @property
-    def readers(self) -> tuple[str, ...]:
-        """Packages whose forwards read nothing of it."""
-        return (self.package, *_RELATED)
 
     def is_in_code(self, code: types.CodeType) -> bool:
         """Whether code names it, or has a text that does."""
@@ -122,3 +121,72 @@ def left_out(kind: type) -> dict[str, LeftOut]:
                 if (rule.package, rule.class_name) == (package, base.__qualname__):
                     found.update(dict.fromkeys(rule.attributes, rule))
     return found
+
+
+class OwnerWalk(CodeWalk):
+    """The part of a walk that knows whose code it has met."""
+
+    def __init__(self, texts: CompiledTexts) -> None:
+        super().__init__(texts)
+        self.skipped: list[tuple[LeftOut, str, Any]] = []  # what was left out, where, and its value
+        self.is_foreign = False  # whether an object or function of somebody else's code is being read
+        self._code: dict[int, types.CodeType] = {}
+
+    def klass(self, kind: type, path: str) -> bytes:
+        """Write down a class, and know whose code is read meanwhile."""
+        before, self.is_foreign = self.is_foreign, self.is_foreign and sourcecode.origin(kind) != "project"
+        try:
+            return super().klass(kind, path)
+        finally:
+            self.is_foreign = before
+
+    def function(self, function: types.FunctionType, path: str) -> bytes:
+        """Write down a function, and know whose code is read meanwhile."""
+        code = original(function).__code__
+        before, self.is_foreign = self.is_foreign, sourcecode.origin(original(function)) != "project"
+        if not self.is_foreign:
+            self._code[id(code)] = code
+        try:
+            return super().function(function, path)
+        finally:
+            self.is_foreign = before
+
+    def without_skipped(self, kind: type, state: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """What of the attributes of an object is read."""
+        kept = dict(state)
+        for name, rule in left_out(kind).items():
+            attribute, _, key = name.partition(".")
+            if attribute not in kept:
+                continue
+            value = kept[attribute]
+            if not key:
+                del kept[attribute]
+            elif isinstance(value, dict) and key in value:
+                value = value[key]
+                kept[attribute] = {other: item for other, item in kept[attribute].items() if other != key}
+            else:
+                continue
+            self.skipped.append((rule, f"{path}.{name}", value))
+        return kept
+
+    def count_what_is_named(self) -> bool:
+        """Write down what was left out although code that is met names it; whether there is any."""
+        counted: set[int] = set()
+        while True:
+            named = {rule for rule in {one[0] for one in self.skipped} if self._is_named(rule)}
+            due = [n for n, one in enumerate(self.skipped) if one[0] in named and n not in counted]
+            if not due:
+                return bool(counted)
+            for number in due:  # its class may name, and leave out, something else
+                _, path, value = self.skipped[number]
+                self.parts[f"named {path} {number}"] = self.encode(value, path)
+            counted.update(due)
+
+    def _is_named(self, rule: LeftOut) -> bool:
+        """Whether code names what is left out: a project's, or that of another package."""
+        files = [*self.project_files]
+        for name in self._versions:
+            module = name.removeprefix("import ")  # written down for an import inside of a function
+            if module.partition(".")[0] not in (rule.package, *_RELATED):
+                files.append(place_of(module) or "")
+        return any(map(rule.is_in_code, self._code.values())) or any(map(rule.is_in_file, files))

@@ -1,11 +1,7 @@
-"""The namespace of a module or function: a digest of *who computes*.
+"""`Walk`: everything that the outcome of a forward depends on, written down as named parts.
 
-`Walk` visits everything that the outcome of a forward depends on and writes it down as named parts:
-code by source, attributes by value, hooks, closures and the globals that code names. Tensors are listed,
-not read, so that a walk is cheap. `NamespaceKeeper` reads them and makes the namespace.
-
-The source of the user's own code counts, wherever the file is; see `torchcache2.identity.sourcecode` for the
-rest.
+Code counts by source, attributes by value; hooks, closures and the globals that code names count as well.
+Tensors are listed, not read, so that a walk is cheap. `NamespaceKeeper` reads them and makes the namespace.
 """
 
 from __future__ import annotations
@@ -21,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchcache2.identity import sourcecode
-from torchcache2.identity.codewalk import cache_options, original
-from torchcache2.identity.compiled import CompiledTexts, code_objects, names_in
+from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.describe import describe
 from torchcache2.identity.encoding import (
     Encoder,
@@ -33,27 +28,17 @@ from torchcache2.identity.encoding import (
     tensor_digest,
     text_bytes,
 )
+from torchcache2.identity.marks import INIT_ATTRIBUTE, cache_options, original
 from torchcache2.identity.objectwalk import ObjectWalk
-from torchcache2.identity.programs import SCRIPT_FIELDS, ScriptState, script_code
-from torchcache2.identity.writeonly import assigned_for_others
+from torchcache2.identity.torchcode import SCRIPT_FIELDS, ScriptState, script_code
+from torchcache2.identity.writeonly import assigned_by_forward
 
-__all__ = ["FORMAT", "INIT_ATTRIBUTE", "Fingerprint", "Walk", "argument_digests"]
+__all__ = ["GLOBAL_HOOKS", "Fingerprint", "Walk", "argument_digests"]
 
-FORMAT = 2
-INIT_ATTRIBUTE = "_torchcache_init"  # the attribute of an instance for its constructor arguments
-
-_INTERNAL = frozenset(vars(nn.Module())) | {
-    INIT_ATTRIBUTE,
-    "cache_instance",
-    "_replicate_for_data_parallel",
-}
-# What the compiler leaves on modules and tensors.
-_COMPILED = (
-    "_dynamo",
-    "_torchdynamo",
-    "_is_torch_compile",
-    "_compiled_call_impl",
-    "dynamo_ctx",
+_FORMAT = 2
+_INTERNAL = {*vars(nn.Module()), INIT_ATTRIBUTE, "cache_instance", "_replicate_for_data_parallel"}
+_COMPILED = (  # what the compiler leaves on modules and tensors
+    *("_dynamo", "_torchdynamo", "_is_torch_compile", "_compiled_call_impl", "dynamo_ctx"),
     "get_compiler_config",
 )
 _NOISE = ("torchcache_", *_COMPILED)
@@ -88,55 +73,42 @@ class Fingerprint:
     @functools.cached_property
     def code(self) -> bytes:
         """A digest of everything but the content of tensors."""
-        names = sorted(name for name in self.parts if not name.startswith("weights "))
-        return digest([data for name in names for data in (name.encode(), self.parts[name])])
+        return _digest({name: data for name, data in self.parts.items() if not name.startswith("weights ")})
 
     @classmethod
     def of_parts(cls, parts: Mapping[str, bytes], values: Mapping[str, str] | None = None) -> Fingerprint:
         """The fingerprint made of some parts."""
-        names = sorted(parts)
-        namespace = digest([data for name in names for data in (name.encode(), parts[name])])
-        return cls(namespace, dict(parts), values or {})
+        return cls(_digest(parts), dict(parts), values or {})
+
+
+def _digest(parts: Mapping[str, bytes]) -> bytes:
+    return digest([data for name in sorted(parts) for data in (name.encode(), parts[name])])
 
 
 class Walk(ObjectWalk):
     """Everything that a module or function computes with, as named parts.
 
-    Parameters
-    ----------
-    root : nn.Module or function
-    tokens : dict
-        Random bytes that stand for objects that cannot be read, by id; a caller that walks again
-        passes it again, so that the same object keeps its token.
-    texts : CompiledTexts, optional
-        What source files compile to, which such a caller passes again as well.
-    labels : dict, optional
-        What another walk has met, by id: this one reads something that the other has met.
-
-    Attributes
-    ----------
-    tensors : dict of str to Tensor
-        Parameters, buffers and other tensors by path: their content is part of the namespace too.
-    modules : list of (nn.Module, tuple of str, set of str)
-        Every module that was met, the attributes of it that were read, and those left out.
+    `tokens` and `texts` are as for `ObjectWalk`. `labels` are what another walk has met, by id, if this one
+    reads something that the other has met.
     """
 
     def __init__(
         self,
         root: Any,
         tokens: MutableMapping[int, tuple[object, bytes]],
-        texts: CompiledTexts | None = None,
+        texts: CompiledTexts,
         labels: Mapping[int, bytes] | None = None,
     ) -> None:
         super().__init__(tokens, texts)
         self._is_inner = labels is not None
         self._labels.update(labels or {})
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}  # by path; their content is part of the namespace, too
         self._tensor_names: dict[int, str] = {}
+        # Every module that was met, the attributes of it that were read, and those that were left out.
         self.modules: list[tuple[nn.Module, tuple[str, ...], set[str]]] = []
         self._assigned_of: dict[type, set[str]] = {}
         self._hooked: bool | None = None
-        self.parts["format"] = str(FORMAT).encode()
+        self.parts["format"] = str(_FORMAT).encode()
         self.parts["root"] = self.encode(root, "")
         for hooks in GLOBAL_HOOKS:
             for number, hook in enumerate(hooks.values()):
@@ -161,9 +133,8 @@ class Walk(ObjectWalk):
             return self._parts_of(value, path)
         if value.is_meta:
             return b"meta" + self.encode([value.dtype, tuple(value.shape)], path)
-        tied = self._tensor_names.get(id(value))
-        if tied is not None:
-            return b"the same as " + text_bytes(tied)
+        if id(value) in self._tensor_names:
+            return b"the same as " + text_bytes(self._tensor_names[id(value)])
         name = path
         while name in self.tensors:
             name += "'"
@@ -202,9 +173,8 @@ class Walk(ObjectWalk):
         return digest([Fingerprint.of_parts(walk.parts).namespace, *map(tensor_digest, small)])
 
     def _module(self, module: nn.Module, path: str) -> bytes:
-        known = self._labels.get(id(module))
-        if known is not None:
-            return known
+        if id(module) in self._labels:
+            return self._labels[id(module)]
         before, self.is_foreign = self.is_foreign, sourcecode.origin(type(module)) == "installed"
         try:
             return self._new_module(module, path)
@@ -228,11 +198,10 @@ class Walk(ObjectWalk):
         for name, child in module._modules.items():
             if child is not None:
                 self.parts[f"child {where}{name}"] = self._module(child, f"{where}{name}")
-        # After the submodules, which have names of their own wherever an attribute refers to them.
-        fields = self._made_by_tools(module, path)
+        # Attributes come after the submodules, so that one that refers to a submodule writes only its label.
         fields = {
             name: value
-            for name, value in sorted(fields.items())
+            for name, value in sorted(self._made_by_tools(module, path).items())
             if name not in _INTERNAL and name not in skipped and not name.startswith(_NOISE)
         }
         # The root's own forward refers to the cache, which would then refer to itself.
@@ -248,11 +217,10 @@ class Walk(ObjectWalk):
         for name, data in init.items():
             self.parts[f"constructor argument {where}{name}"] = data
         self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
-        self.parts[reference.decode()] = b"".join(
-            [self.klass(kind, path), Encoder().encode([name for name, _ in module._modules.items()], path)]
-        )
+        children = list(module._modules.keys())  # scripted modules keep them in another kind of mapping
+        self.parts[reference.decode()] = self.klass(kind, path) + Encoder().encode(children, path)
         if not path:
-            # Hooks of the root run at every call, outside of the forward: what they collect is not its state.
+            # Hooks of the root run outside of the forward, which does not depend on what they collect.
             containers = dict(self.containers)
             self._hooks(module, where)
             self.containers = containers
@@ -269,7 +237,7 @@ class Walk(ObjectWalk):
         """The attributes of a module, less those that stand for its code, which is written down here."""
         fields = vars(module)
         if isinstance(module, torch.fx.GraphModule):
-            _ = module.code  # some make the code of their class at the first call: now is the time
+            _ = module.code  # some make the code of their class when it is first asked for
             # The class may have the code of an earlier graph; an interpreter runs the graph as it is now.
             self.parts[f"graph {path}".rstrip()] = self.encode(module.graph, path)
         if not isinstance(module, torch.jit.ScriptModule) or "_c" not in fields:
@@ -295,51 +263,10 @@ class Walk(ObjectWalk):
         return self._hooked
 
     def _assigned_by_forward(self, kind: type) -> set[str]:
-        known = self._assigned_of.get(kind)
-        if known is not None:
-            return known
-        names: set[str] = set()
-        reached = _reached_by_forward(kind)
-        text = {method: sourcecode.function_source(method) or "" for method in reached or ()}
-        for forward in [method for method in text if method.__name__ == "forward"]:
-            others = [text[other] for other in text if other is not forward]
-            names |= assigned_for_others(text[forward], others)[0]
-        # An attribute may also be read by a text, as in ``getattr(self, "calls")``.
-        texts = {constant for method in text for constant in _texts(method)}
-        self._assigned_of[kind] = names = names - texts
-        self.assigned |= {f"{kind.__name__}.{name}" for name in names}
-        return names
-
-
-def _reached_by_forward(kind: type) -> list[types.FunctionType] | None:
-    """The forwards of a class, and the methods that they may call; None if that cannot be told."""
-    bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
-    if any(sourcecode.origin(base) in ("torch", "builtin") for base in bases):
-        return None  # methods of such a base may read any attribute
-    if any("__getattr__" in vars(base) or "__getattribute__" in vars(base) for base in bases):
-        return None
-    reached: list[types.FunctionType] = []
-    queue = ["forward"]
-    seen = set()
-    while queue:
-        name = queue.pop()
-        seen.add(name)
-        for value in [vars(base)[name] for base in bases if name in vars(base)]:
-            method = value.fget if isinstance(value, property) else value
-            method = original(method) if isinstance(method, types.FunctionType) else method
-            if isinstance(method, types.FunctionType) and not hasattr(method, "__wrapped__"):
-                reached.append(method)
-                found = {*_texts(method)}
-                found |= names_in(method.__code__)
-                queue += found - seen
-            elif {"__call__", "__get__"} & set(dir(type(method))):
-                return None
-    return reached
-
-
-def _texts(function: types.FunctionType) -> set[str]:
-    codes = code_objects(function.__code__)
-    return {constant for code in codes for constant in code.co_consts if isinstance(constant, str)}
+        if kind not in self._assigned_of:
+            names = self._assigned_of[kind] = assigned_by_forward(kind)
+            self.assigned |= {f"{kind.__name__}.{name}" for name in names}
+        return self._assigned_of[kind]
 
 
 class _Arguments(Walk):
@@ -358,9 +285,7 @@ class _Arguments(Walk):
         return text_bytes(qualified_name(type(module)))
 
 
-def argument_digests(
-    arguments: Mapping[str, Any],
-) -> tuple[dict[str, bytes], tuple[str, ...]]:
+def argument_digests(arguments: Mapping[str, Any]) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """What stands for each constructor argument, short values as they are; and what cannot be read."""
     digests: dict[str, bytes] = {}
     unreadable: list[str] = []

@@ -13,8 +13,8 @@ from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce, listed, logger
 from torchcache2.core.modes import autocast_keeps_weights
 from torchcache2.core.settings import CacheSettings
-from torchcache2.identity.attributes import Attributes
 from torchcache2.identity.compiled import CompiledTexts
+from torchcache2.identity.containers import Attributes
 from torchcache2.identity.describe import describe
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.mixing import UnsteadyLayer, unsteady
@@ -46,24 +46,12 @@ class Seen(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a module is as long as its structure stays, from which follows whether it may be cached.
+    """What a module is as long as its structure stays, from which follows whether it may be cached."""
 
-    Attributes
-    ----------
-    has_lazy : bool
-        Whether a parameter is not initialised yet.
-    is_uncounted : bool
-        Whether it has tensors without version counters that are too large to be compared at every call.
-    is_parametrized : bool
-        Whether a part of it is parametrized.
-    unsteady : UnsteadyLayer, optional
-        The first of its layers that draws at random or mixes items.
-    """
-
-    has_lazy: bool = False
-    is_uncounted: bool = False
-    is_parametrized: bool = False
-    unsteady: UnsteadyLayer | None = None
+    has_lazy: bool = False  # a parameter is not initialised yet
+    is_uncounted: bool = False  # tensors without version counters are too large to be compared at every call
+    is_parametrized: bool = False  # a part of it is
+    unsteady: UnsteadyLayer | None = None  # the first of its layers that draws at random or mixes items
 
 
 class History:
@@ -94,32 +82,15 @@ class History:
 class NamespaceKeeper:
     """Walks a module when its structure has changed, and reads its tensors when their content may have.
 
-    Safe under threads.
-
-    Parameters
-    ----------
-    name : str
-        What to call the module in messages.
-    settings : CacheSettings
-    history : History, optional
-        Of the namespaces of other modules too.
-
-    Attributes
-    ----------
-    fingerprint : Fingerprint
-        As of the last look.
-    generators : list
-        Random generators that the module refers to.
-    walks : int
-        How often code and attributes have been read.
+    Safe under threads. `name` is what messages call the module; other modules may share the `history`.
     """
 
     def __init__(self, name: str, settings: CacheSettings, history: History | None = None) -> None:
         self.name = name
         self.history = history if history is not None else History()
-        self.fingerprint = Fingerprint(_NONE, {})
-        self.generators: list[Any] = []
-        self.walks = 0
+        self.fingerprint = Fingerprint(_NONE, {})  # as of the last look
+        self.generators: list[Any] = []  # random generators that the module refers to
+        self.walks = 0  # how often code and attributes have been read
         self._settings = settings
         self._lock = ProcessLock(threading.RLock)
         self._tokens: dict[int, tuple[object, bytes]] = {}
@@ -141,8 +112,6 @@ class NamespaceKeeper:
     def facts(self, root: Any) -> Facts:
         """What the module is now."""
         with self._lock():
-            if self._lock.was_torn():
-                self.reset()
             self._notice_structure(root)
             return self._facts
 
@@ -153,8 +122,6 @@ class NamespaceKeeper:
     def look(self, root: Any) -> Seen:
         """The namespace as of now."""
         with self._lock():
-            if self._lock.was_torn():
-                self.reset()
             self._notice_structure(root)
             return self.look_at_tensors()
 
@@ -182,7 +149,7 @@ class NamespaceKeeper:
                 if self._watch.contents_same():
                     return False
                 self._watch = None
-            # Something was assigned, perhaps its old value: pruning does so at every call.
+            # Something was assigned, but it may equal its old value, as pruning assigns at every call.
             return self.look(root).namespace != seen.namespace
 
     def attributes(self, root: Any) -> Attributes:
@@ -198,11 +165,13 @@ class NamespaceKeeper:
         with self._lock():
             self._tensors.forget()
 
-    def _notice_structure(self, root: Any) -> bool:
-        """Walk the module again if anything but the content of its tensors has changed; whether it did."""
+    def _notice_structure(self, root: Any) -> None:
+        """Walk the module again if anything but the content of its tensors has changed."""
+        if self._lock.was_torn():
+            self.reset()
         module = _module(root)
         if self._watch is not None and not self._tensors.has_lazy and self._watch.same(module):
-            return False
+            return
         self._watch = None  # in case the walk is interrupted
         self.walks += 1
         walk = Walk(root, self._tokens, self._texts)
@@ -231,7 +200,6 @@ class NamespaceKeeper:
                 "not noticed. Keep such objects out of the module, or set persistent_module_hash",
             )
         self._watch = Watch(walk, module)
-        return True
 
     def _read(self) -> None:
         """Read the tensors, and make the namespace."""

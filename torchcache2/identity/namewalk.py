@@ -16,7 +16,7 @@ from torchcache2.identity.containers import MUTABLE
 from torchcache2.identity.encoding import Encoder, public_module, text_bytes
 from torchcache2.identity.imports import files_of, place_of, resolved
 from torchcache2.identity.lateimports import fields_of_code, is_plain, reached
-from torchcache2.identity.operators import (
+from torchcache2.identity.torchcode import (
     OPERATOR_FIELDS,
     definition,
     is_operator,
@@ -32,36 +32,24 @@ _UNFOLLOWED = (eval, exec, globals, sys.modules)
 
 
 class NameWalk(Encoder):
-    """The part of a walk that goes from code to what it names.
+    """The part of a walk that goes from code to what it names."""
 
-    Attributes
-    ----------
-    parts : dict of str to bytes
-        Canonical bytes of each part.
-    scopes : list of (mapping, name, value)
-        Globals and attributes that were read, and what they were.
-    reads : list of (callable, object)
-        ``callable(object)`` is a tuple of what else was read off an object.
-    dicts : list of mapping
-        Attributes of objects and classes, which may get more.
-    """
-
-    def __init__(self, texts: CompiledTexts | None = None) -> None:
+    def __init__(self, texts: CompiledTexts) -> None:
         super().__init__()
-        self.parts: dict[str, bytes] = {}
-        self.scopes: list[tuple[Mapping[str, Any], str, Any]] = []
+        self.parts: dict[str, bytes] = {}  # canonical bytes of each part
+        self.scopes: list[tuple[Mapping[str, Any], str, Any]] = []  # globals and attributes that were read
+        # Functions that give a tuple of what else was read off an object, each with the object.
         self.reads: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
-        self.dicts: list[Collection[Any]] = []
-        self._texts = texts if texts is not None else CompiledTexts()
+        self.dicts: list[Collection[Any]] = []  # attributes of objects and classes, which may get more
+        self._texts = texts
         self.origins = sourcecode.Origins()
         self._versions: dict[str, str] = {}
         self._files: dict[tuple[str, int], bytes] = {}
         self.project_files: set[str] = set()  # of modules that count as a whole, and of what those import
         self._names: set[str] = set()  # names that project code takes
         self._whole: dict[int, types.ModuleType] = {}  # project modules that code takes as a whole
-        self._constructors: set[int] = (
-            set()
-        )  # ids of constructors of modules: a module is walked as its constructor left it
+        # Ids of constructors of modules. They may compute names, as a module is walked as they left it.
+        self._constructors: set[int] = set()
         self._exempt: set[str] = set()
         self._labels: dict[int, bytes] = {}  # of classes, functions and modules that were met
         self._taken: dict[str, int] = {}
@@ -100,7 +88,7 @@ class NameWalk(Encoder):
         value = scope.get(name, _MISSING)
         path = name
         self.scopes.append((scope, name, None if value is _MISSING else value))
-        if value is _MISSING:  # a builtin, or a name that does not exist yet: reading it would fail
+        if value is _MISSING:  # it is a builtin, or does not exist yet, and reading it would fail
             if any(getattr(builtins, name, None) is one for one in _UNFOLLOWED):
                 self._unfollowed(function, name, owner)
             return
@@ -128,9 +116,8 @@ class NameWalk(Encoder):
         is_function = isinstance(value, types.FunctionType)
         if is_operator(value) or (is_function and self.origins.of(value) == "project"):
             return self.encode(value, path)
-        if self.origins.of(module) == "installed" and (
-            is_function or isinstance(value, type) or is_plain(value)
-        ):
+        is_read = is_function or isinstance(value, type) or is_plain(value)
+        if is_read and self.origins.of(module) == "installed":
             return known + self.encode(value, path)
         return known
 
@@ -226,18 +213,12 @@ class NameWalk(Encoder):
         """Bytes of code of an installed package: its name, the package's version, and the file."""
         module = sourcecode.defining_module(obj)
         if module not in self._versions:
-            file = getattr(sys.modules.get(module), "__file__", None) or ""
-            version = sourcecode.package_version(module.partition(".")[0])
-            self._versions[module] = f"{version} {sourcecode.file_digest(file)}"
             loaded = sys.modules.get(module)
-            if (
-                loaded is not None
-                and sourcecode.is_newer(file)
-                and sourcecode.loaded_differs(loaded, self._texts)
-            ):
-                self._versions[module] += self.unreadable(
-                    loaded, f"{module} (its file has been changed)"
-                ).hex()
+            file = getattr(loaded, "__file__", None) or ""
+            version = f"{sourcecode.package_version(module.partition('.')[0])} {sourcecode.file_digest(file)}"
+            if loaded and sourcecode.is_newer(file) and sourcecode.loaded_differs(loaded, self._texts):
+                version += self.unreadable(loaded, f"{module} (its file has been changed)").hex()
+            self._versions[module] = version
         return text_bytes(f"{module} {name} {self._versions[module]}")
 
     def watch_names(self, scope: Mapping[str, Any], names: Collection[str]) -> None:

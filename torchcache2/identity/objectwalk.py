@@ -21,14 +21,12 @@ from torch import Tensor
 
 from torchcache2.identity import sourcecode
 from torchcache2.identity.annotations import parts_of_type
-from torchcache2.identity.codewalk import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, is_ours
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import MUTABLE, content
 from torchcache2.identity.encoding import CONTAINERS, attributes, qualified_name, sized, text_bytes
-from torchcache2.identity.leftout import left_out
-from torchcache2.identity.operators import is_operator
-from torchcache2.identity.ownerwalk import OwnerWalk
-from torchcache2.identity.programs import graph_code, script_code
+from torchcache2.identity.leftout import OwnerWalk, left_out
+from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, is_ours
+from torchcache2.identity.torchcode import graph_code, is_operator, script_code
 
 __all__ = ["ObjectWalk"]
 
@@ -54,31 +52,15 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 class ObjectWalk(OwnerWalk):
     """The part of a walk that reads objects.
 
-    Parameters
-    ----------
-    tokens : dict
-        Random bytes that stand for objects that cannot be read, by id; a caller that walks again
-        passes it again, so that the same object keeps its token.
-    texts : CompiledTexts, optional
-        What source files compile to, which such a caller passes again as well.
-
-    Attributes
-    ----------
-    generators : list
-        Random generators that were met; their state is not part of the namespace.
-    unread : list of str
-        Where something was met that cannot be read.
-    containers : dict of int to (container, tuple)
-        Lists, dicts and the like that were read, by id, and what they held.
+    `tokens` are random bytes that stand for objects that cannot be read, by id, and `texts` are what source
+    files compile to. A caller that walks again passes both again, so that the same object keeps its token.
     """
 
-    def __init__(
-        self, tokens: MutableMapping[int, tuple[object, bytes]], texts: CompiledTexts | None = None
-    ) -> None:
+    def __init__(self, tokens: MutableMapping[int, tuple[object, bytes]], texts: CompiledTexts) -> None:
         super().__init__(texts)
-        self.generators: list[Any] = []
-        self.unread: list[str] = []
-        self.containers: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        self.generators: list[Any] = []  # random generators, whose state is not part of the namespace
+        self.unread: list[str] = []  # where something was met that cannot be read
+        self.containers: dict[int, tuple[Any, tuple[Any, ...]]] = {}  # by id, with what they held
         self._tokens = tokens
         self._objects = 0
         self._too_much = os.urandom(16)
@@ -92,7 +74,7 @@ class ObjectWalk(OwnerWalk):
             if self._objects == _MOST_OBJECTS + 1:
                 self.unread.append(f"{path} (more than {_MOST_OBJECTS} objects)")
             return self._too_much
-        if issubclass(type(value), MUTABLE):  # by its type: an object may claim another `__class__`
+        if issubclass(type(value), MUTABLE):  # asks the type, since an object may claim another `__class__`
             self.containers.setdefault(id(value), (value, content(value)))
         try:
             return super().encode(value, path)
@@ -128,9 +110,9 @@ class ObjectWalk(OwnerWalk):
 
     def besides(self, value: Any, path: str) -> bytes:
         """The bytes of further attributes, in slots too; all of them are watched from then on."""
-        fields = getattr(type(value), "__dataclass_fields__", ())
-        state = {name: item for name, item in attributes(value).items() if name not in fields}
-        self.watch(value, attributes(value))
+        fields, state = getattr(type(value), "__dataclass_fields__", ()), attributes(value)
+        self.watch(value, state)
+        state = {name: item for name, item in state.items() if name not in fields}
         state = self.without_skipped(type(value), state, path)
         if isinstance(value, defaultdict):
             state["default_factory"] = value.default_factory
@@ -182,15 +164,12 @@ class ObjectWalk(OwnerWalk):
             return b"G" + self.encode(graph_code(value), path)
         if isinstance(value, torch.fx.Node):
             return b"G" + self.encode([value.name, value.graph], path)
-        if isinstance(value, random.SystemRandom):
-            return b"z" + text_bytes(qualified_name(type(value)))
-        if isinstance(value, _GENERATORS):
-            self.generators.append(value)
-            return b"z" + text_bytes(qualified_name(type(value)))
         if isinstance(value, _FLEETING):
             return self._fleeting(value, path)
-        if isinstance(value, _NO_STATE) or type(value) is object:
-            return b"z" + text_bytes(qualified_name(type(value)))
+        if isinstance(value, (*_GENERATORS, *_NO_STATE)) or type(value) is object:
+            if isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom):
+                self.generators.append(value)
+            return _class_alone(value)
         return self._object(value, path)
 
     def _logger(self, value: logging.Logger, path: str) -> bytes:
@@ -206,7 +185,7 @@ class ObjectWalk(OwnerWalk):
 
     def _fleeting(self, value: Any, path: str) -> bytes:
         """What has another content in each thread, or refers to others weakly."""
-        head = b"z" + text_bytes(qualified_name(type(value)))
+        head = _class_alone(value)
         if self.is_foreign:  # for example the cache of functools.singledispatch
             return head
         if not isinstance(value, threading.local):
@@ -235,7 +214,7 @@ class ObjectWalk(OwnerWalk):
             state = {name: item for name, item in state.items() if not name.startswith("prev")}
         self.watch(value, state)
         if hasattr(kind, "set_truncation_and_padding") and hasattr(state.get("_tokenizer"), "to_str"):
-            # Each call of such a tokenizer sets these two anew: here is what the last one has left.
+            # Each call of such a tokenizer sets the first two parts of its text anew, so they do not count.
             text = state["_tokenizer"].to_str()  # "truncation", "padding", "added_tokens", …
             state["_tokenizer"] = text[max(0, text.find('"added_tokens"')) :]
         state = self.without_skipped(kind, state, path)
@@ -267,11 +246,11 @@ class ObjectWalk(OwnerWalk):
     def watch(self, value: Any, state: Mapping[str, Any]) -> None:
         """Have changed attributes of an object noticed."""
         scope = getattr(value, "__dict__", None)
-        if type(scope) is not dict:
-            scope = {}
-        else:
+        if type(scope) is dict:
             self.dicts.append(scope)
             self.reads.append((_class_of, value))
+        else:
+            scope = {}
         self.scopes += [(scope, name, item) for name, item in state.items() if name in scope]
         slots = [name for name in state if name not in scope and hasattr(value, name)]
         if slots:
@@ -289,6 +268,11 @@ def _as_tensor(storage: torch.UntypedStorage | torch.TypedStorage) -> Tensor:
     if isinstance(storage, torch.TypedStorage):
         return torch.empty(0, dtype=storage.dtype, device=storage.device).set_(storage._untyped_storage)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _class_alone(value: Any) -> bytes:
+    """What stands for an object whose state does not count."""
+    return b"z" + text_bytes(qualified_name(type(value)))
 
 
 def _class_of(value: Any) -> tuple[type]:

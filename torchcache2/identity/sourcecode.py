@@ -31,7 +31,6 @@ from torchcache2.identity.compiled import CompiledTexts, is_rewritten, parse
 __all__ = [
     "Origin",
     "Origins",
-    "content_digest",
     "defining_module",
     "file_digest",
     "file_text",
@@ -128,7 +127,7 @@ def file_digest(path: str) -> str:
     """Digest of a source file's content, hexadecimal; empty if it cannot be read."""
     try:
         with open(path, "rb") as file:
-            return content_digest(file.read())
+            return xxh3_128_hexdigest(file.read())
     except OSError:
         return ""
 
@@ -140,11 +139,6 @@ def file_text(file: str) -> str:
             return importlib.util.decode_source(opened.read()) if file.endswith(".py") else ""
     except (OSError, SyntaxError, UnicodeDecodeError):
         return ""
-
-
-def content_digest(content: bytes) -> str:
-    """Digest of what is in a file, hexadecimal."""
-    return xxh3_128_hexdigest(content)
 
 
 def function_source(function: types.FunctionType, texts: CompiledTexts | None = None) -> str | None:

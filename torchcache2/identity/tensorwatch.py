@@ -53,33 +53,15 @@ class _Known(NamedTuple):
 
 
 class TensorWatch:
-    """The content of some tensors: read once, and again when it may have changed.
+    """The content of some tensors, by path: read once, and again when it may have changed.
 
-    Parameters
-    ----------
-    tensors : dict of str to Tensor
-        Tensors by path.
-    before : TensorWatch, optional
-        Another one, perhaps of some of these tensors: what it has read is not read again.
-
-    Attributes
-    ----------
-    digests : dict of str to bytes
-        Digest of each tensor by its path, as of the last `refresh`.
-    unreadable : list of str
-        Tensors whose content cannot be read.
-    dtypes : set of torch.dtype
-        Of all tensors.
-    is_blind : bool
-        Whether there are tensors without version counters that are too large to be compared at every call.
-    generation : int
-        How often `refresh` has been called.
+    What a watch `before` of some of these tensors has read is not read again.
     """
 
     def __init__(self, tensors: dict[str, Tensor], before: TensorWatch | None = None) -> None:
-        self.digests: dict[str, bytes] = {}
-        self.unreadable: list[str] = []
-        self.generation = 0
+        self.digests: dict[str, bytes] = {}  # as of the last `refresh`
+        self.unreadable: list[str] = []  # paths of tensors whose content cannot be read
+        self.generation = 0  # how often `refresh` has been called
         self._named = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
         self.tensors = list({id(tensor): tensor for tensor in self._named.values()}.values())
         self.dtypes = {tensor.dtype for tensor in self.tensors}
@@ -87,6 +69,7 @@ class TensorWatch:
         self._counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
         self._uncounted = [tensor for tensor in self.tensors if tensor.is_inference()]
         total = sum(map(_span, self._uncounted))
+        # Whether tensors without version counters are too large to be compared at every call.
         self.is_blind = total > _MOST_UNCOUNTED or not all(map(_is_plain, self._uncounted))
         self._state: _State | None = None
         self._follows = False
@@ -237,7 +220,7 @@ def _first_bytes(tensor: Tensor, count: int) -> Bytes1D:
     view = tensor.detach().as_strided((max(0, end - start),), (1,), start)
     try:
         data = view.view(torch.uint8)
-    except RuntimeError:  # of a conjugate that is not computed yet: its storage is what may change
+    except RuntimeError:  # it is a conjugate that is not computed yet, so its storage is read
         stored = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         data = stored.set_(tensor.untyped_storage(), start, view.shape, (1,)).view(torch.uint8)
     return data.cpu().numpy()

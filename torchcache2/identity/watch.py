@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from torchcache2.identity.attributes import Attributes
-from torchcache2.identity.containers import Contents, alike, content, size_of
+from torchcache2.identity.containers import Attributes, Contents, alike, content, size_of
 from torchcache2.identity.modulewalk import GLOBAL_HOOKS, Walk
 
 __all__ = ["Watch"]
@@ -80,7 +79,7 @@ class Watch:
         self._largest = [(container, content(container)) for container in self._large.left[:_MOST_LARGEST]]
         self._sizes = self._measure(root)
         self._seen = self._look(root)
-        # What changed while it was walked was not seen as it is now.
+        # If something changed while the walk was under way, the parts are not those of this state.
         known = [value for _, _, value in walk.scopes] + [value for _, value in walk.cells]
         self._is_stale = not all(map(is_, self._seen, known))
         self._is_stale |= not all(alike(content(container), held) for container, held in read)

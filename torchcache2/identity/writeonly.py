@@ -7,11 +7,16 @@ has left in them.
 from __future__ import annotations
 
 import ast
+import types
 from collections.abc import Iterable
 
-from torchcache2.identity.compiled import parse
+from torch import nn
 
-__all__ = ["assigned_for_others"]
+from torchcache2.identity.compiled import code_objects, names_in, parse
+from torchcache2.identity.marks import original
+from torchcache2.identity.sourcecode import function_source, origin
+
+__all__ = ["assigned_by_forward", "assigned_for_others"]
 
 _Names = set[str]
 _UNCERTAIN = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Match, ast.Delete)
@@ -50,6 +55,48 @@ def assigned_for_others(source: str, helpers: Iterable[str] = ()) -> tuple[_Name
         {name[1:] for name in safe if name.startswith(".")},
         {name for name in safe if not name.startswith(".")},
     )
+
+
+def assigned_by_forward(kind: type) -> set[str]:
+    """Attributes that the forward of a class of modules assigns, and that nothing it calls reads first."""
+    text = {method: function_source(method) or "" for method in _reached_by_forward(kind) or ()}
+    names: set[str] = set()
+    for forward in [method for method in text if method.__name__ == "forward"]:
+        others = [text[other] for other in text if other is not forward]
+        names |= assigned_for_others(text[forward], others)[0]
+    # An attribute may also be read by a text, as in ``getattr(self, "calls")``.
+    return names - {constant for method in text for constant in _texts(method)}
+
+
+def _reached_by_forward(kind: type) -> list[types.FunctionType] | None:
+    """The forwards of a class, and the methods that they may call; None if that cannot be told."""
+    bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
+    if any(origin(base) in ("torch", "builtin") for base in bases):
+        return None  # methods of such a base may read any attribute
+    if any("__getattr__" in vars(base) or "__getattribute__" in vars(base) for base in bases):
+        return None
+    reached: list[types.FunctionType] = []
+    queue = ["forward"]
+    seen = set()
+    while queue:
+        name = queue.pop()
+        seen.add(name)
+        for value in [vars(base)[name] for base in bases if name in vars(base)]:
+            method = value.fget if isinstance(value, property) else value
+            method = original(method) if isinstance(method, types.FunctionType) else method
+            if isinstance(method, types.FunctionType) and not hasattr(method, "__wrapped__"):
+                reached.append(method)
+                found = {*_texts(method)}
+                found |= names_in(method.__code__)
+                queue += found - seen
+            elif {"__call__", "__get__"} & set(dir(type(method))):
+                return None
+    return reached
+
+
+def _texts(function: types.FunctionType) -> set[str]:
+    codes = code_objects(function.__code__)
+    return {constant for code in codes for constant in code.co_consts if isinstance(constant, str)}
 
 
 def _parse(source: str) -> ast.FunctionDef | None:
@@ -93,7 +140,7 @@ class _Scan:
                 if isinstance(block, list) and block and isinstance(block[0], (ast.stmt, ast.ExceptHandler))
             ]
             if isinstance(statement, _UNCERTAIN):
-                # It may not run to its end, or not run at all: nothing counts as assigned by it.
+                # It may not run to its end, or not run at all, so nothing counts as assigned by it.
                 self._expressions(statement, set())
                 continue
             if not blocks:

@@ -1,0 +1,103 @@
+"""What a forward leaves behind: changed arguments are noticed, and its module is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchcache2.core.arrays import Bytes2D
+from torchcache2.core.gather import as_bytes
+from torchcache2.identity.arguments import BoundCall
+from torchcache2.identity.entries import argument_leaves
+from torchcache2.identity.namespace import NamespaceKeeper, Seen
+
+__all__ = ["Inputs", "Undo"]
+
+
+class Inputs:
+    """The arguments for the items of a call at some positions, as they are before the forward runs.
+
+    ``bind(args, kwargs)`` names arguments, as `Signature.bind` does, and ``keys_of(call)`` are the keys of
+    its items, uint8 of shape ``(k, 16)``.
+    """
+
+    def __init__(
+        self,
+        call: BoundCall,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        positions: Tensor,
+        bind: Callable[[tuple[Any, ...], Mapping[str, Any]], BoundCall],
+        keys_of: Callable[[BoundCall], Bytes2D],
+    ) -> None:
+        self.args, self.kwargs = args, kwargs
+        self._call, self._positions = call, positions
+        self._bind, self._keys_of = bind, keys_of
+        self._leaves = argument_leaves(args, kwargs)
+        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self._before = self._versions()
+        self._content = self._uncounted()
+
+    def changed(self) -> bool:
+        """Whether the forward has changed an argument in place."""
+        leaves = argument_leaves(self.args, self.kwargs)
+        return (
+            self._versions() != self._before
+            or not (len(leaves) == len(self._leaves) and all(map(is_, leaves, self._leaves)))
+            or not np.array_equal(self._uncounted(), self._content)  # type: ignore[arg-type]
+            or not self._has_same_context()
+        )
+
+    def _versions(self) -> list[int]:
+        """Version counters, which inference tensors do not have."""
+        return [tensor._version for tensor in self.tensors if not tensor.is_inference()]
+
+    def _uncounted(self) -> Bytes2D | None:
+        """What tells of changes in inference tensors."""
+        if not any(tensor.is_inference() for tensor in self.tensors):
+            return None
+        return self._keys_of(self._bind(self.args, self.kwargs))
+
+    def _has_same_context(self) -> bool:
+        """Whether arguments that are no tensors are what they were."""
+        if not self._call.can_change:
+            return True
+        try:
+            return not self._call.is_changed(self._bind(self.args, self.kwargs), self._positions)
+        except Exception:  # one has become what cannot be put in a key
+            return False
+
+
+class Undo:
+    """Small buffers, attributes, what containers hold, and grad mode, as they are now; to be put back."""
+
+    def __init__(self, keeper: NamespaceKeeper, seen: Seen, root: Any) -> None:
+        self._buffers = [(buffer, buffer.clone()) for buffer in seen.tensors.small_buffers()]
+        self._attributes = keeper.attributes(root)
+        self._grad = torch.is_grad_enabled()
+
+    def __call__(self) -> None:
+        """Put back everything."""
+        for buffer, content in self._buffers:
+            if not _is_same(buffer, content):
+                with torch.inference_mode():  # buffers that were made in it can be written to in it only
+                    buffer.copy_(content)
+        self._attributes.restore()
+        torch.set_grad_enabled(self._grad)
+
+    def attributes(self) -> None:
+        """Put back attributes of modules, which may be in the way, and this thread's grad mode."""
+        self._attributes.restore_fields()
+        torch.set_grad_enabled(self._grad)
+
+
+def _is_same(buffer: Tensor, content: Tensor) -> bool:
+    try:
+        return torch.equal(as_bytes(buffer[None]), as_bytes(content[None]))
+    except (NotImplementedError, RuntimeError):  # the buffer is sparse, or has no data
+        return True
