@@ -607,6 +607,7 @@ def test_what_a_subclass_of_our_cache_computes_counts(log):
 
         return Own(bytes(16))
 
+    @torchcache
     class Scaling(nn.Module):
         def __init__(self, cache):
             super().__init__()
@@ -615,7 +616,6 @@ def test_what_a_subclass_of_our_cache_computes_counts(log):
         def forward(self, x):
             return self.cache.scaled(x)
 
-    Scaling = torchcache(Scaling)
     x = torch.ones(3, 2)
     assert equal(Scaling(kept(2))(x), 2 * x)
     assert equal(Scaling(kept(3))(x), 3 * x)
