@@ -37,6 +37,16 @@ def test_a_call_in_training_mode_is_said_not_to_be_cached(log):
     assert any("a trainer's model.train() may have undone it" in record.getMessage() for record in log)
 
 
+def test_a_call_that_raises_is_not_what_the_call_before_was():
+    net = frozen(nn.Linear(4, 4), nn.Dropout())
+    net.train()
+    net(X)
+    net.eval()
+    with pytest.raises(RuntimeError, match="shapes"):
+        net(torch.ones(3, 5))
+    assert not lines(net)[0].startswith("not cached")
+
+
 def test_calls_that_were_never_cached_have_one_line():
     net = frozen(nn.Linear(4, 4)).requires_grad_(True)
     net(X)

@@ -607,6 +607,7 @@ def test_what_a_subclass_of_our_cache_computes_counts(log):
 
         return Own(bytes(16))
 
+    @torchcache
     class Scaling(nn.Module):
         def __init__(self, cache):
             super().__init__()
@@ -615,10 +616,9 @@ def test_what_a_subclass_of_our_cache_computes_counts(log):
         def forward(self, x):
             return self.cache.scaled(x)
 
-    scaling = torchcache(Scaling)
     x = torch.ones(3, 2)
-    assert equal(scaling(kept(2))(x), 2 * x)
-    assert equal(scaling(kept(3))(x), 3 * x)
+    assert equal(Scaling(kept(2))(x), 2 * x)
+    assert equal(Scaling(kept(3))(x), 3 * x)
 
 
 def test_a_model_of_transformers_is_read_and_cached(log):

@@ -144,8 +144,8 @@ class ModuleCache(Cache):
         root = self._living_root()
         kind = glance(root, args, kwargs)
         reason = None if self._is_strict() else self._shortcuts.reason(kind)
+        self._bypass = reason
         if reason is not None:
-            self._bypass = reason
             self.count_bypass(reason, first_batch_size(args, kwargs), "")
             return (yield from self._runner.run(plain, args, kwargs))
         computation = None
@@ -162,7 +162,6 @@ class ModuleCache(Cache):
             self._step_aside(BypassError.of(stop, is_final=is_final), kind, len(computation.keys))
             return stop.output
         if computation is not None:
-            self._bypass = None
             self._shortcuts.clear(kind)
             return output
         return (yield from self._runner.run(plain, args, kwargs))

@@ -148,9 +148,7 @@ class Removal:
         """Delete a namespace's files, the oldest segment first; False if it is in use, and not `force`."""
         directory, namespace = self._directory, contents.namespace
         try:
-            remove_leftovers(
-                directory, namespace
-            )  # one may be a second name of the file that is locked below
+            remove_leftovers(directory, namespace)  # one may be a second name of what is locked below
             with claimed(directory, namespace) as claim:
                 if not force and (claim is False or (claim is None and contents.others)):
                     return False
