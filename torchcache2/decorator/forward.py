@@ -133,7 +133,7 @@ class Computation:
         raise not_stored("batch", output, failure)
 
     def _run_disturbed(self, inputs: Inputs, state: RandomState) -> Steps[Any]:
-        """Run the forward with other random numbers than the caller's; one that draws none is clear."""
+        """Run the forward with other random numbers than the caller's, to see whether it draws any."""
         state.disturb()
         try:
             output = yield from self.forward(inputs.args, inputs.kwargs)
