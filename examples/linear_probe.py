@@ -143,7 +143,7 @@ def save_plot(path: str, plain: Probe, cached: Probe) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=6, help="at least 2 (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="at least 2 (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--items", type=int, default=TRAIN_ITEMS, metavar="N", help="to train on (default: %(default)s)"

@@ -32,6 +32,8 @@ WARNINGS = {
         TORCH_LOAD,
     ],
     "accelerate": [],
+    "distillation": [],
+    "padding": [],
     "prompts": [],
     "trainer": [TORCH_LOAD],
 }
@@ -292,7 +294,33 @@ def claims_of_prompts(page):
     assert round(stored_row / 1000) == 237
 
 
+def claims_of_distillation(page):
+    images, labels = page.train_set.tensors
+    images, labels = images[:64], labels[:64]
+    assert not page.teacher.training and cache(page.teacher).bypasses == {}
+    assert torch.equal(page.teacher(images), page.plain(images))
+    page.teacher.train()  # what the page warns of
+    assert asked(page.teacher, page.teacher, images) == (0, 0, {"training": 64})
+    page.teacher.eval()
+
+    def with_loss(images, labels):
+        logits = page.plain(images)
+        return logits, nn.functional.cross_entropy(logits, labels)
+
+    with_loss = torchcache(with_loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert asked(with_loss, with_loss, images, labels) == (0, 0, {"output": 64})
+
+
+def claims_of_padding(page):
+    lengths = sorted(map(len, page.sentences))
+    assert (len(lengths), lengths[0], lengths[-1]) == (300, 5, 20)
+
+
 CLAIMS = {
+    "distillation": claims_of_distillation,
+    "padding": claims_of_padding,
     "prompts": claims_of_prompts,
     "lightning": claims_of_lightning,
     "accelerate": claims_of_accelerate,

@@ -44,7 +44,7 @@ def write_whole(
     If there is a file of that name, it is replaced; without `replaces` that is a `FileExistsError`. With
     `sync_name` the name is on the disk, too, when this returns.
     """
-    is_renamed = False
+    temporary, is_renamed = "", False
     try:
         while True:
             temporary = f"{stem}{ulid()}{suffix}"
@@ -63,7 +63,7 @@ def write_whole(
             fs.link(temporary, path)
         fs.unlock(file)  # if it is a fingerprint, users of the namespace want to lock it
     finally:
-        if not is_renamed:
+        if temporary and not is_renamed:  # an interrupt may come before there is a name
             with contextlib.suppress(OSError):
                 fs.remove(temporary)
     if sync_name:
