@@ -32,6 +32,8 @@ WARNINGS = {
         TORCH_LOAD,
     ],
     "accelerate": [],
+    "distillation": [],
+    "padding": [],
     "prompts": [],
     "trainer": [TORCH_LOAD],
 }
@@ -294,7 +296,46 @@ def claims_of_prompts(page):
     assert round(stored_row / 1000) == 237
 
 
+def claims_of_distillation(page):
+    plain, teacher = page.plain, page.teacher
+    assert torchcache(plain) is plain  # in place
+    batch, labels = page.train_set[:64]
+    assert asked(teacher, teacher, batch) == (64, 0, {})
+
+    inside = nn.ModuleList([page.student, teacher])
+    inside.train()
+    assert asked(teacher, teacher, batch) == (0, 0, {"training": 64})
+    assert set(map(id, teacher.parameters())) < set(map(id, inside.parameters()))
+    teacher.eval()
+
+    @torchcache
+    class Common(nn.Linear):
+        pass
+
+    learning = Common(64, 10)
+    assert asked(learning, learning, batch.flatten(1)) == (0, 0, {"grad": 64})
+
+    @torchcache
+    def with_loss(images, labels):
+        return {"logits": plain(images), "loss": nn.functional.cross_entropy(plain(images), labels)}
+
+    assert asked(with_loss, with_loss, batch, labels) == (0, 0, {"output": 64})
+
+
+def claims_of_padding(page):
+    encoder = page.Encoder().requires_grad_(False).eval()
+    ids = torch.tensor(page.sentences[0])
+    short, long = (torch.nn.functional.pad(ids, (0, length - len(ids)))[None] for length in (20, 24))
+    outputs = encoder(short, (short != 0).long()), encoder(long, (long != 0).long())
+    torch.testing.assert_close(*outputs)
+    assert cache(encoder).misses == 2
+    lengths = list(map(len, page.sentences))
+    assert (min(lengths), max(lengths)) == (5, 20)
+
+
 CLAIMS = {
+    "distillation": claims_of_distillation,
+    "padding": claims_of_padding,
     "prompts": claims_of_prompts,
     "lightning": claims_of_lightning,
     "accelerate": claims_of_accelerate,
