@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import warm
 from torchcache2 import torchcache
 
 ROOT = Path(__file__).parents[2]
@@ -71,13 +71,15 @@ def ran(request, tmp_path_factory):
     code, output = code_and_output(name)
     script = folder / "recipe.py"
     script.write_text(code + TAIL.format(mark=MARK, root=str(ROOT), name=name))
-    process = warm.start(
-        script,
-        env={"TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"},
-        cwd=folder,
-        warnings=["error", *[f"ignore:{message}" for message in WARNINGS[name]]],
+    command = [sys.executable, "-W", "error"]
+    for message in WARNINGS[name]:
+        command += ["-W", f"ignore:{message}"]
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHCACHE_DISABLE"}
+    environment |= {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, cwd=folder, env=environment, timeout=300
     )
-    return output, subprocess.CompletedProcess(name, process.wait(300), process.out, process.err)
+    return output, run
 
 
 def without_accuracy(text):
@@ -295,27 +297,40 @@ def claims_of_prompts(page):
 
 
 def claims_of_distillation(page):
-    images, labels = page.train_set.tensors
-    images, labels = images[:64], labels[:64]
-    assert not page.teacher.training and cache(page.teacher).bypasses == {}
-    assert torch.equal(page.teacher(images), page.plain(images))
-    page.teacher.train()  # what the page warns of
-    assert asked(page.teacher, page.teacher, images) == (0, 0, {"training": 64})
-    page.teacher.eval()
+    plain, teacher = page.plain, page.teacher
+    assert torchcache(plain) is plain  # in place
+    batch, labels = page.train_set[:64]
+    assert asked(teacher, teacher, batch) == (64, 0, {})
 
+    inside = nn.ModuleList([page.student, teacher])
+    inside.train()
+    assert asked(teacher, teacher, batch) == (0, 0, {"training": 64})
+    assert set(map(id, teacher.parameters())) < set(map(id, inside.parameters()))
+    teacher.eval()
+
+    @torchcache
+    class Common(nn.Linear):
+        pass
+
+    learning = Common(64, 10)
+    assert asked(learning, learning, batch.flatten(1)) == (0, 0, {"grad": 64})
+
+    @torchcache
     def with_loss(images, labels):
-        logits = page.plain(images)
-        return logits, nn.functional.cross_entropy(logits, labels)
+        return {"logits": plain(images), "loss": nn.functional.cross_entropy(plain(images), labels)}
 
-    with_loss = torchcache(with_loss)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert asked(with_loss, with_loss, images, labels) == (0, 0, {"output": 64})
+    assert asked(with_loss, with_loss, batch, labels) == (0, 0, {"output": 64})
 
 
 def claims_of_padding(page):
-    lengths = sorted(map(len, page.sentences))
-    assert (len(lengths), lengths[0], lengths[-1]) == (300, 5, 20)
+    encoder = page.Encoder().requires_grad_(False).eval()
+    ids = torch.tensor(page.sentences[0])
+    short, long = (torch.nn.functional.pad(ids, (0, length - len(ids)))[None] for length in (20, 24))
+    outputs = encoder(short, (short != 0).long()), encoder(long, (long != 0).long())
+    torch.testing.assert_close(*outputs)
+    assert cache(encoder).misses == 2
+    lengths = list(map(len, page.sentences))
+    assert (min(lengths), max(lengths)) == (5, 20)
 
 
 CLAIMS = {
