@@ -21,6 +21,8 @@ default_role = "py:obj"  # `name` in a docstring is a link if there is such a na
 
 html_theme = "furo"
 html_title = f"torchcache2 {release}"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]  # tables scroll on a narrow screen
 html_copy_source = False
 html_show_copyright = False
 
