@@ -117,10 +117,12 @@ def test_the_code_on_the_pages_and_in_the_docstrings_prints_what_they_say(folder
 
 def test_code_that_prints_something_else_is_found(tmp_path):
     docs = tmp_path / "docs"
-    docs.mkdir()
+    (docs / "_static").mkdir(parents=True)
     (docs / "conf.py").write_text((DOCS / "conf.py").read_text(encoding="utf-8"), encoding="utf-8")
     (docs / "index.md").write_text("# A page\n\n```{doctest}\n>>> 1 + 1\n3\n```\n", encoding="utf-8")
-    assert sphinx("doctest", tmp_path / "out", tmp_path / "doctrees", docs=docs).returncode != 0
+    run = sphinx("doctest", tmp_path / "out", tmp_path / "doctrees", docs=docs)
+    assert run.returncode != 0
+    assert "1 failure in tests" in run.stdout
 
 
 @pytest.mark.parametrize("option", [field.name for field in dataclasses.fields(CacheSettings)])
