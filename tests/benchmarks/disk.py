@@ -89,7 +89,8 @@ def write_all(report, targets, case, items, root):
     measured = take_turns(write, turns | dict.fromkeys((TorchSave, Torchcache), case.slow_writes))
     os.sync()
     report.table(
-        "Writing rows; closed and synced but for one file per item",
+        "Writing rows. The time includes closing the store and syncing its files, "
+        "except for stores that write a file for each item: these do not sync",
         HEADER,
         speeds(case, measured),
     )
