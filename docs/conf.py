@@ -62,7 +62,7 @@ class PageDocTestBuilder(DocTestBuilder):
         if len(blocks) == len(group.tests) > 1 and len({code.filename for code in blocks}) == 1:
             first, text = blocks[0], ""
             for code in blocks:
-                text += "\n" * max(1, code.lineno - first.lineno - text.count("\n")) + code.code
+                text += "\n" * max(1, (code.lineno or 0) - (first.lineno or 0) - text.count("\n")) + code.code
             group.tests = [[TestCode(text, "doctest", first.filename, first.lineno, first.options)]]
         return super().test_group(group)
 
