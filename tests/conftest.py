@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 
 import pytest
 import torch
@@ -26,6 +27,12 @@ class _Records(logging.Handler):
 
     def emit(self, record):
         self.records.append(record)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_bytecode():
+    """A module that a test writes twice within a second would run from the bytecode of the first one."""
+    sys.dont_write_bytecode = True
 
 
 @pytest.fixture(autouse=True, scope="module")
