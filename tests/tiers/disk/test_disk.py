@@ -226,7 +226,7 @@ def test_a_caller_waits_while_too_many_rows_wait(make, path, monkeypatch, thread
         on_disk = sum(header_of(file)[0]["keys"]["shape"][0] for file in segments(path))
         sizes.append(start + batch - on_disk)
     assert max(sizes) <= 100 + batch
-    assert max(sizes) >= 20  # three batches make a segment, which the thread may have written before it is counted
+    assert max(sizes) >= 20  # of three batches, the thread may have written a segment before it is counted
     assert found(tier, range(1000), 1000) == list(range(1000))
 
 
