@@ -13,9 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar, cast
 
-import torch
-from torch._dynamo.decorators import skip
-
 __all__ = ["Call", "Steps", "opaque", "run_steps", "transparent"]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,7 +24,7 @@ Steps = Generator[Call, Any, T]
 
 def opaque(function: F) -> F:
     """Have `torch.compile` leave out a function and whatever it calls."""
-    return cast(F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+    return _left_out(function, with_calls=True)
 
 
 def transparent(function: F) -> F:
@@ -36,7 +33,28 @@ def transparent(function: F) -> F:
     What ``torch.compiler.disable(recursive=False)`` once did: today it leaves out a wrapper, and the
     function itself becomes graphs with guards, which cost more than a hit does.
     """
-    return cast(F, skip(function))
+    return _left_out(function, with_calls=False)
+
+
+def _left_out(function: F, with_calls: bool) -> F:
+    """The function, marked as `torch.compiler.disable` marks one, without its wrapper.
+
+    The compiler takes seconds to import, which is as long as torch itself takes, and most programs never
+    compile. So the mark is set where the compiler will look for it: in its C extension, which torch loads.
+    """
+    try:
+        from torch._C._dynamo import eval_frame
+
+        action = eval_frame._FrameAction
+        for_calls = action.SKIP if with_calls else action.DEFAULT
+        strategy = eval_frame._FrameExecStrategy(action.SKIP, for_calls)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    except (ImportError, AttributeError):  # an older torch marks functions in the compiler itself
+        from torch._dynamo.decorators import disable, skip
+
+        return cast(F, (disable if with_calls else skip)(function))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # calls from a graph look for this
+    return function
 
 
 @transparent
