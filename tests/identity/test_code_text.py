@@ -126,6 +126,25 @@ def test_a_comment_that_is_edited_leaves_the_function_readable(load, tmp_path):
     assert function_source(function, CompiledTexts()) == "def model(x):\n    return x * 2  # another\n"
 
 
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import torch",
+        "import math, torch as torch",
+        "from __future__ import annotations\nimport torch  # for zeros",
+        "from collections import (\n    deque,\n    OrderedDict,\n)\nimport torch",
+        "import torch.nn\nfrom math import (pi)",
+    ],
+)
+def test_a_function_is_readable_without_the_rest_of_its_file(load, tmp_path, imports):
+    # A call on an imported name compiles to other instructions than one on another global.
+    path, text = tmp_path / "model.py", "def model(x):\n    return torch.zeros(3) + x\n"
+    written(path, f"{imports}\n\n{text}")
+    function = load(path).model
+    written(path, f"{imports}\n\n{text}\n\ndef other(x:\n")  # the file as a whole does not compile
+    assert function_source(function, CompiledTexts()) == text
+
+
 READABLE = {
     "docstring and text over lines": 'class A:\n    def model(x):\n        """One.\n\n   Two."""\n'
     '        y = """\n  text\n"""\n        return x\nmodel = A.model\n',

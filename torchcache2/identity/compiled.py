@@ -5,6 +5,7 @@ import __future__
 
 import ast
 import dis
+import functools
 import re
 import types
 import warnings
@@ -27,6 +28,7 @@ _PARSING = ProcessLock()
 _PARSED_AGAIN = 10
 _MOST_TEXTS = 1000
 _BEGINS = re.compile(r"[^\s#)\]}]")  # a statement that is not within another one
+_IMPORTS = re.compile(r"import [\w., ]+(#|$)|from [\w.]+ import ")
 _FUTURE = 0
 for _name in __future__.all_feature_names:
     _FUTURE |= getattr(__future__, _name).compiler_flag
@@ -36,12 +38,26 @@ _FIELDS = (
 )
 
 
-class CompiledText(NamedTuple):
+class StoredNames(NamedTuple):
+    """The names that the code of a file or class assigns or imports."""
+
+    constants: dict[str, list[Any]]  # what is assigned to each name, as in ``SCALE = 2``
+    imports: dict[str, str]  # the module that each name comes from, as in ``from module import name``
+
+
+class CompiledText:
     """What a text compiles to."""
 
-    codes: dict[str, list[types.CodeType]]  # by name
-    constants: dict[str, list[Any]]  # what the text assigns to each of its globals, as in ``SCALE = 2``
-    imports: dict[str, str]  # where it takes globals from, as in ``from module import name``
+    def __init__(self, code: types.CodeType) -> None:
+        self._code = code
+        self.codes: dict[str, list[types.CodeType]] = {}  # by name
+        for inner in code_objects(code):
+            self.codes.setdefault(inner.co_name, []).append(inner)
+
+    @functools.cached_property  # few callers ask, and reading all instructions takes as long as compiling
+    def stored(self) -> StoredNames:
+        """The globals that the text assigns or imports."""
+        return stored_names(self._code)
 
     def has(self, code: types.CodeType, above: int) -> bool:
         """Whether the text, with so many lines above it in its file, has this code at the same line."""
@@ -60,12 +76,16 @@ class CompiledTexts:
     def have(self, code: types.CodeType, lines: list[str]) -> bool:
         """Whether code is what these lines of its file compile to.
 
-        Looks at the statement that the code is in, where that is easily told, for a file takes longer.
+        Tries the statement that the code is in first, for compiling a whole file takes many times as long.
+        It is compiled below the imports of its file: calls on an imported name compile to other
+        instructions than calls on another global do.
         """
-        for first, last in (_statement(lines, code.co_firstlineno - 1), (0, len(lines))):
+        first, last = _statement(lines, code.co_firstlineno - 1)
+        imports = _imports(lines[:first])
+        for above, text in (first - len(imports), [*imports, *lines[first:last]]), (0, lines):
             # A notebook's cells have the ``from __future__`` imports of earlier cells.
-            found = self.get(code.co_filename, "".join(lines[first:last]), code.co_flags, first)
-            if found is not None and found.has(code, first):
+            found = self.get(code.co_filename, "".join(text), code.co_flags, above)
+            if found is not None and found.has(code, above):
                 return True
         return False
 
@@ -93,6 +113,17 @@ def _statement(lines: list[str], position: int) -> tuple[int, int]:
     return max(first, 0), last
 
 
+def _imports(lines: list[str]) -> list[str]:
+    """The lines that import something for the whole file, as far as that is easily told."""
+    found: list[str] = []
+    is_open = False  # within parentheses
+    for line in lines:
+        if is_open or _IMPORTS.match(line):
+            found.append(line)
+            is_open = ")" not in line if is_open else "(" in line and ")" not in line
+    return found
+
+
 def _compiled(file: str, text: str, flags: int) -> CompiledText | None:
     flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # as in the cells of a notebook
     try:
@@ -101,14 +132,11 @@ def _compiled(file: str, text: str, flags: int) -> CompiledText | None:
             code = compile(text, file, "exec", flags=flags, dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    codes: dict[str, list[types.CodeType]] = {}
-    for inner in code_objects(code):
-        codes.setdefault(inner.co_name, []).append(inner)
-    return CompiledText(codes, *stored_names(code))
+    return CompiledText(code)
 
 
-def stored_names(code: types.CodeType) -> tuple[dict[str, list[Any]], dict[str, str]]:
-    """The names that the code of a file or class assigns, with constants; and those that it imports."""
+def stored_names(code: types.CodeType) -> StoredNames:
+    """The names that the code of a file or class assigns or imports."""
     constants: dict[str, list[Any]] = {}
     imports: dict[str, str] = {}
     before, module = None, ""
@@ -123,7 +151,7 @@ def stored_names(code: types.CodeType) -> tuple[dict[str, list[Any]], dict[str, 
             module = str(step.argval)
         if step.opname not in ("CACHE", "EXTENDED_ARG"):
             before = step
-    return constants, imports
+    return StoredNames(constants, imports)
 
 
 def _same(left: types.CodeType, right: types.CodeType) -> bool:

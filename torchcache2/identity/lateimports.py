@@ -104,7 +104,7 @@ def _of_others(
             elif sourcecode.origin(module) == "installed":
                 file = module.__file__ or ""
                 compiled = texts.get(file, sourcecode.file_text(file))
-                said = compiled.constants.get(name) if compiled is not None else None
+                said = compiled.stored.constants.get(name) if compiled is not None else None
                 is_said = not said or _is_among(value, said)  # computed values depend on the machine
             yield Reached(module, name, value, is_said)
 
@@ -124,7 +124,7 @@ def _said(
     value: Any, name: str, module: types.ModuleType, compiled: CompiledText
 ) -> list[types.CodeType] | None:
     """The code of a global that is what its file says; None if it is something else, or may be."""
-    said = compiled.constants.get(name)
+    said = compiled.stored.constants.get(name)
     if said is None:
         return None
     if is_plain(value):
@@ -138,7 +138,7 @@ def _said(
         return (
             _function(value, compiled) if isinstance(value, types.FunctionType) else _class(value, compiled)
         )
-    origin = compiled.imports.get(name, "").lstrip(".")
+    origin = compiled.stored.imports.get(name, "").lstrip(".")
     if _is_project(where):
         other = vars(sys.modules[where]).get(value.__name__)
         return [] if origin and where.endswith(origin) and other is value else None
@@ -188,7 +188,7 @@ def _class(kind: type, compiled: CompiledText) -> list[types.CodeType] | None:
                 return None
             codes += found
         elif name not in ("__module__", "__qualname__", "__firstlineno__"):
-            said = [one for body in bodies for one in stored_names(body)[0].get(name, ())]
+            said = [one for body in bodies for one in stored_names(body).constants.get(name, ())]
             if not is_plain(value) or not _is_among(value, said):
                 return None
     return codes
