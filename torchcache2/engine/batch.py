@@ -114,8 +114,12 @@ class Batch:
         Items that were computed because they were not found.
     computed : int
         Items that the forward has computed in all, with padding, and twice where it had to run again.
+    waited : int
+        Items that were missing, and that others have computed meanwhile.
     seconds : float
         Spent in the forward, by the clock.
+    whole : Rows, optional
+        The rows of all n items, if the forward could only compute everything.
     """
 
     def __init__(
@@ -133,8 +137,10 @@ class Batch:
         self.dtypes = dtypes
         self.dtype = settings.cache_dtype
         self.misses = 0
+        self.waited = 0
         self.computed = 0
         self.seconds = 0.0
+        self.whole: Rows | None = None
         self._compute = compute
         self.device = device
         self._pads = settings.miss_batch == "pad"
@@ -162,17 +168,19 @@ class Batch:
         """
         count, padded = len(positions), self._padded(positions)
         output = yield from self._timed(padded)
-        if isinstance(output, WholeBatch):
+        is_whole = isinstance(output, WholeBatch)
+        if is_whole:
             output = output.output
             self.computed += len(self.keys) - len(padded)
             padded = np.arange(len(self.keys))
-        self.misses = count
         try:
             rows = Rows.from_pytree(output, len(padded), device=self.device, dtype=self.dtype)
         except (UnstorableError, OutputError) as error:
             if len(padded) < len(self.keys):
                 output = yield from self._timed(np.arange(len(self.keys)))
             raise NotStoredError("output", str(error), output, error) from None
+        if is_whole:
+            self.whole = rows
         if count == len(padded):
             return output, rows
         if len(padded) == len(self.keys):

@@ -23,11 +23,12 @@ from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.version import __version__
 from torchcache2.engine.batch import Batch, ComputeSteps, Hits, Misses, NotStoredError
-from torchcache2.engine.stack import TierStack
+from torchcache2.engine.stack import Parts, TierStack
 from torchcache2.engine.stats import CacheStats, Counters
 from torchcache2.engine.steps import Steps, run_steps, transparent
 from torchcache2.engine.verify import differences
 from torchcache2.identity.marks import ADDED_ATTRIBUTE
+from torchcache2.tiers.base import Claim
 
 __all__ = ["Cache", "now"]
 
@@ -142,6 +143,7 @@ class Cache:
         self._counters.count(
             hits=len(keys) - batch.misses,
             misses=batch.misses,
+            waited=batch.waited,
             computed=batch.computed,
             seconds=batch.seconds,
             spent=time.perf_counter() - start - batch.seconds,
@@ -157,18 +159,61 @@ class Cache:
             return self._not_stacked((yield from batch.compute_all()))
         if hits.rows is not None and len(hits.positions) == len(batch.keys) and len(hits.checked) == 0:
             return (yield from batch.output(hits.rows))
-        misses = self._claim(batch.keys, hits)
-        asked = np.union1d(misses.distinct, hits.checked) if len(hits.checked) else misses.distinct
-        output, rows = yield from batch.compute(asked)
-        batch.misses = len(misses.distinct)
-        if len(hits.checked):
-            if not self._verify(batch, hits, asked, rows):
-                return (yield from self._start_over(batch))
-            rows = rows.take(torch.from_numpy(np.searchsorted(asked, misses.distinct)))
-        self._keep(batch.keys.take(misses.distinct), rows)
-        if len(misses.distinct) == len(batch.keys):
-            return output if batch.dtype is None else (yield from batch.output(rows))
+        misses = Misses.of(batch.keys, hits)
+        claim = self._tiers.claim(batch.keys.take(misses.distinct))
+        try:
+            return (yield from self._claimed(batch, hits, misses, claim))
+        finally:
+            claim.release()
+
+    def _claimed(self, batch: Batch, hits: Hits, misses: Misses, claim: Claim) -> Steps[Any]:
+        """The output of a batch of which some items are missing, and some of those claimed."""
+        mine = misses.distinct[claim.mine]
+        asked = np.union1d(mine, hits.checked) if len(hits.checked) else mine
+        parts: Parts = []
+        if len(asked) or not len(claim.others):
+            output, rows = yield from batch.compute(asked)
+            batch.misses += len(mine)
+            if len(hits.checked):
+                if not self._verify(batch, hits, asked, rows):
+                    return (yield from self._start_over(batch))
+                rows = rows.take(torch.from_numpy(np.searchsorted(asked, mine)))
+            self._keep(batch.keys.take(mine), rows)
+            if len(mine) == len(batch.keys):
+                return output if batch.dtype is None else (yield from batch.output(rows))
+            parts.append((claim.mine, rows))
+        parts += yield from self._of_others(batch, misses, claim)
+        if any(rows.schema != parts[0][1].schema for _, rows in parts):
+            return self._not_stacked((yield from batch.compute_all()))
+        if len(parts) > 1:
+            rows = Rows.scatter(parts, len(misses.distinct), device=batch.device)
+        else:
+            ((_, rows),) = parts
         return (yield from self._put_together(batch, hits, misses, rows))
+
+    def _of_others(self, batch: Batch, misses: Misses, claim: Claim) -> Steps[Parts]:
+        """Rows of the distinct misses that others have claimed; what they give up is computed here."""
+        if batch.whole is not None:  # the forward could only compute everything
+            batch.misses += len(claim.others)
+            return [(claim.others, batch.whole.take(torch.from_numpy(misses.distinct[claim.others])))]
+        parts: Parts = []
+        while len(claim.others):
+            pending = claim.others
+            given_up = claim.wait()
+            decided = np.setdiff1d(pending, np.union1d(claim.others, given_up), assume_unique=True)
+            keys = batch.keys.take(misses.distinct[decided])
+            found = self._tiers.get(keys).parts
+            parts += [(decided[positions], rows) for positions, rows in found]
+            batch.waited += sum(len(rows) for _, rows in found)
+            left = np.setdiff1d(decided, np.concatenate([_NOWHERE, *(where for where, _ in parts)]))
+            left = np.union1d(left, given_up)  # a row may be damaged, or gone again
+            if len(left):
+                positions = misses.distinct[left]
+                _, rows = yield from batch.compute(positions)
+                batch.misses += len(left)
+                self._keep(batch.keys.take(positions), rows)
+                parts.append((left, rows))
+        return parts
 
     def _find(self, batch: Batch) -> Hits | None:
         """The rows that the tiers have; None if some are of different schemas, which do not stack."""
@@ -182,10 +227,6 @@ class Cache:
         elif share > 0.0:  # the caller's generators stay as they would without a cache
             checked = positions[self._random_shares.random(len(positions)) < share]
         return Hits(positions, rows, checked)
-
-    def _claim(self, keys: Keys, hits: Hits) -> Misses:
-        """The items that this call computes; this is where claims of other processes will be asked for."""
-        return Misses.of(keys, hits)
 
     def _verify(self, batch: Batch, hits: Hits, asked: Positions, rows: Rows) -> bool:
         """Whether the hits to check equal the `rows` computed at the positions `asked`; warns if not."""

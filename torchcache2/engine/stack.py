@@ -17,10 +17,10 @@ from torchcache2.core.locks import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.tiers.base import Found, Tier
+from torchcache2.tiers.base import Claim, Found, NoClaim, Tier
 from torchcache2.tiers.make import check_folder, make_tiers
 
-__all__ = ["TierStack"]
+__all__ = ["Parts", "TierStack"]
 
 _MOST_DESCRIBED = 256
 Parts = list[tuple[Positions, Rows]]
@@ -133,6 +133,11 @@ class TierStack:
                 for faster in tiers[:depth]:
                     faster.drop(keys.namespace)
         return Found(_merged(parts))
+
+    def claim(self, keys: Keys) -> Claim:
+        """Which of these distinct keys, all missing, the caller computes, and which others do."""
+        claims = (tier.claim(keys) for tier in self.tiers)
+        return next((claim for claim in claims if claim is not None), NoClaim(len(keys)))
 
     def put(self, cache: NamespaceUser, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys, in every tier; how many were kept in any."""

@@ -23,6 +23,11 @@ class CacheStats:
         Found. An item that equals another one of its batch counts as found.
     misses : int
         Computed and offered to the cache.
+    waited : int
+        Those of the hits that another process of the node has computed while this one waited for them.
+    taken_over : int
+        Items that this process has computed in place of another one, which had claimed them and then ended
+        or hung.
     bypasses : mapping of str to int
         Computed and not stored, by reason.
     evictions : int
@@ -58,6 +63,8 @@ class CacheStats:
 
     hits: int = 0
     misses: int = 0
+    waited: int = 0
+    taken_over: int = 0
     bypasses: Mapping[str, int] = dataclasses.field(default_factory=dict)
     evictions: int = 0
     memory_rows: int = 0
@@ -96,6 +103,12 @@ class CacheStats:
 
     def _disk_lines(self) -> list[tuple[str, str]]:
         lines = []
+        if self.waited or self.taken_over:
+            text = f"{self.waited:,} items that other processes computed meanwhile"
+            taken = (
+                f", and {self.taken_over:,} taken over from those that had ended" if self.taken_over else ""
+            )
+            lines.append(("waited for", text + taken))
         if self.disk_rows or self.disk_bytes:
             size = f"{_bytes(self.disk_bytes)} in the directory" if self.disk_bytes else "not sealed yet"
             lines.append(("disk", f"{self.disk_rows:,} rows, {size}"))
@@ -124,6 +137,7 @@ class Counters:
         self._lock = ProcessLock()
         self.hits = 0
         self.misses = 0
+        self.waited = 0
         self.bypasses: dict[str, int] = {}
         self.verified = 0
         self.mismatched = 0
@@ -131,11 +145,14 @@ class Counters:
         self.seconds_spent = 0.0
         self._rows_computed = 0
 
-    def count(self, *, hits: int, misses: int, computed: int, seconds: float, spent: float) -> None:
+    def count(
+        self, *, hits: int, misses: int, waited: int, computed: int, seconds: float, spent: float
+    ) -> None:
         """Add one batch: `computed` rows in `seconds`, and `spent` seconds on caching them."""
         with self._lock():
             self.hits += hits
             self.misses += misses
+            self.waited += waited
             self._rows_computed += computed
             self.seconds_computed += seconds
             self.seconds_spent += spent
@@ -160,6 +177,7 @@ class Counters:
             return CacheStats(
                 hits=self.hits,
                 misses=self.misses,
+                waited=self.waited,
                 bypasses=dict(self.bypasses),
                 **tiers,
                 verified=self.verified,

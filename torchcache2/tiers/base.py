@@ -10,14 +10,16 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
 
 from torchcache2.core.arrays import Positions
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.files.directory import CacheDirectory
 
-__all__ = ["Found", "Tier", "TierStats"]
+__all__ = ["Claim", "Found", "NoClaim", "Tier", "TierStats"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,48 @@ class TierStats:
     faults: int = 0
 
 
+class Claim(Protocol):
+    """Which of some missing keys the caller computes, and which others are computing; see `Tier.claim`.
+
+    Attributes
+    ----------
+    mine : ndarray of int64, shape (m,)
+        Positions of the keys that the caller computes now, ascending.
+    others : ndarray of int64, shape (o,)
+        Positions of the keys that others compute, or have put meanwhile, ascending.
+    """
+
+    mine: Positions
+    others: Positions
+
+    def wait(self) -> Positions:
+        """Return when some of `others` are decided, which are then others no more.
+
+        The positions that the caller has to compute now, as who had claimed them has given up. Those that
+        are decided otherwise have been put. What the caller still claims is released first.
+        """
+        ...
+
+    def release(self) -> None:
+        """Give up what is claimed and was not put; may be called again."""
+        ...
+
+
+class NoClaim:
+    """The caller computes everything: nobody else could."""
+
+    def __init__(self, count: int) -> None:
+        self.mine: Positions = np.arange(count)
+        self.others: Positions = np.empty(0, np.int64)
+
+    def wait(self) -> Positions:
+        """Nothing is waited for."""
+        return self.others
+
+    def release(self) -> None:
+        """Nothing is claimed."""
+
+
 class Tier(abc.ABC):
     """A store of rows by key.
 
@@ -82,6 +126,10 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys; how many were kept. Zero is a fine answer."""
+
+    def claim(self, keys: Keys) -> Claim | None:  # noqa: ARG002
+        """Claim distinct keys that are missing here; None if the tier has no claims, as nobody shares it."""
+        return None
 
     def offer(self, keys: Keys, rows: Rows) -> int:
         """Keep rows that a slower tier has too, as `put` does, if no row in use has to go for them."""
