@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.identity.describe import describe, form, split
 from torchcache2.identity.modulewalk import Fingerprint
+from torchcache2.identity.readable import form, readable, split
 
 __all__ = ["CallSeen", "explained"]
 
@@ -138,7 +138,7 @@ def _call_differences(before: CallSeen, now: CallSeen) -> list[str]:
     old, new = _named(before.context), _named(now.context)
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
-            lines.append(f"{name}: {_described(old, name)} → {_described(new, name)}")
+            lines.append(f"{name}: {_shown(old, name)} → {_shown(new, name)}")
     old_leaves, new_leaves = (
         {path: (dtype, shape) for path, dtype, shape in call.leaves} for call in (before, now)
     )
@@ -165,13 +165,13 @@ def _named(context: bytes) -> dict[str, bytes]:
     return named | {"modes": modes[8:]}
 
 
-def _described(named: Mapping[str, bytes], name: str) -> str:
+def _shown(named: Mapping[str, bytes], name: str) -> str:
     data = named.get(name)
     if data is None:
         return "not given"
     if name == "modes":
         return data.decode()
-    return describe(data) or "another value"
+    return readable(data) or "another value"
 
 
 def _at_most(lines: list[str]) -> list[str]:

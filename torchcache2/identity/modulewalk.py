@@ -18,7 +18,6 @@ from torch.nn.parameter import is_lazy
 
 from torchcache2.identity import sourcecode
 from torchcache2.identity.compiled import CompiledTexts
-from torchcache2.identity.describe import describe
 from torchcache2.identity.encoding import (
     Encoder,
     UnencodableError,
@@ -30,6 +29,7 @@ from torchcache2.identity.encoding import (
 )
 from torchcache2.identity.marks import INIT_ATTRIBUTE, cache_options, original
 from torchcache2.identity.objectwalk import ObjectWalk
+from torchcache2.identity.readable import readable
 from torchcache2.identity.torchcode import SCRIPT_FIELDS, ScriptState, script_code
 from torchcache2.identity.writeonly import assigned_by_forward
 
@@ -293,7 +293,7 @@ def argument_digests(arguments: Mapping[str, Any]) -> tuple[dict[str, bytes], tu
     for name, value in arguments.items():
         walk = _Arguments(value, {}, texts)
         root = walk.parts["root"]
-        is_whole = walk.parts.keys() == {"format", "root"} and describe(root) is not None
+        is_whole = walk.parts.keys() == {"format", "root"} and readable(root) is not None
         digests[name] = root if is_whole else b"#" + Fingerprint.of_parts(walk.parts).namespace
         unreadable += [f"argument {path or name}" for path in walk.unread]
     return digests, tuple(unreadable)

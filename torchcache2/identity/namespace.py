@@ -15,10 +15,10 @@ from torchcache2.core.modes import autocast_keeps_weights
 from torchcache2.core.settings import CacheSettings
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import Attributes
-from torchcache2.identity.describe import describe
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.mixing import UnsteadyLayer, unsteady
 from torchcache2.identity.modulewalk import Fingerprint, Walk
+from torchcache2.identity.readable import readable
 from torchcache2.identity.tensorwatch import TensorWatch
 from torchcache2.identity.watch import Watch
 
@@ -177,7 +177,7 @@ class NamespaceKeeper:
         walk = Walk(root, self._tokens, self._texts)
         self._parts = {name: digest([data]) for name, data in walk.parts.items()}
         plain = [name for name in walk.parts if name.startswith(_PLAIN_PARTS)]
-        self._values = {name: text for name in plain if (text := describe(walk.parts[name])) is not None}
+        self._values = {name: text for name in plain if (text := readable(walk.parts[name])) is not None}
         self._parts["option cache_dtype"] = str(self._settings.cache_dtype).encode()
         self._values["option cache_dtype"] = str(self._settings.cache_dtype)
         self._tensors = TensorWatch(walk.tensors, self._tensors)

@@ -23,8 +23,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from xxhash import xxh3_64_digest
 
-from torchcache2.identity.describe import form
 from torchcache2.identity.encoding import UnencodableError, tensor_digest
+from torchcache2.identity.readable import form
 
 __all__ = ["TensorWatch"]
 
