@@ -70,7 +70,7 @@ def existing(path: str, fs: FileSystem) -> CacheDirectory:
     """The cache directory at a path; an `OptionError` if there is none."""
     directory = CacheDirectory(path, fs)
     try:
-        names = [entry.name for entry in fs.entries(directory.path)]
+        names = [info.name for info in fs.listing(directory.path)]
         directory.check()
     except FileNotFoundError:
         raise OptionError(f"{path!r} does not exist") from None
@@ -88,8 +88,8 @@ def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
     rows = row_bytes = stored = unreadable = 0
     codecs: collections.Counter[str] = collections.Counter()
     descriptors = Descriptors(directory.fs)
-    for entry in contents.segments:
-        path = os.path.join(directory.path, contents.namespace, entry.name)
+    for info in contents.segments:
+        path = os.path.join(directory.path, contents.namespace, info.name)
         try:
             segment = Segment.open(directory.fs, descriptors, path, limit=_ANY, structured=False)
         except FileNotFoundError:
@@ -156,10 +156,10 @@ def wanted(names: Sequence[str], directory: str, fs: FileSystem) -> list[tuple[C
 
 def gone(before: Sequence[Contents], after: Sequence[Contents]) -> list[Gone]:
     """What was there before, and is no longer."""
-    left = {(one.namespace, entry.name) for one in after for entry in one.entries}
+    left = {(one.namespace, info.name) for one in after for info in one.files}
     found = []
     for one in before:
-        sizes = [entry.size for entry in one.entries if (one.namespace, entry.name) not in left]
+        sizes = [info.size for info in one.files if (one.namespace, info.name) not in left]
         if sizes:
             found.append(Gone(one.namespace, len(sizes), sum(sizes)))
     return found
@@ -193,13 +193,13 @@ def totals(directory: CacheDirectory, contents: list[Contents]) -> dict[str, Any
 def _foreign(directory: CacheDirectory, contents: list[Contents]) -> int:
     """Names in the directory and in its namespaces that are not the cache's, and are left alone."""
     ours = {LOCK, *(one.namespace for one in contents)}
-    names = [entry.name for entry in directory.fs.entries(directory.path)]
+    names = [info.name for info in directory.fs.listing(directory.path)]
     count = sum(name not in ours and name != TAG and not name.startswith(TAG + ".") for name in names)
     for one in contents:
-        known = {entry.name for entry in one.entries}
+        known = {info.name for info in one.files}
         folder = os.path.join(directory.path, one.namespace)
         try:
-            count += sum(entry.name not in known for entry in directory.fs.entries(folder))
+            count += sum(info.name not in known for info in directory.fs.listing(folder))
         except OSError:
             continue  # deleted meanwhile
     return count
@@ -212,7 +212,7 @@ def _created(stated: Any, contents: Contents) -> float | None:
         return (when if when.tzinfo else when.replace(tzinfo=datetime.timezone.utc)).timestamp()
     except (ValueError, OverflowError):
         pass
-    oldest = min((entry.name for entry in contents.segments), default="")
+    oldest = min((info.name for info in contents.segments), default="")
     if not oldest:
         return None
     return int(oldest[:10].translate(_BASE_32), 32) / 1000  # milliseconds

@@ -47,7 +47,7 @@ __all__ = ["CacheDirectory", "Contents"]
 _MOST_TEXT = 16 << 20
 _PROBE = memoryview(b"whether something can be written here")
 _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
-_ENTRIES = 10
+_ENTERINGS = 10
 _TRIES, _BETWEEN_TRIES = 20, 0.005  # seconds
 
 
@@ -66,7 +66,7 @@ class CacheDirectory:
         cannot be read.
         """
         try:
-            entries = self.fs.entries(self.path)
+            listing = self.fs.listing(self.path)
         except FileNotFoundError:
             return
         except NotADirectoryError:
@@ -79,7 +79,7 @@ class CacheDirectory:
         has_tag = self.fs.exists(os.path.join(self.path, TAG))  # this comes first, as it may appear meanwhile
         tag = self.format()
         if tag is None:
-            strange = [entry.name for entry in entries if not is_ours(entry)]
+            strange = [info.name for info in listing if not is_ours(info)]
             if strange or has_tag:
                 name = strange[0] if strange else TAG
                 raise OptionError(
@@ -107,24 +107,24 @@ class CacheDirectory:
     def contents(self, namespace: str) -> Contents:
         """The files of a namespace."""
         try:
-            entries = self.fs.entries(os.path.join(self.path, namespace))
+            listing = self.fs.listing(os.path.join(self.path, namespace))
         except (FileNotFoundError, NotADirectoryError):
-            entries = []
-        return contents_of(namespace, entries)
+            listing = []
+        return contents_of(namespace, listing)
 
     def scan(self) -> list[Contents]:
         """The files of every namespace. One whose folder may not be read counts as empty."""
         try:
-            entries = self.fs.entries(self.path)
+            listing = self.fs.listing(self.path)
         except FileNotFoundError:
             return []
         found = []
-        for entry in entries:
-            if entry.is_folder and NAMESPACE_NAME.fullmatch(entry.name):
+        for info in listing:
+            if info.is_folder and NAMESPACE_NAME.fullmatch(info.name):
                 try:
-                    found.append(self.contents(entry.name))
+                    found.append(self.contents(info.name))
                 except PermissionError:
-                    found.append(contents_of(entry.name, []))
+                    found.append(contents_of(info.name, []))
         return found
 
     def changed(self, namespace: bytes) -> int:
@@ -190,7 +190,7 @@ class CacheDirectory:
         first to be deleted when somebody makes room. `StrangeFileError` if the folder, or its fingerprint, is
         something else.
         """
-        for _ in range(_ENTRIES):
+        for _ in range(_ENTERINGS):
             with contextlib.suppress(FileNotFoundError, FileExistsError):  # another process deletes it
                 self.prepare(namespace, fingerprint)
             try:
@@ -242,7 +242,7 @@ class CacheDirectory:
         """Whether files can be written beside the folders of the namespaces; writes one, and deletes it."""
         try:
             self._make_folder(self.path)
-            self.fs.entries(self.path)
+            self.fs.listing(self.path)
             tag = os.path.join(self.path, f"{TAG}.")
             probe = tag + ulid()
             try:

@@ -90,14 +90,14 @@ class Allowance:
 def _delete(removal: Removal, scanned: list[Contents], lru: bool) -> None:
     """Delete until there is room, or nothing is left that may go."""
     for contents in scanned:
-        for entry in list(contents.corrupt):
-            removal.file(contents, entry)
+        for info in list(contents.corrupt):
+            removal.file(contents, info)
     for contents in sorted(scanned, key=lambda one: one.last_used):
         if removal.excess > 0:
             removal.namespace(contents)
     if lru:
-        pairs = [(entry, contents) for contents in scanned for entry in contents.segments]
-        for entry, contents in sorted(pairs, key=lambda pair: (pair[0].mtime, pair[0].name)):
-            removal.file(contents, entry)
+        pairs = [(info, contents) for contents in scanned for info in contents.segments]
+        for info, contents in sorted(pairs, key=lambda pair: (pair[0].mtime, pair[0].name)):
+            removal.file(contents, info)
     if removal.excess > 0 and removal.error is not None:
         raise removal.error

@@ -20,7 +20,7 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Descriptor", "Entry", "FileSystem", "StrangeFileError", "is_read_only"]
+__all__ = ["Descriptor", "FileInfo", "FileSystem", "StrangeFileError", "is_read_only"]
 
 _MOST_BUFFERS = 1024  # that one call takes: IOV_MAX of Linux
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -39,8 +39,8 @@ class StrangeFileError(OSError):
         super().__init__(errno.EINVAL, "is not a regular file", path)
 
 
-class Entry(NamedTuple):
-    """A name in a folder."""
+class FileInfo(NamedTuple):
+    """What the system says of a name in a folder."""
 
     name: str
     is_folder: bool
@@ -193,7 +193,7 @@ class FileSystem:
         """When names in a folder changed last, in nanoseconds."""
         return os.stat(path).st_mtime_ns
 
-    def entries(self, path: str) -> list[Entry]:
+    def listing(self, path: str) -> list[FileInfo]:
         """The names in a folder, without those that vanish meanwhile; symbolic links are no files."""
         found = []
         with _opened(lambda: os.scandir(path)) as names:
@@ -204,7 +204,7 @@ class FileSystem:
                     continue
                 kind = stat.S_IFMT(status.st_mode)
                 if kind in (stat.S_IFREG, stat.S_IFDIR):
-                    found.append(Entry(name.name, kind == stat.S_IFDIR, status.st_size, status.st_mtime))
+                    found.append(FileInfo(name.name, kind == stat.S_IFDIR, status.st_size, status.st_mtime))
         return sorted(found)
 
     def read_file(self, path: str, limit: int) -> bytes:

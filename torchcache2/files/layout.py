@@ -164,7 +164,7 @@ class Layout:
         return self.payload_bytes if self.rows_per_block else self.count * self.schema.row_bytes
 
     def tensors(self) -> dict[str, Any]:
-        """The header's entries, without metadata."""
+        """The header's members, without metadata."""
         tensors = self.index
         if self.rows_per_block:
             tensors["payload"] = ("U8", (self.payload_bytes,))
@@ -175,12 +175,12 @@ class Layout:
                 dtype = _DTYPES.get(str(leaf.stored)[6:])
                 shape = leaf.shape if dtype else (leaf.row_bytes,)
                 tensors[names[i]] = (dtype or "U8", (self.count, *shape))
-        entries, position = {}, 0
+        members, position = {}, 0
         for name, (kind, extents) in tensors.items():
             end = position + _nbytes(kind, extents)
-            entries[name] = {"dtype": kind, "shape": list(extents), "data_offsets": [position, end]}
+            members[name] = {"dtype": kind, "shape": list(extents), "data_offsets": [position, end]}
             position = end
-        return entries
+        return members
 
     def header(self, index: Sequence[bytes]) -> bytes:
         """The file's bytes up to the rows, with the tensors of `index` in its order."""

@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from torchcache2.files.directory import CacheDirectory, Contents
 from torchcache2.files.filenames import FINGERPRINT, TAG, is_ours
-from torchcache2.files.filesystem import Descriptor, Entry, FileSystem, StrangeFileError
+from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem, StrangeFileError
 
 __all__ = ["Removal", "claimed", "deleting", "in_use", "remove_leftovers", "remove_namespace"]
 
@@ -47,7 +47,7 @@ def claimed(directory: CacheDirectory, namespace: str) -> Iterator[bool | None]:
             file = fs.open(path)
             claim = _lock_alone(fs, file) and fs.same(file, path)
         temporary = directory.contents(namespace).temporary if claim is not False else []
-        for name in [entry.name for entry in temporary if entry.name.startswith(FINGERPRINT)]:
+        for name in [info.name for info in temporary if info.name.startswith(FINGERPRINT)]:
             with contextlib.suppress(FileNotFoundError, StrangeFileError):
                 other = fs.open(os.path.join(directory.path, namespace, name))
                 if file is not None and fs.same(other, path):
@@ -105,17 +105,17 @@ def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool =
 def remove_leftovers(directory: CacheDirectory, namespace: str | None = None) -> None:
     """Delete what dead writers left, in one namespace or all; what somebody else has the rights to stays."""
     scanned = directory.scan() if namespace is None else [directory.contents(namespace)]
-    found = [(one.namespace, entry) for one in scanned for entry in one.temporary]
+    found = [(one.namespace, info) for one in scanned for info in one.temporary]
     if namespace is None:
         tags = [
-            e for e in directory.fs.entries(directory.path) if e.name.startswith(f"{TAG}.") and is_ours(e)
+            e for e in directory.fs.listing(directory.path) if e.name.startswith(f"{TAG}.") and is_ours(e)
         ]
-        found += [("", entry) for entry in tags]
-    for folder, entry in found:
-        path = os.path.join(directory.path, folder, entry.name)
+        found += [("", info) for info in tags]
+    for folder, info in found:
+        path = os.path.join(directory.path, folder, info.name)
         with contextlib.suppress(FileNotFoundError, StrangeFileError, PermissionError):
             locked = directory.fs.lock(directory.fs.open(path), exclusive=True)
-            if locked or (locked is None and time.time() - entry.mtime > _OLD):
+            if locked or (locked is None and time.time() - info.mtime > _OLD):
                 directory.fs.remove(path)
 
 
@@ -157,8 +157,8 @@ class Removal:
                 if self.excess <= 0 or left.segments or left.temporary:
                     return True
                 # Without a claim somebody may be about to use the folder: what has appeared since is theirs.
-                for entry in left.others if claim or force else []:
-                    self.file(left, entry)
+                for info in left.others if claim or force else []:
+                    self.file(left, info)
                 with contextlib.suppress(OSError):  # somebody else's files are there
                     directory.fs.remove_folder(os.path.join(directory.path, namespace))
         except OSError as error:
@@ -167,15 +167,15 @@ class Removal:
 
     def files(self, contents: Contents) -> None:
         """Delete a namespace's segments, the oldest first, and those that were found damaged."""
-        segments = sorted(contents.segments, key=lambda entry: (entry.mtime, entry.name))
-        for entry in (*segments, *contents.corrupt):
-            self.file(contents, entry)
+        segments = sorted(contents.segments, key=lambda info: (info.mtime, info.name))
+        for info in (*segments, *contents.corrupt):
+            self.file(contents, info)
 
-    def file(self, contents: Contents, entry: Entry) -> None:
+    def file(self, contents: Contents, info: FileInfo) -> None:
         """Delete one file of a namespace, unless enough bytes are gone."""
         if self.excess <= 0:
             return
-        path = os.path.join(self._directory.path, contents.namespace, entry.name)
+        path = os.path.join(self._directory.path, contents.namespace, info.name)
         try:
             self._directory.fs.remove(path)
         except FileNotFoundError:
@@ -183,12 +183,12 @@ class Removal:
         except OSError as error:
             self.error = self.error or error
             return
-        self.excess -= entry.size
-        if entry in contents.corrupt:
-            contents.corrupt.remove(entry)
-        if entry in contents.segments:
-            contents.segments.remove(entry)
-            self.gone.setdefault(contents.namespace, []).append(entry.name)
+        self.excess -= info.size
+        if info in contents.corrupt:
+            contents.corrupt.remove(info)
+        if info in contents.segments:
+            contents.segments.remove(info)
+            self.gone.setdefault(contents.namespace, []).append(info.name)
 
 
 def _lock_alone(fs: FileSystem, file: Descriptor) -> bool:

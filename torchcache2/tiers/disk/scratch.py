@@ -50,10 +50,10 @@ class Scratch:
         """Delete the folders of this user whose processes are dead."""
         folder = tempfile.gettempdir()
         with contextlib.suppress(OSError):
-            for entry in fs.entries(folder):
-                if not entry.is_folder or not entry.name.startswith(_PREFIX):
+            for info in fs.listing(folder):
+                if not info.is_folder or not info.name.startswith(_PREFIX):
                     continue
-                top = os.path.join(folder, entry.name)
+                top = os.path.join(folder, info.name)
                 with contextlib.suppress(OSError):
                     if not _is_scratch(fs, top):
                         continue
@@ -74,6 +74,6 @@ def _is_scratch(fs: FileSystem, top: str) -> bool:
     """Whether this user's runs have made a folder, and it has no files of others."""
     if hasattr(os, "getuid") and os.lstat(top).st_uid != os.getuid():
         return False
-    entries = {entry.name: entry.is_folder for entry in fs.entries(top)}
-    is_known = entries in ({_ALIVE: False}, {_ALIVE: False, _CACHE: True})
-    return is_known and len(os.listdir(top)) == len(entries)
+    listing = {info.name: info.is_folder for info in fs.listing(top)}
+    is_known = listing in ({_ALIVE: False}, {_ALIVE: False, _CACHE: True})
+    return is_known and len(os.listdir(top)) == len(listing)

@@ -159,7 +159,7 @@ class DiskTier(Tier):
         folder = self.directory.folder(namespace)
         try:
             contents = self.directory.contents(namespace.hex())
-            names = [entry.name for entry in (*contents.segments, *contents.corrupt)]
+            names = [info.name for info in (*contents.segments, *contents.corrupt)]
             removal = Removal(self.directory, math.inf)
             try:
                 if self._health.writes:
@@ -173,7 +173,7 @@ class DiskTier(Tier):
             if contents.segments:
                 with self._lock():  # files that stay, such as another user's, must not be opened again
                     located = self._known.located.get(namespace) or self._known.new(namespace)
-                    located.names |= {entry.name for entry in contents.segments}
+                    located.names |= {info.name for info in contents.segments}
         except OSError as error:
             self._health.fault(error, folder)
 
