@@ -225,12 +225,12 @@ def _stream(data: memoryview, at: int, size: int) -> tuple[Bytes, int]:
     decompressor = brotli.Decompressor()
     try:
         # The limit is one byte more than wanted: at it the reader may stop short of the end of the stream.
-        held = decompressor.process(data[begin:end], output_buffer_limit=size + 1)
+        found = decompressor.process(data[begin:end], output_buffer_limit=size + 1)
     except brotli.error as error:
         raise DamagedError(str(error)) from None
-    if len(held) != size or not decompressor.is_finished():
+    if len(found) != size or not decompressor.is_finished():
         raise DamagedError(f"a brotli stream that does not hold {size} bytes")
-    return np.frombuffer(held, np.uint8), end
+    return np.frombuffer(found, np.uint8), end
 
 
 def _chunk(data: memoryview, at: int, size: int, width: int) -> tuple[memoryview, int]:
@@ -240,12 +240,12 @@ def _chunk(data: memoryview, at: int, size: int, width: int) -> tuple[memoryview
         raise DamagedError("a block that ends too early")
     (stored,) = _U32.unpack_from(data, at)
     end = begin + stored
-    version, _, flags, typesize, held, part, length, pipeline, special = _HEADER.unpack_from(data, begin)
+    version, _, flags, typesize, count, part, length, pipeline, special = _HEADER.unpack_from(data, begin)
     # The library obeys headers: they could name filters and codecs that it would go and load.
     if (
         stored != length
         or end > len(data)
-        or (version, typesize, held, pipeline) != (_CHUNK_VERSION, width, size, _PIPELINE)
+        or (version, typesize, count, pipeline) != (_CHUNK_VERSION, width, size, _PIPELINE)
         or flags not in _CHUNK_FLAGS
         or not 0 < part <= size
         or special not in (0, _ZEROS)

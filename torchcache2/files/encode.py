@@ -147,16 +147,16 @@ def _shapes(schema: Schema, schemas: Sequence[Schema], counts: Sequence[int]) ->
 def _blocks(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> Iterator[list[Bytes]]:
     """The rows of each block, leaf by leaf."""
     left: list[list[Bytes2D]] = []  # the rows of a block that is not full yet
-    held = 0
+    filled = 0
     for columns in pieces:
         count, start = len(columns[0]), 0
         while start < count:
-            take = min(per_block - held, count - start)
+            take = min(per_block - filled, count - start)
             left.append([column[start : start + take] for column in columns])
-            held, start = held + take, start + take
-            if held == per_block:
+            filled, start = filled + take, start + take
+            if filled == per_block:
                 yield _joined(left)
-                left, held = [], 0
+                left, filled = [], 0
     if left:
         yield _joined(left)
 

@@ -216,8 +216,8 @@ class Segment:
                     for column in columns:
                         column[targets[first + 1 : ends[i]]] = column[place]
                 continue
-            held = min(per_block, len(self) - blocks[i] * per_block)
-            outs = [np.empty((held, column.shape[1]), np.uint8) for column in columns]
+            count = min(per_block, len(self) - blocks[i] * per_block)
+            outs = [np.empty((count, column.shape[1]), np.uint8) for column in columns]
             self._codec.decode(data, [out.reshape(-1) for out in outs], self._lanes)
             chosen = rows[first : ends[i]] - blocks[i] * per_block
             for column, out in zip(columns, outs, strict=True):

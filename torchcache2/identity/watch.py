@@ -82,7 +82,7 @@ class Watch:
         # If something changed while the walk was under way, the parts are not those of this state.
         known = [value for _, _, value in walk.scopes] + [value for _, value in walk.cells]
         self._is_stale = not all(map(is_, self._seen, known))
-        self._is_stale |= not all(alike(content(container), held) for container, held in read)
+        self._is_stale |= not all(alike(content(container), before) for container, before in read)
 
     def same(self, root: nn.Module | None) -> bool:
         """Whether everything is still what it was."""
@@ -96,7 +96,7 @@ class Watch:
 
     def contents_same(self) -> bool:
         """Whether larger lists, dicts and the like still hold what they held, as far as that is compared."""
-        return self._large.same() and all(alike(content(one), held) for one, held in self._largest)
+        return self._large.same() and all(alike(content(one), before) for one, before in self._largest)
 
     def attributes(self, root: nn.Module | None) -> Attributes:
         """What modules, containers and variables hold now, to be put back."""

@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from torchcache2.core.arrays import Array, Entries, Words
+from torchcache2.core.arrays import Array, Ordinals, Words
 from torchcache2.tiers.index import KeyIndex
 
 __all__ = ["Places"]
@@ -30,7 +30,7 @@ class Places:
     def __init__(self) -> None:
         self._index = KeyIndex(np.empty((0, 2), np.uint64))
         self._locations = np.empty(0, np.int64)
-        self._copies: deque[tuple[Words, Entries]] = deque()
+        self._copies: deque[tuple[Words, Array]] = deque()
         self._unchecked = 0  # the first so many copies were not looked at since the last removal
         self._gone: set[int] = set()  # removed segments that copies may still name
 
@@ -43,13 +43,13 @@ class Places:
         copies = sum(words.nbytes + locations.nbytes for words, locations in self._copies)
         return self._index.nbytes + self._index.keys.nbytes + self._locations.nbytes + copies
 
-    def find(self, words: Words) -> Entries:
-        """Entry of each key, or -1."""
+    def find(self, words: Words) -> Ordinals:
+        """Ordinal of each key, ``(n, 2)``; -1 of keys that are not here."""
         return self._index.find(words)
 
-    def where(self, entries: Entries) -> tuple[Entries, Entries]:
-        """The segment's number, and the row in it, of each entry."""
-        locations = self._locations[entries]
+    def where(self, ordinals: Ordinals) -> tuple[Array, Array]:
+        """The number of the segment, and of the row in it, for each ordinal."""
+        locations = self._locations[ordinals]
         return locations >> 32, locations & 0xFFFFFFFF
 
     def add(self, keys: Array, number: int, first: int) -> None:
@@ -75,13 +75,13 @@ class Places:
         Keys that other segments have too are found again after `restore`.
         """
         count = len(self._index)
-        entries = np.flatnonzero(np.isin(self._locations[:count] >> 32, list(numbers)))
-        moved, target = self._index.remove(entries)
+        ordinals = np.flatnonzero(np.isin(self._locations[:count] >> 32, list(numbers)))
+        moved, target = self._index.remove(ordinals)
         self._locations[target] = self._locations[moved]
         if self._copies:
             self._gone.update(numbers)
             self._unchecked = len(self._copies)
-        return len(entries)
+        return len(ordinals)
 
     def restore(self) -> bool:
         """Find keys of removed segments in others that have them; True if there were any.
@@ -110,7 +110,7 @@ class Places:
             self._gone.clear()
         return len(chosen) > 0
 
-    def _append(self, words: Words, locations: Entries) -> None:
+    def _append(self, words: Words, locations: Array) -> None:
         """Add distinct keys that are not there."""
         count = len(self._index)
         if count + len(words) > len(self._locations):

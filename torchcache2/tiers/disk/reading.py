@@ -47,16 +47,16 @@ class Reader:
                 return []
             try:
                 located = self._known.namespace(keys.namespace)
-                entries = located.places.find(keys.words)
-                if (entries < 0).any() and located.look():
-                    entries = located.places.find(keys.words)  # looking may have moved every entry
+                ordinals = located.places.find(keys.words)
+                if (ordinals < 0).any() and located.look():
+                    ordinals = located.places.find(keys.words)  # looking may have moved every key
             except BaseException:
                 self._known.start_anew(keys.namespace)
                 raise
-            positions = np.flatnonzero(entries >= 0)
+            positions = np.flatnonzero(ordinals >= 0)
             if not self._health.reads or len(positions) == 0:
                 return []
-            numbers, rows = located.places.where(entries[positions])
+            numbers, rows = located.places.where(ordinals[positions])
             segments = {number: located.segments[number] for number in np.unique(numbers).tolist()}
 
         found, failed = _read_rows(segments, numbers, rows, positions)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.arrays import Bytes2D, Entries, Words
+from torchcache2.core.arrays import Bytes2D, Ordinals, Words
 from torchcache2.core.gather import gather
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Schema
@@ -107,20 +107,20 @@ class Arena:
             self._end()
         return True
 
-    def find(self, words: Words) -> Entries:
+    def find(self, words: Words) -> Ordinals:
         """Row of each key, or -1."""
         return self._index.find(words)
 
-    def gather(self, entries: Entries) -> Rows:
-        """A copy of the rows at `entries`, as one batch."""
-        positions = torch.from_numpy(entries).to(self.device)
+    def gather(self, ordinals: Ordinals) -> Rows:
+        """A copy of the rows with these ordinals, in their order."""
+        positions = torch.from_numpy(ordinals).to(self.device)
         columns = []
         self._begin()
         for leaf, column in zip(self.schema.leaves, self._columns, strict=True):
             picked = column.gather(positions, self._runtime).view(-1).view(leaf.stored)
-            columns.append(picked.view(len(entries), *leaf.stored_shape))
+            columns.append(picked.view(len(ordinals), *leaf.stored_shape))
         self._end()
-        return Rows(self.schema, columns, len(entries))
+        return Rows(self.schema, columns, len(ordinals))
 
     def append(self, keys: Bytes2D, rows: Rows, tick: int) -> None:
         """Add rows under distinct keys that are not here; `room` has been made for them."""
@@ -133,9 +133,9 @@ class Arena:
         # This comes last, so that there is never a key without its row.
         self._index.add(keys.view("<u8"))
 
-    def remove(self, entries: Entries) -> None:
+    def remove(self, ordinals: Ordinals) -> None:
         """Forget rows; the last rows take their places."""
-        source, target = self._index.remove(entries)
+        source, target = self._index.remove(ordinals)
         if len(source) == 0:
             return
         sources, targets = torch.from_numpy(source), torch.from_numpy(target)

@@ -188,15 +188,15 @@ class MemoryTier(Tier):
         self._clock += 1
         self._arenas.last_used[keys.namespace] = self._clock
         for arena in arenas:
-            entries = arena.find(keys.words)
-            positions = np.flatnonzero(entries >= 0)
+            ordinals = arena.find(keys.words)
+            positions = np.flatnonzero(ordinals >= 0)
             if len(positions) == 0:
                 continue
-            if len(positions) < len(entries):
-                entries = entries[positions]
+            if len(positions) < len(ordinals):
+                ordinals = ordinals[positions]
             if self.policy == "lru":
-                arena.ticks[entries] = self._clock
-            parts.append((positions, arena.gather(entries)))
+                arena.ticks[ordinals] = self._clock
+            parts.append((positions, arena.gather(ordinals)))
             if len(positions) == len(keys):
                 break
         return parts
