@@ -37,7 +37,7 @@ def _ignore(_: int) -> None:
 
 @dataclasses.dataclass
 class Imported:
-    """What an import has done."""
+    """What an import has added, kept and refused."""
 
     segments: int = 0  # these three are new
     rows: int = 0

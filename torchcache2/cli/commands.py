@@ -18,7 +18,7 @@ from torchcache2.core.errors import OptionError, TorchcacheError
 from torchcache2.core.version import __version__
 from torchcache2.files.errors import NewerFormatError
 
-# What reads a directory is imported by the commands, not here: it needs PyTorch, and a second for it.
+# Commands import what reads a directory when they run: it needs PyTorch, which takes a second to import.
 if TYPE_CHECKING:
     from torchcache2.cli.report import Gone
     from torchcache2.files.directory import CacheDirectory, Contents

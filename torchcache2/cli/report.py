@@ -1,4 +1,4 @@
-"""What there is to say about a cache directory: of each namespace, and of all of it."""
+"""Reads what the commands say about a cache directory and about each of its namespaces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BASE_32 = str.maketrans("JKMNPQRSTVWXYZ", "IJKLMNOPQRSTUV")  # from the letters
 
 @dataclasses.dataclass(frozen=True)
 class Namespace:
-    """What is to be said about a namespace."""
+    """What the commands say about a namespace."""
 
     id: str  # 32 hexadecimal digits
     name: str  # of the class or function; "?" if its ``fingerprint.json`` does not say
@@ -49,7 +49,7 @@ class Namespace:
         return self.row_bytes / self.stored_bytes if self.stored_bytes else None
 
     def to_json(self) -> dict[str, Any]:
-        """The same for ``json.dumps``."""
+        """This report for ``json.dumps``."""
         return {
             "namespace": self.id,
             "class": self.name,
@@ -84,7 +84,7 @@ def existing(path: str, fs: FileSystem) -> CacheDirectory:
 
 
 def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
-    """Read what is to be said about a namespace: the indices of its segments, not their rows."""
+    """Read what there is to say about a namespace, from the indices of its segments without their rows."""
     rows = row_bytes = stored = unreadable = 0
     codecs: collections.Counter[str] = collections.Counter()
     descriptors = Descriptors(directory.fs)
@@ -119,13 +119,13 @@ def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
 
 
 def name(directory: CacheDirectory, namespace: str) -> str:
-    """The name of the class or function that computed a namespace; "?" if that is not said."""
+    """The name of the class or function that computed a namespace; "?" if it is not known."""
     stated = directory.fingerprint(namespace).get("class")
     return printable(stated) if isinstance(stated, str) and stated else "?"
 
 
 class Gone(NamedTuple):
-    """What is gone of a namespace."""
+    """What was deleted of a namespace."""
 
     namespace: str
     files: int
@@ -155,7 +155,7 @@ def wanted(names: Sequence[str], directory: str, fs: FileSystem) -> list[tuple[C
 
 
 def gone(before: Sequence[Contents], after: Sequence[Contents]) -> list[Gone]:
-    """What was there before, and is no longer."""
+    """The files that were there before, and are not there any more."""
     left = {(one.namespace, info.name) for one in after for info in one.files}
     found = []
     for one in before:

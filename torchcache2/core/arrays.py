@@ -1,4 +1,4 @@
-"""Types of numpy arrays; mypy does not check shapes, which are in the names and docstrings."""
+"""Types of numpy arrays. Comments give the shapes, as mypy does not check them."""
 
 from __future__ import annotations
 

@@ -93,12 +93,12 @@ def is_ours(info: FileInfo) -> bool:
 
 
 def is_left_over(name: str) -> bool:
-    """Whether a file of this name was set aside, or is being written, or was when its writer died."""
+    """Whether a file of this name was set aside, or is being written, or was left by a dead writer."""
     return bool(_LEFT_OVER.fullmatch(name) or _TEMPORARY_TEXT.fullmatch(name))
 
 
 def stated_format(tag: bytes) -> int | None:
     """The format that a ``CACHEDIR.TAG`` states; None if it is another program's."""
     match = _IS_OURS.search(tag)
-    # Python makes no number of thousands of digits, and the first ones show that a format is not known.
+    # Python refuses numbers with thousands of digits; the first digits show that a format is not known.
     return int(match[1][:_MOST_DIGITS]) if match else None

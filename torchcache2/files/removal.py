@@ -1,4 +1,4 @@
-"""Deleting from a cache directory: only one process does it at a time, and nothing that a process uses."""
+"""Deletes from a cache directory: one process at a time, and nothing that a process uses."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ __all__ = ["Removal", "claimed", "deleting", "in_use", "remove_leftovers", "remo
 
 _PATIENCE = 10.0  # seconds
 _CLAIMS, _BETWEEN_CLAIMS = 3, 0.005  # seconds
-_OLD = 24 * 3600.0  # seconds after which a temporary file is a dead writer's where there are no locks
+_OLD = 24 * 3600.0  # seconds; without locks, an older temporary file is taken for a dead writer's
 
 
 def deleting(directory: CacheDirectory) -> FileLock:
     """The lock that a process holds while it deletes from a directory; `TimeoutError` after 10 s.
 
-    A process has one lock object for each directory: the garbage collector may close another tier, which
-    makes room, in the thread that holds the lock already.
+    A process has one lock object for each directory: the garbage collector may close another tier in the
+    thread that has the lock already, and closing it may make room.
     """
     return FileLock(directory.lock_path(), timeout=_PATIENCE, is_singleton=True)
 
 
 @contextlib.contextmanager
 def claimed(directory: CacheDirectory, namespace: str) -> Iterator[bool | None]:
-    """Whether no process uses a namespace, and none can begin to until the end.
+    """Yields whether no process uses a namespace; then none can begin to before the end of the context.
 
-    False if that is unknown; None if the namespace has no ``fingerprint.json`` by which one could tell.
+    False if that is not known; None if the namespace has no ``fingerprint.json`` that could be locked.
 
     Users of a namespace have its fingerprint locked. When `CacheDirectory.describe` replaces the fingerprint,
     the old file stays under a temporary name, so its users are still seen.
@@ -51,15 +51,15 @@ def claimed(directory: CacheDirectory, namespace: str) -> Iterator[bool | None]:
             with contextlib.suppress(FileNotFoundError, StrangeFileError):
                 other = fs.open(os.path.join(directory.path, namespace, name))
                 if file is not None and fs.same(other, path):
-                    continue  # a second name of the file that is locked here: its maker died before the rest
+                    continue  # a second name of the file that is locked here: whoever made it has died since
                 claim = claim if _lock_alone(fs, other) else False
-                fs.unlock(other)  # nobody begins to use a file that has been replaced
+                fs.unlock(other)  # nobody begins to use a file that was replaced
         if claim is None and fs.is_file(path):
             claim = False  # somebody has just begun to use it
         yield claim
     finally:
         if file is not None:
-            fs.unlock(file)  # closing it does not, if a child was forked meanwhile
+            fs.unlock(file)  # to close it is not enough, if a child was forked meanwhile
 
 
 def in_use(directory: CacheDirectory, namespace: str) -> bool | None:
@@ -87,7 +87,8 @@ def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool =
     namespace : str
         32 hexadecimal digits.
     force : bool
-        Also if a process uses it, which then computes again. What it is writing at the moment stays.
+        Whether to delete it even if a process uses it, which then computes again. A file that the process is
+        writing stays.
 
     Returns
     -------
@@ -103,7 +104,7 @@ def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool =
 
 
 def remove_leftovers(directory: CacheDirectory, namespace: str | None = None) -> None:
-    """Delete what dead writers left, in one namespace or all; what somebody else has the rights to stays."""
+    """Delete files of dead writers, in one namespace or all, if this user has the rights to."""
     scanned = directory.scan() if namespace is None else [directory.contents(namespace)]
     found = [(one.namespace, info) for one in scanned for info in one.temporary]
     if namespace is None:
@@ -135,7 +136,7 @@ class Removal:
     gone : dict of str to list of str
         Names of the segments that are gone, by namespace (32 hexadecimal digits).
     error : OSError or None
-        The first one. A file that cannot be deleted stays, and the others are tried.
+        The first error. A file that cannot be deleted stays, and the others are tried.
     """
 
     def __init__(self, directory: CacheDirectory, excess: float) -> None:
@@ -148,7 +149,7 @@ class Removal:
         """Delete a namespace's files, the oldest segment first; False if it is in use, and not `force`."""
         directory, namespace = self._directory, contents.namespace
         try:
-            remove_leftovers(directory, namespace)  # one may be a second name of what is locked below
+            remove_leftovers(directory, namespace)  # one may be a second name of the file locked below
             with claimed(directory, namespace) as claim:
                 if not force and (claim is False or (claim is None and contents.others)):
                     return False
@@ -156,7 +157,7 @@ class Removal:
                 left = directory.contents(namespace)
                 if self.excess <= 0 or left.segments or left.temporary:
                     return True
-                # Without a claim somebody may be about to use the folder: what has appeared since is theirs.
+                # Without a claim, somebody may be about to use the folder: files that are new belong to them.
                 for info in left.others if claim or force else []:
                     self.file(left, info)
                 with contextlib.suppress(OSError):  # somebody else's files are there

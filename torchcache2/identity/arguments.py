@@ -216,7 +216,7 @@ class Signature:
         return encoder.argument(value, path, is_shared=name in self._shared, has_entries=has_entries)
 
     def _encode_default(self, parameter: inspect.Parameter) -> bytes:
-        # The value is part of the namespace already. It is encoded so that a call that gives the same value has
+        # The value is part of the namespace already. It is encoded so that a call that gives that value has
         # the same key.
         try:
             return ValueEncoder().encode(parameter.default, parameter.name)
