@@ -31,9 +31,9 @@ class Scans(Unsynced):
         self.scans = []
         self.kept = kept
 
-    def entries(self, path):
+    def listing(self, path):
         self.scans.append(os.path.basename(path))
-        return super().entries(path)
+        return super().listing(path)
 
     def remove(self, path):
         if os.path.basename(path) in self.kept:
