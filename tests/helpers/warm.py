@@ -90,9 +90,9 @@ class Process:
 
 
 class Server:
-    """The process that has imported torch."""
+    """The process that has imported torch, with a hash seed for texts."""
 
-    def __init__(self):
+    def __init__(self, seed):
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -102,7 +102,7 @@ class Server:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": seed},
         )
         atexit.register(self.close)
 
@@ -140,17 +140,17 @@ class Server:
 
 
 @functools.cache
-def server():
-    """The one of this run of the tests."""
-    return Server()
+def server(seed):
+    """The one of this run of the tests with a hash seed."""
+    return Server(seed)
 
 
-def start(script, *args, **options):
-    return server().start(script, *args, **options)
+def start(script, *args, seed="random", **options):
+    return server(seed).start(script, *args, **options)
 
 
-def run(script, *args, **options):
-    return server().run(script, *args, **options)
+def run(script, *args, seed="random", **options):
+    return server(seed).run(script, *args, **options)
 
 
 dedented = textwrap.dedent
