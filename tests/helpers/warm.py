@@ -93,9 +93,9 @@ class Process:
 
 
 class Server:
-    """The process that has imported torch, and some other modules."""
+    """The process that has imported torch, and some other modules; with a hash seed for texts."""
 
-    def __init__(self, *imports):
+    def __init__(self, seed, *imports):
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -105,7 +105,11 @@ class Server:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env={
+                **os.environ,
+                **{"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                **{"HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": seed},
+            },
         )
         atexit.register(self.close)
 
@@ -143,17 +147,17 @@ class Server:
 
 
 @functools.cache
-def server(*imports):
-    """The one of this run of the tests that has imported these modules."""
-    return Server(*imports)
+def server(seed, *imports):
+    """The one of this run of the tests that has this hash seed and has imported these modules."""
+    return Server(seed, *imports)
 
 
-def start(script, *args, imports=(), **options):
-    return server(*imports).start(script, *args, **options)
+def start(script, *args, seed="random", imports=(), **options):
+    return server(seed, *imports).start(script, *args, **options)
 
 
-def run(script, *args, imports=(), **options):
-    return server(*imports).run(script, *args, **options)
+def run(script, *args, seed="random", imports=(), **options):
+    return server(seed, *imports).run(script, *args, **options)
 
 
 dedented = textwrap.dedent

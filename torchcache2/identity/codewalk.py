@@ -205,7 +205,8 @@ class CodeWalk(NameWalk):
             if source is None:
                 token = self.unreadable(function, f"{path or name} (no source)")
                 source = sourcecode.instructions(function.__code__) + token.hex()
-            _, left_out = assigned_for_others(source)
+            has_outer = "global" in source or "nonlocal" in source  # it takes a while to parse and follow
+            left_out = assigned_for_others(source)[1] if has_outer else set()
             self.assigned |= left_out
             parts = [
                 source.encode("utf-8", "surrogatepass"),
