@@ -194,9 +194,10 @@ class Removal:
 
 def _lock_alone(fs: FileSystem, file: Descriptor) -> bool:
     """Lock a file exclusively; False if others have it locked, or nothing can be locked here."""
-    locked = fs.lock(file, exclusive=True)
-    for _ in range(_CLAIMS - 1):
-        if locked is False:
-            time.sleep(_BETWEEN_CLAIMS)  # somebody may be asking the same
-            locked = fs.lock(file, exclusive=True)
-    return bool(locked)
+    for _ in range(_CLAIMS):
+        if (locked := fs.lock(file, exclusive=True)) is not False:
+            return bool(locked)
+        if fs.lock(file, exclusive=False):  # users share it: there is nothing to wait for
+            return bool(fs.lock(file, exclusive=True))  # unless who had it has just let go
+        time.sleep(_BETWEEN_CLAIMS)  # somebody has it alone, and asks the same
+    return False

@@ -220,12 +220,12 @@ def test_a_caller_waits_while_too_many_rows_wait(make, path, monkeypatch, thread
     if not threads:
         monkeypatch.setattr(threading.Thread, "start", refuse)
     batch, limit, sizes = 10, 100 * 4000, []
-    fs = Gated() if threads else Unsynced()
+    fs = Gated()
+    tier = make(codec="none", queue=limit, fs=fs)
     if threads:
         fs.close("sync")  # the thread could otherwise write each segment before its rows are counted
-    tier = make(codec="none", queue=limit, fs=fs)
     for start in range(0, 1000, batch):
-        if threads and start == 3 * batch:
+        if start == 3 * batch:
             fs.open_all()
         assert put(tier, range(start, start + batch), 1000) == batch
         on_disk = sum(header_of(file)[0]["keys"]["shape"][0] for file in segments(path))
