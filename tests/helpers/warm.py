@@ -107,8 +107,10 @@ class Server:
             cwd=ROOT,
             env={
                 **os.environ,
-                **{"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-                **{"HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": seed},
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONHASHSEED": seed,
             },
         )
         atexit.register(self.close)

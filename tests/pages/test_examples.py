@@ -35,7 +35,7 @@ def test_linear_probe_goes_on_from_a_folder(tmp_path):
     items, test_items = 64, TEST_ITEMS
     arguments = ["--items", items, "--size", SIZE, "--cache-dir", tmp_path / "rows"]
     arguments += ["--plot", tmp_path / "epochs.png"]
-    # Killed in the middle, when some rows have been sealed: it has more epochs before it than it can do by then.
+    # It is killed when some rows have been sealed, long before it has done so many epochs.
     killed = start("linear_probe.py", "--epochs", 100_000, *arguments)
     deadline = time.monotonic() + 300
     while not list(tmp_path.glob("rows/*/*.safetensors")):
