@@ -30,19 +30,19 @@ from tqdm import tqdm
 
 from torchcache2 import torchcache
 
-SIZE, PATCH, WIDTH, DEPTH, HEADS = 64, 8, 256, 6, 4
+PATCH, WIDTH, DEPTH, HEADS = 8, 256, 6, 4
 TRAIN_ITEMS = 1536
 
 
 @torchcache
 class Backbone(nn.Module):
-    """A vision transformer that turns images (n, 1, 64, 64) into features (n, 256)."""
+    """A vision transformer that turns images (n, 1, size, size) into features (n, 256)."""
 
-    def __init__(self, *, cached: bool) -> None:
+    def __init__(self, size: int, *, cached: bool) -> None:
         super().__init__()
         self.torchcache_enabled = cached  # an option of this instance, here only to compare
         self.patches = nn.Conv2d(1, WIDTH, kernel_size=PATCH, stride=PATCH)
-        self.positions = nn.Parameter(0.02 * torch.randn((SIZE // PATCH) ** 2, WIDTH))
+        self.positions = nn.Parameter(0.02 * torch.randn((size // PATCH) ** 2, WIDTH))
         layer = nn.TransformerEncoderLayer(
             WIDTH, HEADS, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
@@ -67,10 +67,10 @@ class Probe:
     losses: list[Tensor] = dataclasses.field(default_factory=list)  # per step
 
 
-def load_data(items: int, batch_size: int) -> tuple[TensorDataset, TensorDataset]:
+def load_data(items: int, batch_size: int, size: int) -> tuple[TensorDataset, TensorDataset]:
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
-    data = F.interpolate(images, size=(SIZE, SIZE), mode="bilinear"), torch.from_numpy(digits.target)
+    data = F.interpolate(images, size=(size, size), mode="bilinear"), torch.from_numpy(digits.target)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     # As many training items as fill whole batches, so that drop_last has nothing to drop. Else an item that
     # was dropped in the first epoch would later be the only miss among hits: computed in a smaller batch, its
@@ -84,7 +84,8 @@ def make_probe(
     train_set: TensorDataset, batch_size: int, *, cached: bool, cache_dir: str | None = None
 ) -> Probe:
     torch.manual_seed(0)
-    backbone = Backbone(cached=cached).eval()
+    size = train_set.tensors[0].shape[-1]
+    backbone = Backbone(size, cached=cached).eval()
     if cache_dir is not None:
         backbone.torchcache_persistent = True
         backbone.torchcache_persistent_cache_dir = cache_dir
@@ -148,6 +149,13 @@ def main() -> None:
     parser.add_argument(
         "--items", type=int, default=TRAIN_ITEMS, metavar="N", help="to train on (default: %(default)s)"
     )
+    parser.add_argument(
+        "--size",
+        type=int,
+        default=64,
+        metavar="N",
+        help="pixels of a side; fewer are faster (default: %(default)s)",
+    )
     parser.add_argument("--plot", default="epoch_times.png", metavar="PATH", help="default: %(default)s")
     parser.add_argument("--cache-dir", metavar="DIR", help="keep the features there, for the next run")
     options = parser.parse_args()
@@ -156,8 +164,11 @@ def main() -> None:
             f"expected at least 2 epochs, and a batch size from 2 to the items, at most {TRAIN_ITEMS}"
         )
 
+    if options.size < PATCH or options.size % PATCH:
+        parser.error(f"expected a size that is a multiple of {PATCH} pixels")
+
     print("loading scikit-learn's handwritten digits")
-    train_set, test_set = load_data(options.items, options.batch_size)
+    train_set, test_set = load_data(options.items, options.batch_size, options.size)
     print(
         "building a frozen vision transformer of random weights twice: with the cache, and without",
         flush=True,

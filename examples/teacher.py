@@ -111,9 +111,9 @@ def accuracy(model: ConvNet, test_set: TensorDataset) -> float:
     return (model.eval()(images).argmax(dim=1) == labels).double().mean().item()
 
 
-def train_teacher(train_set: TensorDataset) -> ConvNet:
+def train_teacher(train_set: TensorDataset, width: int) -> ConvNet:
     torch.manual_seed(0)
-    course = make_course(train_set, ConvNet(width=48, depth=4), teacher=None, learning_rate=0.003)
+    course = make_course(train_set, ConvNet(width, depth=4), teacher=None, learning_rate=0.003)
     for _ in range(TEACHER_EPOCHS):
         train_epoch(course)
     print(f"teacher trained for {TEACHER_EPOCHS} epochs: {sum(course.seconds):.1f} s\n", flush=True)
@@ -144,12 +144,18 @@ def check_that_nothing_is_stale(teacher: ConvNet, train_set: TensorDataset) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=8, help="at least 2 (default: %(default)s)")
+    parser.add_argument(
+        "--width",
+        type=int,
+        default=48,
+        help="channels of the teacher; fewer are faster (default: %(default)s)",
+    )
     options = parser.parse_args()
-    if options.epochs < 2:
-        parser.error("expected at least 2 epochs")
+    if options.epochs < 2 or options.width < 1:
+        parser.error("expected at least 2 epochs, and at least 1 channel")
 
     train_set, test_set = load_data()
-    plain_teacher = train_teacher(train_set)
+    plain_teacher = train_teacher(train_set, options.width)
     cached_teacher = torchcache()(copy.deepcopy(plain_teacher))
     torch.manual_seed(0)
     first_student = ConvNet(width=4, depth=2)

@@ -119,9 +119,8 @@ def docstrings(path: Path) -> Iterator[str]:
             yield ast.get_docstring(node) or ""
 
 
-def library_sentences() -> list[str]:
-    """The distinct sentences of the standard library's docstrings, in order of appearance."""
-    library = Path(sysconfig.get_path("stdlib"))
+def sentences_of(library: Path) -> list[str]:
+    """The distinct sentences of the docstrings in a folder, in order of appearance."""
     sentences: dict[str, None] = {}
     for path in sorted(library.rglob("*.py")):
         if NOT_LIBRARY.isdisjoint(path.relative_to(library).parts):
@@ -137,10 +136,10 @@ def is_sentence(text: str) -> bool:
     return 5 <= len(text.split()) <= 40 and re.fullmatch(r"[A-Z][\w ,;:'()-]*[.!?]", text) is not None
 
 
-def make_corpus(count: int) -> list[str]:
+def make_corpus(library: Path, count: int) -> list[str]:
     """`count` sentences in random order, a third of them repetitions of others."""
     chosen = random.Random(0)
-    distinct = library_sentences()
+    distinct = sentences_of(library)
     distinct = chosen.sample(distinct, min(count - count // 3, len(distinct)))
     corpus = distinct + chosen.choices(distinct, k=count - len(distinct))
     chosen.shuffle(corpus)
@@ -181,6 +180,13 @@ def main() -> None:
     parser.add_argument("--sentences", type=int, default=3000, metavar="N", help="default: %(default)s")
     parser.add_argument("--length", type=int, default=48, metavar="N", help="tokens (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--library",
+        type=Path,
+        default=sysconfig.get_path("stdlib"),
+        metavar="DIR",
+        help="a folder of Python files, whose docstrings are read (default: %(default)s)",
+    )
     parser.add_argument("--random", action="store_true", help="random weights, even if there are real ones")
     options = parser.parse_args()
     if options.sentences < 3 or not 3 <= options.length <= 512 or options.batch_size < 1:
@@ -197,7 +203,7 @@ def main() -> None:
     cached, plain = (
         SentenceEncoder(bert, cached=cached).eval().requires_grad_(False) for cached in (True, False)
     )
-    corpus = make_corpus(options.sentences)
+    corpus = make_corpus(options.library, options.sentences)
     tokens = tokenized(corpus)
     print(f"{len(corpus):,} sentences, {len(set(corpus)):,} of them distinct, of {options.length} tokens\n")
 

@@ -20,6 +20,17 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.nodeid.startswith(_FIRST))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    # All that is imported and collected stays, so that looking for garbage meanwhile is a waste.
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 class _Records(logging.Handler):
     def __init__(self):
         super().__init__(logging.DEBUG)

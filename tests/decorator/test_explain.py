@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from torchcache2 import torchcache
-from torchcache2.identity.describe import describe
 from torchcache2.identity.encoding import Encoder
+from torchcache2.identity.readable import readable
 
 X = torch.arange(12.0).view(3, 4)
 
@@ -238,9 +238,9 @@ def test_modes_are_compared():
     ],
 )
 def test_short_values_are_described_as_python_prints_them(value):
-    assert describe(Encoder().encode(value, "")) == repr(value)
+    assert readable(Encoder().encode(value, "")) == repr(value)
 
 
 def test_long_and_opaque_values_are_not_described():
     for value in ("x" * 300, {"a": 1}, {1}, torch.ones(2), [torch.ones(2)]):
-        assert describe(Encoder().encode(value, "")) is None
+        assert readable(Encoder().encode(value, "")) is None

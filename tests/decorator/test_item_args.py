@@ -3,10 +3,6 @@
 import collections
 import copy
 import io
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +11,9 @@ from PIL import Image
 from torch import nn
 from transformers import BatchEncoding
 
+from tests.helpers import warm
 from torchcache2 import torchcache
 
-ROOT = Path(__file__).parents[2]
 X = torch.arange(24.0).reshape(6, 4)
 TEXTS = ["a", "bb", "ccc", "dd", "e", "ffffff"]
 ORDERS = ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [1, 2], [3, 0, 4], [2, 2, 1], [0, 1, 2, 3, 4, 5])
@@ -494,16 +490,9 @@ def test_another_process_finds_all(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     printed = []
     for seed in ("1", "2"):
-        run = subprocess.run(
-            [sys.executable, "script.py", "rows"],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
-            timeout=120,
-        )
-        assert run.stderr == ""
-        printed.append(run.stdout.strip())
+        run = warm.run(tmp_path / "script.py", "rows", cwd=tmp_path, seed=seed)
+        assert run.err == ""
+        printed.append(run.out.strip())
     assert printed == ["1 4 {}", "5 0 {}"]
 
 

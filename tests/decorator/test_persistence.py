@@ -9,8 +9,6 @@ import logging
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -20,7 +18,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-import torch._dynamo
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -200,16 +197,9 @@ def test_a_second_process_computes_nothing(path, tmp_path):
         script.write_text(SCRIPT)
     first = warm.run(scripts[0], path, tmp_path / "first.pt")
     assert first.err.count("computed 32\n") == 4
-    second = subprocess.run(
-        [sys.executable, "-W", "error", scripts[1], path, tmp_path / "second.pt"],
-        capture_output=True,
-        text=True,
-        timeout=warm.DEADLINE,
-        env={**os.environ, "PYTHONPATH": str(warm.ROOT), "PYTHONHASHSEED": "5", "OMP_NUM_THREADS": "1"},
-    )
-    assert second.returncode == 0, second.stderr
-    assert second.stderr == ""
-    first, second = json.loads(first.out), json.loads(second.stdout)
+    second = warm.run(scripts[1], path, tmp_path / "second.pt", seed="2", warnings=["error"], whole=True)
+    assert second.err == ""
+    first, second = json.loads(first.out), json.loads(second.out)
     assert set(map(tuple, first["counts"].values())) == {(0, 32, 0, 0)}
     assert set(map(tuple, second["counts"].values())) == {(32, 0, 0, 0)}
     assert second["names"] == first["names"]
@@ -805,7 +795,7 @@ def test_verify_finds_wrong_rows_on_disk_and_deletes_them(path, log):
 
 
 def test_under_compile_another_run_finds_the_rows(path):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     output = fill(path)
     for i in range(2):
         module = run(path)()
@@ -816,7 +806,7 @@ def test_under_compile_another_run_finds_the_rows(path):
         assert torch.equal(compiled(fresh), module.fc(fresh) * 1.0)
         assert counts(module) == (6, 5)
         close(module)
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def test_several_decorators_share_a_directory(path):

@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import gc
 import inspect
 import os
@@ -18,7 +19,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-import torch._dynamo
 from torch import nn
 
 import torchcache2
@@ -708,7 +708,7 @@ def test_grad_modes(kind):
 @pytest.mark.parametrize("batch", [1, 6])
 @MAKERS
 def test_compiled(make, batch, log):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     module = make(**FULL)
     compiled = torch.compile(module, backend="eager")
     x = whole(batch, WIDTH)
@@ -720,7 +720,7 @@ def test_compiled(make, batch, log):
         assert torch.equal(compiled(x), plain(module, x))
     assert counts(module)[1] == batch
     assert len(warnings_in(log)) == 1
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def test_replicas_are_verified():
@@ -880,16 +880,20 @@ class Interrupt(KeyboardInterrupt):
     pass
 
 
+@functools.cache
+def ours(file):
+    return file.startswith(os.path.dirname(torchcache2.__file__))
+
+
 def interrupted(call, number):
     """Interrupt a call where a `number`-th function is about to start, as Ctrl-C does; the error."""
-    folder, seen = os.path.dirname(torchcache2.__file__), 0
+    seen = 0
 
     def tracer(frame, event, argument):
         nonlocal seen
-        names = [f.f_code.co_filename for f in (frame, frame.f_back) if f is not None]
+        is_ours = ours(frame.f_code.co_filename) or ours(frame.f_back.f_code.co_filename)
         # Where a generator goes on, Python 3.10 would not run its `finally`, which a signal does.
-        is_function = not frame.f_code.co_flags & inspect.CO_GENERATOR
-        if event == "call" and is_function and any(name.startswith(folder) for name in names):
+        if is_ours and not frame.f_code.co_flags & inspect.CO_GENERATOR:
             seen += 1
             if seen == number:
                 raise Interrupt
@@ -949,7 +953,7 @@ def test_modules_inside_of_each_other():
     assert counts(outer) == (7, 0)
     # Twice for each item that the outer one verified, with the one scale and the other.
     assert counts(inner) == (14, 0)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(outer, backend="eager")
     for _ in range(2):
         check(compiled, x)
@@ -957,7 +961,7 @@ def test_modules_inside_of_each_other():
     for run in (outer, compiled, outer, compiled):
         check(run, x)
     assert outer.cache_instance.stats().mismatched == 5
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def test_a_function_that_calls_itself():

@@ -17,8 +17,10 @@ from tests.helpers.storage import (
     size_of,
     strange_files,
 )
+from torchcache2.files import removal
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.eviction import make_room
+from torchcache2.files.filenames import FINGERPRINT
 from torchcache2.files.removal import deleting, in_use, remove_leftovers, remove_namespace
 
 A, B, _ = NAMESPACES
@@ -31,9 +33,9 @@ class Scans(Unsynced):
         self.scans = []
         self.kept = kept
 
-    def entries(self, path):
+    def listing(self, path):
         self.scans.append(os.path.basename(path))
-        return super().entries(path)
+        return super().listing(path)
 
     def remove(self, path):
         if os.path.basename(path) in self.kept:
@@ -66,6 +68,25 @@ def test_a_directory_that_another_process_made_room_in_is_scanned_again(path, mo
     monkeypatch.setattr(type(lock), "acquire", wait)
     assert make_room(directory, 10_000, size_of(path), lru=False)
     assert waits and fs.scans.count(path.name) == 2 and len(segments(path)) == 4
+
+
+@pytest.mark.parametrize("user", [True, False], ids=["a user", "somebody who asks"])
+def test_only_who_asks_the_same_is_waited_for(path, monkeypatch, user):
+    """A cache that is full of rows in use makes room for each segment: it would wait for each namespace."""
+    fill(path, 1)
+    fs, waits = Unsynced(), []
+    others = [fs.open(str(path / A.hex() / FINGERPRINT))]
+    assert fs.lock(others[0], exclusive=not user)
+
+    class Clock:
+        @staticmethod
+        def sleep(seconds):
+            waits.append(seconds)
+            others.clear()
+
+    monkeypatch.setattr(removal, "time", Clock)
+    assert in_use(CacheDirectory(str(path), fs), A.hex()) is user
+    assert len(waits) == (0 if user else 1)
 
 
 def test_what_cannot_be_deleted_stays_and_the_rest_goes(path):

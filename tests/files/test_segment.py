@@ -22,8 +22,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from sklearn.datasets import load_digits
-from sklearn.linear_model import LogisticRegression
 from torch.utils import _pytree as pytree
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
@@ -596,6 +594,9 @@ def test_load_file_and_safe_open_have_everything(tmp_path):
 
 
 def test_scikit_learn_trains_on_a_segment_that_a_cache_has_written(tmp_path):
+    from sklearn.datasets import load_digits  # takes seconds, and only this test needs it
+    from sklearn.linear_model import LogisticRegression
+
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)
 

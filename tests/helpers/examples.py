@@ -1,4 +1,8 @@
-"""Runs a script of `examples`, and reads the numbers that it prints."""
+"""Runs a script of `examples`, and reads the numbers that it prints.
+
+What is slow to import for the examples, the recipes and the pages is imported once, in the process that their
+processes are forked from.
+"""
 
 import re
 import subprocess
@@ -7,12 +11,32 @@ from pathlib import Path
 from tests.helpers import warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+LIBRARIES = (
+    "torch._dynamo",  # every optimizer imports it
+    "sklearn.datasets",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.clip.modeling_clip",
+    "transformers.trainer",
+    "accelerate",
+    "lightning",
+    "sphinx.application",
+    "myst_parser.sphinx_ext.main",
+    "pytest",
+)
 TRAIN_ITEMS, TEST_ITEMS = 1536, 261  # of the digits of scikit-learn
+
+
+def start(name, *arguments):
+    return warm.start(EXAMPLES / name, *arguments, warnings=["error"], imports=LIBRARIES)
 
 
 def run(name, *arguments):
     """What a script has printed, and its exit code."""
-    process = warm.start(EXAMPLES / name, *arguments, warnings=["error"])
+    process = start(name, *arguments)
     return subprocess.CompletedProcess(name, process.wait(600), process.out, process.err)
 
 

@@ -1,5 +1,7 @@
 """Processes that need not import torch: they are forked from one that has.
 
+Those that need other slow libraries as well name them, and are forked from another one that has these too.
+
 `start` runs a script as ``__main__`` in a process of its own, which ends as any other: its threads are waited
 for, its handlers of `atexit` run, and it has an exit code. With ``whole=True`` the interpreter is also
 taken down, which costs half a second more. A process that does not end in time is killed, and the test fails
@@ -12,6 +14,7 @@ import atexit
 import faulthandler
 import functools
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -90,19 +93,25 @@ class Process:
 
 
 class Server:
-    """The process that has imported torch."""
+    """The process that has imported torch, and some other modules; with a hash seed for texts."""
 
-    def __init__(self):
+    def __init__(self, seed, *imports):
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.warm"],
+            [sys.executable, "-m", "tests.helpers.warm", *imports],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONHASHSEED": seed,
+            },
         )
         atexit.register(self.close)
 
@@ -140,17 +149,17 @@ class Server:
 
 
 @functools.cache
-def server():
-    """The one of this run of the tests."""
-    return Server()
+def server(seed, *imports):
+    """The one of this run of the tests that has this hash seed and has imported these modules."""
+    return Server(seed, *imports)
 
 
-def start(script, *args, **options):
-    return server().start(script, *args, **options)
+def start(script, *args, seed="random", imports=(), **options):
+    return server(seed, *imports).start(script, *args, **options)
 
 
-def run(script, *args, **options):
-    return server().run(script, *args, **options)
+def run(script, *args, seed="random", imports=(), **options):
+    return server(seed, *imports).run(script, *args, **options)
 
 
 dedented = textwrap.dedent
@@ -167,6 +176,10 @@ def _main():
 
     for name in torchcache2.__all__:
         getattr(torchcache2, name)  # it is imported only now, and half of what is slow to import with it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what libraries say of each other when they are imported
+        for name in sys.argv[1:]:
+            importlib.import_module(name)
     torch.set_num_threads(1)
     replies = sys.stdout
     gc.collect()

@@ -5,14 +5,13 @@
 import importlib
 import importlib.util
 import logging
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
 from torch import nn
 
+from tests.helpers import warm
 from torchcache2 import torchcache
 
 X = torch.rand(4, 3, generator=torch.Generator().manual_seed(3))
@@ -579,6 +578,8 @@ def test_a_global_number_of_an_installed_module_counts(installed, monkeypatch, p
 
 
 EVERYTHING = """
+import sys
+sys.path.append(sys.argv[1])
 import dataclasses, torch, helper
 from written_zoo import modeling
 from torchcache2 import torchcache
@@ -615,15 +616,8 @@ def test_another_process_and_folder_agree(installed, tmp_path):
         (folder / "pack" / "late.py").write_text("from . import more\ndef f(x):\n    return x\n")
         (folder / "pack" / "more.py").write_text("import helper\n")
         (folder / "script.py").write_text(EVERYTHING)
-        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        path = os.pathsep.join([root, str(tmp_path / "site-packages")])
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed}
-        found.append(
-            subprocess.Popen(
-                [sys.executable, folder / "script.py"], env=environment, stdout=subprocess.PIPE, text=True
-            )
-        )
-    first, second = (process.communicate(timeout=120)[0] for process in found)
+        found.append(warm.start(folder / "script.py", tmp_path / "site-packages", seed=seed))
+    first, second = (process.done().out for process in found)
     assert first == second != ""
 
 

@@ -10,7 +10,6 @@ import os
 import pathlib
 import pickle
 import re
-import subprocess
 import sys
 from unittest import mock
 
@@ -18,11 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import zoo
+from tests.helpers import warm, zoo
 from tests.helpers.pairs import CODE, MODULES, PRELUDE, VALUES, Config, Relay, holder, layer, times
 from torchcache2 import Cache, torchcache
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -529,19 +526,8 @@ def test_copies_of_sets_of_modules_are_the_same_thing():
 @pytest.fixture(scope="module")
 def processes():
     """What two other processes say of the zoo."""
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.zoo"],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in ("1", "2")
-    ]
-    found = [json.loads(process.communicate(timeout=300)[0]) for process in running]
-    assert [process.returncode for process in running] == [0, 0]
-    return found
+    running = [warm.start(pathlib.Path(zoo.__file__), cwd=warm.ROOT, seed=seed) for seed in ("1", "2")]
+    return [json.loads(process.done(timeout=300).out) for process in running]
 
 
 @pytest.mark.parametrize("name", [*zoo.READABLE, "bert"])

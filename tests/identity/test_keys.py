@@ -3,13 +3,12 @@
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
+from tests.helpers import warm
 from torchcache2.core.keys import Keys
 from torchcache2.identity.arguments import Signature
 from torchcache2.identity.items import item_keys
@@ -77,16 +76,7 @@ def test_keys_are_those_of_the_golden_file():
 
 def test_keys_are_the_same_in_another_process():
     code = "import json; from tests.identity.test_keys import golden; print(json.dumps(golden()))"
-    environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    out = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment,
-        cwd=GOLDEN.parents[2],
-    )
-    assert json.loads(out.stdout) == golden()
+    assert json.loads(warm.run(code, seed="1").out) == golden()
 
 
 def test_all_golden_keys_differ():

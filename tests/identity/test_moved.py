@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import moved
+from tests.helpers import moved, warm
 from torchcache2.files import filesystem
 
 PACKAGE = Path(filesystem.__file__).parents[1]
@@ -66,10 +66,11 @@ def said(tmp_path_factory):
         (folder / name).mkdir()
     shutil.copy(moved.__file__, folder / "place" / "moved.py")
     other = refactored(folder / "other")
-    here = run(PACKAGE.parent, folder / "place", folder / "here", folder / "none")
+    script = folder / "place" / "moved.py"
+    here = warm.run(script, folder / "here", folder / "none", cwd=script.parent)
     there = run(other, folder / "place", folder / "there", folder / "here")
-    again = run(PACKAGE.parent, folder / "place", folder / "none", folder / "there")
-    return here, there, again
+    again = warm.run(script, folder / "none", folder / "there", cwd=script.parent)
+    return json.loads(here.out), there, json.loads(again.out)
 
 
 @pytest.mark.parametrize("name", [*moved.MAKERS, *(f"argument {name}" for name in moved.ARGUMENTS)])

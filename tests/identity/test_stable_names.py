@@ -4,24 +4,20 @@ import functools
 import importlib
 import json
 import logging
-import os
 import shutil
-import subprocess
 import sys
 import threading
 import typing
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from tests.helpers import stable
+from tests.helpers import stable, warm
 from tests.helpers.stable import Net, Outer, Thing, holding, plain
 from torchcache2 import torchcache
 
-ROOT = Path(__file__).parents[2]
 TRACED = "ignore:.*torch.jit"
 X = torch.rand(4, 3)
 
@@ -43,14 +39,8 @@ def processes(tmp_path_factory):
         place = tmp_path_factory.mktemp("stable") / folder
         place.mkdir(parents=True)
         shutil.copy(stable.__file__, place / "stable.py")
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "stable.py", history]
-        running.append(
-            subprocess.Popen(command, cwd=place, env=environment, stdout=subprocess.PIPE, text=True)
-        )
-    said = [process.communicate(timeout=300)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0]
-    return list(map(json.loads, said))
+        running.append(warm.start(place / "stable.py", history, cwd=place, seed=seed))
+    return [json.loads(process.done(timeout=300).out) for process in running]
 
 
 @pytest.mark.parametrize("name", stable.MAKERS)

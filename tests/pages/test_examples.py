@@ -1,16 +1,17 @@
 import re
-import subprocess
-import sys
+import signal
 import time
 
 from matplotlib.image import imread
 
-from tests.helpers.examples import EXAMPLES, TEST_ITEMS, TRAIN_ITEMS, number, run
+from tests.helpers.examples import TEST_ITEMS, TRAIN_ITEMS, number, run, start
+
+SIZE = 16  # pixels
 
 
 def test_linear_probe_runs_and_the_cache_changes_nothing_but_the_time(tmp_path):
     plot = tmp_path / "epochs.png"
-    done = run("linear_probe.py", "--epochs", 2, "--plot", plot)
+    done = run("linear_probe.py", "--epochs", 2, "--size", SIZE, "--plot", plot)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
 
@@ -32,26 +33,19 @@ def test_linear_probe_runs_and_the_cache_changes_nothing_but_the_time(tmp_path):
 
 def test_linear_probe_goes_on_from_a_folder(tmp_path):
     items, test_items = 64, TEST_ITEMS
-    arguments = [
-        "--epochs",
-        2,
-        "--items",
-        items,
-        "--plot",
-        tmp_path / "epochs.png",
-        "--cache-dir",
-        tmp_path / "rows",
-    ]
-    # Killed in the middle, when some rows have been sealed.
-    command = [sys.executable, str(EXAMPLES / "linear_probe.py"), *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
-        deadline = time.monotonic() + 300
-        while not list(tmp_path.glob("rows/*/*.safetensors")):
-            assert killed.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
-        killed.kill()
+    arguments = ["--items", items, "--size", SIZE, "--cache-dir", tmp_path / "rows"]
+    arguments += ["--plot", tmp_path / "epochs.png"]
+    # It is killed when some rows have been sealed, long before it has done so many epochs.
+    killed = start("linear_probe.py", "--epochs", 100_000, *arguments)
+    deadline = time.monotonic() + 300
+    while not list(tmp_path.glob("rows/*/*.safetensors")):
+        assert killed.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    killed.send(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
 
     # It goes on from what was sealed.
+    arguments += ["--epochs", 2]
     done = run("linear_probe.py", *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -1,11 +1,7 @@
 import importlib.util
 import re
-import runpy
-import sys
 
-import pytest
-
-from tests.helpers.examples import EXAMPLES, number, run
+from tests.helpers.examples import number, run
 
 IMAGES, EPOCHS = 60, 2
 REAL = "tokenizer: the one of all-MiniLM-L6-v2"
@@ -40,21 +36,14 @@ def test_prompts_are_computed_once_and_are_those_without_the_cache(tmp_path):
     assert f"computed 0 of 120 prompts, {distinct} of which are distinct" in again.stdout
 
 
-def in_process(monkeypatch, *arguments):
-    # The libraries take seconds to import.
-    monkeypatch.setattr(sys, "argv", ["prompts.py", *map(str, arguments)])
-    runpy.run_path(str(EXAMPLES / "prompts.py"), run_name="__main__")
+def test_prompts_runs_without_a_tokenizer():
+    done = run("prompts.py", "--hash", "--images", 30, "--epochs", 2, "--length", 8, "--batch-size", 16)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1] == HASHED
+    assert re.search(r"^computed (\d+) of 60 prompts, \1 of which are distinct$", done.stdout, re.MULTILINE)
 
 
-def test_prompts_runs_without_a_tokenizer(monkeypatch, capsys):
-    in_process(monkeypatch, "--hash", "--images", 30, "--epochs", 2, "--length", 8, "--batch-size", 16)
-    out = capsys.readouterr().out
-    assert out.splitlines()[1] == HASHED
-    assert re.search(r"^computed (\d+) of 60 prompts, \1 of which are distinct$", out, re.MULTILINE)
-
-
-def test_prompts_refuses_a_single_epoch(monkeypatch, capsys):
-    with pytest.raises(SystemExit) as stop:
-        in_process(monkeypatch, "--epochs", 1)
-    assert stop.value.code == 2
-    assert "at least 2 epochs" in capsys.readouterr().err
+def test_prompts_refuses_a_single_epoch():
+    done = run("prompts.py", "--epochs", 1)
+    assert done.returncode == 2
+    assert "at least 2 epochs" in done.stderr

@@ -1,10 +1,13 @@
+import asyncio
 import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.helpers.examples import number, run
 
+LIBRARY = Path(asyncio.__file__).parent
 SENTENCES, DISTINCT, QUERIES = 100, 67, 5
 
 REAL = "weights of all-MiniLM-L6-v2"
@@ -20,7 +23,7 @@ def passes(text):
 @pytest.mark.parametrize("arguments", [(), ("--random",)], ids=["found", "random"])
 def test_text_embeddings_are_computed_once_and_are_those_without_the_cache(arguments):
     # 16 does not divide 100: the last batch is a smaller one.
-    small = "--sentences", SENTENCES, "--length", 32, "--batch-size", 16
+    small = "--sentences", SENTENCES, "--length", 32, "--batch-size", 16, "--library", LIBRARY
     done = run("text_embeddings.py", *small, *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

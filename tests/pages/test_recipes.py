@@ -3,8 +3,6 @@
 import contextlib
 import os
 import re
-import subprocess
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -13,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers import warm
+from tests.helpers.examples import LIBRARIES
 from torchcache2 import torchcache
 
 ROOT = Path(__file__).parents[2]
@@ -53,12 +53,11 @@ def code_and_output(name):
 
 
 # A file, because a key covers source code, which the code of a string does not have. The claims are checked
-# in the same process, since the libraries take seconds to import.
+# in the same process, which has trained already.
 TAIL = """
 import sys
 print({mark!r}, end="", flush=True)
 print({mark!r}, end="", file=sys.stderr)
-sys.path.insert(0, {root!r})
 from tests.pages.test_recipes import CLAIMS
 CLAIMS[{name!r}](sys.modules["__main__"])
 """
@@ -70,15 +69,11 @@ def ran(request, tmp_path_factory):
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     code, output = code_and_output(name)
     script = folder / "recipe.py"
-    script.write_text(code + TAIL.format(mark=MARK, root=str(ROOT), name=name))
-    command = [sys.executable, "-W", "error"]
-    for message in WARNINGS[name]:
-        command += ["-W", f"ignore:{message}"]
-    environment = {name: value for name, value in os.environ.items() if name != "TORCHCACHE_DISABLE"}
-    environment |= {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(
-        [*command, str(script)], capture_output=True, text=True, cwd=folder, env=environment, timeout=300
-    )
+    script.write_text(code + TAIL.format(mark=MARK, name=name))
+    warned = ["error", *(f"ignore:{message}" for message in WARNINGS[name])]
+    environment = {"TORCHCACHE_DISABLE": "", "TMPDIR": str(folder)}
+    run = warm.start(script, cwd=folder, env=environment, warnings=warned, imports=LIBRARIES)
+    run.poll(300)
     return output, run
 
 
@@ -89,22 +84,22 @@ def without_accuracy(text):
 
 def test_a_recipe_prints_what_its_page_says(ran):
     expected, run = ran
-    page, mark, _ = run.stdout.partition(MARK)
-    assert mark, run.stderr
+    page, mark, _ = run.out.partition(MARK)
+    assert mark, run.err
     assert without_accuracy(page) == without_accuracy(expected)
 
 
 def test_a_recipe_is_cached_without_a_word(ran):
     _, run = ran
-    page, mark, _ = run.stderr.partition(MARK)
-    assert mark, run.stderr
+    page, mark, _ = run.err.partition(MARK)
+    assert mark, run.err
     assert "torchcache" not in page
     assert "Warning" not in page
 
 
 def test_what_a_recipe_claims_holds(ran):
     _, run = ran
-    assert run.returncode == 0, run.stderr
+    run.done()
 
 
 def test_the_index_lists_every_recipe():

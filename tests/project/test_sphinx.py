@@ -3,13 +3,13 @@
 import dataclasses
 import html.parser
 import re
-import subprocess
-import sys
 import urllib.parse
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import warm
+from tests.helpers.examples import LIBRARIES
 from torchcache2 import CacheSettings
 from torchcache2.decorator.bypass import REASONS
 
@@ -23,10 +23,14 @@ PAGES = sorted(
 )
 
 
+SPHINX = "import sys; from sphinx.cmd.build import main; sys.exit(main())"
+
+
 def sphinx(builder, output, doctrees, *, docs=DOCS):
-    command = [sys.executable, "-m", "sphinx", "-W", "-b", builder, "-d", doctrees, docs, output]
-    # Not in the repository: the package is the one that is installed, as for a reader.
-    return subprocess.run(command, capture_output=True, text=True, cwd=output.parent)
+    arguments = "-W", "-b", builder, "-d", doctrees, docs, output
+    run = warm.start(SPHINX, *arguments, cwd=output.parent, imports=LIBRARIES)  # not in the repository
+    run.wait(300)
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def built(folder):
     run = sphinx("html", folder / "html", folder / "doctrees")
-    assert run.returncode == 0, run.stderr
+    run.done()
     return folder / "html"
 
 
@@ -109,8 +113,8 @@ def test_the_check_finds_planted_links(tmp_path):
 def test_the_code_on_the_pages_and_in_the_docstrings_prints_what_they_say(folder, built):
     run = sphinx("doctest", folder / "doctest", folder / "doctrees")
     report = (folder / "doctest" / "output.txt").read_text(encoding="utf-8")
-    assert run.returncode == 0, report
-    assert "cannot read" not in run.stderr  # a key covers source code, which a doctest has
+    assert run.poll() == 0, report
+    assert "cannot read" not in run.err  # a key covers source code, which a doctest has
     for page in ("quickstart", "keys", "bypasses", "pytorch", "verify", "options", "api"):
         assert f"Document: {page}\n" in report
 
@@ -121,8 +125,8 @@ def test_code_that_prints_something_else_is_found(tmp_path):
     (docs / "conf.py").write_text((DOCS / "conf.py").read_text(encoding="utf-8"), encoding="utf-8")
     (docs / "index.md").write_text("# A page\n\n```{doctest}\n>>> 1 + 1\n3\n```\n", encoding="utf-8")
     run = sphinx("doctest", tmp_path / "out", tmp_path / "doctrees", docs=docs)
-    assert run.returncode != 0
-    assert "1 failure in tests" in run.stdout
+    assert run.poll() != 0
+    assert "1 failure in tests" in run.out
 
 
 @pytest.mark.parametrize("option", [field.name for field in dataclasses.fields(CacheSettings)])

@@ -167,7 +167,7 @@ def test_segments_whose_fingerprint_is_lost_stay_when_somebody_begins_to_use_the
     (path / A.hex() / FINGERPRINT).unlink()
     tier = make()
     fs = Meddled()
-    fs.when("entries", A.hex(), number=number, after=lambda: seal(tier, NEW, WIDTH))
+    fs.when("listing", A.hex(), number=number, after=lambda: seal(tier, NEW, WIDTH))
     assert not make_room(CacheDirectory(str(path), fs), 0, 1000, lru=False)
     assert fs.happened() and len(segments(path, A)) == 4
     assert sealed_names(path, ALL, WIDTH) == ALL and sealed_names(path, NEW, WIDTH) == NEW
@@ -361,7 +361,7 @@ def test_rm_leaves_a_namespace_that_somebody_begins_to_use(make, path, directory
         directory.prepare(A, {})
         holds.append(directory.hold(A))
 
-    fs.when("entries", A.hex(), after=begin)
+    fs.when("listing", A.hex(), after=begin)
     remove_namespace(CacheDirectory(str(path), fs), A.hex())
     assert directory.fs.same(holds[0], path / A.hex() / FINGERPRINT)
 

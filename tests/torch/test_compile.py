@@ -6,7 +6,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-import torch._dynamo
 from torch import nn
 
 from torchcache2 import Cache, CacheSettings, Keys, torchcache
@@ -54,9 +53,9 @@ class Graphs:
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
-    torch._dynamo.reset()
+    torch.compiler.reset()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.set_flush_denormal(False)
 
 

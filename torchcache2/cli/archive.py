@@ -37,7 +37,7 @@ def _ignore(_: int) -> None:
 
 @dataclasses.dataclass
 class Imported:
-    """What an import has done."""
+    """What an import has added, kept and refused."""
 
     segments: int = 0  # these three are new
     rows: int = 0
@@ -140,17 +140,17 @@ def _import_segment(
 def _write_archive(directory: CacheDirectory, target: Descriptor, progress: Progress) -> tuple[int, int]:
     """Append all files and the end mark; how many segments there are, and the bytes of the archive."""
     fs, count, end = directory.fs, 0, 0
-    files = [("", entry) for entry in fs.entries(directory.path) if entry.name == TAG]
+    files = [("", file) for file in fs.listing(directory.path) if file.name == TAG]
     for one in directory.scan():
-        files += [(f"{one.namespace}/", entry) for entry in (*one.others, *one.segments)]
-    for folder, entry in files:
-        is_segment = SEGMENT_NAME.fullmatch(entry.name) is not None
-        info = tarfile.TarInfo(folder + entry.name)
+        files += [(f"{one.namespace}/", file) for file in (*one.others, *one.segments)]
+    for folder, file in files:
+        is_segment = SEGMENT_NAME.fullmatch(file.name) is not None
+        info = tarfile.TarInfo(folder + file.name)
         try:
             source = fs.open(os.path.join(directory.path, info.name))
         except FileNotFoundError:
             continue  # somebody has made room
-        info.size, info.mtime = fs.size(source), int(entry.mtime)
+        info.size, info.mtime = fs.size(source), int(file.mtime)
         end = fs.write_all(target, [memoryview(info.tobuf(tarfile.GNU_FORMAT))], end)
         end = _copy(fs, source, 0, info.size, target, end, progress if is_segment else _ignore)
         end = fs.write_all(target, [memoryview(bytes(-info.size % BLOCK))], end)

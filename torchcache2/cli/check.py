@@ -66,6 +66,6 @@ def verdict(fs: FileSystem, path: str, namespace: str, limit: int) -> Verdict:
 
 
 def printable(text: str) -> str:
-    """Text from a file, without what would steer a terminal, and not without end."""
+    """Text from a file, cut if it is long, and without characters that would control a terminal."""
     short = text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 1] + "…"
     return "".join(letter if letter.isprintable() else "?" for letter in short)

@@ -18,7 +18,7 @@ from torchcache2.core.errors import OptionError, TorchcacheError
 from torchcache2.core.version import __version__
 from torchcache2.files.errors import NewerFormatError
 
-# What reads a directory is imported by the commands, not here: it needs PyTorch, and a second for it.
+# Commands import what reads a directory when they run: it needs PyTorch, which takes a second to import.
 if TYPE_CHECKING:
     from torchcache2.cli.report import Gone
     from torchcache2.files.directory import CacheDirectory, Contents
@@ -129,17 +129,17 @@ def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     cache, contents = _scanned(directory)
     counts, rows, bad = dict.fromkeys(STATES, 0), 0, []
     limit = row_limit()
-    with out.progress("checking", sum(entry.size for one in contents for entry in one.segments)) as advance:
+    with out.progress("checking", sum(info.size for one in contents for info in one.segments)) as advance:
         for one in contents:
-            for entry in one.segments:
-                name = f"{one.namespace}/{entry.name}"
+            for info in one.segments:
+                name = f"{one.namespace}/{info.name}"
                 found = verdict(cache.fs, os.path.join(cache.path, name), one.namespace, limit)
                 counts[found.state] += 1
                 if found.state == "good":
                     rows += found.rows
                 elif found.state != "gone":
                     bad.append({"file": name, "state": found.state, "reason": found.reason})
-                advance(entry.size)
+                advance(info.size)
     aside = sum(len(one.corrupt) for one in contents)
     if form is _Format.json:
         out.print_json({**counts, "rows": rows, "set_aside": aside, "files": bad})
@@ -228,7 +228,7 @@ def _export(
     from torchcache2.cli import archive
 
     cache, contents = _scanned(directory)
-    with out.progress("exporting", sum(entry.size for one in contents for entry in one.segments)) as advance:
+    with out.progress("exporting", sum(info.size for one in contents for info in one.segments)) as advance:
         count, nbytes = archive.export(cache, file, advance)
     if form is _Format.json:
         out.print_json({"file": os.path.abspath(file), "segments": count, "bytes": nbytes})

@@ -60,7 +60,7 @@ def members(fs: FileSystem, file: Descriptor) -> Iterator[Member]:
         if not any(block):
             return
         try:
-            # Of this header alone. `tarfile.open` would follow extended headers, sparse maps and links.
+            # Only this header is read. `tarfile.open` would follow extended headers, sparse maps and links.
             info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError:
             raise ArchiveError(f"is not a tar archive: there is no header at byte {at:,}") from None
@@ -74,7 +74,7 @@ def members(fs: FileSystem, file: Descriptor) -> Iterator[Member]:
 
 
 def _names(info: tarfile.TarInfo) -> tuple[str, str]:
-    """Namespace and name of a file of a cache directory; no namespace above those, no name for a folder."""
+    """Namespace and name of a file. The namespace is empty for files above, and the name for a folder."""
     path = info.name
     while path.startswith("./"):  # as ``tar -cf x.tar .`` writes them
         path = path[2:]
@@ -123,7 +123,7 @@ def fingerprint(fs: FileSystem, file: Descriptor, member: Member) -> dict[str, A
 
 
 def _text(fs: FileSystem, file: Descriptor, member: Member) -> bytes:
-    """The bytes of a small file; none of one that is too large to be what its name says."""
+    """The bytes of a small file; empty if it is too large to be what its name says."""
     return fs.read_bytes(file, member.start, member.size if member.size <= _MOST_TEXT else 0)
 
 

@@ -34,13 +34,13 @@ _UNITS = ("KB", "MB", "GB", "TB", "PB")
 
 
 def say(text: str) -> None:
-    """Print a line of the result, whatever letters it has."""
+    """Print a line of the result, even if the terminal lacks some of its letters."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def tell(text: str) -> None:
-    """Print a line that is not of the result."""
+    """Print a line that is not part of the result."""
     print(text, file=sys.stderr)
 
 
@@ -50,7 +50,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table with a header; separated by tabs if nobody looks."""
+    """Print a table with a header; if the output is no terminal, separated by tabs."""
     if not sys.stdout.isatty():
         for row in (columns, *rows):
             say("\t".join(row))
@@ -62,7 +62,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             name, justify="right" if is_number else "left", no_wrap=is_number or i == 0, overflow="fold"
         )
     for row in rows:
-        table.add_row(*map(Text, row))  # texts of files are no markup
+        table.add_row(*map(Text, row))  # text from files is not markup
     Console().print(table)
 
 

@@ -1,4 +1,4 @@
-"""What there is to say about a cache directory: of each namespace, and of all of it."""
+"""Reads what the commands say about a cache directory and about each of its namespaces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BASE_32 = str.maketrans("JKMNPQRSTVWXYZ", "IJKLMNOPQRSTUV")  # from the letters
 
 @dataclasses.dataclass(frozen=True)
 class Namespace:
-    """What is to be said about a namespace."""
+    """What the commands say about a namespace."""
 
     id: str  # 32 hexadecimal digits
     name: str  # of the class or function; "?" if its ``fingerprint.json`` does not say
@@ -49,7 +49,7 @@ class Namespace:
         return self.row_bytes / self.stored_bytes if self.stored_bytes else None
 
     def to_json(self) -> dict[str, Any]:
-        """The same for ``json.dumps``."""
+        """The report for ``json.dumps``."""
         return {
             "namespace": self.id,
             "class": self.name,
@@ -70,7 +70,7 @@ def existing(path: str, fs: FileSystem) -> CacheDirectory:
     """The cache directory at a path; an `OptionError` if there is none."""
     directory = CacheDirectory(path, fs)
     try:
-        names = [entry.name for entry in fs.entries(directory.path)]
+        names = [info.name for info in fs.listing(directory.path)]
         directory.check()
     except FileNotFoundError:
         raise OptionError(f"{path!r} does not exist") from None
@@ -84,12 +84,12 @@ def existing(path: str, fs: FileSystem) -> CacheDirectory:
 
 
 def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
-    """Read what is to be said about a namespace: the indices of its segments, not their rows."""
+    """Read what there is to say about a namespace, from the indices of its segments without their rows."""
     rows = row_bytes = stored = unreadable = 0
     codecs: collections.Counter[str] = collections.Counter()
     descriptors = Descriptors(directory.fs)
-    for entry in contents.segments:
-        path = os.path.join(directory.path, contents.namespace, entry.name)
+    for info in contents.segments:
+        path = os.path.join(directory.path, contents.namespace, info.name)
         try:
             segment = Segment.open(directory.fs, descriptors, path, limit=_ANY, structured=False)
         except FileNotFoundError:
@@ -119,13 +119,13 @@ def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
 
 
 def name(directory: CacheDirectory, namespace: str) -> str:
-    """The name of the class or function that computed a namespace; "?" if that is not said."""
+    """The name of the class or function that computed a namespace; "?" if it is not known."""
     stated = directory.fingerprint(namespace).get("class")
     return printable(stated) if isinstance(stated, str) and stated else "?"
 
 
 class Gone(NamedTuple):
-    """What is gone of a namespace."""
+    """What was deleted of a namespace."""
 
     namespace: str
     files: int
@@ -155,11 +155,11 @@ def wanted(names: Sequence[str], directory: str, fs: FileSystem) -> list[tuple[C
 
 
 def gone(before: Sequence[Contents], after: Sequence[Contents]) -> list[Gone]:
-    """What was there before, and is no longer."""
-    left = {(one.namespace, entry.name) for one in after for entry in one.entries}
+    """The files that were there before, and are not there any more."""
+    left = {(one.namespace, info.name) for one in after for info in one.files}
     found = []
     for one in before:
-        sizes = [entry.size for entry in one.entries if (one.namespace, entry.name) not in left]
+        sizes = [info.size for info in one.files if (one.namespace, info.name) not in left]
         if sizes:
             found.append(Gone(one.namespace, len(sizes), sum(sizes)))
     return found
@@ -193,13 +193,13 @@ def totals(directory: CacheDirectory, contents: list[Contents]) -> dict[str, Any
 def _foreign(directory: CacheDirectory, contents: list[Contents]) -> int:
     """Names in the directory and in its namespaces that are not the cache's, and are left alone."""
     ours = {LOCK, *(one.namespace for one in contents)}
-    names = [entry.name for entry in directory.fs.entries(directory.path)]
+    names = [info.name for info in directory.fs.listing(directory.path)]
     count = sum(name not in ours and name != TAG and not name.startswith(TAG + ".") for name in names)
     for one in contents:
-        known = {entry.name for entry in one.entries}
+        known = {info.name for info in one.files}
         folder = os.path.join(directory.path, one.namespace)
         try:
-            count += sum(entry.name not in known for entry in directory.fs.entries(folder))
+            count += sum(info.name not in known for info in directory.fs.listing(folder))
         except OSError:
             continue  # deleted meanwhile
     return count
@@ -212,7 +212,7 @@ def _created(stated: Any, contents: Contents) -> float | None:
         return (when if when.tzinfo else when.replace(tzinfo=datetime.timezone.utc)).timestamp()
     except (ValueError, OverflowError):
         pass
-    oldest = min((entry.name for entry in contents.segments), default="")
+    oldest = min((info.name for info in contents.segments), default="")
     if not oldest:
         return None
     return int(oldest[:10].translate(_BASE_32), 32) / 1000  # milliseconds

@@ -1,4 +1,4 @@
-"""Types of numpy arrays; mypy does not check shapes, which are in the names and docstrings."""
+"""Types of numpy arrays. Comments give the shapes, as mypy does not check them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Array", "Bytes", "Bytes2D", "Entries", "Positions", "Words"]
+__all__ = ["Array", "Bytes", "Bytes2D", "Ordinals", "Positions", "Words"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]  # (size,)
 Bytes2D = np.ndarray[Any, np.dtype[np.uint8]]  # (n, bytes of a row)
 Words = np.ndarray[Any, np.dtype[np.uint64]]  # (n, 2): keys as two little-endian numbers
 Positions = np.ndarray[Any, np.dtype[np.int64]]  # (n,): places in a batch
-Entries = np.ndarray[Any, np.dtype[np.int64]]  # (n,): numbers that an index gives to keys
+Ordinals = np.ndarray[Any, np.dtype[np.int64]]  # (n,): numbers that a `KeyIndex` gives to keys

@@ -1,4 +1,4 @@
-"""`AtExit`: a function that is called when the process ends, in each way in which Python ends it."""
+"""`AtExit`: calls a function when the process ends, however Python ends it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ __all__ = ["AtExit"]
 
 
 class AtExit:
-    """Calls a function at the end of the process that makes this, and keeps what it needs alive until then.
+    """Calls a function when the process ends, and keeps it alive until then.
 
     The function that was registered last is called first, as with `atexit`. A process of `multiprocessing`
-    ends without the handlers of `atexit`, but with its own finalizers: there the highest `priority` is first.
+    does not run the handlers of `atexit` but its own finalizers, the one with the highest `priority` first.
 
-    A child that was made by `os.fork` inherits the handlers of `atexit`: the function itself must see that
-    it is called in another process.
+    A child of `os.fork` inherits the handlers: the function has to check in which process it is called.
     """
 
     def __init__(self, function: Callable[[], None], priority: int) -> None:
@@ -28,7 +27,7 @@ class AtExit:
             self._finalizer = multiprocessing.util.Finalize(None, function, exitpriority=priority)
 
     def cancel(self) -> None:
-        """Do not call the function any more, and let go of it; may be called again."""
+        """Do not call the function, and drop the reference to it. This may be called several times."""
         if self._function is not None:
             atexit.unregister(self._function)
         if self._finalizer is not None:

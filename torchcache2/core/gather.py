@@ -23,16 +23,16 @@ __all__ = [
     "with_ordinary_tensors",
 ]
 
-_ALONE = 1 << 20  # one thread has copied so many bytes before others are awake
-_GRAIN = 32_768  # torch copies a row of so many elements with all threads
+_ALONE = 1 << 20  # one thread copies so many bytes before others have woken up
+_GRAIN = 32_768  # torch uses all threads for each row of so many elements
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-_HUGE = 4 << 20  # from here on numpy asks for huge pages, which make page faults several times cheaper
+_HUGE = 4 << 20  # from so many bytes on, numpy asks for huge pages, with far fewer page faults
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def with_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
-    """Run a function outside of inference mode, whose tensors could not be written later."""
+    """Run a function outside of inference mode, as tensors made in it could not be written later."""
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -65,9 +65,9 @@ def empty_rows(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: t
 
 
 def is_channels_last(tensor: Tensor) -> bool:
-    """Whether operations take a tensor of 4 or 5 dimensions for one whose channels are last.
+    """Whether torch takes a tensor of 4 or 5 dimensions for one whose channels are last.
 
-    As torch does (`is_channels_last_strides_2d` in `c10/core/MemoryFormat.h`), by its strides.
+    Torch decides by the strides: see `is_channels_last_strides_2d` in `c10/core/MemoryFormat.h`.
     """
     memory_format = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
     if not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format):
@@ -84,7 +84,7 @@ def is_channels_last(tensor: Tensor) -> bool:
 
 
 def select(tensor: Tensor, positions: Tensor) -> Tensor:
-    """The items of a tensor at some positions, for any dtype that it may have; in the same memory format."""
+    """The items of a tensor of any dtype at some positions, in the same memory format."""
     if tensor.dim() in (4, 5) and is_channels_last(tensor):
         return select(tensor.movedim(1, -1).contiguous(), positions).movedim(-1, 1)
     if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.requires_grad:
@@ -96,8 +96,8 @@ def select(tensor: Tensor, positions: Tensor) -> Tensor:
 def gather(data: Tensor, positions: Tensor, *, runtime: Runtime | None = None) -> Tensor:
     """Rows of contiguous uint8 ``(n, bytes)`` on the CPU, in fresh memory; see `empty_bytes`.
 
-    Torch's `index_select` copies row by row, each with all threads, if rows have many elements. Where
-    other processes use the cores too, every such copy may wait for the scheduler.
+    If rows have many elements, torch's `index_select` copies each row with all threads. If other processes
+    use the cores too, each such copy may wait for the scheduler. So long rows are copied in pieces.
     """
     row_bytes = data.shape[1]
     picked = empty_bytes(len(positions) * row_bytes, runtime=runtime).view(len(positions), row_bytes)

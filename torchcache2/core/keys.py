@@ -22,8 +22,8 @@ class Keys:
     data : ndarray of uint8, shape (n, 16)
         One key per item, C-contiguous.
     group : bytes
-        A digest of what these keys have in common besides, such as the shapes of items; empty if unknown.
-        A key is always of the same group.
+        A digest of what all items share, such as the shape of an item; empty if unknown. A key always belongs
+        to the same group.
     """
 
     __module__ = "torchcache2"
@@ -54,7 +54,10 @@ class Keys:
         return Keys(self.namespace, self.data[positions], self.group)
 
     def first_positions(self) -> tuple[Positions, Positions] | None:
-        """Where each distinct key is first, and which of those each key equals; None if all differ."""
+        """The position where each distinct key comes first, and which of these each key equals.
+
+        None if all keys differ.
+        """
         words = self.words
         low = np.sort(words[:, 0])  # sorting is several times as fast as `unique`
         if not (low[1:] == low[:-1]).any():

@@ -1,7 +1,7 @@
-"""Locks that a forked process has anew.
+"""Locks that work in forked processes.
 
-A process may fork while one of its other threads holds a lock, as a `DataLoader` with workers does at
-each epoch. The child has that lock, and not the thread that would release it.
+A process may fork while another thread of it holds a lock: a `DataLoader` with workers forks at each epoch.
+The child has the lock, but not the thread that would release it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ __all__ = ["ProcessLock"]
 
 
 class ProcessLock:
-    """A lock, another one in each process; ``with lock(): …``, so that no interrupt comes before its release.
+    """A lock for each process, used as ``with lock(): …``.
+
+    An interrupt cannot leave it locked, since the lock itself is what ``with`` enters.
 
     Parameters
     ----------
@@ -30,13 +32,13 @@ class ProcessLock:
     def __call__(self) -> Any:
         """The lock of this process."""
         pid = os.getpid()
-        # `setdefault` is atomic: all threads of a child get the same one.
+        # `setdefault` is atomic, so that all threads of a child get the same lock.
         return self._locks.get(pid) or self._locks.setdefault(pid, self._make())
 
     def was_torn(self) -> bool:
-        """Once in a child, with its lock held: whether the parent held its own when it forked.
+        """Whether the parent held its lock when it forked: what the lock protects may then be half changed.
 
-        What the lock protects may then be half changed.
+        True at most once in a child. To be called with the lock held.
         """
         pid = os.getpid()
         if len(self._locks) == 1:

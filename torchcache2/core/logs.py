@@ -34,7 +34,7 @@ class ToldOnce:
     def __call__(
         self, what: str, message: str, *args: object, log: Callable[..., None] = logger.warning
     ) -> None:
-        """Log a message, unless `what` has been told before."""
+        """Log a message, unless one with the same `what` has been logged before."""
         mine = object()
         if self._told.setdefault(what, mine) is mine:  # this is atomic, so of two threads only one tells
             log(message, *args)

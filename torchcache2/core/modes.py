@@ -1,8 +1,8 @@
-"""What torch's global modes make of an operation, as part of a key.
+"""The global modes of torch that change results, as part of a key.
 
-Autocast, the default dtype and device, deterministic algorithms, denormal numbers, and the precision of
-float32 products.
-What is as torch starts up adds nothing, so that keys do not depend on which modes a version knows.
+These are autocast, the default dtype and device, deterministic algorithms, denormal numbers, and the
+precision of float32 products. A mode that is as it is when torch starts adds nothing to the key, so that keys
+do not depend on which modes a version of torch knows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EPS = {"none": 0.0, "ieee": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-7} | {
     "high": 2.0**-10,
     "medium": 2.0**-7,
 }
-# At the start "none" is in force, which is full precision; "highest" asks for "ieee", the same.
+# At the start the mode is "none", which is full precision. "highest" sets "ieee", which is the same.
 _USUAL = {unit: {"none", "ieee"} for unit in _UNITS} | {
     ("cuda", "conv"): {"tf32"},
     ("cuda", "rnn"): {"tf32"},
@@ -41,11 +41,11 @@ def modes(devices: Iterable[str]) -> str:
         state.append("no fast path of attention")
     if torch.are_deterministic_algorithms_enabled():
         state.append("deterministic")
-    # Not `torch.get_default_device`, which old versions of torch get wrong.
+    # `torch.get_default_device` is wrong in old versions of torch.
     contexts = [mode for mode in _function_modes() if isinstance(mode, DeviceContext)]  # type: ignore[no-untyped-call]
     if contexts and contexts[-1].device.type != "cpu":
         state.append(f"device {contexts[-1].device.type}")
-    if sys.float_info.min / 2 == 0.0:  # `torch.set_flush_denormal` cannot be asked, but its effect shows
+    if sys.float_info.min / 2 == 0.0:  # torch does not say what `torch.set_flush_denormal` has set
         state.append("flush denormal")
     return "; ".join(state)
 
@@ -72,5 +72,5 @@ def product_precision() -> float:
 
 
 def autocast_keeps_weights(devices: Iterable[str]) -> bool:
-    """Whether autocast may go on using copies of weights as they were when it first cast them."""
+    """Whether autocast may compute with copies of weights that it has made before they changed."""
     return torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, devices))

@@ -1,7 +1,7 @@
 """`Rows`: what a computation returns for a batch, one row per item.
 
-An output is a pytree. Its tensors become columns of shape ``(n, *shape)``; its numbers and texts
-become columns too, the value repeated for each row, because they are data and not part of the schema.
+An output is a pytree. Its tensors become columns of shape ``(n, *shape)``. Its numbers and texts become
+columns too, with the same value in each row: they are data, and not part of the schema.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PACKED = {"bool": "<?", "int": "<q", "float": "<d", "complex": "<dd"}
 
 
 class UnstorableError(Exception):
-    """An output that cannot be kept as rows, and why."""
+    """An output that cannot be stored as rows; the message says why."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}; only dense tensors, numbers, texts and None can be kept")
@@ -55,7 +55,7 @@ class Rows:
         """The rows of a computation's output, a pytree, for a batch of `count` items.
 
         Its tensors have shape ``(count, ...)``; other values belong to the whole batch. `device` is that of
-        the call, which outputs are returned to, and `dtype` the stored one of floating-point leaves.
+        the call, and `dtype` is the stored dtype of floating-point leaves.
 
         Raises
         ------
@@ -70,7 +70,7 @@ class Rows:
         else:
             try:
                 pairs, structure = pytree.tree_flatten_with_path(output)
-            except ValueError:  # a node was registered without names for its children
+            except ValueError:  # a node type was registered without names for its children
                 values, structure = pytree.tree_flatten(output)
                 pairs = [((pytree.SequenceKey(i),), value) for i, value in enumerate(values)]
         leaves, columns = [], []
@@ -135,7 +135,7 @@ class Rows:
         return Rows(schema, columns, self.count)
 
     def in_logical_order(self) -> Rows:
-        """The same rows, none of them with its channels last."""
+        """The same rows in the order of their dimensions, so that no leaf has its channels last."""
         pairs = zip(self.schema.leaves, self.columns, strict=True)
         columns = [moved(column, -1, 1) if leaf.channels_last else column for leaf, column in pairs]
         return Rows(self.schema.in_logical_order, columns, self.count)
@@ -147,10 +147,9 @@ class Rows:
     @staticmethod
     @with_ordinary_tensors
     def scatter(parts: Sequence[tuple[Positions, Rows]], count: int, *, device: torch.device) -> Rows:
-        """One batch of `count` rows, from parts with the positions of their rows in it.
+        """One batch of `count` rows, put together from parts: rows, and their positions in the batch.
 
-        The parts have one schema, and their positions cover the batch. Columns are put together where
-        the output of a call on `device` is.
+        The parts have one schema, and their positions cover the batch. `device` is that of the call.
         """
         schema = parts[0][1].schema
         columns = []
@@ -166,7 +165,7 @@ class Rows:
 
 
 def rounded(output: Any, dtype: torch.dtype) -> Any:
-    """An output with its floating-point tensors as they come back from columns of another dtype."""
+    """An output whose floating-point tensors are rounded as if they were stored in another dtype."""
 
     def leaf(value: Any) -> Any:
         inexact = isinstance(value, Tensor) and value.is_floating_point()

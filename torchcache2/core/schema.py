@@ -24,14 +24,14 @@ class Leaf:
     kind : str
         ``tensor``, or the type tag of a value that is not one: ``int``, ``str``, ``none``, ...
     dtype, stored : torch.dtype
-        Of the output, and of the column that keeps it.
+        The dtype of the output, and that of the column that stores it.
     shape : tuple of int
-        Of one row; -1 where it differs between the rows of a segment.
+        The shape of one row; an extent that differs between the rows of a segment is -1.
     channels_last : bool
-        Whether rows are laid out with their channels last, and the output likewise. Leaves that differ
-        in this alone are equal: convolutions choose by the batch size too.
+        Whether rows, and the output, are laid out with their channels last. Leaves that differ in nothing
+        else are equal, since convolutions choose a layout by the batch size.
     device : str, optional
-        The device of the output where that is not the device of the call.
+        The device of the output, if it is not the device of the call.
     """
 
     path: str
@@ -44,11 +44,11 @@ class Leaf:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Of one row as it lies in the column."""
+        """The shape of one row as it lies in the column."""
         return (*self.shape[1:], self.shape[0]) if self.channels_last else self.shape
 
     def place(self, device: torch.device) -> torch.device:
-        """Where the output is, of a call on `device`."""
+        """The device of the output of a call on `device`."""
         return torch.device(self.device) if self.device else device
 
     @property
@@ -74,7 +74,7 @@ class Schema:
             return False
         try:
             return bool(self.structure == other.structure)
-        except Exception:  # what a node keeps beside its children may raise when it is compared
+        except Exception:  # a node may keep other objects beside its children, which may raise when compared
             return False
 
     def __hash__(self) -> int:
@@ -87,9 +87,9 @@ class Schema:
 
     @property
     def family(self) -> Schema:
-        """What this schema has in common with those that differ in the shapes of rows alone.
+        """A schema that is the same for all schemas that differ only in the shapes of rows.
 
-        Rows with their channels last are a family of their own, so that they come back as such.
+        Rows with their channels last are another family, so that they come back in that layout.
         """
         return self.with_shapes([(-1 - leaf.channels_last,) * len(leaf.shape) for leaf in self.leaves])
 

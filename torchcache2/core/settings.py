@@ -37,35 +37,36 @@ class CacheSettings:
     Parameters
     ----------
     enabled : bool
-        Off switch. ``TORCHCACHE_DISABLE=1`` turns every cache of a run off.
+        False turns the cache off. ``TORCHCACHE_DISABLE=1`` turns off every cache of a run.
     subsample_count : int, optional
         None: every element of an item is hashed. N: of items with more than N elements, N elements
         in evenly spread blocks are hashed. Edits outside those blocks are **not seen**.
     persistent : bool, optional
-        Whether rows are kept on disk too, and found again by later runs. None: if there is a
-        `persistent_cache_dir`. False leaves that folder alone, as for a run that tries something.
+        Whether rows are kept on disk too, and found again by later runs. None: yes, if there is a
+        `persistent_cache_dir`. False does not use that folder, as for a run that tries something out.
     persistent_cache_dir : path, optional
-        The folder for them, which holds nothing else; any number of runs may share it. None: with
-        ``persistent=True`` a temporary one, which is deleted at exit.
+        The folder for these rows, in which nothing else may be; any number of runs may share it. None: with
+        ``persistent=True``, a temporary folder that is deleted at exit.
     persistent_module_hash : str, optional
         A name to use instead of the computed namespace. Nothing about the module is then checked.
     max_memory_cache_size : int, str or float
         Budget of the memory tier: bytes, a text like ``"4GB"`` or ``"512MiB"``, or a float in
         (0, 1], a share of the memory that is free when the cache is made.
     max_persistent_cache_size : int, str or float
-        Budget of the whole folder, likewise; as a float, a share of what is free on its disk, or
-        taken by the folder itself.
+        Budget of the whole folder, as above; a float is a share of the bytes on its disk that are free, or
+        that the folder takes itself.
     compression : {"brotli", "blosc2", "none"}
         How rows on disk are compressed. ``"blosc2"`` is faster and needs the extra ``blosc2``.
     compression_quality : int
         0 to 11 for brotli, 0 to 9 for blosc2. Reading does not depend on it.
     memory_cache_device : str or torch.device, optional
-        Where the memory tier lives. None: where the output was.
+        The device of the memory tier. None: the device of the output.
     cache_dtype : torch.dtype, optional
         Stored dtype of floating-point leaves. Outputs keep their own dtype, and are rounded
         through this one whether they were found or computed.
     policy : {"mru", "lru"}
-        What a full cache does, in memory and on disk: keep what came first, or drop the least recently used.
+        What a full cache does, in memory and on disk: ``"mru"`` keeps the rows that came first, ``"lru"``
+        drops the least recently used ones.
     shared_args : sequence of str
         Arguments of forward that belong to the whole batch, such as a mask or a table.
     item_args : sequence of str
@@ -78,9 +79,9 @@ class CacheSettings:
         Whether a call that cannot be cached raises `NotCachedError`, instead of running past the cache.
         ``TORCHCACHE_STRICT=1`` makes every cache of a run strict.
     miss_batch : {"exact", "pad"}
-        How many items the forward gets when some of a batch are missing: those, or as many as the next
-        power of two, at most the batch, the last of them repeated. A compiled forward is compiled
-        again for each size that it has not seen; ``"pad"`` leaves few.
+        How many items the forward gets when some of a batch are missing. ``"exact"``: these. ``"pad"``: the
+        next power of two, with the last of them repeated, but no more than the batch. A compiled forward is
+        compiled again for each new size, of which ``"pad"`` leaves few.
     verify : float
         Share of hits, in [0, 1], that are computed again and compared.
 
@@ -172,7 +173,7 @@ class CacheSettings:
             require("blosc2", "blosc2", "compression='blosc2'")
 
     def _sort_names(self, option: str) -> None:
-        """Have each name of an option once and in order, so that equal options are equal."""
+        """Sort the names of an option, each once, so that options with the same names are equal."""
         names = getattr(self, option)
         is_sequence = isinstance(names, Iterable) and not isinstance(names, (str, bytes))
         found = tuple(names) if is_sequence else (None,)
@@ -186,7 +187,7 @@ class CacheSettings:
 
     @property
     def is_persistent(self) -> bool:
-        """Whether rows are kept on disk: as `persistent` says, or if there is a folder for them."""
+        """Whether rows are kept on disk: as `persistent` says or, if it is None, if there is a folder."""
         return self.persistent_cache_dir is not None if self.persistent is None else self.persistent
 
     def replace(self, options: Mapping[str, Any]) -> CacheSettings:
@@ -217,8 +218,8 @@ class CacheSettings:
     def persistent_budget(self, folder: str, used: int = 0) -> int:
         """`max_persistent_cache_size` in bytes, as of now.
 
-        A share is one of what is free on the disk of `folder` and the `used` bytes of the cache that is
-        there already: what earlier runs have kept must not make the budget of the next one smaller.
+        A share is one of the bytes that are free on the disk of `folder`, and of the `used` bytes of the
+        cache that is there: otherwise rows of earlier runs would make the budget smaller.
         """
         free = None
         if isinstance(self.max_persistent_cache_size, float):
@@ -232,7 +233,7 @@ _init = CacheSettings.__init__
 
 @functools.wraps(_init)
 def _init_by_name(self: CacheSettings, *args: Any, **options: Any) -> None:
-    """Set the options; unlike the constructor of other dataclasses, it says what a wrong name may mean."""
+    """Set the options. Unlike a dataclass's own constructor, this suggests names for a wrong one."""
     known = [field.name for field in dataclasses.fields(CacheSettings)]
     for name in options:
         if name in _OF_TORCHCACHE:

@@ -1,11 +1,11 @@
-"""Copies between an accelerator and the host, started together and waited for once.
+"""Copies between an accelerator and the host, which start together and are waited for once.
 
-Copies to and from page-locked ("pinned") host memory run beside the host's own work, in the order of
-the stream that they were started on. Until a copy's event has passed, its target holds nothing yet and its
-source must stay: `Arriving` keeps both. Torch's allocator of pinned memory gives a buffer out again only
+Copies to and from page-locked ("pinned") host memory run while the host goes on, in the order of the stream
+that they were started on. Before the event of a copy has passed, its target must not be read, and its source
+must not be freed: `Arriving` refers to both. Torch's allocator of pinned memory gives out a buffer again only
 after the copies that read it.
 
-Only CUDA (and ROCm, which torch calls so too) is asynchronous here; other devices copy and wait.
+Only CUDA is asynchronous here, and ROCm, which torch also calls CUDA. Copies to other devices are waited for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["CUDA", "Arriving", "Runtime", "StreamOrder", "to_device", "to_host"]
 
 
 class Runtime:
-    """What is asked of an accelerator: pinned memory, copies that do not wait, and events."""
+    """The functions of an accelerator that are used here: pinned memory, copies that do not wait, events."""
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor is on the accelerator."""
@@ -39,7 +39,7 @@ class Runtime:
             target.copy_(source, non_blocking=True)
 
     def event(self, device: torch.device) -> Any:
-        """Passes when everything has been done that was started on the device's current stream."""
+        """An event that passes when everything is done that was started on the device's current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event
@@ -49,7 +49,7 @@ class Runtime:
         torch.cuda.current_stream(device).wait_event(event)
 
     def keep_for_stream(self, tensor: Tensor) -> None:
-        """Have the memory of a tensor given out again only after what was started on the current stream."""
+        """Keep the memory of a tensor from being reused before all work on the current stream is done."""
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
@@ -57,7 +57,7 @@ CUDA = Runtime()
 
 
 class Arriving:
-    """Tensors of any devices on their way to the host; those on the host are passed on as they are."""
+    """Tensors that are being copied to the host; those that are there already stay as they are."""
 
     def __init__(self, tensors: Sequence[Tensor], runtime: Runtime = CUDA) -> None:
         self._sources: list[Tensor] = []
@@ -74,11 +74,11 @@ class Arriving:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are on their way."""
+        """Bytes that are being copied; 0 when all have arrived."""
         return sum(tensor.nbytes for tensor in self._tensors) if self._events else 0
 
     def wait(self) -> list[Tensor]:
-        """The tensors on the host, when all have arrived."""
+        """Wait until all have arrived; returns the tensors on the host."""
         for event in self._events:
             event.synchronize()
         self._events, self._sources = [], []
@@ -86,7 +86,7 @@ class Arriving:
 
 
 def to_host(tensors: Sequence[Tensor], runtime: Runtime = CUDA) -> list[Tensor]:
-    """The same tensors on the host; waits once for all of them."""
+    """The same tensors on the host; waits once for all copies."""
     return Arriving(tensors, runtime).wait()
 
 
@@ -94,7 +94,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The same tensor on a device; from pinned memory, without waiting."""
     if tensor.device == device:
         return tensor
-    # `is_pinned` asks the driver, so it is called only where the answer matters.
+    # `is_pinned` asks the driver, so it is called only if the answer matters.
     is_async = device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned()
     return tensor.to(device, non_blocking=is_async)
 
@@ -112,9 +112,9 @@ class StreamOrder:
         self._last: Any = None
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
-        """What the current stream does from here on, with these tensors, comes after what others were given.
+        """Let the current stream use these tensors only after the work that `end` has marked.
 
-        Their memory, which may be freed while it runs, is given out again after it.
+        Their memory may be freed while this work runs, and is reused only afterwards.
         """
         if self._last is not None:
             self._runtime.wait(self._last, self._device)
@@ -122,5 +122,5 @@ class StreamOrder:
             self._runtime.keep_for_stream(tensor)
 
     def end(self) -> None:
-        """What follows on any stream comes after what was started until here."""
+        """Mark the work that was started until now: later work of any stream comes after it."""
         self._last = self._runtime.event(self._device)

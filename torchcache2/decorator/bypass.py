@@ -1,8 +1,8 @@
-"""May this call be cached? Every reason why not, where it is asked, and what to do about it.
+"""May this call be cached? Every reason why not, where it is found, and the advice for it.
 
-What can be told before the forward runs is asked here, in this order: of the module, of the arguments, of the
-weights. `torchcache2.decorator.forward` asks the rest of what the forward did, and
-`torchcache2.decorator.probes` of what is known of the module's items.
+The checks that need no forward are here, in this order: of the module, of the arguments, of the weights.
+`torchcache2.decorator.forward` checks what the forward did, and `torchcache2.decorator.probes` what is known
+about the items of the module.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = [
 class Reason(NamedTuple):
     """A reason why calls are not cached.
 
-    `asked` says of what it is asked first: of the module and of the weights at every call, at little cost; of
-    the arguments and of the forward by an attempt that costs as much as caching does. `advice` says what to
-    do; it is empty where each sentence says so itself.
+    `asked` says what is checked for it. The module and the weights are checked at every call, at little cost.
+    To check the arguments or the forward costs as much as caching does. `advice` says what to do; it is empty
+    where the text of each case says it.
     """
 
     asked: Literal["module", "weights", "arguments", "forward"]
@@ -80,7 +80,7 @@ REASONS = {
     "lazy": Reason("module", "the next call can be cached"),
     "output": Reason("forward"),
 }
-_LAYERS = {  # what an `UnsteadyLayer` does
+_LAYERS = {  # reason and text by what an `UnsteadyLayer` does
     "drops out": ("training", "{} drops out at random"),
     "normalises": ("training", "{} normalises by the statistics of the batch"),
     "scales": ("batch", "the dynamically quantized {} scales by the range of the batch"),
@@ -88,10 +88,10 @@ _LAYERS = {  # what an `UnsteadyLayer` does
 
 
 class BypassError(Exception):
-    """Raised where it shows that a call cannot be cached.
+    """Raised where a check finds that a call cannot be cached.
 
-    `reason` is a key of `REASONS`, `text` says what to do, too, and `error` is the exception that makes it
-    impossible, if one does. If it `is_final`, calls of this kind are not expected to be cached later.
+    `reason` is a key of `REASONS`, `text` says why and what to do, and `error` is the exception behind it, if
+    there is one. If it `is_final`, calls of this kind are not expected to be cached later.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class BypassError(Exception):
 
     @classmethod
     def because(cls, reason: str, why: str, *, is_final: bool = True) -> BypassError:
-        """With the advice that there is for the reason."""
+        """The error for a reason, with `why` and the advice for the reason as its text."""
         return cls(reason, f"{why}; {REASONS[reason].advice}", is_final=is_final)
 
     @classmethod
     def of(cls, stop: NotStoredError, *, is_final: bool = True) -> BypassError:
-        """Of an output that must not be stored."""
+        """The error for an output that must not be stored."""
         return cls(stop.reason, stop.text, stop.error, is_final=is_final)
 
     def as_error(self, name: str) -> NotCachedError:
@@ -122,7 +122,7 @@ class BypassError(Exception):
 
 
 def not_stored(reason: str, output: Any, why: str = "") -> NotStoredError:
-    """What to raise of an output that must not be stored, with the advice that there is for the reason."""
+    """The error for an output that must not be stored, with the advice for the reason."""
     advice = REASONS[reason].advice
     return NotStoredError(reason, f"{why}; {advice}" if why else advice, output)
 
@@ -151,9 +151,9 @@ def ask_module(keeper: NamespaceKeeper, root: Any) -> None:
 def ask_arguments(
     signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], keeper: NamespaceKeeper
 ) -> BoundCall | None:
-    """The call, bound to a signature; raises if its arguments cannot be cached by.
+    """The call, bound to a signature; raises if its arguments cannot be put in keys.
 
-    None if the arguments do not fit the signature: Python says what is wrong.
+    None if the arguments do not fit the signature: the plain forward then raises the usual error.
     """
     try:
         call = signature.bind(args, kwargs)
@@ -174,7 +174,7 @@ def ask_arguments(
 
 
 def ask_weights(seen: Seen) -> None:
-    """Raise if the forward may compute with other weights than those that were seen."""
+    """Raise if the forward may compute with older weights than those that were read."""
     if seen.has_old_casts:
         text = "weights have changed while autocast is on, which keeps its copies of the old ones"
         raise BypassError.because("autocast", text)

@@ -24,7 +24,7 @@ from torchcache2.identity.modulewalk import argument_digests
 
 __all__ = ["decorate_class"]
 
-_STARTING = "_torchcache_starting"  # the attribute of an instance while its outermost constructor runs
+_STARTING = "_torchcache_starting"  # an instance has this attribute while its outermost constructor runs
 
 
 def decorate_class(cls: type[nn.Module], binding: Binding) -> type[nn.Module]:
@@ -62,7 +62,7 @@ def _patch_methods(cls: type[nn.Module]) -> None:
 
 
 def _cached_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    # Dynamo compiles this function, so that it does nothing but choose.
+    # Dynamo compiles this function, so it does no more than it must.
     @with_own_code
     @functools.wraps(forward)
     def cached_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -76,15 +76,16 @@ def _cached_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _call_method(
     module: nn.Module, wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Steps[Any]:
-    # A notebook may have reloaded the class in place, after which the wrapper has another original.
+    # The original is read at each call: a notebook that reloads the class in place gives the wrapper another.
     forward = types.MethodType(getattr(wrapper, ORIGINAL_ATTRIBUTE), module)
     added_to = getattr(wrapper, ADDED_ATTRIBUTE, None)
     if added_to is not None and (owner := added_to()) is not None:
-        forward = super(owner, module).forward  # somebody may have replaced it since the class was decorated
-    # Another forward than the class's own, as through super(), computes something else.
+        forward = super(owner, module).forward  # the base class may have got another forward since
+    # The namespace stands for the forward of the module's own class. If a subclass calls this one by
+    # `super()`, that is another computation, which is not cached by itself.
     if type(module).forward is not wrapper:
         return (yield forward, args, kwargs)
-    # A traced call makes no cache, because some exporters look for attributes that a forward adds.
+    # A traced call makes no cache, as some exporters look for attributes that a forward adds.
     if "cache_instance" not in module.__dict__ and is_traced():
         return (yield forward, args, kwargs)
     return (yield from _cache_of(module).call(forward, args, kwargs))
@@ -109,7 +110,7 @@ def _recording_init(init: Callable[..., None]) -> Callable[..., None]:
 def _cached_replicate(replicate: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     @functools.wraps(replicate)
     def cached_replicate(self: nn.Module) -> nn.Module:
-        _cache_of(self)  # made here, so that the replicas share it
+        _cache_of(self)  # the cache is made before the replicas are, so that they share it
         return replicate(self)
 
     return cached_replicate
@@ -122,7 +123,7 @@ def _record_arguments(
     try:
         bound = signature.bind(module, *args, **kwargs)
     except TypeError:
-        return  # the constructor itself will say so
+        return  # the constructor itself will raise
     bound.apply_defaults()
     _, *names = bound.arguments
     arguments = {name: bound.arguments[name] for name in names}

@@ -1,4 +1,4 @@
-"""`Binding`: what one decorator shares between all that it caches."""
+"""`Binding`: what all modules and functions share that one decorator caches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PREFIX = "torchcache_"
 
 
 class Binding:
-    """One decorator: its options, and the tiers that all of its caches share."""
+    """One use of the decorator: its options, and what all of its caches share."""
 
     def __init__(self, settings: CacheSettings) -> None:
         self.settings = settings

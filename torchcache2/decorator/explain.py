@@ -8,23 +8,22 @@ from typing import Any, NamedTuple
 import torch
 
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.identity.describe import describe, form, split
 from torchcache2.identity.modulewalk import Fingerprint
+from torchcache2.identity.readable import form, readable, split
 
 __all__ = ["CallSeen", "explained"]
 
 _MOST_LINES = 50
-_MOST_ALIKE = 3  # parts that differ in the same way and still have a line each
+_MOST_ALIKE = 3  # more parts that differ in the same way share a line
 _SOURCES = ("class", "function")
 
 Leaf = tuple[torch.dtype, tuple[int, ...]]
 
 
 class CallSeen(NamedTuple):
-    """What the items of a call had in common.
+    """What the items of a call have in common.
 
-    `leaves` are path, dtype and shape of an item for each batched tensor; its first dimension, the batch, is
-    left out.
+    `leaves` has for each batched tensor its path, its dtype, and the shape of an item.
     """
 
     namespace: bytes
@@ -78,7 +77,7 @@ def _fingerprint_differences(before: Fingerprint, now: Fingerprint) -> list[str]
             continue
         kind, _, path = name.partition(" ")
         if kind == "tensor" and f"weights {path}" in names:
-            continue  # the line about its content says it
+            continue  # the line about its content says so too
         alike.setdefault((kind, _difference(name, kind, before, now)), []).append(path)
     lines = []
     for (kind, text), paths in alike.items():
@@ -92,14 +91,14 @@ def _fingerprint_differences(before: Fingerprint, now: Fingerprint) -> list[str]
 
 
 def _difference(name: str, kind: str, before: Fingerprint, now: Fingerprint) -> str:
-    """What is said of a part that differs, behind its name."""
+    """The text behind the name of a part that differs."""
     old, new = before.values.get(name), now.values.get(name)
     if name not in before.parts:
         return " is new" + ("" if new is None else f": {new}")
     if name not in now.parts:
         return " is gone" + ("" if old is None else f": {old}")
     if old is not None and new is not None and old != new:
-        if kind == "weights" and old.partition(" ")[2] == new.partition(" ")[2]:  # one shape, other dtypes
+        if kind == "weights" and old.partition(" ")[2] == new.partition(" ")[2]:  # only the dtype differs
             old, new = old.partition(" ")[0], new.partition(" ")[0]
         return f": {old} → {new}"
     return " has another class or submodules" if kind == "module" else " changed"
@@ -108,7 +107,7 @@ def _difference(name: str, kind: str, before: Fingerprint, now: Fingerprint) -> 
 def _latest_fingerprint(
     directory: CacheDirectory, kind: str, namespace: bytes, since: str
 ) -> Fingerprint | None:
-    """What earlier runs have left of a namespace, else of the one of the class that was used last."""
+    """The fingerprint that earlier runs have left of a namespace, else of the class's last used one."""
     try:
         contents = [one for one in directory.scan() if one.segments]
     except OSError:
@@ -117,7 +116,7 @@ def _latest_fingerprint(
     for one in contents:
         document = directory.fingerprint(one.namespace)
         if one.namespace == namespace.hex() and str(document.get("created")) >= since:
-            continue  # this run's own
+            continue  # this run has written it
         if document.get("class") == kind and (fingerprint := _from_document(one.namespace, document)):
             return fingerprint
     return None
@@ -138,7 +137,7 @@ def _call_differences(before: CallSeen, now: CallSeen) -> list[str]:
     old, new = _named(before.context), _named(now.context)
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
-            lines.append(f"{name}: {_described(old, name)} → {_described(new, name)}")
+            lines.append(f"{name}: {_shown(old, name)} → {_shown(new, name)}")
     old_leaves, new_leaves = (
         {path: (dtype, shape) for path, dtype, shape in call.leaves} for call in (before, now)
     )
@@ -152,7 +151,7 @@ def _call_differences(before: CallSeen, now: CallSeen) -> list[str]:
 
 
 def _differ_in_length(left: Leaf, right: Leaf) -> bool:
-    """Whether a length is all that differs, wherever in the shape it is, such as twice in a mask."""
+    """Whether only one length differs; it may be in the shape several times, as in that of a mask."""
     (dtype, shape), (other_dtype, other) = left, right
     lengths = {pair for pair in zip(shape, other, strict=False) if pair[0] != pair[1]}
     return dtype == other_dtype and len(shape) == len(other) and len(lengths) == 1
@@ -165,13 +164,13 @@ def _named(context: bytes) -> dict[str, bytes]:
     return named | {"modes": modes[8:]}
 
 
-def _described(named: Mapping[str, bytes], name: str) -> str:
+def _shown(named: Mapping[str, bytes], name: str) -> str:
     data = named.get(name)
     if data is None:
         return "not given"
     if name == "modes":
         return data.decode()
-    return describe(data) or "another value"
+    return readable(data) or "another value"
 
 
 def _at_most(lines: list[str]) -> list[str]:

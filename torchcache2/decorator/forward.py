@@ -1,4 +1,4 @@
-"""`Computation`: runs the forward of one call for some of its items, and judges what came of it."""
+"""`Computation`: runs the forward of one call for some of its items, and checks what it has done."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass
 class Computation:
-    """Runs the forward for some items of a call, and says if the outcome must not be stored."""
+    """Runs the forward for some items of a call, and finds out whether the output may be stored."""
 
     call: BoundCall
     keys: Keys
     context: bytes  # a digest of the namespace and the arguments that are not batched, 16 bytes
     forward: Forward  # ``forward(args, kwargs)`` are the steps of the plain forward
-    root: Any  # the module or function, with its keeper, and what that has seen for this call
+    root: Any  # the module or function; below its keeper, and what that has seen for this call
     keeper: NamespaceKeeper
     seen: Seen
     plan: ProbePlan
     random: RandomContexts
-    shapes: dict[bytes, Shapes | None]  # of an item's output, by the group of keys of calls without a trace
-    bind: Callable[[tuple[Any, ...], Mapping[str, Any]], BoundCall]  # this and the next are as in `Inputs`
+    shapes: dict[bytes, Shapes | None]  # of items' outputs, by group of keys; of calls without a trace
+    bind: Callable[[tuple[Any, ...], Mapping[str, Any]], BoundCall]  # for this and the next see `Inputs`
     keys_of: Callable[[BoundCall], Bytes2D]
     settings: CacheSettings
 
     @property
     def device(self) -> torch.device:
-        """Where outputs are expected: with the batch or, if that is no tensor, with the weights."""
+        """The device of the batch or, if that is no tensor, of the weights."""
         tensors = self.seen.tensors.tensors
         return self.call.device or (tensors[0].device if tensors else torch.device("cpu"))
 
     def dtypes(self) -> set[torch.dtype]:
-        """What the forward computes with."""
+        """The dtypes of the tensors that the forward reads."""
         return {tensor.dtype for _, tensor in self.call.leaves} | self.seen.tensors.dtypes
 
     def steps(self, positions: Tensor) -> Steps[Any]:
@@ -65,14 +65,15 @@ class Computation:
         Raises
         ------
         NotStoredError
-            If it must not be stored.
+            If the output must not be stored.
         """
         self.plan.decide_uneven()
         is_whole = len(positions) == self.call.batch_size
         if not (is_whole or self._may_compute_parts()):
             return (yield from self._whole_batch())
         suspect = self.random.is_suspect(self.context)
-        # A suspect may run a second time, which needs the caller's own arguments as they were.
+        # A forward that may be random runs a second time, and then needs the caller's arguments as they were:
+        # so at first it gets a copy of them.
         is_callers = is_whole and not suspect
         args, kwargs = (self.call.args, self.call.kwargs) if is_callers else self.call.take(positions)
         inputs = Inputs(self.call, args, kwargs, positions, self.bind, self.keys_of)
@@ -105,9 +106,9 @@ class Computation:
     def _may_compute_parts(self) -> bool:
         """Whether the forward may run for a part of the batch.
 
-        It may if calls like this one have left no trace before, since a module that sets itself up or counts
-        when it runs has to do so once, and with the caller's own arguments. And it has to be known which
-        arguments belong to the items.
+        It may if calls like this one have left no trace before: a module that sets itself up, or counts its
+        calls, must do so once, and with the caller's own arguments. Also, it must be known which arguments
+        belong to the items.
         """
         is_known = self.keys.group in self.shapes or self.random.is_suspect(self.context)
         return is_known and not self.plan.kinds and not self.call.aligned
@@ -128,7 +129,7 @@ class Computation:
             if count == self.call.batch_size:
                 raise
             failure = f"the forward of {count} of its {self.call.batch_size} items raises {error!r}"
-        # If the whole batch raises, too, the caller sees that exception, as without a cache.
+        # If the forward raises for the whole batch too, the caller sees that exception, as without a cache.
         output = yield from self._run_again(None, undo)
         raise not_stored("batch", output, failure)
 
@@ -146,10 +147,10 @@ class Computation:
         return output
 
     def _run_again(self, output: Any, undo: Undo | None, state: RandomState | None = None) -> Steps[Any]:
-        """The output of the one plain forward that the caller is to see.
+        """The output of a forward that has run with the caller's own arguments.
 
-        That is `output`, if the forward has run with the caller's own arguments. Else there is an `undo`, and
-        perhaps a `state` of generators to go back to, for the forward to run once more.
+        That is `output`, if there is no `undo`. Otherwise the forward has run with copies: what it did is
+        undone, the generators go back to `state`, if given, and the forward runs once more.
         """
         if undo is None:
             return output
@@ -159,7 +160,7 @@ class Computation:
         return (yield from self.forward(self.call.args, self.call.kwargs))
 
     def _trace(self, inputs: Inputs, state: RandomState, suspect: bool, output: Any) -> str | None:
-        """The trace that the forward has left, for which its output must not be stored; None if none."""
+        """The trace of the forward for which its output must not be stored; None if it has left none."""
         if (not suspect or self.random.is_suspect(self.context)) and state.moved():
             self.random.add(self.context)
             return "random"
@@ -174,13 +175,13 @@ class Computation:
     def _is_odd(self, shapes: Shapes | None) -> bool:
         """Whether items had outputs of another shape before.
 
-        All items of a batch have outputs of one shape: if other batches have others, it is the batch's.
+        All items of a batch have outputs of one shape. If it differs between batches, it depends on them.
         """
         known = self.shapes.get(self.keys.group)
         return self.settings.probe and None not in (known, shapes) and known != shapes
 
     def _whole_of_odd(self, shapes: Shapes | None) -> Steps[WholeBatch]:
-        """The whole batch, after a part of it had outputs of other shapes than items had before."""
+        """Compute the whole batch, after a part of it had outputs of other shapes than items had before."""
         text = self._odd_text(shapes)
         whole = yield from self._whole_batch()
         if _shapes_of_items(whole.output, self.call.batch_size) != shapes:
@@ -192,9 +193,9 @@ class Computation:
         return f"items of one shape have outputs of the shapes {known} and {shapes}"
 
     def _probe(self, compare: Comparison, output: Any) -> Steps[Any]:
-        """Compute parts of the batch by themselves; the output of the whole, if items are independent."""
+        """Compute parts of the batch by themselves; returns the whole output if items are independent."""
         pads = self.settings.miss_batch == "pad"
-        # The forward may use the memory of its output again, for a part.
+        # The forward may write the output of a part into the memory of this output, so this is copied.
         output = pytree.tree_map(_copied, output)
         probe = Probe(self.call, self.keys, compare, self.forward, self.keeper, self.seen, self.root, pads)
         found = yield from probe.dependence()
@@ -205,13 +206,13 @@ class Computation:
         return output
 
     def _remember(self, shapes: Shapes | None) -> None:
-        """Calls like this one leave no trace."""
+        """Note that calls like this one leave no trace."""
         if len(self.shapes) >= _MOST_KINDS:
             self.shapes.clear()
         self.shapes[self.keys.group] = shapes
 
     def _own(self, output: Any, inputs: list[Tensor]) -> Any:
-        """The output, with copies of tensors that are parts or aliases of others."""
+        """The output, in which tensors that share memory with other tensors are copied."""
         borrowed = set(map(_storage, (*inputs, *self.seen.tensors.tensors)))
 
         def own(leaf: Any) -> Any:
@@ -225,7 +226,7 @@ class Computation:
 
 
 def _shapes_of_items(output: Any, count: int) -> Shapes | None:
-    """The shapes of the tensors of an item's output; None where there are none, or they are not batched."""
+    """The shapes of the tensors of an item's output; None if one is not batched, or there are no items."""
     leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
     shapes = [leaf.shape for leaf in leaves if type(leaf) is Tensor and not leaf.is_nested]
     if count == 0 or not all(shape and shape[0] == count for shape in shapes):
@@ -241,6 +242,6 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _copied(leaf: Any) -> Any:
-    """A dense tensor in memory of its own; anything else as it is."""
+    """A copy of a dense tensor; anything else as it is."""
     is_plain = type(leaf) is Tensor and leaf.layout == torch.strided
     return leaf.clone() if is_plain and not (leaf.is_nested or leaf.is_quantized) else leaf

@@ -1,4 +1,4 @@
-"""Modules that exist already: a callable takes the place of their forward."""
+"""Decorated instances of modules: a callable takes the place of their forward."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def decorate_instance(module: nn.Module, binding: Binding) -> nn.Module:
 
 
 class _InstanceForward:
-    """The forward of a decorated instance; is copied and pickled as part of its module.
+    """The forward of a decorated instance. It is copied and pickled as a part of its module.
 
-    It refers to the module weakly: a cycle would keep a dropped model's memory until the next
-    garbage collection.
+    It refers to the module weakly: with a cycle of references, a model that nobody uses any more would stay
+    in memory until the next garbage collection.
     """
 
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None, cache: ModuleCache) -> None:
         self.cache = cache
         self._module = weakref.ref(module)
-        self._own = own  # a forward that somebody else has put on the instance
+        self._own = own  # the forward that the instance had as an attribute, if any
         setattr(self, ORIGINAL_ATTRIBUTE, own)
         function = own or type(module).forward
         self.__name__ = "forward"

@@ -1,4 +1,4 @@
-"""`ModuleCache`: the forward of a module, or a function, through a cache, or past it."""
+"""`ModuleCache`: runs the forward of a module, or a function, through a cache or past it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _RESULTS = range(DEPENDENT, STRONGEST + 1)
 class ModuleCache(Cache):
     """The cache of one module or function, which `bind` names.
 
-    Caches of one decorator share `tiers`, the `history` that `explain` compares with, and what is known from
+    Caches of one decorator share the `tiers`, the `history` that `explain` compares with, and the results of
     `probes`.
     """
 
@@ -64,11 +64,11 @@ class ModuleCache(Cache):
         self._probes = probes if probes is not None else Probes()
         self._shortcuts = Shortcuts()
         self._bypass: str | None = None  # the reason of the last call, if it was not cached
-        self._reasons: dict[str, str] = {}  # what was said of each reason last
+        self._reasons: dict[str, str] = {}  # the last text for each reason
         self._walks = 1
 
     def bind(self, root: Any, plain: Forward) -> None:
-        """Say what is cached; `plain` is the forward without a cache, of a module bound to it."""
+        """Say what is cached. `plain` is its forward without the cache; of a module, the bound method."""
         self._root = weakref.ref(root)
         self.keeper.name = type(root).__name__ if isinstance(root, nn.Module) else root.__name__
         self._read_signature(plain)
@@ -80,7 +80,7 @@ class ModuleCache(Cache):
 
     @property
     def root(self) -> Any:
-        """The module or function; None if it is gone."""
+        """The module or function; None if it does not exist any more."""
         return self._root()
 
     @property
@@ -101,10 +101,10 @@ class ModuleCache(Cache):
     def explain(self) -> str:
         """Why items of the last call may have been misses, one line for each reason.
 
-        If the last call was not cached, the first line says why. Compares the namespace with the one before:
-        of this module, or if this is its first, of another one of this class under the same decorator, or
-        the one that was used last in the cache directory. If the namespace has not changed, compares the
-        arguments of the last two calls.
+        If the last call was not cached, the first line says why. The namespace is compared with the one that
+        this module had before; if this is its first, with that of another module of its class under the same
+        decorator; or else with the one that was used last in the cache directory. If the namespace has not
+        changed, the arguments of the last two calls are compared.
         """
         self.namespace = self.keeper.look(self._living_root()).namespace
         now, before = self.fingerprint, self.keeper.history.before(self.fingerprint)
@@ -171,10 +171,10 @@ class ModuleCache(Cache):
     ) -> Computation | None:
         """What computes the items of a call; raises if the call cannot be cached.
 
-        None if the arguments do not fit the signature: Python says what is wrong.
+        None if the arguments do not fit the signature: the plain forward then raises the usual error.
         """
         bypass.ask_module(self.keeper, root)
-        if self._walks != self.keeper.walks:  # a default may be another now
+        if self._walks != self.keeper.walks:  # the source has been read again, so defaults may have changed
             self._read_signature(plain)
             self._walks = self.keeper.walks
         call = bypass.ask_arguments(self.signature, args, kwargs, self.keeper)
@@ -237,7 +237,7 @@ class ModuleCache(Cache):
         self._tiers.describe(kind.namespace, self.description(kind.namespace), create=result == DEPENDENT)
 
     def _probed_before(self, namespace: bytes) -> dict[str, int]:
-        """What earlier runs have left about a namespace."""
+        """The results of probes that earlier runs have left in the cache directory, for a namespace."""
         found = self._tiers.description(namespace).get("probed")
         return {str(k): v for k, v in found.items() if v in _RESULTS} if isinstance(found, dict) else {}
 
@@ -257,7 +257,7 @@ class ModuleCache(Cache):
     def _not_stacked(self, output: Any) -> Any:
         if not self.settings.probe:
             return output
-        # One forward gives all items of a batch one shape, so those of another one have changed it.
+        # All items of a batch have outputs of one shape. If it differs between batches, it depends on them.
         raise not_stored("batch", output, "items have outputs of another shape in another batch")
 
     def _distrust(self) -> None:
@@ -278,7 +278,7 @@ class ModuleCache(Cache):
         return qualified_name(type(root) if isinstance(root, nn.Module) else root)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
-        # As part of a module, it becomes the cache of the copied module, and shares the budget.
+        # If the module is copied with it, the copy gets a cache of its own, within the same budget.
         copy = memo.get(id(self.root)) if isinstance(self.root, nn.Module) else None
         if copy is None:
             return self

@@ -1,10 +1,10 @@
 """The probe: whether the output of an item depends on the rest of its batch.
 
 Parts of a batch are computed by themselves, in another order, and their rows are compared with those of the
-whole batch. Some parts share no item, which shows what one part may hide: where every item is divided by the
+whole batch. Some parts share no item, since one part may hide a dependence: if every item is divided by the
 largest of its batch, a part that has the largest one equals the whole batch. And two parts of one size begin
-with the same items. Those are computed alike to nearly the last bit, while those of another batch size may be
-rounded otherwise: so an influence shows that is hardly larger than rounding.
+with the same items. A forward rounds alike for batches of one size, but not for batches of two sizes: so
+these two parts show an influence that is hardly larger than rounding.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ __all__ = ["STRONGEST", "Comparison", "Forward", "Probe", "strength"]
 Forward = Callable[[Any, Mapping[str, Any]], Steps[Any]]
 
 STRONGEST = 4
-_ALIKE = 0.75  # items that are computed twice in the same way agree to this power of the precision
+_ALIKE = 0.75  # rows from batches of one size differ by less than the precision to this power
 
 
 def strength(items: int) -> int:
-    """How much a probe of so many distinct items can show, from 1 to `STRONGEST`."""
+    """How much a probe of so many distinct items can show: from 1, little, to `STRONGEST`."""
     return 1 if items == 1 else 2 if items < 4 else 3 if items < 12 else STRONGEST
 
 
 def _parts(keys: Keys, lengths: Lengths | None) -> list[tuple[int, ...]]:
-    """Positions of the parts to compute by themselves, of half of the batch at most.
+    """The positions of the items of each part; all parts together have half of the batch at most.
 
-    Where items have `lengths`, one part has the shortest: alone, they are not padded as in the whole batch.
+    If items have `lengths`, one part has the shortest: by themselves, they are not padded to the longest.
     """
     found = keys.first_positions()
     distinct = np.arange(len(keys)) if found is None else found[0]
@@ -83,15 +83,15 @@ class Comparison:
         try:
             self._whole: Rows | None = Rows.from_pytree(output, items, device=device)
         except (UnstorableError, OutputError):
-            self._whole = None  # such an output is not kept, so nothing is compared
+            self._whole = None  # such an output cannot be stored, so there is nothing to compare
 
     @property
     def is_possible(self) -> bool:
-        """Whether the output can be kept: else nothing depends on what it is."""
+        """Whether the output can be stored, so that there is something to compare."""
         return self._whole is not None
 
     def difference(self, output: Any, part: Sequence[int]) -> str | None:
-        """How the output for some items differs from that of their batch; None if it does not."""
+        """How the output for some items differs from their rows of the whole batch; None if it does not."""
         if self._whole is None:
             return None
         batches = f"in a batch of {len(part)} and of {self._items}"
@@ -139,7 +139,7 @@ class Comparison:
 
 @dataclasses.dataclass
 class Probe:
-    """One probe of a batch: runs the forward for parts of it, and leaves no trace of that."""
+    """One probe of a batch: runs the forward for parts of it, and undoes what that has changed."""
 
     call: BoundCall
     keys: Keys
@@ -149,7 +149,7 @@ class Probe:
     seen: Seen
     root: Any
     pads: bool  # whether batches are padded to few sizes
-    is_conclusive: bool = True  # whether it says something about the forward
+    is_conclusive: bool = True  # False if a part could not be computed for lack of memory
 
     def dependence(self) -> Steps[str | None]:
         """How items depend on their batch; None if they do not."""
@@ -160,10 +160,10 @@ class Probe:
         for part in _parts(self.keys, item_lengths(self.call)):
             found = yield from self._difference(part, aligned)
             if found is not None and aligned:
-                # An argument as long as the batch has one entry per item, or else belongs to the whole batch.
+                # An argument as long as the batch has one entry per item, or it belongs to the whole batch.
                 found = yield from self._difference(part, False)
             if isinstance(found, _RaisedText):
-                # The forward may want its items in some order, such as longest first; the caller's works.
+                # The forward may need its items in the order of the caller, such as the longest first.
                 found = yield from self._difference(sorted(part), aligned)
             if found is not None or not self.is_conclusive:
                 return found
@@ -186,8 +186,9 @@ class Probe:
         except Exception as error:
             return _RaisedText(f"the forward of {count} of its {self.call.batch_size} items raises {error!r}")
         finally:
-            # The same forward has just run and left no trace but attributes that others read. What else it
-            # has changed for a part is put back only if no other thread can have made that change.
+            # The forward has just run for the whole batch, and has changed at most attributes that it never
+            # reads. These are put back. Everything else is put back only if there is no other thread, which
+            # might have made the change.
             undo.attributes()
             if threading.active_count() == 1:
                 undo()
@@ -195,6 +196,6 @@ class Probe:
 
 
 class _RaisedText(str):
-    """What is said of an exception."""
+    """The text about an exception that the forward has raised."""
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""What probes have found out, by kind of call, and whether the batch of a call is to be probed."""
+"""What probes have found for each kind of call, and whether a call needs a probe."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ _COLLECTIVES = {
     "reduce_scatter_tensor",
 }
 _MOST_KINDS = 10_000
-_MOST_VALUES = 8  # if so many kinds that differ in numbers alone have one result, the others have it
+_MOST_VALUES = 8  # if so many kinds that differ in numbers only have one result, the others have it too
 
 
 class Kind(NamedTuple):
-    """What a probe tells about: calls of one structure, of a module in one state."""
+    """The calls for which one probe is enough: those of one structure, of a module in one state.
+
+    `code` and `loose` leave out the weights and the values of arguments; `namespace` and `exact` do not.
+    """
 
     namespace: bytes
     code: bytes
@@ -45,7 +48,8 @@ class Kind(NamedTuple):
     def of(cls, fingerprint: Fingerprint, call: BoundCall, *, uneven: bool = False) -> Kind:
         """The kind of a call of the module that has this fingerprint.
 
-        Calls whose items are not equally long are a kind besides: only they show what pads to the longest.
+        Calls whose items differ in length are a kind of their own: only these show whether a forward pads
+        items to the longest.
         """
         marks = [b"uneven"] if uneven else []
         exact, loose = (digest([call_structure(call, values=values), *marks]) for values in (True, False))
@@ -53,9 +57,9 @@ class Kind(NamedTuple):
 
 
 class Probes:
-    """What probes have found, of one module or function; safe under threads.
+    """What the probes of one module or function have found; safe under threads.
 
-    A result is the strength of the probe that found items to be independent, 1 to 4, or `DEPENDENT`.
+    A result is `DEPENDENT`, or the strength (1 to 4) of the probe that found items to be independent.
     """
 
     def __init__(self) -> None:
@@ -67,19 +71,19 @@ class Probes:
         self._independent: dict[tuple[bytes, bytes], dict[bytes, int]] = {}
 
     def is_settled(self, group: bytes, items: int) -> bool:
-        """Whether no call of so many items, whose keys have this group, needs a probe any more."""
+        """Whether a call of so many items, whose keys have this group, needs no probe."""
         return self._settled.get(group, DEPENDENT) >= strength(items)
 
     def settle(self, group: bytes, result: int) -> None:
-        """A probe of calls whose keys have this group would show no more than this one has."""
+        """Note that a probe of strength `result` is known for calls whose keys have this group."""
         if len(self._settled) >= _MOST_KINDS:
             self._settled = {}
         self._settled[group] = result
 
     def result(self, kind: Kind, recall: Callable[[bytes], Mapping[str, int]]) -> int | None:
-        """What is known of a kind; None if nothing is.
+        """What is known about a kind; None if nothing is.
 
-        ``recall(namespace)`` are the results that earlier runs have left, by the hexadecimal digits of
+        ``recall(namespace)`` returns the results that earlier runs have left, by the hexadecimal digits of
         `Kind.exact`.
         """
         with self._lock():
@@ -87,29 +91,29 @@ class Probes:
                 self._of(kind.namespace).update(recall(kind.namespace))
                 self._recalled.add(kind.namespace)
             known = self._of(kind.namespace).get(kind.exact.hex())
-            # A module that mixed items once is not tried again with other weights.
+            # A module that has mixed items once is not probed again when its weights change.
             mixing = self._dependent.get((kind.code, kind.loose), set())
             if known == DEPENDENT or kind.exact in mixing:
                 return DEPENDENT
             alike = sorted(self._independent.get((kind.namespace, kind.loose), {}).values())
             if len(alike) + len(mixing) < _MOST_VALUES:
                 return known
-            if mixing:  # some values mix items, so those that are not known are passed through
+            if mixing:  # some values make it mix items, so unknown values are not tried
                 return DEPENDENT if known is None else known
             return max(alike[-_MOST_VALUES], known or DEPENDENT)
 
     def add(self, kind: Kind, result: int) -> None:
-        """A probe has found something."""
+        """Remember the result of a probe."""
         with self._lock():
             self._of(kind.namespace)[kind.exact.hex()] = result
             if result == DEPENDENT:
                 self._dependent.setdefault((kind.code, kind.loose), set()).add(kind.exact)
-                self._settled = {}  # an earlier probe may have overlooked it
+                self._settled = {}  # earlier probes may have overlooked this
             else:
                 self._independent.setdefault((kind.namespace, kind.loose), {})[kind.exact] = result
 
     def found(self, namespace: bytes) -> dict[str, int]:
-        """Everything that is known of a namespace, to be kept for later runs."""
+        """Everything that is known about a namespace, to be kept for later runs."""
         with self._lock():
             return dict(self._of(namespace))
 
@@ -124,10 +128,10 @@ class Probes:
 
 @dataclasses.dataclass
 class ProbePlan:
-    """What a probe of one call would tell, and whether that is known already.
+    """Whether one call needs a probe.
 
     `recall` is as for `Probes.result`. Unless it `is_on`, nothing is probed. `kinds` are the kinds of call
-    that a probe of this batch tells about, and its strength for each: if there are any, the whole batch is
+    for which this batch is to be probed, with the strength of the probe. If there are any, the whole batch is
     computed, and parts of it by themselves, to be compared.
     """
 
@@ -142,11 +146,11 @@ class ProbePlan:
     is_uneven_decided: bool = False
 
     def decide(self) -> None:
-        """Find out whether to probe, by what is to be had at little cost; raises if items are dependent."""
+        """Decide by what is known at little cost; raises if items are known to depend on their batch."""
         self._decide(self.keys.group, uneven=False)
 
     def decide_uneven(self) -> None:
-        """Likewise by whether items are equally long, which is only looked at if something is computed."""
+        """Decide anew if items differ in length; to look at that takes time, so only misses ask for it."""
         if not self.is_uneven_decided:
             self.is_uneven_decided = True
             self.decide()  # another call may have been probed meanwhile
@@ -172,7 +176,7 @@ class ProbePlan:
             self.kinds[kind] = possible
 
     def overlooked(self) -> list[Kind]:
-        """The kinds of call of which it has shown that items depend on their batch."""
+        """The kinds of call to note as dependent, when computing this call has shown that they are."""
         return [*self.kinds] or [Kind.of(self.fingerprint, self.call)]
 
 

@@ -1,4 +1,4 @@
-"""Random forwards: the generators that they draw from, and what is known of them."""
+"""Forwards that draw random numbers: which they are, and the generators that they draw from."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ __all__ = ["RandomContexts", "RandomState"]
 
 _MOST_CONTEXTS = 10_000
 _STRIKES = 4
-_WAIT = 4  # calls before the first try to cache again; four times as many before each further one
+_WAIT = 4  # calls before caching is tried again; four times as many before each later try
 
 
 class RandomContexts:
     """Contexts of calls whose forward is random, or seems to be.
 
-    A forward that seeds its generator leaves no trace the next time, so what was random once is not cached
-    again. But where there are other threads, one of them may have drawn: such a context is tried again after
-    some calls, with the generators in another state.
+    A forward that seeds a generator leaves it in the same state each time, so that nothing shows. So calls
+    that were random once are not cached again. But if there are other threads, one of them may have drawn the
+    numbers: then caching is tried again after some calls, with the generators in another state.
     """
 
     def __init__(self) -> None:
         self._seen: dict[bytes, tuple[int, int]] = {}  # strikes, and calls before the next try
 
     def bypasses(self, context: bytes) -> bool:
-        """Whether a call is not to be cached; counts it."""
+        """Whether a call must not be cached; counts the call."""
         strikes, calls = self._seen.get(context, (0, 0))
         if 0 < strikes < _STRIKES:
             self._seen[context] = strikes, calls - 1  # harmless if another thread has just cleared it
         return strikes >= _STRIKES or calls > 0
 
     def is_final(self, context: bytes) -> bool:
-        """Whether such calls are not tried again."""
+        """Whether such calls are never tried again."""
         return self._seen.get(context, (0, 0))[0] >= _STRIKES
 
     def is_suspect(self, context: bytes) -> bool:
-        """Whether a generator has moved in such a call, perhaps by another thread."""
+        """Whether a generator has moved during such a call, be it because of another thread."""
         return context in self._seen
 
     def add(self, context: bytes) -> None:
-        """A generator has moved while such a forward ran."""
+        """Note that a generator has moved while the forward of such a call ran."""
         if len(self._seen) >= _MOST_CONTEXTS:
             self._seen = {}
         alone = threading.active_count() == 1
@@ -53,12 +53,12 @@ class RandomContexts:
         self._seen[context] = strikes, _WAIT**strikes
 
     def clear(self, context: bytes) -> None:
-        """Such a forward has moved no generator, whatever state that was in."""
+        """Note that the forward has moved no generator, although their states were changed before."""
         self._seen.pop(context, None)
 
 
 class RandomState:
-    """The state of the default generators of torch, numpy and Python, and of some others, as it was."""
+    """Remembers the state of the default generators of torch, numpy and Python, and of some others."""
 
     def __init__(self, generators: Iterable[Any]) -> None:
         self._generators = list(generators)
@@ -66,23 +66,23 @@ class RandomState:
         self._disturbed = self._state[0]
 
     def moved(self) -> bool:
-        """Whether something has been drawn since, or since `disturb`."""
+        """Whether a number has been drawn since this was made, or since `disturb`."""
         (tensors, *others), (before, *others_before) = self._read()[0], self._disturbed
-        # A device that has been initialised since has a new generator; its seed comes before its offset.
+        # A device that was initialised since has a new generator; the bytes behind its seed are its offset.
         new = tensors[len(before) :]
         return bool(
             tensors[: len(before)] != before or others != others_before or any(any(s[8:]) for s in new)
         )
 
     def disturb(self) -> None:
-        """Draw from the default generators, so that one that is seeded always the same moves."""
+        """Draw from the default generators, so that a forward that always sets the same seed moves them."""
         torch.rand(1, device="cpu")
         random.random()
         np.random.random()
         self._disturbed = self._read()[0]
 
     def restore(self) -> None:
-        """Undo what has been drawn."""
+        """Put the generators back into the state that they had."""
         _, cpu, cuda, numbers, numpy_state, others = self._state
         torch.set_rng_state(cpu)
         for device, state in enumerate(cuda):
@@ -95,7 +95,7 @@ class RandomState:
     def _read(self) -> tuple[Any, ...]:
         cpu = torch.get_rng_state()
         cuda: list[Tensor] = []
-        # Not `is_available`, which makes CUDA unusable in forked children.
+        # This does not ask `is_available`, which makes CUDA unusable in forked children.
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             cuda = [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())]
         numbers = random.getstate()

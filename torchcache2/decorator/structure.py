@@ -1,4 +1,4 @@
-"""The structure of a call's arguments: what tells kinds of calls apart, whatever lengths and contents are."""
+"""The structure of a call's arguments, which is the same for all lengths and contents of items."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torchcache2.identity.entries import Lengths
 
 __all__ = ["call_structure", "item_lengths"]
 
-_MOST_ELEMENTS = 64  # of a sequence that are looked at
-_LONG = 64  # characters from which a text is content, rather than a choice between ways to compute
+_MOST_ELEMENTS = 64  # so many elements of a sequence are looked at
+_LONG = 64  # a text of more characters is content, rather than a choice of what to compute
 _DEEPEST = 16
-_NEUTRAL = (0.0, 1.0)  # factors that may turn something off, which another number turns on
+_NEUTRAL = (0.0, 1.0)  # such a factor may turn something off, and any other number turns it on
 
 
 def call_structure(call: BoundCall, *, values: bool) -> bytes:
     """A digest of the structure of a call, 16 bytes.
 
-    With `values`, integers and short texts count, since ``dim=0`` and ``dim=1`` are two ways to compute.
-    Entries of items never do.
+    With `values`, integers and short texts count, since ``dim=0`` and ``dim=1`` are different computations.
+    The values of items' entries never count.
     """
     arguments = [*zip(call.names, call.args, strict=True), *sorted(call.kwargs.items())]
     contents = call.taken | call.aligned_ids
@@ -37,7 +37,8 @@ def call_structure(call: BoundCall, *, values: bool) -> bytes:
 def item_lengths(call: BoundCall) -> Lengths | None:
     """How long each item of a call is, int64 of shape ``(n,)``; None if all seem to be equally long.
 
-    As its entries, masks of zeros and ones, and integers say. A forward may pad, or cut, to the longest.
+    Entries, masks of zeros and ones, and integers say how long an item is. A forward may pad all items to the
+    longest of a batch, or cut them.
     """
     found: list[Lengths] = [call.lengths] if call.lengths is not None else []
     for _, tensor in call.leaves:
@@ -58,7 +59,7 @@ def _structure(value: Any, values: bool, contents: Set[int], deeper: int) -> str
     if isinstance(value, Tensor):
         return f"{value.dtype} {value.dim()}"
     if isinstance(value, np.ndarray):
-        # The dtype of an array of texts has the length of the longest, which is no structure.
+        # The dtype of an array of texts has the length of the longest text, which is left out.
         dtype = value.dtype.kind if value.dtype.kind in "SU" else value.dtype.str
         return f"{kind} {dtype} {value.ndim}"
     if value is None or isinstance(value, bool) or (isinstance(value, float) and value in _NEUTRAL):

@@ -1,8 +1,8 @@
 """`torchcache`: the decorator of classes, functions and module instances.
 
 A class is patched in place, so that it stays the class it was for `isinstance`, `super` and pickle.
-An instance gets a callable in place of its forward. Either way the cache of a module is its
-``cache_instance``, made at the first call.
+An instance gets a callable in the place of its forward. Either way the cache of a module is its attribute
+``cache_instance``.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _decorate_function(function: types.FunctionType, binding: Binding) -> Callab
 
 
 def _call_function(wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps[Any]:
-    # A notebook may have reloaded the function in place, after which the wrapper has another original.
+    # Both are read at each call: a notebook that reloads the function in place gives the wrapper others.
     cache: ModuleCache = getattr(wrapper, "cache_instance")  # noqa: B009
     return (yield from cache.call(getattr(wrapper, ORIGINAL_ATTRIBUTE), args, kwargs))
 

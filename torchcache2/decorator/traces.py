@@ -1,4 +1,4 @@
-"""What a forward leaves behind: changed arguments are noticed, and its module is put back."""
+"""The traces of a forward: `Inputs` notices changed arguments, and `Undo` puts the module back."""
 
 from __future__ import annotations
 
@@ -54,27 +54,27 @@ class Inputs:
         )
 
     def _versions(self) -> list[int]:
-        """Version counters, which inference tensors do not have."""
+        """The version counters of tensors; inference tensors have none."""
         return [tensor._version for tensor in self.tensors if not tensor.is_inference()]
 
     def _uncounted(self) -> Bytes2D | None:
-        """What tells of changes in inference tensors."""
+        """The keys of the items, if there are inference tensors: these change when such a tensor changes."""
         if not any(tensor.is_inference() for tensor in self.tensors):
             return None
         return self._keys_of(self._bind(self.args, self.kwargs))
 
     def _has_same_context(self) -> bool:
-        """Whether arguments that are no tensors are what they were."""
+        """Whether arguments that are no tensors have not changed."""
         if not self._call.can_change:
             return True
         try:
             return not self._call.is_changed(self._bind(self.args, self.kwargs), self._positions)
-        except Exception:  # one has become what cannot be put in a key
+        except Exception:  # an argument has changed so that it cannot be put in a key
             return False
 
 
 class Undo:
-    """Small buffers, attributes, what containers hold, and grad mode, as they are now; to be put back."""
+    """Remembers small buffers, attributes, the content of containers and grad mode, and puts them back."""
 
     def __init__(self, keeper: NamespaceKeeper, seen: Seen, root: Any) -> None:
         self._buffers = [(buffer, buffer.clone()) for buffer in seen.tensors.small_buffers()]
@@ -85,13 +85,13 @@ class Undo:
         """Put back everything."""
         for buffer, content in self._buffers:
             if not _is_same(buffer, content):
-                with torch.inference_mode():  # buffers that were made in it can be written to in it only
+                with torch.inference_mode():  # buffers that were made in this mode can only be written in it
                     buffer.copy_(content)
         self._attributes.restore()
         torch.set_grad_enabled(self._grad)
 
     def attributes(self) -> None:
-        """Put back attributes of modules, which may be in the way, and this thread's grad mode."""
+        """Put back the attributes of modules and the grad mode of this thread alone."""
         self._attributes.restore_fields()
         torch.set_grad_enabled(self._grad)
 

@@ -1,7 +1,7 @@
-"""Which calls are compiled, exported, traced or transformed, and how the plain forward runs.
+"""Which calls are exported, traced or transformed, and how the plain forward runs.
 
-A cache that a tracer sees becomes part of its graph: rows of one call would be returned for ever. So a call
-that is exported, traced or transformed is the plain forward.
+A cache that a tracer sees becomes part of its graph, and the graph would return the rows of one call for
+ever. So a call that is exported, traced or transformed is passed to the plain forward.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool
 def with_own_code(function: F) -> F:
     """The same function with a code object of its own.
 
-    `torch.compile` keeps what it compiles with the code, a few times only: functions of one ``def``, one for
-    each module, would use that up together.
+    `torch.compile` compiles a code object a few times only. Functions that one ``def`` makes, one for each
+    module, would share that limit if they shared the code object.
     """
     function.__code__ = function.__code__.replace()
     return function
 
 
 def _compilable_call() -> Callable[..., Any]:
-    """A function ``(method, module, args, kwargs)`` that makes a call compilable.
+    """A function that calls ``method(module, *args, **kwargs)``, so that `torch.compile` compiles the call.
 
-    `torch.compile` starts no graph in functions of torch's own, such as ``nn.Sequential.forward``, but
-    follows calls of them.
+    `torch.compile` begins no graph in torch's own functions, such as ``nn.Sequential.forward``, but it
+    follows calls of them from elsewhere.
     """
 
     def call(
@@ -54,9 +54,9 @@ def _compilable_call() -> Callable[..., Any]:
 
 
 def is_exported() -> bool:
-    """Whether Dynamo sees this for `torch.export`, which permits nothing to be left out of the graph.
+    """Whether Dynamo runs this for `torch.export`, which allows nothing to be left out of the graph.
 
-    Old versions of torch do not tell; there, an export has to be a non-strict one.
+    Old versions of torch do not say so; with these, only a non-strict export works.
     """
     return bool(_is_exporting())
 
@@ -64,7 +64,7 @@ def is_exported() -> bool:
 def is_traced() -> bool:
     """Whether a call is exported, traced or transformed. `torch.compile` is none of these."""
     return (
-        torch.compiler.is_compiling()  # Dynamo does not see this function, so another tracer is at work
+        torch.compiler.is_compiling()  # Dynamo leaves this function out, so it is another tracer
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
@@ -76,24 +76,24 @@ def is_traced() -> bool:
 
 
 class Runner:
-    """Runs the forward of one module or function, and knows in which threads it runs at this moment."""
+    """Runs the forward of one module or function, and knows which threads are inside of it."""
 
     def __init__(self) -> None:
         self._thread = threading.local()
         self._call: Callable[..., Any] | None = None
 
     def bind(self, plain: Callable[..., Any]) -> None:
-        """Say what the forward is; of a module, bound to it."""
+        """Say what the forward is; of a module, the bound method."""
         function = plain.__func__ if isinstance(plain, types.MethodType) else None
         self._call = _compilable_call() if function and origin(function) == "torch" else None
 
     @property
     def is_inside(self) -> bool:
-        """Whether this thread is inside of the forward already, which calls itself."""
+        """Whether this thread is inside of the forward already, so that the forward has called itself."""
         return getattr(self._thread, "is_inside", False)
 
     def run(self, plain: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Steps[Any]:
-        """Run the forward; if it calls its own module, that runs without the cache as well."""
+        """Run the forward. If it calls its own module, that call runs without the cache too."""
         self._thread.is_inside = True
         try:
             if self._call is not None and isinstance(plain, types.MethodType):

@@ -23,7 +23,7 @@ ComputeSteps = Callable[[Tensor], Steps[Any]]
 
 
 class NotStoredError(Exception):
-    """Raised by a computation whose output must not be stored; carries the output of the whole batch.
+    """Raised when an output must not be stored; carries the output of the whole batch.
 
     `reason` is a word for statistics, and `text` a sentence. `error` is the exception behind it, if any.
     """
@@ -37,7 +37,7 @@ class NotStoredError(Exception):
 
 
 class WholeBatch:
-    """The output of a computation that has computed all items, though it was asked for some."""
+    """What a computation returns if it has computed all items although it was asked for some."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
@@ -101,10 +101,10 @@ class Batch:
         ``compute(positions)`` are the steps whose result is the output for those items: a pytree whose
         tensors have shape ``(k, ...)``, for positions of shape ``(k,)``, int64 on the CPU; or a `WholeBatch`.
     device : torch.device
-        Where outputs go that were computed on the device of the call.
+        The device of the call, on which outputs are returned that were computed there.
     settings : CacheSettings
     dtypes : collection of torch.dtype
-        Of what `compute` reads.
+        Those of the tensors that `compute` reads.
     probes : bool
         Whether `compute` computes the whole batch whatever it is asked for, to check it.
 
@@ -113,13 +113,13 @@ class Batch:
     misses : int
         Items that were computed because they were not found.
     computed : int
-        Items that the forward has computed in all, with padding, and twice where it had to run again.
+        Items that the forward has computed, padding included; an item counts each time that it is computed.
     waited : int
         Items that were missing, and that others have computed meanwhile.
     seconds : float
-        Spent in the forward, by the clock.
+        Time spent in the forward.
     whole : Rows, optional
-        The rows of all n items, if the forward could only compute everything.
+        The rows of all n items, if the forward could only compute the whole batch.
     """
 
     def __init__(
@@ -197,15 +197,15 @@ class Batch:
         """The output that the n rows of the whole batch stand for, tensors of shape ``(n, ...)``."""
         try:
             return rows.to_pytree(device=self.device)
-        # A value that belongs to the whole batch differs between its rows, or a class that another version of
-        # the code has written does not take its children any more.
+        # A value that belongs to the whole batch may differ between rows that come from different batches; or
+        # the class of a node may have changed since the rows were written, and refuse its children.
         except Exception:
             return (yield from self.compute_all())
 
     def _padded(self, positions: Positions) -> Positions:
         """The positions to compute: with ``miss_batch="pad"`` a power of two of them, or the whole batch.
 
-        What is added comes last: the last position again, or if it is the whole batch, all in order.
+        Padding repeats the last position; the positions of the whole batch are in order.
         """
         count = len(positions)
         if not self._pads or count == 0:

@@ -43,7 +43,7 @@ def now() -> str:
 
 
 class Cache:
-    """Rows of one namespace, found or computed.
+    """Finds rows of one namespace, and has the others computed.
 
     Safe under threads. Two threads that miss the same key at once both compute it.
 
@@ -95,7 +95,7 @@ class Cache:
             shape ``(k,)``, ascending), its tensors of shape ``(k, ...)``. With ``miss_batch="pad"``
             the last position may be there several times. An exception leaves the cache as it was.
         device : torch.device
-            Where outputs go that were computed on the device of the call.
+            The device of the call, on which outputs are returned that were computed there.
 
         Returns
         -------
@@ -130,12 +130,12 @@ class Cache:
         since: float | None = None,
         probes: bool = False,
     ) -> Steps[Any]:
-        """`fetch`, which yields the calls to make; see `torchcache2.engine.steps`.
+        """The steps of `fetch`: yields the calls to make; see `torchcache2.engine.steps`.
 
-        `dtypes` are what `compute` reads; `verify` tolerates what the coarsest of them can tell apart. What
-        caching costs is counted since `since`, of `time.perf_counter`; by default since now. If `compute`
-        `probes` the batch, everything is computed, and what is found is compared with it. Raises a
-        `NotStoredError` if the output of `compute` must not, or cannot, be stored.
+        `dtypes` are those of the tensors that `compute` reads: `verify` tolerates what the coarsest of them
+        rounds. The cost of caching is counted from the time `since` on (of `time.perf_counter`), by default
+        from now on. If `compute` `probes` the batch, all items are computed, and the rows that are found are
+        compared with them. `NotStoredError` if the output of `compute` must not, or cannot, be stored.
         """
         start = time.perf_counter() if since is None else since
         batch = Batch(keys, compute, device, self.settings, dtypes, probes=probes)
@@ -222,9 +222,9 @@ class Cache:
             return None
         positions, rows = parts[0] if parts else (_NOWHERE, None)
         checked, share = _NOWHERE, self.settings.verify
-        if batch.probes:  # everything is computed, and all that is found is compared with it
+        if batch.probes:  # all items are computed, so all rows that are found can be compared
             checked = positions
-        elif share > 0.0:  # the caller's generators stay as they would without a cache
+        elif share > 0.0:  # this generator is the cache's own: the caller's generators must not move
             checked = positions[self._random_shares.random(len(positions)) < share]
         return Hits(positions, rows, checked)
 
@@ -274,14 +274,14 @@ class Cache:
         return (yield from batch.output(Rows.scatter(parts, len(batch.keys), device=batch.device)))
 
     def _not_stacked(self, output: Any) -> Any:
-        """What to do with the output of a batch whose rows are of different schemas."""
+        """The output of a batch whose rows are of different schemas; a subclass may refuse it."""
         return output
 
     def _distrust(self) -> None:
-        """A row was wrong, and all are dropped: what the namespace stands for may have changed."""
+        """Called when a row was wrong and all are dropped; a subclass may then check its namespace."""
 
     def count_bypass(self, reason: str, items: int, text: str) -> None:
-        """Count items that were computed and not stored; warns the first time for each reason."""
+        """Count items that were computed and not stored; warns once for each reason."""
         self._counters.bypass(reason, items)
         self._told(reason, "%s: not cached (%s): %s", self._name(), reason, text)
 

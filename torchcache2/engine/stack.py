@@ -41,16 +41,16 @@ class Users:
 
     def __init__(self) -> None:
         self.described: dict[bytes, Mapping[str, Any]] = {}
-        self._lock = ProcessLock(threading.RLock)  # the garbage collector may close a cache at any point
+        self._lock = ProcessLock(threading.RLock)  # as in `TierStack`
         self._caches: weakref.WeakSet[NamespaceUser] = weakref.WeakSet()
 
     def add(self, cache: NamespaceUser) -> None:
-        """Count one more."""
+        """Count a cache as a user."""
         with self._lock():
             self._caches.add(cache)
 
     def discard(self, cache: NamespaceUser) -> bool:
-        """Count one less; whether that was the last one."""
+        """Count a cache no longer; whether it was the last one."""
         with self._lock():
             self._caches.discard(cache)
             return not self._caches
@@ -85,7 +85,7 @@ class TierStack:
     def __init__(self, settings: CacheSettings) -> None:
         self.settings = settings
         self._lock = ProcessLock(threading.RLock)  # the garbage collector may close a cache at any point
-        self._users = Users()  # what the tiers know of: if they knew this stack, it would live on
+        self._users = Users()  # tiers refer to these only: they would keep a stack alive
         self._tiers: Sequence[Tier] = ()
         self._last_drop = object()  # a new object after each drop
         self._finalizer: Any = None
@@ -101,7 +101,7 @@ class TierStack:
                 if not tiers:
                     tiers = make_tiers(self.settings, self._users.namespaces, self._users.description)
                     self._finalizer = weakref.finalize(self, _close, tiers)
-                    self._finalizer.atexit = False  # a tier that has to close at exit does so itself
+                    self._finalizer.atexit = False  # tiers that must be closed at exit do it themselves
                     self._tiers = tiers
         return tiers
 
@@ -129,7 +129,7 @@ class TierStack:
                 if self._last_drop is before:
                     _offer(tiers[:depth], asked.take(positions), rows)
                 parts.append((wanted[positions], rows))
-            if self._last_drop is not before:  # what was offered may have been read before it was dropped
+            if self._last_drop is not before:  # rows that were dropped meanwhile may have been offered
                 for faster in tiers[:depth]:
                     faster.drop(keys.namespace)
         return Found(_merged(parts))
@@ -147,9 +147,9 @@ class TierStack:
         return max([tier.put(keys, rows) for tier in tiers])
 
     def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:
-        """Have what the tiers keep about a namespace say what is known now.
+        """Have the tiers keep a newer description of a namespace.
 
-        Where nothing is kept about it yet, it is written with the first rows, or at once with `create`.
+        A tier that has none yet gets it with the first rows, or at once with `create`.
         """
         if namespace in self._users.described:
             self._users.describe(namespace, description)
@@ -169,7 +169,8 @@ class TierStack:
 
     def drop(self, namespace: bytes) -> None:
         """Delete the rows of a namespace everywhere."""
-        # Slowest first: what `get` has read there before is in the faster ones by then, or not offered.
+        # The slowest tier comes first: rows that `get` has read from it before are then either in a faster
+        # tier already, which comes next, or are not offered any more.
         for tier in reversed(self.tiers):
             tier.drop(namespace)
             self._last_drop = object()
@@ -187,17 +188,18 @@ class TierStack:
         return dict(counts)
 
     def join(self, cache: NamespaceUser) -> None:
-        """Count a cache among those whose namespaces are in use, as long as it lives."""
+        """Count a cache as a user of these tiers, as long as it lives."""
         self._users.add(cache)
 
     def leave(self, cache: NamespaceUser) -> None:
-        """The cache is closed. The last one takes the tiers with it."""
+        """Count a closed cache no longer; the tiers are closed with the last one."""
         with self._lock():
             is_last = self._users.discard(cache)
             tiers, finalizer = self._tiers, self._finalizer
             if is_last:
                 self._tiers, self._finalizer = (), None
-        # Not under the lock: a full tier asks who is left while it holds its own.
+        # The lock is released before tiers take theirs: the garbage collector may call this in a thread that
+        # has the lock of a tier, and that thread waits for ours.
         if not is_last:
             for tier in tiers:
                 if tier.is_lasting:
@@ -212,7 +214,7 @@ def _close(tiers: Sequence[Tier]) -> None:
 
 
 def _offer(tiers: Sequence[Tier], keys: Keys, rows: Rows) -> None:
-    """Rows that were found enter faster tiers, each key once."""
+    """Offer rows that a slower tier had to faster ones, each key once."""
     distinct = keys.first_positions()
     if distinct is not None:
         keys, rows = keys.take(distinct[0]), rows.take(torch.from_numpy(distinct[0]))
@@ -221,7 +223,7 @@ def _offer(tiers: Sequence[Tier], keys: Keys, rows: Rows) -> None:
 
 
 def _merged(parts: Parts) -> Parts:
-    """Parts of one schema as one, in the order of their positions."""
+    """The parts as one, in the order of their positions, if all are of one schema."""
     if len(parts) < 2 or any(rows.schema != parts[0][1].schema for _, rows in parts):
         return parts
     positions = np.sort(np.concatenate([where for where, _ in parts]))

@@ -20,16 +20,16 @@ class CacheStats:
     Attributes
     ----------
     hits : int
-        Found. An item that equals another one of its batch counts as found.
+        Items that were found. An item that equals another one of its batch counts as found.
     misses : int
-        Computed and offered to the cache.
+        Items that were computed and offered to the cache.
     waited : int
         Those of the hits that another process of the node has computed while this one waited for them.
     taken_over : int
         Items that this process has computed in place of another one, which had claimed them and then ended
         or hung.
     bypasses : mapping of str to int
-        Computed and not stored, by reason.
+        Items that were computed and not stored, by reason.
     evictions : int
         Rows forgotten to make room, by all caches that share the budget.
     memory_rows : int
@@ -44,7 +44,7 @@ class CacheStats:
     disk_evictions : int
         Rows that were deleted from the directory to make room.
     corrupt : int
-        Damaged rows and files that were met; files are set aside, and the items are computed again.
+        Damaged rows and files that were met. The files are set aside, and the items are computed again.
     faults : int
         Calls of the operating system for the cache directory that failed.
     verified : int
@@ -52,10 +52,10 @@ class CacheStats:
     mismatched : int
         Verified hits that differed.
     seconds_computed : float
-        Spent in the plain forward, bypasses left out.
+        Time spent in the plain forward, without bypasses.
     seconds_saved : float or None
-        Estimated: hits times the mean time of a miss, less everything that the cache itself cost.
-        Negative where caching costs more than it saves. None if there were hits, but no miss that says
+        An estimate: hits times the mean time of a miss, less the time that the cache itself took.
+        It is negative where caching costs more than it saves. None if there were hits, but no miss that says
         what they would have cost, as in a second run that finds everything.
     """
 
@@ -104,7 +104,7 @@ class CacheStats:
     def _disk_lines(self) -> list[tuple[str, str]]:
         lines = []
         if self.waited or self.taken_over:
-            text = f"{self.waited:,} items that other processes computed meanwhile"
+            text = f"{self.waited:,} items that others computed"
             taken = (
                 f", and {self.taken_over:,} taken over from those that had ended" if self.taken_over else ""
             )

@@ -1,11 +1,11 @@
 """How the cache runs outside of the graphs of `torch.compile`, and the forward inside of them.
 
-A cache that a compiler sees becomes part of its graph: rows of one call would be returned for ever. But
-`torch.compile` can leave a function out and still compile what that calls: the cache runs outside of the
-graph, and the forward of the items that are missing is another graph.
+A cache that a compiler sees becomes part of its graph: every later call would return the rows of the
+first one. But `torch.compile` can leave out a function and still compile the functions that it calls: the
+cache runs outside of the graph, and the forward of the items that are missing is a graph of its own.
 
-For this, what runs between the caller and the forward is written as a generator that yields the calls to
-make, and `run_steps` makes them: the compiler sees nothing of the generator, and all of the calls.
+Therefore the code between the caller and the forward is a generator: it yields the calls that it wants to be
+made, and `run_steps` makes them. The compiler does not see the generator, but it sees those calls.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ Steps = Generator[Call, Any, T]
 
 
 def opaque(function: F) -> F:
-    """Have `torch.compile` leave out a function and whatever it calls."""
+    """Have `torch.compile` leave out a function and everything that it calls."""
     return _left_out(function, with_calls=True)
 
 
 def transparent(function: F) -> F:
-    """Have `torch.compile` leave out a function, but not what it calls.
+    """Have `torch.compile` leave out a function, but not the functions that it calls.
 
-    What ``torch.compiler.disable(recursive=False)`` once did: today it leaves out a wrapper, and the
-    function itself becomes graphs with guards, which cost more than a hit does.
+    ``torch.compiler.disable(recursive=False)`` did this once. Today it leaves out a wrapper only, and the
+    function itself is compiled; to check the guards of those graphs takes longer than a hit.
     """
     return _left_out(function, with_calls=False)
 
 
 def _left_out(function: F, with_calls: bool) -> F:
-    """The function, marked as `torch.compiler.disable` marks one, without its wrapper.
+    """Mark a function as `torch.compiler.disable` does, but without a wrapper; returns the function.
 
-    The compiler takes seconds to import, which is as long as torch itself takes, and most programs never
-    compile. So the mark is set where the compiler will look for it: in its C extension, which torch loads.
+    `torch.compiler.disable` imports the compiler. That takes seconds, as long as to import torch, and most
+    programs never compile. So the mark is set in the compiler's C extension, which is loaded with torch.
     """
     try:
         from torch._C._dynamo import eval_frame
@@ -49,19 +49,19 @@ def _left_out(function: F, with_calls: bool) -> F:
         for_calls = action.SKIP if with_calls else action.DEFAULT
         strategy = eval_frame._FrameExecStrategy(action.SKIP, for_calls)
         eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    except (ImportError, AttributeError):  # an older torch marks functions in the compiler itself
+    except (ImportError, AttributeError):  # in older versions of torch only the compiler can set the mark
         from torch._dynamo.decorators import disable, skip
 
         return cast(F, (disable if with_calls else skip)(function))
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # calls from a graph look for this
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # graphs that call the function look for this
     return function
 
 
 @transparent
 def run_steps(steps: Callable[..., Steps[T]], *args: Any, **kwargs: Any) -> T:
-    """What a generator function returns, after making the calls that it yields.
+    """Run a generator function, make the calls that it yields, and return what it returns.
 
-    It is sent what a call has returned; an exception of a call is raised inside of it.
+    The generator is sent what each call has returned. An exception of a call is raised inside of it.
     """
     running, call = _start(steps, args, kwargs)
     try:
@@ -74,7 +74,7 @@ def run_steps(steps: Callable[..., Steps[T]], *args: Any, **kwargs: Any) -> T:
                 failures.append(error)
             running, call = _resume(running, value, failures)
     finally:
-        if running is not None:  # an interrupt came here, outside of the generator
+        if running is not None:  # an interrupt came while this function ran, so the generator has not ended
             _close(running)
     return call  # type: ignore[no-any-return]
 
@@ -95,8 +95,9 @@ def _close(running: Steps[Any]) -> None:
 
 
 def _advance(running: Steps[T], value: Any, failures: list[BaseException]) -> tuple[Steps[T] | None, Any]:
-    """The generator and its next call, or None and what it has returned."""
-    # No frame may keep the exception: its traceback keeps the frame, whose variables would live on.
+    """Resume the generator; returns it and its next call, or None and what it has returned."""
+    # This frame must not refer to the exception when it ends: the traceback of the exception refers to the
+    # frame, and this cycle would keep the tensors of the call in memory.
     error = failures.pop() if failures else None
     try:
         try:
@@ -106,6 +107,6 @@ def _advance(running: Steps[T], value: Any, failures: list[BaseException]) -> tu
         except RuntimeError as wrapped:
             if error is None or wrapped.__cause__ is not error:
                 raise
-        raise error  # it is a StopIteration, which Python does not let out of a generator
+        raise error  # Python has wrapped a StopIteration, as no generator may raise one
     finally:
         del error

@@ -1,6 +1,6 @@
 """Whether rows that were found equal the same rows computed again.
 
-The forward of another batch size may round differently, so floating-point columns are compared with a
+A forward may round differently for another batch size, so floating-point columns are compared with a
 tolerance: the square root of the precision of the coarsest dtype involved, relative to the largest
 magnitude in the row (3e-4 for float32, 3e-2 for float16, 9e-2 for bfloat16). Everything else has to be equal.
 """
@@ -29,9 +29,9 @@ Differences = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def differences(old: Rows, fresh: Rows, dtypes: Collection[torch.dtype] = ()) -> Differences:
-    """The largest difference in each row where that is beyond the tolerance, else 0.
+    """The largest difference in each row, or 0 if it is within the tolerance.
 
-    It is infinite where the schemas differ, or something that is not a number does. `dtypes` are what
+    It is infinite if the schemas differ, or if values differ that are no numbers. `dtypes` are those that
     the rows were computed from.
     """
     if old.schema != fresh.schema:
@@ -43,7 +43,10 @@ def differences(old: Rows, fresh: Rows, dtypes: Collection[torch.dtype] = ()) ->
 def leaf_differences(
     old: Rows, fresh: Rows, dtypes: Collection[torch.dtype] = (), *, power: float = 0.5
 ) -> dict[str, Differences]:
-    """Those of each leaf by its path, of rows of one schema; tolerated is this power of the precision."""
+    """The same for each leaf, by its path, of rows of one schema.
+
+    The tolerance is the precision to this `power`: 0.5 is the square root.
+    """
     count = len(old)
     fresh = fresh.laid_out_as(old.schema)
     found = {}
@@ -72,15 +75,17 @@ def _column_differences(
     else:
         precision = 0.0
         same = left == right
-        apart = (left.double() - right.double()).abs().clamp_min(1.0)  # two large ints may be one double
+        # The least difference is 1, as two large integers that differ may be the same as float64.
+        apart = (left.double() - right.double()).abs().clamp_min(1.0)
     apart = torch.where(same, 0.0, apart).amax(1)
     scale = torch.maximum(left.abs(), right.abs()).nan_to_num(0.0, 0.0).amax(1) if precision else 0.0
-    within = apart <= precision**power * scale + precision**2  # numbers that cancel out leave noise
+    # The last term is for numbers that cancel each other out: what is left of them is noise.
+    within = apart <= precision**power * scale + precision**2
     return torch.where(within, 0.0, apart)
 
 
 def _precision(leaf: Leaf, dtypes: Collection[torch.dtype]) -> float:
-    """The relative precision of the coarsest dtype that a column was computed or kept in."""
+    """The relative precision of the coarsest dtype that the values of a column have passed through."""
     kept = [leaf.dtype, leaf.stored] if leaf.kind == "tensor" else [torch.float64]
     kept += [torch.get_autocast_dtype(place) for place in _PLACES if torch.is_autocast_enabled(place)]
     inexact = [dtype for dtype in (*kept, *dtypes) if dtype.is_floating_point or dtype.is_complex]

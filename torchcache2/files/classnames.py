@@ -1,7 +1,7 @@
-"""Classes by name, found without running any code.
+"""Finds classes by name without running any code.
 
-No import, no ``__getattr__``, no descriptor, no ``__class__``: only what is in the dictionaries of modules
-that are imported already, and of classes in them.
+Nothing is imported, and no ``__getattr__``, descriptor or ``__class__`` is asked: a class must be in the
+dictionary of a module that is imported already, or of a class in one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BUILTINS = (bool, bytes, complex, dict, float, frozenset, int, list, set, str, t
 def name_of(cls: Any, where: str) -> str:
     """What a class is called in a file."""
     name = qualified(cls, ":")
-    if name.startswith("__mp_main__:"):  # a spawned process calls its parent's script so
+    if name.startswith("__mp_main__:"):  # in a spawned process, this is the script of the parent
         name = "__main__:" + name.partition(":")[2]
     try:
         class_of(name, lambda found: found is cls)
@@ -49,7 +49,7 @@ def name_of(cls: Any, where: str) -> str:
 
 
 def class_of(name: Any, accepted: Callable[[Any], bool]) -> Any:
-    """The class of that name, if this process has it and it is one that is accepted."""
+    """The class of that name, if this process has it and it is accepted."""
     if type(name) is not str or len(name) > MAX_NAME or not name.isprintable():
         raise DamagedError("a class that is not a name")
     module, _, qualname = name.partition(":")
@@ -76,7 +76,7 @@ def _static(cls: Any, name: str) -> Any:
 
 
 def one_of(cls: Any, classes: Any) -> bool:
-    """Whether a class is among some, of which some have no hash."""
+    """Whether a class is one of some classes, some of which have no hash."""
     return any(cls is other for other in list(classes))
 
 
@@ -97,7 +97,7 @@ def is_storable(cls: Any) -> bool:
 
 
 def fields_of(cls: Any) -> list[str] | None:
-    """The names of its children, where it has them."""
+    """The names of the children of a class, if these have names."""
     if is_namedtuple(cls):
         return list(_static(cls, "_fields"))
     if _is_struct_sequence(cls):

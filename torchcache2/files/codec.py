@@ -1,40 +1,8 @@
-"""A block's bytes: zero bitmap, byte planes, brotli, blosc2.
+"""The bytes of a block: zero bitmap, byte planes, brotli, blosc2; docs/format.md specifies them.
 
-A block is one or more rows: for each leaf a part, the bytes of its elements. Rows, dtypes and sizes are
-known from elsewhere; a block holds none of them. The number of elements of a part is its size over the
-lane's width; a part whose size is not a multiple of the width has width 1 and is not rotated. Parts
-of no bytes leave nothing in a block. All integers are little-endian. Checksums are not the codec's: a
-changed block gives `DamagedError` or wrong bytes.
-
-Codec ``none``
-    The bytes of the parts, one after another.
-
-Codec ``brotli``
-    One encoded part after another::
-
-        u8        flags: bit 0 is set if there is a bitmap; the other bits are 0
-        u32       with a bitmap: how many elements are not zero
-        stream    with a bitmap: one bit an element, 1 if it is not zero, the lowest bit of a byte first;
-                  ceil(elements / 8) bytes; bits after the last element are 0
-        stream    plane 0
-        …         as many planes as the lane is wide
-
-    An element is zero if all of its bytes are: -0.0 is not. With a bitmap only the others are in the
-    planes. Plane j holds byte j of each element, the lowest first. Where the lane is rotated, the elements
-    were first rotated left by one bit, so that the exponent of float32 and bfloat16 is the last plane.
-    A stream::
-
-        u32       bit 31: the bytes are a brotli stream, else they are raw; bits 0-30: how many they are
-        bytes
-
-    A brotli stream is shorter than what it holds, and its window is 2^18 bytes or less. Which streams are
-    brotli, and whether there is a bitmap, is the writer's choice: `Brotli` uses a bitmap if over 8 % of the
-    elements are zero, and brotli where it saves at least 5 %.
-
-Codec ``blosc2``
-    For each part a u32, the size of a Blosc2 chunk, and the chunk: format 5, shuffle as the first and
-    only filter, zstd or raw, no dictionary, not lazy, no run of a value other than zero; its type size is
-    the lane's width. What else a chunk may be is refused before the library sees it.
+A block is one or more rows: for each leaf a part, the bytes of its elements. Rows, dtypes and sizes are known
+from elsewhere, and are not in the block. Checksums are not the codec's task: from a changed block it makes a
+`DamagedError` or wrong bytes.
 """
 
 from __future__ import annotations
@@ -225,12 +193,12 @@ def _stream(data: memoryview, at: int, size: int) -> tuple[Bytes, int]:
     decompressor = brotli.Decompressor()
     try:
         # The limit is one byte more than wanted: at it the reader may stop short of the end of the stream.
-        held = decompressor.process(data[begin:end], output_buffer_limit=size + 1)
+        found = decompressor.process(data[begin:end], output_buffer_limit=size + 1)
     except brotli.error as error:
         raise DamagedError(str(error)) from None
-    if len(held) != size or not decompressor.is_finished():
+    if len(found) != size or not decompressor.is_finished():
         raise DamagedError(f"a brotli stream that does not hold {size} bytes")
-    return np.frombuffer(held, np.uint8), end
+    return np.frombuffer(found, np.uint8), end
 
 
 def _chunk(data: memoryview, at: int, size: int, width: int) -> tuple[memoryview, int]:
@@ -240,12 +208,12 @@ def _chunk(data: memoryview, at: int, size: int, width: int) -> tuple[memoryview
         raise DamagedError("a block that ends too early")
     (stored,) = _U32.unpack_from(data, at)
     end = begin + stored
-    version, _, flags, typesize, held, part, length, pipeline, special = _HEADER.unpack_from(data, begin)
+    version, _, flags, typesize, count, part, length, pipeline, special = _HEADER.unpack_from(data, begin)
     # The library obeys headers: they could name filters and codecs that it would go and load.
     if (
         stored != length
         or end > len(data)
-        or (version, typesize, held, pipeline) != (_CHUNK_VERSION, width, size, _PIPELINE)
+        or (version, typesize, count, pipeline) != (_CHUNK_VERSION, width, size, _PIPELINE)
         or flags not in _CHUNK_FLAGS
         or not 0 < part <= size
         or special not in (0, _ZEROS)

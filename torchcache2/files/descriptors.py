@@ -1,8 +1,8 @@
-"""The files that this process has open: few of them, however many tiers, segments and namespaces there are.
+"""The files that this process has open: a limited number for all tiers, segments and namespaces.
 
-Of the files that a process may have open, the cache takes a quarter at most: one half for segments, the other
-for holds. A hold is an open and locked ``fingerprint.json``; by it other processes see that the namespace is
-in use. Those that were not used for longest are closed.
+The cache opens at most a quarter of the files that a process may open: one half of these for segments, the
+other for holds. A hold is an open and locked ``fingerprint.json``, which shows other processes that the
+namespace is in use. When there are too many, those that were not used for longest are closed.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def most_open() -> int:
 
 
 class _Open:
-    """Open files of all tiers of this process, in the order of their use.
+    """Open files of all tiers of this process, the least recently used first.
 
-    A forked child has those of its parent open too, and counts them.
+    A forked child counts the files of its parent too, as it has them open.
     """
 
     def __init__(self) -> None:
         self._lock = ProcessLock(threading.RLock)
-        # The garbage collector may change it between any two statements.
+        # The garbage collector may change this between any two statements.
         self._files: OrderedDict[tuple[object, str], Descriptor] = OrderedDict()
 
     def __len__(self) -> int:
@@ -118,7 +118,7 @@ class Descriptors:
 
     @classmethod
     def spare(cls) -> bool:
-        """Close what can be opened again, when no more files can be opened; whether there was any."""
+        """Close all segments or, if none is open, all holds; whether there were any."""
         return cls._segments.clear() or cls._holds.clear()
 
     @classmethod
@@ -135,7 +135,7 @@ class Descriptors:
         before = self._forgotten
         file = self._fs.open(path)
         with self._lock():
-            if self._forgotten == before:  # else it may have been deleted since
+            if self._forgotten == before:  # otherwise the file may have been deleted since
                 self._segments.put(self._owner, path, file)
         self._shrink()
         return file
@@ -153,7 +153,7 @@ class Descriptors:
             _clear(self._owner)
 
     def may_hold(self, path: str) -> bool:
-        """Whether a file can be held without letting go of another one."""
+        """Whether a file can be held without closing another hold."""
         return self.held(path, is_used=False) is not None or len(self._holds) < most_open()
 
     def hold(self, path: str, file: Descriptor) -> None:

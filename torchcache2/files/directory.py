@@ -1,4 +1,4 @@
-"""`CacheDirectory`: what is in a cache directory, which files are the cache's own, and who uses them.
+"""`CacheDirectory`: the files in a cache directory, and who uses them.
 
 ::
 
@@ -47,7 +47,7 @@ __all__ = ["CacheDirectory", "Contents"]
 _MOST_TEXT = 16 << 20
 _PROBE = memoryview(b"whether something can be written here")
 _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
-_ENTRIES = 10
+_ENTERINGS = 10
 _TRIES, _BETWEEN_TRIES = 20, 0.005  # seconds
 
 
@@ -66,7 +66,7 @@ class CacheDirectory:
         cannot be read.
         """
         try:
-            entries = self.fs.entries(self.path)
+            listing = self.fs.listing(self.path)
         except FileNotFoundError:
             return
         except NotADirectoryError:
@@ -76,10 +76,10 @@ class CacheDirectory:
             if error.errno not in _NO_PATH:
                 raise
             raise OptionError(f"{self.path!r} cannot be a cache directory: {error.strerror}") from None
-        has_tag = self.fs.exists(os.path.join(self.path, TAG))  # this comes first, as it may appear meanwhile
+        has_tag = self.fs.exists(os.path.join(self.path, TAG))  # before `format`, as it may appear meanwhile
         tag = self.format()
         if tag is None:
-            strange = [entry.name for entry in entries if not is_ours(entry)]
+            strange = [info.name for info in listing if not is_ours(info)]
             if strange or has_tag:
                 name = strange[0] if strange else TAG
                 raise OptionError(
@@ -94,7 +94,7 @@ class CacheDirectory:
             )
 
     def create(self) -> None:
-        """Make the folder, and what says that it is a cache."""
+        """Make the folder, and the file that says that it is a cache."""
         self._make_folder(self.path)
         if self.format() is None:
             self._write(os.path.join(self.path, TAG), TAG_TEXT.encode())
@@ -107,24 +107,24 @@ class CacheDirectory:
     def contents(self, namespace: str) -> Contents:
         """The files of a namespace."""
         try:
-            entries = self.fs.entries(os.path.join(self.path, namespace))
+            listing = self.fs.listing(os.path.join(self.path, namespace))
         except (FileNotFoundError, NotADirectoryError):
-            entries = []
-        return contents_of(namespace, entries)
+            listing = []
+        return contents_of(namespace, listing)
 
     def scan(self) -> list[Contents]:
         """The files of every namespace. One whose folder may not be read counts as empty."""
         try:
-            entries = self.fs.entries(self.path)
+            listing = self.fs.listing(self.path)
         except FileNotFoundError:
             return []
         found = []
-        for entry in entries:
-            if entry.is_folder and NAMESPACE_NAME.fullmatch(entry.name):
+        for info in listing:
+            if info.is_folder and NAMESPACE_NAME.fullmatch(info.name):
                 try:
-                    found.append(self.contents(entry.name))
+                    found.append(self.contents(info.name))
                 except PermissionError:
-                    found.append(contents_of(entry.name, []))
+                    found.append(contents_of(info.name, []))
         return found
 
     def changed(self, namespace: bytes) -> int:
@@ -144,12 +144,12 @@ class CacheDirectory:
         path = os.path.join(folder, FINGERPRINT)
         if not self.fs.exists(path):
             if not is_new:
-                self.fs.sync_folder(self.path)  # whoever made the folder may have died before it was synced
+                self.fs.sync_folder(self.path)  # the process that made the folder may have died before this
             document = {"format_version": FORMAT_VERSION, "namespace": namespace.hex(), **fingerprint}
             self._write(path, json.dumps(document, indent=1, sort_keys=True).encode())
 
     def fingerprint(self, namespace: str) -> dict[str, Any]:
-        """What a namespace stands for, as somebody wrote it; empty if that cannot be read."""
+        """The content of a namespace's ``fingerprint.json``; empty if it cannot be read."""
         path = os.path.join(self.path, namespace, FINGERPRINT)
         try:
             document = json.loads(self.fs.read_file(path, _MOST_TEXT))
@@ -158,11 +158,10 @@ class CacheDirectory:
         return document if isinstance(document, dict) else {}
 
     def describe(self, namespace: bytes, fingerprint: Mapping[str, Any], *, create: bool) -> bool:
-        """Add what probes have found to the file that says what a namespace stands for.
+        """Add the results of probes to ``fingerprint.json``; returns whether that changed anything.
 
-        Returns whether that changed anything. Files are never modified: another one takes its place. Whoever
-        uses the namespace has the old one locked: it stays under a temporary name until they let go of it.
-        Where there is no file, `create` makes one.
+        The file is not modified but replaced. Users of the namespace have the old file locked: it stays under
+        a temporary name until they let go of it. With `create`, a file is made if there is none.
         """
         before = self.fingerprint(namespace.hex())
         if not before:
@@ -173,7 +172,7 @@ class CacheDirectory:
         probed = {**(found if isinstance(found, dict) else {}), **fingerprint.get("probed", {})}
         hold = self.hold(namespace) if probed != found else None
         if hold is None:
-            return False  # nothing is new, or somebody is deleting the namespace
+            return False  # there is nothing new, or somebody is deleting the namespace
         path = os.path.join(self.folder(namespace), FINGERPRINT)
         text = json.dumps({**before, "probed": probed}, indent=1, sort_keys=True)
         try:
@@ -186,11 +185,11 @@ class CacheDirectory:
     def enter(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> Descriptor | None:
         """Make a namespace's folder, and count as its user as long as the result exists.
 
-        None if others delete the folder again and again. Whoever writes needs this: a new namespace is the
-        first to be deleted when somebody makes room. `StrangeFileError` if the folder, or its fingerprint, is
-        something else.
+        None if others delete the folder again and again. A writer needs this, as a new namespace is the first
+        to be deleted when somebody makes room. `StrangeFileError` if there is something else in the place of
+        the folder or its ``fingerprint.json``.
         """
-        for _ in range(_ENTRIES):
+        for _ in range(_ENTERINGS):
             with contextlib.suppress(FileNotFoundError, FileExistsError):  # another process deletes it
                 self.prepare(namespace, fingerprint)
             try:
@@ -205,8 +204,8 @@ class CacheDirectory:
     def hold(self, namespace: bytes, *, patient: bool = True) -> Descriptor | None:
         """Count as a user of a namespace as long as the result exists.
 
-        None if the namespace has no files, or while another process has claimed it to delete it; a `patient`
-        caller waits for 0.1 s then.
+        None if the namespace has no files, or if another process is deleting it; a `patient` caller waits
+        0.1 s for that.
         """
         path = os.path.join(self.folder(namespace), FINGERPRINT)
         for left in reversed(range(_TRIES if patient else 2)):
@@ -217,9 +216,9 @@ class CacheDirectory:
             if self.fs.lock(file, exclusive=False) is not False:
                 if self.fs.same(file, path):
                     return file
-                continue  # another file has taken its place
+                continue  # another file has this name now
             if left and patient:
-                time.sleep(_BETWEEN_TRIES)  # who asks whether it is in use locks it for a moment
+                time.sleep(_BETWEEN_TRIES)  # a process that asks whether it is in use locks it for a moment
         return None  # a process is deleting the namespace
 
     def set_aside(self, path: str) -> None:
@@ -242,7 +241,7 @@ class CacheDirectory:
         """Whether files can be written beside the folders of the namespaces; writes one, and deletes it."""
         try:
             self._make_folder(self.path)
-            self.fs.entries(self.path)
+            self.fs.listing(self.path)
             tag = os.path.join(self.path, f"{TAG}.")
             probe = tag + ulid()
             try:
@@ -255,7 +254,7 @@ class CacheDirectory:
         return True
 
     def format(self) -> int | None:
-        """The format that the directory says it has; None if it does not say that it is a cache."""
+        """The format that ``CACHEDIR.TAG`` states; None if it does not say that this is a cache."""
         try:
             return stated_format(self.fs.read_file(os.path.join(self.path, TAG), _MOST_TEXT))
         except (FileNotFoundError, NotADirectoryError, StrangeFileError, DamagedError):

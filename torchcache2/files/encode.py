@@ -1,4 +1,4 @@
-"""Rows as a segment: `encode` makes its bytes, and `write` a file of them that is whole or not there."""
+"""Writes segments: `encode` makes the bytes of one, and `write` a file that is whole or not there."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["SEGMENT", "TEMPORARY", "Encoded", "encode", "row_checksums", "write"
 SEGMENT = ".safetensors"
 TEMPORARY = ".tmp"  # behind the name of a segment that is being written
 _LEAST_SAVED = 0.1  # a codec that saves a smaller share of the bytes costs more time than that is worth
-_HOPELESS = 0.98  # if a sample keeps more than this share of its bytes, the rest is not tried
-_MOST_PART = (1 << 31) - 64  # a codec takes so many bytes of a leaf in a row
+_HOPELESS = 0.98  # if a sample shrinks less than to this share, the rest is not tried
+_MOST_PART = (1 << 31) - 64  # a codec accepts so many bytes of a leaf in one row
 _SAMPLES = 32
-_FEW = 4  # of so few blocks, all are tried
+_FEW = 4  # so few blocks are all tried
 Batch = tuple[Keys, Rows]
 
 
@@ -62,13 +62,13 @@ class Encoded:
 def encode(batches: Sequence[Batch], codec: Codec, *, library: str = "") -> Encoded:
     """The bytes of a segment with these rows, at least one, all of one namespace and on the CPU.
 
-    Schemas may differ in the shapes of rows only; `UnserialisableError` if their common schema has no JSON
-    form, or too long a one. Nothing is compressed if the codec would save less than 10 %. `library` is the
-    version that is named as the writer's.
+    Schemas may differ only in the shapes of rows; `UnserialisableError` if their common schema has no JSON
+    form, or one that is too long. Rows are not compressed if the codec would save less than 10 %. `library`
+    is the version of this library, which the header states.
     """
     schemas = [rows.schema for _, rows in batches]
     schema = _common(schemas)
-    schema_text(schema)  # raises if it could not be read again
+    schema_text(schema)  # this raises if the schema could not be read again
     pieces = [[as_bytes(c).numpy() for c in rows.in_logical_order().columns] for _, rows in batches]
     counts = [len(keys) for keys, _ in batches]
     layout = Layout(batches[0][0].namespace, schema, "none", sum(counts), library=library)
@@ -146,17 +146,17 @@ def _shapes(schema: Schema, schemas: Sequence[Schema], counts: Sequence[int]) ->
 
 def _blocks(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> Iterator[list[Bytes]]:
     """The rows of each block, leaf by leaf."""
-    left: list[list[Bytes2D]] = []  # the rows of a block that is not full yet
-    held = 0
+    left: list[list[Bytes2D]] = []  # rows of a block that is not full yet
+    filled = 0
     for columns in pieces:
         count, start = len(columns[0]), 0
         while start < count:
-            take = min(per_block - held, count - start)
+            take = min(per_block - filled, count - start)
             left.append([column[start : start + take] for column in columns])
-            held, start = held + take, start + take
-            if held == per_block:
+            filled, start = filled + take, start + take
+            if filled == per_block:
                 yield _joined(left)
-                left, held = [], 0
+                left, filled = [], 0
     if left:
         yield _joined(left)
 
@@ -183,7 +183,7 @@ def _encoded(
 def _is_promising(
     pieces: Sequence[Sequence[Bytes]], per_block: int, codec: Codec, lanes: Sequence[Lane]
 ) -> bool:
-    """Whether a sample of the blocks, evenly spread, shrinks so that all of them may shrink enough."""
+    """Whether a sample of the blocks, evenly spread, shrinks enough to try all of them."""
     counts = [len(columns[0]) for columns in pieces]
     if sum(counts) <= per_block * _FEW:
         return True  # the sample would be all of them

@@ -1,4 +1,4 @@
-"""Why something in a cache directory cannot be read, or an output cannot be written to one.
+"""The errors of reading and writing a cache directory.
 
 None of them reaches a user: the tier counts them as misses, and the commands of ``torchcache2`` report them.
 """

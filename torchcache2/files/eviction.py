@@ -1,11 +1,11 @@
-"""Making room in a cache directory.
+"""Makes room in a cache directory.
 
-Damaged segments go first. Then whole segments of namespaces that no process uses, the namespace that was
-not used for longest first; its oldest segment first. Then, under ``lru``, the segments of all namespaces that
-were not used for longest.
+Damaged segments are deleted first. Then come namespaces that no process uses, beginning with the one that was
+not used for longest, and in each of them the oldest segment. Then, under ``lru``, come the segments of all
+namespaces that were not used for longest.
 
-Writers take no lock as long as there is room: two that find room at once exceed the budget by their segments,
-and the next one makes room for both.
+Writers take no lock as long as there is room. If two find room at the same time, they exceed the budget by
+their segments, and the next writer makes room for both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchcache2.files.removal import Removal, deleting
 __all__ = ["Allowance", "Removed", "make_room", "room_after", "used_bytes"]
 
 Removed = Callable[[str, list[str]], None]
-_SHARE = 8  # a writer may fill an eighth of the room that it has found, as others write too
+_SHARE = 8  # a writer fills at most an eighth of the room that it has found, as others write too
 
 
 def used_bytes(contents: list[Contents]) -> int:
@@ -37,10 +37,10 @@ def room_after(
 ) -> int:
     """Delete segments until `needed` more bytes fit into the budget; the bytes that are then left.
 
-    These are negative if `needed` bytes do not fit. `OSError` if that is because something could not be
-    deleted; `TimeoutError` if another process deletes. With `lru`, segments of namespaces that are in use may
-    go. `removed` is called with each namespace (32 hexadecimal digits) and the names of its segments that are
-    gone.
+    The result is negative if `needed` bytes do not fit; `OSError` if that is because something could not be
+    deleted, and `TimeoutError` if another process is deleting. With `lru`, segments of namespaces in use may
+    be deleted too. ``removed(namespace, names)`` is called for each namespace (32 hexadecimal digits) with
+    the names of the segments that are gone.
     """
     scanned = directory.scan()
     left = budget - needed - used_bytes(scanned)
@@ -66,8 +66,8 @@ def room_after(
 class Allowance:
     """Bytes that one process may write before it scans the directory again; see `room_after`.
 
-    To scan thousands of files takes longer than to write a small one. Several writers that do not see each
-    other exceed the budget by what each may write: no more than the `most` bytes of a segment.
+    To scan thousands of files takes longer than to write a small one. Writers do not see each other, so each
+    may exceed the budget by what it may write: at most the `most` bytes of a segment.
     """
 
     def __init__(self, most: int) -> None:
@@ -83,21 +83,21 @@ class Allowance:
         return True
 
     def looked(self, room: int, size: int) -> None:
-        """Somebody has looked: there are `room` bytes left after `size` that are about to be written."""
+        """Note that a scan has found `room` bytes, besides the `size` that are about to be written."""
         self._left = min(self._most - size, room // _SHARE)
 
 
 def _delete(removal: Removal, scanned: list[Contents], lru: bool) -> None:
-    """Delete until there is room, or nothing is left that may go."""
+    """Delete until there is room, or until nothing is left that may be deleted."""
     for contents in scanned:
-        for entry in list(contents.corrupt):
-            removal.file(contents, entry)
+        for info in list(contents.corrupt):
+            removal.file(contents, info)
     for contents in sorted(scanned, key=lambda one: one.last_used):
         if removal.excess > 0:
             removal.namespace(contents)
     if lru:
-        pairs = [(entry, contents) for contents in scanned for entry in contents.segments]
-        for entry, contents in sorted(pairs, key=lambda pair: (pair[0].mtime, pair[0].name)):
-            removal.file(contents, entry)
+        pairs = [(info, contents) for contents in scanned for info in contents.segments]
+        for info, contents in sorted(pairs, key=lambda pair: (pair[0].mtime, pair[0].name)):
+            removal.file(contents, info)
     if removal.excess > 0 and removal.error is not None:
         raise removal.error

@@ -6,7 +6,7 @@ import dataclasses
 import re
 
 from torchcache2.files.encode import SEGMENT, TEMPORARY
-from torchcache2.files.filesystem import Entry
+from torchcache2.files.filesystem import FileInfo
 from torchcache2.files.layout import FORMAT_VERSION
 
 __all__ = [
@@ -49,56 +49,56 @@ class Contents:
     """
 
     namespace: str
-    segments: list[Entry]
-    corrupt: list[Entry]
-    temporary: list[Entry]
-    others: list[Entry]
+    segments: list[FileInfo]
+    corrupt: list[FileInfo]
+    temporary: list[FileInfo]
+    others: list[FileInfo]
 
     @property
-    def entries(self) -> list[Entry]:
+    def files(self) -> list[FileInfo]:
         """All of these files."""
         return [*self.segments, *self.corrupt, *self.temporary, *self.others]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of these files."""
-        return sum(entry.size for entry in self.entries)
+        return sum(info.size for info in self.files)
 
     @property
     def last_used(self) -> float:
         """When a segment was last read or written, in seconds since the epoch; 0.0 if there is none."""
-        return max((entry.mtime for entry in self.segments), default=0.0)
+        return max((info.mtime for info in self.segments), default=0.0)
 
 
-def contents_of(namespace: str, entries: list[Entry]) -> Contents:
+def contents_of(namespace: str, listing: list[FileInfo]) -> Contents:
     """The files of a namespace among what is in its folder."""
     found = Contents(namespace, [], [], [], [])
-    for entry in entries:
-        if entry.is_folder:
+    for info in listing:
+        if info.is_folder:
             continue
-        if SEGMENT_NAME.fullmatch(entry.name):
-            found.segments.append(entry)
-        elif entry.name == FINGERPRINT:
-            found.others.append(entry)
-        elif is_left_over(entry.name):
-            (found.corrupt if entry.name.endswith(CORRUPT) else found.temporary).append(entry)
+        if SEGMENT_NAME.fullmatch(info.name):
+            found.segments.append(info)
+        elif info.name == FINGERPRINT:
+            found.others.append(info)
+        elif is_left_over(info.name):
+            (found.corrupt if info.name.endswith(CORRUPT) else found.temporary).append(info)
     return found
 
 
-def is_ours(entry: Entry) -> bool:
+def is_ours(info: FileInfo) -> bool:
     """Whether something in the directory is the cache's own."""
-    if entry.is_folder:
-        return NAMESPACE_NAME.fullmatch(entry.name) is not None
-    return entry.name in (TAG, LOCK) or _TEMPORARY_TEXT.fullmatch(entry.name) is not None
+    if info.is_folder:
+        return NAMESPACE_NAME.fullmatch(info.name) is not None
+    return info.name in (TAG, LOCK) or _TEMPORARY_TEXT.fullmatch(info.name) is not None
 
 
 def is_left_over(name: str) -> bool:
-    """Whether a file of this name was set aside, or is being written, or was when its writer died."""
+    """Whether a file of this name was set aside, or is being written, or was left by a dead writer."""
     return bool(_LEFT_OVER.fullmatch(name) or _TEMPORARY_TEXT.fullmatch(name))
 
 
 def stated_format(tag: bytes) -> int | None:
     """The format that a ``CACHEDIR.TAG`` states; None if it is another program's."""
     match = _IS_OURS.search(tag)
-    # Python makes no number of thousands of digits, and the first ones show that a format is not known.
+    # Python refuses numbers with thousands of digits; the first digits show that a format is not known.
     return int(match[1][:_MOST_DIGITS]) if match else None

@@ -1,6 +1,6 @@
 """`FileSystem`: every call that the cache makes to the operating system about files.
 
-It is passed as an argument, so that tests can have each call fail, and unsynced bytes get lost.
+It is passed as an argument, so that tests can make each call fail, and lose bytes that were not synced.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Descriptor", "Entry", "FileSystem", "StrangeFileError", "is_read_only"]
+__all__ = ["Descriptor", "FileInfo", "FileSystem", "StrangeFileError", "is_read_only"]
 
-_MOST_BUFFERS = 1024  # that one call takes: IOV_MAX of Linux
+_MOST_BUFFERS = 1024  # one call takes so many: IOV_MAX of Linux
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 # Opening never waits: a pipe without a writer, or a terminal, would never answer.
@@ -39,8 +39,8 @@ class StrangeFileError(OSError):
         super().__init__(errno.EINVAL, "is not a regular file", path)
 
 
-class Entry(NamedTuple):
-    """A name in a folder."""
+class FileInfo(NamedTuple):
+    """What the system says of a name in a folder."""
 
     name: str
     is_folder: bool
@@ -62,7 +62,7 @@ class FileSystem:
         `StrangeFileError` if it is a folder, a pipe, a device, or a link that leads to no file.
         """
         try:
-            # This is asked first, as opening a device may do something.
+            # This is asked first, as to open a device may have an effect.
             is_regular = stat.S_ISREG(os.stat(path).st_mode)
         except FileNotFoundError:
             if os.path.islink(path):
@@ -121,7 +121,7 @@ class FileSystem:
         try:
             os.fsync(file.number)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system has no such thing
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot sync folders
                 raise
 
     def lock(self, file: Descriptor, *, exclusive: bool) -> bool | None:
@@ -148,7 +148,7 @@ class FileSystem:
                 fcntl.flock(file.number, fcntl.LOCK_UN)
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another name, in place of what had that name."""
+        """Rename a file; a file that had the new name is replaced."""
         os.rename(old, new)
 
     def link(self, old: str, new: str) -> None:
@@ -157,7 +157,7 @@ class FileSystem:
             os.link(old, new)
         except FileExistsError:
             raise
-        except OSError:  # the file system has no second names
+        except OSError:  # the file system has no hard links
             if os.path.lexists(new):
                 raise FileExistsError(new) from None
             os.rename(old, new)
@@ -175,11 +175,11 @@ class FileSystem:
         os.rmdir(path)
 
     def exists(self, path: str) -> bool:
-        """Whether there is anything of this name, be it a link that leads nowhere."""
+        """Whether there is anything of this name, even a link that leads nowhere."""
         return os.path.lexists(path)
 
     def is_file(self, path: str) -> bool:
-        """Whether a name is that of a regular file itself, not of a link to one."""
+        """Whether a path is a regular file itself, and not a link to one."""
         try:
             return stat.S_ISREG(os.lstat(path).st_mode)
         except (FileNotFoundError, NotADirectoryError):
@@ -190,11 +190,11 @@ class FileSystem:
         os.utime(path)
 
     def changed(self, path: str) -> int:
-        """When names in a folder changed last, in nanoseconds."""
+        """When a name was last added to a folder or removed, in nanoseconds."""
         return os.stat(path).st_mtime_ns
 
-    def entries(self, path: str) -> list[Entry]:
-        """The names in a folder, without those that vanish meanwhile; symbolic links are no files."""
+    def listing(self, path: str) -> list[FileInfo]:
+        """The files and folders in a folder, in order; symbolic links are left out."""
         found = []
         with _opened(lambda: os.scandir(path)) as names:
             for name in names:
@@ -204,11 +204,11 @@ class FileSystem:
                     continue
                 kind = stat.S_IFMT(status.st_mode)
                 if kind in (stat.S_IFREG, stat.S_IFDIR):
-                    found.append(Entry(name.name, kind == stat.S_IFDIR, status.st_size, status.st_mtime))
+                    found.append(FileInfo(name.name, kind == stat.S_IFDIR, status.st_size, status.st_mtime))
         return sorted(found)
 
     def read_file(self, path: str, limit: int) -> bytes:
-        """A small file's bytes; `DamagedError` if it has more than `limit`: it is something else."""
+        """The bytes of a small file; `DamagedError` if it has more than `limit`."""
         file = self.open(path)
         size = self.size(file)
         if size > limit:
@@ -251,7 +251,7 @@ class FileSystem:
 
 
 def _opened(make: Callable[[], T]) -> T:
-    """What `make` opens; files that the cache can spare are closed if the process may open no more."""
+    """What `make` opens. If the process may open no more files, those that the cache can spare are closed."""
     try:
         return make()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The header of a segment, read with distrust: nothing that it states is believed before it is checked."""
+"""Reads the header of a segment: nothing that it states is used before it is checked."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def read_size(start: bytes, file_bytes: int) -> int:
 def stated(text: bytes, file_bytes: int) -> tuple[int, bytes]:
     """How many bytes of a file its checksum covers, and the checksum, from `text`, the header's JSON.
 
-    `DamagedError` if it does not say. Nothing else is believed before the checksum was compared. Every
-    version has both in the same places.
+    `DamagedError` if it does not say. Nothing else is read before the checksum has been compared. Both are at
+    the same place in every version of the format.
     """
     end = 8 + len(text)
     try:
@@ -50,7 +50,7 @@ def stated(text: bytes, file_bytes: int) -> tuple[int, bytes]:
 def parse(text: bytes, file_bytes: int, limit: int, *, structured: bool = True) -> Layout:
     """The layout that a header's JSON states. A row may have `limit` bytes.
 
-    Without `structured`, rows are to be checked, not given back; see `schema_from_json`.
+    Without `structured`, rows can only be checked; see `schema_from_json`.
 
     Raises
     ------
@@ -89,7 +89,7 @@ def parse(text: bytes, file_bytes: int, limit: int, *, structured: bool = True) 
 
 
 def _unparsed(error: Exception) -> str:
-    # The text of an error of decoding has the whole header in it: its beginning is enough.
+    # The message of a decoding error has the whole header in it, so it is cut.
     return f"a header that does not parse, {type(error).__name__}: {str(error)[:200]}"
 
 
@@ -100,7 +100,7 @@ def _number(text: Any) -> int:
 
 
 def _check(layout: Layout, data_bytes: int, limit: int) -> None:
-    """Whether numbers are possible, before anything is computed or allocated with them."""
+    """Raise if numbers are impossible, before anything is computed or allocated with them."""
     counts = (layout.count, layout.rows_per_block, layout.payload_bytes)
     if any(type(count) is not int or count < 0 for count in counts) or layout.count == 0:
         raise DamagedError(f"counts of {counts}")

@@ -12,7 +12,7 @@ from torchcache2.files.errors import DamagedError
 
 __all__ = ["Codec", "Lane", "lane", "lane_of_part"]
 
-_MOST = (1 << 31) - 33  # bytes that a part may have: sizes are 31 bits, and a chunk has a header
+_MOST = (1 << 31) - 33  # bytes that a part may have: sizes have 31 bits, and a chunk has a header
 
 
 class Lane(NamedTuple):
@@ -32,7 +32,7 @@ _LANES = {
     torch.bfloat16: Lane(2, True),
     torch.complex64: Lane(4, True),
     torch.complex128: Lane(8, True),
-    # Their exponent shares a byte with the mantissa either way, so rotated they are no smaller.
+    # Rotated or not, their exponent shares a byte with the mantissa, so that rotation saves nothing.
     torch.float16: Lane(2, False),
     torch.complex32: Lane(2, False),
     **{dtype: Lane(2, False) for dtype in (torch.int16, torch.uint16)},
@@ -42,12 +42,12 @@ _LANES = {
 
 
 def lane(dtype: torch.dtype) -> Lane:
-    """How a leaf that is stored as `dtype` is split; bytes where nothing is known of the dtype."""
+    """How a leaf that is stored as `dtype` is split; one of an unknown dtype is not split."""
     return _LANES.get(dtype, Lane(1, False))
 
 
 def lane_of_part(split: Lane, part: Bytes) -> Lane:
-    """The lane by which a part is split: one whose size is not a multiple of the width is split by bytes."""
+    """The lane for a part; a part whose size is not a multiple of the width is not split."""
     return split if len(part) % split.width == 0 else Lane(1, False)
 
 

@@ -1,33 +1,7 @@
-"""The format of a segment, version 1: an immutable file with rows of one namespace.
+"""`Layout`: where everything is in a segment of version 1 of the format, which docs/format.md specifies.
 
-A segment is a safetensors file: a little-endian u64 H, a header of H bytes of JSON, and the tensors, one
-after another without gaps. Everything up to the rows themselves is the *index*; opening a segment reads
-that and no more.
-
-=====================  ===========================  ==========================================================
-tensor                 dtype, shape                 holds
-=====================  ===========================  ==========================================================
-``keys``               U8 ``(n, 16)``               key of each row
-``checksums``          U64 ``(n,)``                 xxh3-64 of each row's bytes, leaf after leaf
-``block_checksums``    U64 ``(blocks,)``            with a payload: xxh3-64 of each block as stored
-``offsets``            I64 ``(blocks + 1,)``        with a payload: where blocks begin and end in it
-``shapes``             I64 ``(n, dims)``            ragged rows: the extents that the schema leaves open
-``output…``            the leaf's ``(n, *shape)``   codec ``none``: one tensor for each leaf
-``payload``            U8 ``(bytes,)``              other codecs, and ragged rows: blocks of rows
-=====================  ===========================  ==========================================================
-
-The index comes first, in this order; then the output tensors, those with the widest elements first, or
-the payload. Spaces behind the JSON make the rows begin at a multiple of 8 bytes, and of 4,096 where they
-have a megabyte or more.
-
-``__metadata__`` holds, all as text: ``checksum`` (16 hexadecimal digits: xxh3-64 of all bytes before the
-rows, with these digits as zeros), ``format`` (``torchcache2``), ``format_version``, ``library``,
-``namespace`` (32 hexadecimal digits), ``codec``, ``rows_per_block``, and ``schema`` (see
-`torchcache2.files.schemajson`).
-
-Rows lie as they are in memory, little-endian, contiguous in the order of their dimensions. A block is
-`rows_per_block` rows (the last one may have fewer), for each leaf its rows one after another, as
-`torchcache2.files.codec` stores them. Ragged rows have a block each.
+A segment is an immutable safetensors file with rows of one namespace. Everything before the rows is the
+*index*: to open a segment, this is all that is read.
 """
 
 from __future__ import annotations
@@ -164,7 +138,7 @@ class Layout:
         return self.payload_bytes if self.rows_per_block else self.count * self.schema.row_bytes
 
     def tensors(self) -> dict[str, Any]:
-        """The header's entries, without metadata."""
+        """The header's members, without metadata."""
         tensors = self.index
         if self.rows_per_block:
             tensors["payload"] = ("U8", (self.payload_bytes,))
@@ -175,12 +149,12 @@ class Layout:
                 dtype = _DTYPES.get(str(leaf.stored)[6:])
                 shape = leaf.shape if dtype else (leaf.row_bytes,)
                 tensors[names[i]] = (dtype or "U8", (self.count, *shape))
-        entries, position = {}, 0
+        members, position = {}, 0
         for name, (kind, extents) in tensors.items():
             end = position + _nbytes(kind, extents)
-            entries[name] = {"dtype": kind, "shape": list(extents), "data_offsets": [position, end]}
+            members[name] = {"dtype": kind, "shape": list(extents), "data_offsets": [position, end]}
             position = end
-        return entries
+        return members
 
     def header(self, index: Sequence[bytes]) -> bytes:
         """The file's bytes up to the rows, with the tensors of `index` in its order."""

@@ -1,4 +1,4 @@
-"""Deleting from a cache directory: only one process does it at a time, and nothing that a process uses."""
+"""Deletes from a cache directory: one process at a time, and nothing that a process uses."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from filelock import FileLock
 
 from torchcache2.files.directory import CacheDirectory, Contents
 from torchcache2.files.filenames import FINGERPRINT, TAG, is_ours
-from torchcache2.files.filesystem import Descriptor, Entry, FileSystem, StrangeFileError
+from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem, StrangeFileError
 
 __all__ = ["Removal", "claimed", "deleting", "in_use", "remove_leftovers", "remove_namespace"]
 
 _PATIENCE = 10.0  # seconds
 _CLAIMS, _BETWEEN_CLAIMS = 3, 0.005  # seconds
-_OLD = 24 * 3600.0  # seconds after which a temporary file is a dead writer's where there are no locks
+_OLD = 24 * 3600.0  # seconds; without locks, an older temporary file is taken for a dead writer's
 
 
 def deleting(directory: CacheDirectory) -> FileLock:
     """The lock that a process holds while it deletes from a directory; `TimeoutError` after 10 s.
 
-    A process has one lock object for each directory: the garbage collector may close another tier, which
-    makes room, in the thread that holds the lock already.
+    A process has one lock object for each directory: the garbage collector may close another tier in the
+    thread that has the lock already, and closing it may make room.
     """
     return FileLock(directory.lock_path(), timeout=_PATIENCE, is_singleton=True)
 
 
 @contextlib.contextmanager
 def claimed(directory: CacheDirectory, namespace: str) -> Iterator[bool | None]:
-    """Whether no process uses a namespace, and none can begin to until the end.
+    """Yields whether no process uses a namespace; then none can begin to before the end of the context.
 
-    False if that is unknown; None if the namespace has no ``fingerprint.json`` by which one could tell.
+    False if that is not known; None if the namespace has no ``fingerprint.json`` that could be locked.
 
     Users of a namespace have its fingerprint locked. When `CacheDirectory.describe` replaces the fingerprint,
     the old file stays under a temporary name, so its users are still seen.
@@ -47,19 +47,19 @@ def claimed(directory: CacheDirectory, namespace: str) -> Iterator[bool | None]:
             file = fs.open(path)
             claim = _lock_alone(fs, file) and fs.same(file, path)
         temporary = directory.contents(namespace).temporary if claim is not False else []
-        for name in [entry.name for entry in temporary if entry.name.startswith(FINGERPRINT)]:
+        for name in [info.name for info in temporary if info.name.startswith(FINGERPRINT)]:
             with contextlib.suppress(FileNotFoundError, StrangeFileError):
                 other = fs.open(os.path.join(directory.path, namespace, name))
                 if file is not None and fs.same(other, path):
-                    continue  # a second name of the file that is locked here: its maker died before the rest
+                    continue  # a second name of the file that is locked here: whoever made it has died since
                 claim = claim if _lock_alone(fs, other) else False
-                fs.unlock(other)  # nobody begins to use a file that has been replaced
+                fs.unlock(other)  # nobody begins to use a file that was replaced
         if claim is None and fs.is_file(path):
             claim = False  # somebody has just begun to use it
         yield claim
     finally:
         if file is not None:
-            fs.unlock(file)  # closing it does not, if a child was forked meanwhile
+            fs.unlock(file)  # to close it is not enough, if a child was forked meanwhile
 
 
 def in_use(directory: CacheDirectory, namespace: str) -> bool | None:
@@ -87,7 +87,8 @@ def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool =
     namespace : str
         32 hexadecimal digits.
     force : bool
-        Also if a process uses it, which then computes again. What it is writing at the moment stays.
+        Whether to delete it even if a process uses it, which then computes again. A file that the process is
+        writing stays.
 
     Returns
     -------
@@ -103,19 +104,19 @@ def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool =
 
 
 def remove_leftovers(directory: CacheDirectory, namespace: str | None = None) -> None:
-    """Delete what dead writers left, in one namespace or all; what somebody else has the rights to stays."""
+    """Delete files of dead writers, in one namespace or all, if this user has the rights to."""
     scanned = directory.scan() if namespace is None else [directory.contents(namespace)]
-    found = [(one.namespace, entry) for one in scanned for entry in one.temporary]
+    found = [(one.namespace, info) for one in scanned for info in one.temporary]
     if namespace is None:
         tags = [
-            e for e in directory.fs.entries(directory.path) if e.name.startswith(f"{TAG}.") and is_ours(e)
+            e for e in directory.fs.listing(directory.path) if e.name.startswith(f"{TAG}.") and is_ours(e)
         ]
-        found += [("", entry) for entry in tags]
-    for folder, entry in found:
-        path = os.path.join(directory.path, folder, entry.name)
+        found += [("", info) for info in tags]
+    for folder, info in found:
+        path = os.path.join(directory.path, folder, info.name)
         with contextlib.suppress(FileNotFoundError, StrangeFileError, PermissionError):
             locked = directory.fs.lock(directory.fs.open(path), exclusive=True)
-            if locked or (locked is None and time.time() - entry.mtime > _OLD):
+            if locked or (locked is None and time.time() - info.mtime > _OLD):
                 directory.fs.remove(path)
 
 
@@ -135,7 +136,7 @@ class Removal:
     gone : dict of str to list of str
         Names of the segments that are gone, by namespace (32 hexadecimal digits).
     error : OSError or None
-        The first one. A file that cannot be deleted stays, and the others are tried.
+        The first error. A file that cannot be deleted stays, and the others are tried.
     """
 
     def __init__(self, directory: CacheDirectory, excess: float) -> None:
@@ -148,7 +149,7 @@ class Removal:
         """Delete a namespace's files, the oldest segment first; False if it is in use, and not `force`."""
         directory, namespace = self._directory, contents.namespace
         try:
-            remove_leftovers(directory, namespace)  # one may be a second name of what is locked below
+            remove_leftovers(directory, namespace)  # one may be a second name of the file locked below
             with claimed(directory, namespace) as claim:
                 if not force and (claim is False or (claim is None and contents.others)):
                     return False
@@ -156,9 +157,9 @@ class Removal:
                 left = directory.contents(namespace)
                 if self.excess <= 0 or left.segments or left.temporary:
                     return True
-                # Without a claim somebody may be about to use the folder: what has appeared since is theirs.
-                for entry in left.others if claim or force else []:
-                    self.file(left, entry)
+                # Without a claim, somebody may be about to use the folder: files that are new belong to them.
+                for info in left.others if claim or force else []:
+                    self.file(left, info)
                 with contextlib.suppress(OSError):  # somebody else's files are there
                     directory.fs.remove_folder(os.path.join(directory.path, namespace))
         except OSError as error:
@@ -167,15 +168,15 @@ class Removal:
 
     def files(self, contents: Contents) -> None:
         """Delete a namespace's segments, the oldest first, and those that were found damaged."""
-        segments = sorted(contents.segments, key=lambda entry: (entry.mtime, entry.name))
-        for entry in (*segments, *contents.corrupt):
-            self.file(contents, entry)
+        segments = sorted(contents.segments, key=lambda info: (info.mtime, info.name))
+        for info in (*segments, *contents.corrupt):
+            self.file(contents, info)
 
-    def file(self, contents: Contents, entry: Entry) -> None:
+    def file(self, contents: Contents, info: FileInfo) -> None:
         """Delete one file of a namespace, unless enough bytes are gone."""
         if self.excess <= 0:
             return
-        path = os.path.join(self._directory.path, contents.namespace, entry.name)
+        path = os.path.join(self._directory.path, contents.namespace, info.name)
         try:
             self._directory.fs.remove(path)
         except FileNotFoundError:
@@ -183,19 +184,20 @@ class Removal:
         except OSError as error:
             self.error = self.error or error
             return
-        self.excess -= entry.size
-        if entry in contents.corrupt:
-            contents.corrupt.remove(entry)
-        if entry in contents.segments:
-            contents.segments.remove(entry)
-            self.gone.setdefault(contents.namespace, []).append(entry.name)
+        self.excess -= info.size
+        if info in contents.corrupt:
+            contents.corrupt.remove(info)
+        if info in contents.segments:
+            contents.segments.remove(info)
+            self.gone.setdefault(contents.namespace, []).append(info.name)
 
 
 def _lock_alone(fs: FileSystem, file: Descriptor) -> bool:
     """Lock a file exclusively; False if others have it locked, or nothing can be locked here."""
-    locked = fs.lock(file, exclusive=True)
-    for _ in range(_CLAIMS - 1):
-        if locked is False:
-            time.sleep(_BETWEEN_CLAIMS)  # somebody may be asking the same
-            locked = fs.lock(file, exclusive=True)
-    return bool(locked)
+    for _ in range(_CLAIMS):
+        if (locked := fs.lock(file, exclusive=True)) is not False:
+            return bool(locked)
+        if fs.lock(file, exclusive=False):  # users share it: there is nothing to wait for
+            return bool(fs.lock(file, exclusive=True))  # unless who had it has just let go
+        time.sleep(_BETWEEN_CLAIMS)  # somebody has it alone, and asks the same
+    return False

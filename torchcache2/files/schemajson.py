@@ -1,18 +1,7 @@
-"""`Schema` as JSON and back, so that a file can carry it.
+"""`Schema` as JSON and back, so that a file can carry it; docs/format.md specifies the JSON.
 
-A node of the structure is ``null`` for a leaf, else an object with one tag::
-
-    {"tuple": [child, ...]}                            {"deque": [maxlen, [child, ...]]}
-    {"list": [child, ...]}                             {"namedtuple": [class, fields, [child, ...]]}
-    {"dict": [[key, child], ...]}                      {"node": [class, fields, context, [child, ...]]}
-    {"OrderedDict": [[key, child], ...]}               {"defaultdict": [factory, [[key, child], ...]]}
-
-A key or context is itself, an array for a list, or an object with one tag: ``tuple``, ``dict``, ``bytes``,
-``text`` (one with surrogates), ``float`` (not a finite one), ``class``. A class is ``module:qualname``, and
-its fields are the names that it had when it was written.
-
-Reading imports nothing and calls nothing that the JSON names: a class is looked up among the modules that
-are imported already, through their plain attributes, and must be a node type of the pytree registry.
+Reading imports nothing and calls nothing that the JSON names. A class is looked up among the modules that are
+imported already, through their plain attributes, and must be a node type of the pytree registry.
 """
 
 from __future__ import annotations
@@ -42,16 +31,16 @@ _TAGGED = (*_SEQUENCES.values(), *_MAPPINGS.values(), collections.defaultdict, c
 
 
 def schema_to_json(schema: Schema) -> dict[str, Any]:
-    """A schema as what ``json.dumps`` takes, the same for the same schema.
+    """A schema as a value for ``json.dumps``; equal schemas give equal values.
 
-    `UnserialisableError` if the output has a class that cannot be found by its name, or a node that keeps
-    something other than plain values and node classes, or is too large.
+    `UnserialisableError` if the output has a class that cannot be found by its name, if a node keeps more
+    than plain values and node classes, or if the schema is too large.
     """
     data = {
         "structure": _Writer().node(schema.structure, "output", 0),
         "leaves": [parts.leaf_to_json(leaf) for leaf in schema.leaves],
     }
-    try:  # the limits of the reader are those of the writer, too
+    try:  # a reader has limits, so that the writer must respect them
         schema_from_json(data)
     except (DamagedError, UnknownClassError) as error:
         raise UnserialisableError(f"the schema of the output could not be read back: {error}") from None
@@ -59,7 +48,7 @@ def schema_to_json(schema: Schema) -> dict[str, Any]:
 
 
 def schema_from_json(data: Any, *, structured: bool = True) -> Schema:
-    """The schema that `schema_to_json` made the JSON from; it may be any JSON.
+    """The schema that `schema_to_json` has turned into this JSON; `data` may be any JSON.
 
     Without `structured`, the structure is a list of the leaves, whatever classes the JSON names: that is
     enough to check rows.

@@ -1,4 +1,4 @@
-"""`Segment`: an open segment. Every row is checked when it is read."""
+"""`Segment`: reads rows of one segment. Each row is checked when it is read."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Segment:
         if self._offsets is not None and layout.payload_bytes < 1 << 32:
             self._offsets = self._offsets.astype(np.uint32)
         self._block_checksums = index.get("block_checksums")
-        if self._block_checksums is not None:  # half of each is enough, as rows have checksums too
+        if self._block_checksums is not None:  # half of each is kept, as rows have checksums too
             self._block_checksums = self._block_checksums.astype(np.uint32)
         self._codec = codecs.codec(layout.codec)
         self._lanes = [lane(leaf.stored) for leaf in layout.schema.leaves]
@@ -86,9 +86,9 @@ class Segment:
     ) -> Segment:
         """Read and check the index of a segment. A row may have `limit` bytes.
 
-        Without `structured`, its rows can be checked whatever classes they have; see `schema_from_json`.
-        Besides an `OSError` and what `torchcache2.files.header.parse` raises, there may be an `OptionError`,
-        if its codec is not installed.
+        Without `structured`, the rows can only be checked, but the classes of their structure need not exist;
+        see `schema_from_json`. Raises an `OSError`, what `torchcache2.files.header.parse` raises, and an
+        `OptionError` if the codec is not installed.
         """
         file = fs.open(path)
         size = fs.size(file)
@@ -212,12 +212,12 @@ class Segment:
             if per_block == 1:
                 place = targets[first]
                 self._codec.decode(data, [column[place] for column in columns], self._lanes)
-                if ends[i] - first > 1:  # the row was asked for several times
+                if ends[i] - first > 1:  # the row is wanted at several places
                     for column in columns:
                         column[targets[first + 1 : ends[i]]] = column[place]
                 continue
-            held = min(per_block, len(self) - blocks[i] * per_block)
-            outs = [np.empty((held, column.shape[1]), np.uint8) for column in columns]
+            count = min(per_block, len(self) - blocks[i] * per_block)
+            outs = [np.empty((count, column.shape[1]), np.uint8) for column in columns]
             self._codec.decode(data, [out.reshape(-1) for out in outs], self._lanes)
             chosen = rows[first : ends[i]] - blocks[i] * per_block
             for column, out in zip(columns, outs, strict=True):
@@ -265,7 +265,7 @@ def rows_of(schema: Schema, columns: Columns, count: int) -> Rows:
 
 
 def _check_index(layout: Layout, index: dict[str, Array], limit: int) -> None:
-    """Whether offsets and shapes are possible; anybody may have written them."""
+    """Raise if offsets or shapes are impossible, as anybody may have written them."""
     if "offsets" in index:
         offsets = index["offsets"]
         if offsets[0] != 0 or offsets[-1] != layout.payload_bytes or (offsets[1:] < offsets[:-1]).any():

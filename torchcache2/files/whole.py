@@ -1,4 +1,4 @@
-"""`write_whole`: a file that is whole or not there: written under a temporary name, synced and renamed."""
+"""`write_whole` writes a file that is whole or not there: under a temporary name, then synced and renamed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write_whole(
             temporary = f"{stem}{ulid()}{suffix}"
             file = fs.create(temporary)
             if fs.lock(file, exclusive=True) is not False and fs.links(file):
-                break  # otherwise another process took it for a dead writer's before it was locked
+                break  # otherwise another process has deleted it before it was locked
         if callable(content):
             content(file, temporary)
         else:
@@ -61,9 +61,9 @@ def write_whole(
             is_renamed = True
         else:
             fs.link(temporary, path)
-        fs.unlock(file)  # if it is a fingerprint, users of the namespace want to lock it
+        fs.unlock(file)  # users of the namespace lock this file if it is a fingerprint
     finally:
-        if temporary and not is_renamed:  # an interrupt may come before there is a name
+        if temporary and not is_renamed:  # after an interrupt there may be no name yet
             with contextlib.suppress(OSError):
                 fs.remove(temporary)
     if sync_name:

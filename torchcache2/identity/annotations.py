@@ -1,6 +1,6 @@
 """Types as they stand in annotations: ``int | None``, ``list[int]``, type variables.
 
-They are objects without classes of their own, and each version of Python makes them in another way.
+These are objects whose classes differ between versions of Python.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FIELDS = ("__name__", "__bound__", "__constraints__", "__covariant__", "__contr
 
 
 def parts_of_type(value: Any) -> list[Any] | None:
-    """What such a type is made of, as values that other processes have too; None if it is none."""
+    """The parts of such a type, which are the same in every process; None for any other value."""
     if value is typing.Any:  # a class in some versions of Python
         return ["Any"]
     if isinstance(value, _NAMED):

@@ -45,14 +45,14 @@ class BoundCall:
     kwargs: Mapping[str, Any]
     names: tuple[str, ...]  # the parameter that each of `args` goes to
     leaves: list[tuple[str, Tensor]]  # batched tensors with their paths
-    entries: list[tuple[str, Digests]]  # digests of the entries of sequences with one per item
-    lengths: Lengths | None  # bytes of the entries of each item; None if there are no such sequences
-    # Sequences as long as the batch of which nobody has said whether an entry belongs to an item.
+    entries: list[tuple[str, Digests]]  # digests of the entries of arguments with one entry per item
+    lengths: Lengths | None  # bytes of the entries of each item; None if there are no such arguments
+    # Other sequences as long as the batch: nobody has said whether they have one entry per item.
     aligned: list[tuple[str, Digests]]
     context: bytes  # canonical bytes of the other arguments, `aligned` ones included
     batch_size: int
-    taken: set[int]  # the identities of the sequences of `entries`
-    aligned_ids: set[int]  # and of `aligned`
+    taken: set[int]  # ids of the sequences of `entries`
+    aligned_ids: set[int]  # ids of those of `aligned`
     shared: tuple[str, ...]  # parameters whose tensors belong to the whole batch
     shared_tensors: list[Tensor]  # tensors that belong to the whole batch, or are in entries
 
@@ -69,7 +69,7 @@ class BoundCall:
 
     @property
     def can_change(self) -> bool:
-        """Whether an argument may be changed in place and is no tensor."""
+        """Whether an argument that is no tensor may be changed in place."""
         return any(type(value) not in _UNCHANGING for value in (*self.args, *self.kwargs.values()))
 
     def take(self, positions: Tensor, *, aligned: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -114,10 +114,10 @@ class BoundCall:
 
 
 class Signature:
-    """How the arguments of a forward are named; of a module, it is bound to that.
+    """Names the arguments of a forward; that of a module is a bound method.
 
     `shared` are parameters whose tensors belong to the whole batch, and `item_args` have one entry per item.
-    If one of these is no parameter, it is an `OptionError`.
+    An `OptionError` is raised if one of these is no parameter.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Signature:
             elif parameter.kind == _KINDS.VAR_KEYWORD:
                 self._keywords = parameter.name
         self._positional = tuple(positional)
-        # What has to be given by position, if nothing is given by name.
+        # How many arguments have to be given by position if none is given by name.
         required = [p for p in parameters if p.default is _KINDS.empty and p.kind not in _VARIADIC]
         is_simple = all(p.kind is not _KINDS.KEYWORD_ONLY for p in required)
         self._required = len(required) if is_simple else len(positional) + 1
@@ -216,7 +216,8 @@ class Signature:
         return encoder.argument(value, path, is_shared=name in self._shared, has_entries=has_entries)
 
     def _encode_default(self, parameter: inspect.Parameter) -> bytes:
-        # The value is part of the namespace; here it only has to equal the same value given by hand.
+        # The value is part of the namespace already. It is encoded so that a call that gives that value has
+        # the same key.
         try:
             return ValueEncoder().encode(parameter.default, parameter.name)
         except UnencodableError:

@@ -26,11 +26,11 @@ from torchcache2.identity.entries import (
 
 __all__ = ["ArgumentEncoder", "UncachedArgumentError", "batch_size_of"]
 
-_MARKS = ("_dynamo", "_is_")  # what torch puts on tensors, as it does `persistent` on buffers
+_MARKS = ("_dynamo", "_is_")  # attributes that torch puts on tensors; `persistent` is another, on buffers
 
 
 class UncachedArgumentError(Exception):
-    """An argument of a kind that is passed to the plain forward; where it is, and what."""
+    """An argument with which a call is passed to the plain forward; the text says where it is, and what."""
 
 
 class ArgumentEncoder(ValueEncoder):
@@ -75,7 +75,7 @@ class ArgumentEncoder(ValueEncoder):
         self.lengths.append(lengths)
 
     def tensor(self, value: Tensor, path: str) -> bytes:
-        """List a batched tensor; of one that belongs to the whole batch, its content."""
+        """Collect a batched tensor, or encode the content of one that belongs to the whole batch."""
         if value.is_nested or value.layout != torch.strided or value.is_quantized:
             kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
             raise UnencodableError(path, value, f"{kind}, not dense")
@@ -96,12 +96,12 @@ class ArgumentEncoder(ValueEncoder):
             raise UncachedArgumentError(f"argument {path} is a tensor with attributes of its own")
         for other, leaf in self.leaves:
             if leaf is value:
-                return b"the same as " + other.encode()  # forwards ask ``query is key``
+                return b"the same as " + other.encode()  # a forward may ask whether ``query is key``
         self.leaves.append((path, value))
         return path.encode()
 
     def inside_itself(self, value: Any, path: str) -> bytes:
-        """Refuse what holds itself, which could not be taken in part."""
+        """Refuse a container that contains itself, as no part of it could be taken."""
         raise UnencodableError(path, value, "that holds itself")
 
     def _encode_compound(self, value: Any, kind: type, path: str) -> bytes:
@@ -139,10 +139,10 @@ class ArgumentEncoder(ValueEncoder):
 
     @contextlib.contextmanager
     def _outside_pytree(self, value: Any) -> Iterator[None]:
-        """While inside of something that `take` cannot rebuild, tensors are an error."""
+        """Make tensors an error inside of a container that `BoundCall.take` cannot rebuild."""
         outer = self._unregistered
         if type(value) not in pytree.SUPPORTED_NODES:
-            leaves = pytree.tree_leaves(value)  # named tuples are nodes though not registered
+            leaves = pytree.tree_leaves(value)  # named tuples are nodes although they are not registered
             if len(leaves) == 1 and leaves[0] is value:
                 self._unregistered = type(value).__qualname__
         try:

@@ -1,4 +1,4 @@
-"""Which names code takes: globals with the attributes read off them, imports, and what cannot be followed."""
+"""Which names code takes: globals with their attributes, imports, and what cannot be followed."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["Names", "names_of"]
 _SKIPPED = ("CACHE", "EXTENDED_ARG", "PUSH_NULL", "PRECALL", "KW_NAMES")
 _BY_NAME = ("getattr", "vars")
 _IMPORTING = ("import_module", "__import__")
-# Attributes that lead to code which is not named.
+# Through these attributes code reaches other code that it does not name.
 _LEADS_ANYWHERE = ("__subclasses__", "__globals__")
 
 
 class Names(NamedTuple):
     """What code names."""
 
-    chains: list[tuple[str, ...]]  # globals and attributes read off them, as ``(name, attr, …)``
-    imports: list[str]  # what it imports when it runs, and takes from that, as in ``..package.name``
-    looked_up: list[tuple[str, ...]]  # chains off which it reads attributes whose names it computes
-    unfollowed: list[str]  # other ways by which it reaches what it does not name
+    chains: list[tuple[str, ...]]  # globals and their attributes, as ``(name, attr, …)``
+    imports: list[str]  # what it imports as it runs, with names taken from that: ``..package.name``
+    looked_up: list[tuple[str, ...]]  # chains of which it reads attributes by computed names
+    unfollowed: list[str]  # other ways in which it reaches what it does not name
 
 
 def names_of(code: types.CodeType) -> Names:
-    """What code names, and the code nested in it."""
+    """What code and the code nested in it name."""
     scan = _Scan()
     for inner in code_objects(code):
         scan.code(inner)
@@ -46,7 +46,7 @@ class _Scan:
 
     def code(self, code: types.CodeType) -> None:
         chain: list[str] = []
-        lookup = ""  # the function that the chain is an argument of
+        lookup = ""  # the function of which the chain is an argument
         imported = ""
         constants: list[object] = [0, 0]
         steps = [step for step in dis.get_instructions(code) if step.opname not in _SKIPPED]

@@ -30,7 +30,7 @@ from torchcache2.identity.writeonly import assigned_for_others
 
 __all__ = ["CodeWalk"]
 
-# What a class statement leaves behind besides the code and values in it.
+# Attributes of a class that the class statement adds by itself.
 _CLASS_NOISE = frozenset(
     (
         *("__module__", "__dict__", "__weakref__", "__doc__", "__qualname__", "__firstlineno__"),
@@ -54,8 +54,8 @@ class CodeWalk(NameWalk):
 
     def __init__(self, texts: CompiledTexts) -> None:
         super().__init__(texts)
-        self.cells: list[tuple[types.CellType, Any]] = []  # of closures, with what was in them
-        self.assigned: set[str] = set()  # names left out because code assigns them for others to read
+        self.cells: list[tuple[types.CellType, Any]] = []  # the cells of closures, with their content
+        self.assigned: set[str] = set()  # names left out, as code assigns them before it reads them
         self._code_of_others = InstalledCode(self.origins)
         self._put: set[str] = set()
 
@@ -78,7 +78,7 @@ class CodeWalk(NameWalk):
                     self.watch_names(vars(kind), functions)
             else:
                 parts += [text_bytes(kind.__name__), self._fields(kind)]
-        # The file of an installed class does not tell what a function that makes classes was given.
+        # If a function has made the class, the file does not say with which arguments.
         is_made = where == "installed" and "<locals>" in kind.__qualname__
         parts += self._class_contents(kind, everything=where == "project" or is_made)
         if where != "project" and issubclass(kind, nn.Module) and kind is not nn.Module:
@@ -96,7 +96,7 @@ class CodeWalk(NameWalk):
         return self.encode(defaults, f"{kind.__name__} fields")
 
     def _reached_by(self, kind: type) -> bytes:
-        """Bytes of what somebody has put where the forward of a class of others finds it."""
+        """Bytes of what the user has put where the forward of an installed class, or of torch's, finds it."""
         names = self._code_of_others.reach(kind)
         if "forward" in vars(kind):
             self.scopes.append((vars(kind), "forward", vars(kind)["forward"]))
@@ -118,7 +118,7 @@ class CodeWalk(NameWalk):
         return self.items(pairs)
 
     def finish(self) -> None:
-        """Write down what the user has put into the code of others."""
+        """Write down what the user has put into installed code."""
         while True:
             super().finish()
             found = self._code_of_others.found
@@ -146,12 +146,12 @@ class CodeWalk(NameWalk):
                 continue
             if ORIGINAL_ATTRIBUTE in marks and is_ours(raw):
                 value = marks[ORIGINAL_ATTRIBUTE]
-                self.reads.append((_WRAPPER_FIELDS, raw))  # a notebook that reloads its code replaces them
+                self.reads.append((_WRAPPER_FIELDS, raw))  # a notebook that reloads its code changes these
                 self.scopes.append((marks, ORIGINAL_ATTRIBUTE, value))
             code = getattr(inspect.unwrap(raw), "__code__", None) if is_function else None
             has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
             if code is not None and code.co_filename == "<string>" and has_fields:
-                continue  # it is generated from the fields, which count already
+                continue  # it was generated from the fields, which count already
             if everything or self._is_put_there(kind, name, value):
                 if name == "__init__" and issubclass(kind, nn.Module):
                     self._constructors.add(id(value))
@@ -162,7 +162,7 @@ class CodeWalk(NameWalk):
         return parts
 
     def _is_put_there(self, kind: type, name: str, value: Any) -> bool:
-        """Whether an attribute of a class of others is code that is not in its file."""
+        """Whether an attribute of an installed class, or of torch's, is code that its file does not have."""
         raw = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if not isinstance(raw, types.FunctionType):
             return False
@@ -205,7 +205,8 @@ class CodeWalk(NameWalk):
             if source is None:
                 token = self.unreadable(function, f"{path or name} (no source)")
                 source = sourcecode.instructions(function.__code__) + token.hex()
-            _, left_out = assigned_for_others(source)
+            has_outer = "global" in source or "nonlocal" in source  # it takes a while to parse and follow
+            left_out = assigned_for_others(source)[1] if has_outer else set()
             self.assigned |= left_out
             parts = [
                 source.encode("utf-8", "surrogatepass"),
@@ -222,7 +223,7 @@ class CodeWalk(NameWalk):
         return reference
 
     def _defaults(self, function: types.FunctionType) -> bytes:
-        """Bytes of the defaults of an installed function: all if it was made by another, else plain ones."""
+        """Bytes of the defaults of an installed function: all, if a function has made it; else plain ones."""
         values = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())]
         if "<locals>" not in function.__qualname__:
             values = [value if is_plain(value) else None for value in values]
@@ -246,6 +247,6 @@ class CodeWalk(NameWalk):
 
 
 def _short_name(obj: Any) -> str:
-    if is_ours(obj):  # what `torchcache(policy="lru")` returns counts as `torchcache` with these options
+    if is_ours(obj):  # the function that `torchcache(policy="lru")` returns counts as `torchcache`
         return str(obj.__qualname__).partition(".<locals>")[0]
     return str(obj.__qualname__).rpartition("<locals>.")[2]

@@ -27,7 +27,7 @@ __all__ = [
 _PARSING = ProcessLock()
 _PARSED_AGAIN = 10
 _MOST_TEXTS = 1000
-_BEGINS = re.compile(r"[^\s#)\]}]")  # a statement that is not within another one
+_BEGINS = re.compile(r"[^\s#)\]}]")  # the first character of a line that begins an outermost statement
 _IMPORTS = re.compile(r"import [\w., ]+(#|$)|from [\w.]+ import ")
 _FUTURE = 0
 for _name in __future__.all_feature_names:
@@ -60,7 +60,7 @@ class CompiledText:
         return stored_names(self._code)
 
     def has(self, code: types.CodeType, above: int) -> bool:
-        """Whether the text, with so many lines above it in its file, has this code at the same line."""
+        """Whether the text, with `above` lines above it in its file, has this code at the same line."""
         return any(
             other.co_firstlineno + above == code.co_firstlineno and _same(other, code)
             for other in self.codes.get(code.co_name, ())
@@ -68,7 +68,7 @@ class CompiledText:
 
 
 class CompiledTexts:
-    """Compiles each text once, as long as there are not too many."""
+    """What texts compile to. A text is compiled once; after a thousand texts, all are forgotten."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int, int], tuple[str, CompiledText | None]] = {}
@@ -83,14 +83,14 @@ class CompiledTexts:
         first, last = _statement(lines, code.co_firstlineno - 1)
         imports = _imports(lines[:first])
         for above, text in (first - len(imports), [*imports, *lines[first:last]]), (0, lines):
-            # A notebook's cells have the ``from __future__`` imports of earlier cells.
+            # Cells of a notebook have the ``__future__`` imports of earlier cells, as the flags say.
             found = self.get(code.co_filename, "".join(text), code.co_flags, above)
             if found is not None and found.has(code, above):
                 return True
         return False
 
     def get(self, file: str, text: str, flags: int = 0, above: int = 0) -> CompiledText | None:
-        """What a text compiles to that has so many lines above it in its file; None if it does not."""
+        """What a text compiles to, in a file with `above` lines above it; None if it does not compile."""
         key = file, flags & _FUTURE, above
         known = self._known.get(key)
         if known is not None and known[0] == text:
@@ -103,7 +103,7 @@ class CompiledTexts:
 
 
 def _statement(lines: list[str], position: int) -> tuple[int, int]:
-    """First line, and the one after the last, of what seems to be the outermost statement around a line."""
+    """Where what seems to be the outermost statement around a line begins, and where it ends."""
     first = min(position, len(lines) - 1)
     while first > 0 and not _BEGINS.match(lines[first]):
         first -= 1
@@ -127,7 +127,7 @@ def _imports(lines: list[str]) -> list[str]:
 def _compiled(file: str, text: str, flags: int) -> CompiledText | None:
     flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # as in the cells of a notebook
     try:
-        with warnings.catch_warnings():  # which the first compilation has given
+        with warnings.catch_warnings():  # the first compilation has shown these warnings already
             warnings.simplefilter("ignore")
             code = compile(text, file, "exec", flags=flags, dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -196,12 +196,13 @@ def names_in(code: types.CodeType) -> set[str]:
 def parse(text: str) -> ast.Module:
     """The syntax tree of source code; safe under threads.
 
-    Before Python 3.12, parsing counts its depth for all threads together, and notices by a `SystemError`.
+    Before Python 3.12, the parser counts its depth for all threads together, and raises a `SystemError` if
+    the count is wrong in the end.
     """
     with _PARSING():
         for _ in range(_PARSED_AGAIN):
             try:
                 return ast.parse(text)
-            except SystemError:  # another library has parsed at the same time
+            except SystemError:  # code outside of this lock has parsed at the same time
                 pass
         return ast.parse(text)

@@ -1,7 +1,7 @@
-"""What containers and modules hold, to notice that they hold something else, and to put it back.
+"""The content of containers and modules: noticed when it changes, and put back.
 
-Elements are compared by identity, and plain values by type and value. An element that is a container itself
-is compared on its own, so only what each one holds directly matters here.
+Elements are compared by identity, and plain values by type and value. An element that is a container is
+compared by itself, so that only the direct elements of each container matter here.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _COPIED = (dict, OrderedDict, defaultdict, list, set)
 
 _MISSING = object()
 _EXACT = (type(None), bool, int, str, bytes)
-_PRINTED = (float, complex)  # 0.0 and -0.0 are equal and differ; nan is the other way round
+_PRINTED = (float, complex)  # 0.0 and -0.0 are equal, but are not the same; with nan it is the reverse
 _WHOLE = 1000
 _WHOLE_BYTES = 1 << 16
 _ENDS = 32
 
-# How to get the size and elements of a container; these work for subclasses that override both, too.
+# How to get the size and the elements of a container, even of a subclass that overrides both.
 _Readers = tuple[Callable[[Any], int], tuple[Callable[[Any], Iterable[Any]], ...]]
 _READERS: dict[type, _Readers] = {
     list: (list.__len__, (list.__iter__,)),
@@ -44,10 +44,10 @@ _READERS: dict[type, _Readers] = {
 
 
 class Contents:
-    """What some containers of the kinds in `MUTABLE` hold now, as far as a comparison has a fixed cost.
+    """The content of containers of the kinds in `MUTABLE`, of so many that a comparison has a bounded cost.
 
-    `each` and `total` are how many elements one container may have, and all together; `each_bytes` and
-    `total_bytes` are the same in bytes, for byte arrays and NumPy arrays. Larger ones are `left`.
+    One container may have `each` elements, and all together `total`; `each_bytes` and `total_bytes` are the
+    limits for byte arrays and NumPy arrays. Containers over the limits are in `left`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Contents:
                 total_bytes -= size + 64
                 self._arrays.append(container)
             elif kind is not None and size <= min(each, total):
-                total -= size + 4  # an empty one takes some time, too
+                total -= size + 4  # an empty container takes some time too
                 is_exact = type(container) is kind is not np.ndarray
                 groups.setdefault((kind, is_exact), []).append(container)
             else:
@@ -74,10 +74,10 @@ class Contents:
         self._seen = self._look()
 
     def same(self) -> bool:
-        """Whether the containers hold what they held."""
+        """Whether the containers have not changed."""
         try:
             now = self._look()
-        except RuntimeError:  # another thread has changed one just now
+        except RuntimeError:  # another thread is changing one at this moment
             return False
         (sizes, arrays, elements), (sizes_before, arrays_before, before) = now, self._seen
         if sizes != sizes_before or arrays != arrays_before:
@@ -101,10 +101,10 @@ class Contents:
 
 
 class Attributes:
-    """What modules and their containers, other containers, globals and closures hold, to be put back.
+    """The content of modules and their containers, other containers, globals and closures, to be put back.
 
-    A forward that sets itself up when it first runs does so on the same objects: a flag, and a hook in the
-    dict of hooks.
+    It is put back into the same objects: a forward that sets itself up when it first runs may set a flag, and
+    add a hook to the dict of hooks.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class Attributes:
             (scope, name, scope.get(name, _MISSING)) for scope, name in variables if type(scope) is dict
         ]
         for cell in cells:
-            with contextlib.suppress(ValueError):  # one that is empty
+            with contextlib.suppress(ValueError):  # the cell is empty
                 self._variables.append((cell, "cell_contents", cell.cell_contents))
 
     def restore(self) -> None:
-        """Put back what is another; one step at a time, as other threads use these objects."""
+        """Put back what has changed, in small steps, as other threads may use these objects."""
         self.restore_fields()
         for scope, name, value in self._variables:
             if isinstance(scope, CellType):
@@ -150,7 +150,7 @@ class Attributes:
 
 
 def size_of(container: Any) -> int:
-    """How many elements a container holds; of one of numbers or bytes, how many bytes."""
+    """How many elements a container has; how many bytes, if it is an array of numbers or bytes."""
     kind = _kind(container)
     if kind is None:
         return int(container.nbytes) if isinstance(container, np.ndarray) else memoryview(container).nbytes
@@ -158,7 +158,7 @@ def size_of(container: Any) -> int:
 
 
 def content(container: Any) -> tuple[Any, ...]:
-    """What one container holds; of a large one, how much that is, and what comes first and last."""
+    """The content of a container; of a large one, its size and its first and last elements."""
     kind = _kind(container)
     if kind is None:
         return _bytes(container) if size_of(container) <= _WHOLE_BYTES else (size_of(container),)
@@ -177,7 +177,7 @@ def alike(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
 
 
 def _copied(container: Any) -> Any:
-    """A copy of what a container holds, for `_restore`; None if that is nothing."""
+    """A copy of the content of a container, for `_restore`; None if it is empty."""
     kind = _kind(container)
     if size_of(container) == 0:
         return None
@@ -189,7 +189,7 @@ def _copied(container: Any) -> Any:
 
 
 def _restore(container: Any, before: Any) -> None:
-    """Have a container hold what it held, if it does not, in small steps: other threads may be using it."""
+    """Put back the content of a container if it has changed, in small steps as other threads may use it."""
     if isinstance(container, dict):
         _restore_fields(container, before or {})
         if list(container) != list(before or ()):
@@ -207,7 +207,7 @@ def _restore(container: Any, before: Any) -> None:
 
 
 def _restore_fields(fields: Any, before: Mapping[Any, Any]) -> None:
-    """Have names stand for what they stood for."""
+    """Give names their former values."""
     for name in list(fields.keys() - before.keys()):
         fields.pop(name, None)
     for name, value in before.items():
@@ -216,7 +216,7 @@ def _restore_fields(fields: Any, before: Mapping[Any, Any]) -> None:
 
 
 def _kind(container: Any) -> type | None:
-    """The kind of a container of objects; None of one of numbers or bytes."""
+    """The kind of a container of objects; None if it is an array of numbers or bytes."""
     kind = type(container)
     if kind not in _READERS:
         kind = next((base for base in _READERS if issubclass(kind, base)), bytearray)

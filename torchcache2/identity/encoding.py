@@ -80,12 +80,12 @@ def digest(parts: Iterable[bytes]) -> bytes:
 def qualified_name(obj: Any) -> str:
     """``module.qualname`` of a class or function; see `public_module`."""
     name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", type(obj).__qualname__)
-    module = str(getattr(obj, "__module__", None) or "")  # a class of a class may have a descriptor there
+    module = str(getattr(obj, "__module__", None) or "")  # a metaclass may have a descriptor of this name
     return f"{public_module(module)}.{name}"
 
 
 def public_module(name: str) -> str:
-    """The name that a module counts by: files of this library may move, which is to change no key."""
+    """The name by which a module counts: files of this library may move, and must not change keys then."""
     return _OURS if name.startswith(f"{_OURS}.") else name
 
 
@@ -123,12 +123,12 @@ def sized(data: bytes) -> bytes:
 def _field(value: Any, name: str) -> Any:
     try:
         return getattr(value, name, None)
-    except Exception:  # raised by a property of the class
+    except Exception:  # a property of the class has raised it
         return attributes(value).get(name)
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """What an object has in its dictionary and slots."""
+    """The attributes of an object, in its dictionary and its slots."""
     state = dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
@@ -147,7 +147,7 @@ class Encoder:
     """Canonical bytes of values; subclasses decide about tensors and unknown objects."""
 
     def __init__(self) -> None:
-        self._open: dict[int, int] = {}  # containers being encoded, for those that hold themselves
+        self._open: dict[int, int] = {}  # ids of containers that are being encoded, with their depth
 
     def encode(self, value: Any, path: str) -> bytes:
         """The bytes of `value`, met at `path`."""
@@ -249,8 +249,8 @@ class Encoder:
         """The bytes of a container's elements."""
         if isinstance(value, (dict, types.MappingProxyType)):
             pairs = []
-            # This iterates over a copy, because other threads may add to the original.
-            if isinstance(value, OrderedDict):  # which may iterate in another order than its dict
+            # A copy is iterated, as other threads may add elements to the original.
+            if isinstance(value, OrderedDict):  # it may have another order than the dict that it is
                 plain = dict(OrderedDict.items(value))
             else:
                 plain = dict.copy(value) if isinstance(value, dict) else dict(value)
@@ -281,7 +281,7 @@ def text_bytes(text: str) -> bytes:
     return sized(text.encode("utf-8", "surrogatepass"))
 
 
-# How to get the plain value of a subclass, whatever conversions that defines.
+# These convert a subclass to its plain value, whatever conversions the subclass defines.
 _PLAIN: dict[type, Callable[[Any], Any]] = {
     str: str.__str__,
     int: int.__int__,

@@ -1,7 +1,7 @@
 """Arguments with one entry per item: texts, numbers, images and arrays beside, or instead of, tensors.
 
-Also mappings that are no dicts, such as the output of a tokenizer, whose tensors are batched like those of a
-dict.
+Mappings that are no dicts are here too, such as the output of a tokenizer: their tensors are batched like
+those of a dict.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 Digests = np.ndarray[Any, np.dtype[np.uint8]]
 Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
-_ARRAYS = (np.ndarray, np.memmap)  # compared with `type`, as a masked array has a mask besides
+_ARRAYS = (np.ndarray, np.memmap)  # compared with the exact type, as a masked array also has a mask
 _ENTRIES = "_encodings"  # the attribute of a tokenizer's output with one object per text
 
 
@@ -44,7 +44,7 @@ class ValueEncoder(Encoder):
     """Canonical bytes of plain values, tensors by content, and images."""
 
     def other(self, value: Any, path: str) -> bytes:
-        """Images of PIL, and what a tokenizer knows of a text."""
+        """Encode images of PIL, and the encodings of a tokenizer."""
         images = sys.modules.get("PIL.Image")
         if images is not None and isinstance(value, images.Image):
             return b"B" + self._image(value, path)
@@ -55,8 +55,8 @@ class ValueEncoder(Encoder):
     def _image(self, image: Any, path: str) -> bytes:
         if getattr(image, "is_animated", False):
             raise UnencodableError(path, image, "with several frames, of which only one could count")
-        image.load()  # an image of a file has its whole `info` only then
-        # What converting an image reads besides its pixels is its palette and `info`.
+        image.load()  # an image that was opened from a file has all of its `info` only now
+        # Besides its pixels, conversions of an image read its palette and `info`.
         palette = image.palette and image.getpalette(image.palette.mode)
         head = [image.mode, image.size, palette, image.format, dict(image.info)]
         return self.encode(head, path) + xxh3_128_digest(image.tobytes())
@@ -77,7 +77,7 @@ def is_plain_sequence(value: Any) -> bool:
 def entry_digests(value: Any, path: str, encode: Callable[[Any, str], bytes]) -> tuple[Digests, Lengths]:
     """A digest of each entry of a list, tuple or array of n entries, shape ``(n, 16)``; and their lengths.
 
-    The length of an entry, in bytes of what it is written down as, tells short texts from long ones.
+    The length of an entry is that of its encoding in bytes, which is larger for longer texts.
     """
     if isinstance(value, np.ndarray):
         head = text_bytes(f"{dtype_text(value)} {value.shape[1:]}")
@@ -96,7 +96,7 @@ def take_entries(value: Any, positions: Tensor) -> Any:
     """The entries at some positions, in a sequence of the same kind."""
     if isinstance(value, np.ndarray):
         return value[positions.numpy()]
-    # Containers are copied: a forward that changes one runs again, and may change the caller's only once.
+    # Containers are copied: a forward that changes one runs again, and must change the caller's only once.
     taken = [pytree.tree_map(_own, value[i]) for i in positions.tolist()]
     return tuple(taken) if isinstance(value, tuple) else taken
 
@@ -144,8 +144,8 @@ def first_batch_size(args: Any, kwargs: Mapping[str, Any]) -> int:
     try:
         for value in values:
             if isinstance(value, Tensor) and value.dim():
-                return value.size(0)  # nested tensors have no shape
+                return value.size(0)  # nested tensors have no `shape`
         leaves = [leaf for leaf in argument_leaves(args, kwargs) if isinstance(leaf, Tensor)]
         return next((leaf.size(0) for leaf in leaves if leaf.dim()), 1)
-    except Exception:  # a list that holds itself, or a kind of tensor that does not want to be asked
+    except Exception:  # a list that contains itself, or a tensor whose class raises
         return 1

@@ -16,7 +16,7 @@ from torchcache2.identity import sourcecode
 
 __all__ = ["files_of", "place_of", "resolved"]
 
-# These match in texts and comments, too, which does no harm: a file too many is read.
+# This also matches in texts and comments. That does no harm: at most, more files are read than needed.
 _IMPORT = re.compile(
     rb"\bfrom[ \t]+([.\w]+)[ \t]*import\b[ \t]*(\([^)]*\)|[^\n;#]*)"
     rb"|\bimport[ \t]+([^\n;#]*)"
@@ -34,8 +34,9 @@ def files_of(name: str, module: types.ModuleType | None = None) -> dict[str, str
     """Digests of the files of a project module and of those that it imports, by the module's name.
 
     Finds modules that have not been imported yet, and imports none. A file that cannot be read has no digest.
-    Of the packages that a module is in, the ``__init__`` files count by themselves. Empty if the module is no
-    project's. `module` is the module itself, where there is one: not every one can be found by its name.
+    Of the packages that a module is in, the ``__init__`` files count, but not what these import. The result
+    is empty if the module is no project's. `module` is the module itself, if it has been imported, as not
+    every module can be found by its name.
     """
     found: dict[str, str] = {}
     queue = [name]

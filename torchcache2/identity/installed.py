@@ -1,7 +1,7 @@
 """`InstalledCode`: what the forward of an installed class reaches that may have been replaced.
 
-Installed code counts by file and version, and by name where it is torch's. What others have put into it does
-not: functions in the place of its globals and methods, and functions in the registries that it names, such as
+Installed code counts by its file and version, and torch's by name. That does not cover code that others have
+put into it: in the place of globals and methods, and into registries that it names, such as
 ``ALL_ATTENTION_FUNCTIONS`` of transformers.
 """
 
@@ -25,8 +25,8 @@ class InstalledCode:
     """Follows forwards of installed classes by name, through the methods and functions of their package."""
 
     def __init__(self, origins: Origins) -> None:
-        self.found: dict[str, Any] = {}  # the user's code that was met, by where it is
-        self.registries: list[dict[Any, Any]] = []  # dicts that may be given more code
+        self.found: dict[str, Any] = {}  # the user's code that was met, by the place where it is
+        self.registries: list[dict[Any, Any]] = []  # dicts to which more code may be added
         self._origins = origins
         self._scopes: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
         self._reached_by: dict[int, tuple[set[str], list[types.FunctionType]]] = {}
@@ -65,7 +65,7 @@ class InstalledCode:
                 yield from _functions(value)
 
     def _one(self, function: types.FunctionType) -> tuple[set[str], list[types.FunctionType]]:
-        """The names that a function takes, and the functions that they stand for."""
+        """The names that a function takes, and the functions that these stand for."""
         known = self._reached_by.get(id(function))
         if known is not None:
             return known

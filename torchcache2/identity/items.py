@@ -29,8 +29,8 @@ from torchcache2.identity.encoding import digest, item_bytes
 
 __all__ = ["item_keys"]
 
-_SHORT = 256  # bytes; a copy of so few is cheaper than an array for each row
-_BLOCK = 250  # elements; a stride between single elements would touch every cache line anyway
+_SHORT = 256  # bytes; to copy so few is cheaper than to make an array for each row
+_BLOCK = 250  # elements; single elements with a stride would touch as many cache lines
 
 
 def item_keys(
@@ -48,12 +48,12 @@ def item_keys(
     namespace : bytes
         16 bytes.
     context : bytes
-        Canonical bytes of what the items share besides.
+        Canonical bytes of the other things that all items share.
     leaves : sequence of (str, Tensor)
         Argument path and tensor of shape ``(n, ...)``.
     entries : sequence of (str, ndarray of uint8, shape (n, 16))
-        Argument path and digests of other arguments with one entry per item. There is at least one of both,
-        and all have the same n.
+        Argument path and digests of other arguments with one entry per item. `leaves` and `entries` are not
+        both empty, and all have the same n.
     subsample_count : int, optional
         Elements to read of items that have more.
     """

@@ -1,7 +1,7 @@
-"""What code reaches in a module that it imports as it runs, and whether that is what the module's file says.
+"""What code reaches in a module that it imports as it runs, and whether the file of the module says the same.
 
-Before the import there is the file alone. After it, all that the file says has to count as the file does, so
-that the namespace stays; what has been put there, or was computed, counts besides.
+Before the import only the file counts. So that the namespace stays the same after the import, everything in
+the module that is as the file says adds nothing. What was put there by others, or was computed, is added.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Reached(NamedTuple):
     module: types.ModuleType
     name: str
     value: Any
-    is_said: bool  # by the file of the module
+    is_said: bool  # whether the file of the module says so
 
 
 def is_plain(value: Any) -> bool:
@@ -81,7 +81,7 @@ def reached(module: types.ModuleType, names: Collection[str], texts: CompiledTex
 def _of_others(
     module: types.ModuleType, taken: Collection[str], texts: CompiledTexts, seen: set[tuple[int, str]]
 ) -> Iterator[Reached]:
-    """What code takes from a module of somebody else; projects' code in it was put there."""
+    """What code takes from a module that is no project's; code of a project in it was put there."""
     queue = [module]
     while queue:
         module = queue.pop()
@@ -105,7 +105,7 @@ def _of_others(
                 file = module.__file__ or ""
                 compiled = texts.get(file, sourcecode.file_text(file))
                 said = compiled.stored.constants.get(name) if compiled is not None else None
-                is_said = not said or _is_among(value, said)  # computed values depend on the machine
+                is_said = not said or _is_among(value, said)  # computed ones depend on the machine
             yield Reached(module, name, value, is_said)
 
 
@@ -123,7 +123,7 @@ def _is_found(kind: type) -> bool:
 def _said(
     value: Any, name: str, module: types.ModuleType, compiled: CompiledText
 ) -> list[types.CodeType] | None:
-    """The code of a global that is what its file says; None if it is something else, or may be."""
+    """The code of a global if it is as its file says; None if it is not, or may not be."""
     said = compiled.stored.constants.get(name)
     if said is None:
         return None
@@ -199,7 +199,7 @@ def _is_among(value: Any, said: Collection[Any]) -> bool:
 
 
 def fields_of_code(value: Any) -> tuple[Any, ...]:
-    """What tells that a function or class has been changed where it is."""
+    """The parts of a function or class that change when it is modified in place."""
     if isinstance(value, types.FunctionType):
         return (value.__code__, value.__defaults__, value.__kwdefaults__, *vars(value).values())
     return tuple(vars(value).values()) if isinstance(value, type) else ()

@@ -1,7 +1,7 @@
-"""`OwnerWalk`: leaves attributes of known packages out of a namespace.
+"""`OwnerWalk`: leaves some attributes of well-known packages out of a namespace.
 
-No forward reads them, and they differ where nothing else does. They count all the same if somebody else's
-code names them: the user's own, or that of a package that is not known to read nothing of them.
+No forward of these packages reads them, and they differ between runs that compute the same. They count all
+the same if other code names them: the user's own, or that of a package that may read them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RELATED = ("accelerate", "diffusers", "peft", "sentence_transformers", "transfo
 class LeftOut(NamedTuple):
     """Attributes of a class, or keys if it is a mapping, that are left out.
 
-    Behind a dot is a key of a dict that is an attribute.
+    In ``attribute.key``, the attribute is a dict, and only this key is left out.
     """
 
     package: str
@@ -37,7 +37,7 @@ class LeftOut(NamedTuple):
     is_called: bool = False  # the package calls it, but uses nothing that it returns
 
     def is_in_code(self, code: types.CodeType) -> bool:
-        """Whether code names it, or has a text that does."""
+        """Whether code, or a text in it, has one of the names."""
         return any(
             self._is_in(text)
             for part in code_objects(code)
@@ -46,7 +46,7 @@ class LeftOut(NamedTuple):
         )
 
     def is_in_file(self, path: str) -> bool:
-        """Whether a source file names it; one that cannot be read may."""
+        """Whether a source file has one of the names; True if it cannot be read."""
         if path.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
             return False
         try:
@@ -124,16 +124,16 @@ def left_out(kind: type) -> dict[str, LeftOut]:
 
 
 class OwnerWalk(CodeWalk):
-    """The part of a walk that knows whose code it has met."""
+    """The part of a walk that knows whose code it reads, and what it leaves out."""
 
     def __init__(self, texts: CompiledTexts) -> None:
         super().__init__(texts)
         self.skipped: list[tuple[LeftOut, str, Any]] = []  # what was left out, where, and its value
-        self.is_foreign = False  # whether an object or function of somebody else's code is being read
+        self.is_foreign = False  # whether what is being read is not the user's own code
         self._code: dict[int, types.CodeType] = {}
 
     def klass(self, kind: type, path: str) -> bytes:
-        """Write down a class, and know whose code is read meanwhile."""
+        """Write down a class, and note whose code that is."""
         before, self.is_foreign = self.is_foreign, self.is_foreign and sourcecode.origin(kind) != "project"
         try:
             return super().klass(kind, path)
@@ -141,7 +141,7 @@ class OwnerWalk(CodeWalk):
             self.is_foreign = before
 
     def function(self, function: types.FunctionType, path: str) -> bytes:
-        """Write down a function, and know whose code is read meanwhile."""
+        """Write down a function, and note whose code that is."""
         code = original(function).__code__
         before, self.is_foreign = self.is_foreign, sourcecode.origin(original(function)) != "project"
         if not self.is_foreign:
@@ -152,7 +152,7 @@ class OwnerWalk(CodeWalk):
             self.is_foreign = before
 
     def without_skipped(self, kind: type, state: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """What of the attributes of an object is read."""
+        """The attributes of an object without those that are left out."""
         kept = dict(state)
         for name, rule in left_out(kind).items():
             attribute, _, key = name.partition(".")
@@ -170,14 +170,14 @@ class OwnerWalk(CodeWalk):
         return kept
 
     def count_what_is_named(self) -> bool:
-        """Write down what was left out although code that is met names it; whether there is any."""
+        """Write down what was left out if code that was met names it; returns whether there was any."""
         counted: set[int] = set()
         while True:
             named = {rule for rule in {one[0] for one in self.skipped} if self._is_named(rule)}
             due = [n for n, one in enumerate(self.skipped) if one[0] in named and n not in counted]
             if not due:
                 return bool(counted)
-            for number in due:  # its class may name, and leave out, something else
+            for number in due:  # to write this down may meet more code, and leave out more
                 _, path, value = self.skipped[number]
                 self.parts[f"named {path} {number}"] = self.encode(value, path)
             counted.update(due)
@@ -186,7 +186,7 @@ class OwnerWalk(CodeWalk):
         """Whether code names what is left out: a project's, or that of another package."""
         files = [*self.project_files]
         for name in self._versions:
-            module = name.removeprefix("import ")  # written down for an import inside of a function
+            module = name.removeprefix("import ")  # the key for an import inside of a function
             if module.partition(".")[0] not in (rule.package, *_RELATED):
                 files.append(place_of(module) or "")
         return any(map(rule.is_in_code, self._code.values())) or any(map(rule.is_in_file, files))

@@ -1,4 +1,4 @@
-"""The marks that the decorator leaves on modules and functions, and what is told by them."""
+"""The marks that the decorator leaves on modules and functions, and questions that they answer."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ __all__ = [
     "own_attributes",
 ]
 
-ORIGINAL_ATTRIBUTE = "_torchcache_original"  # the attribute of a wrapper that is what it wraps
-BINDING = "_torchcache_binding"  # the attribute of a decorated class that is its `Binding`
-ADDED_ATTRIBUTE = "_torchcache_added"  # marks what the decorator put where there was nothing
-INIT_ATTRIBUTE = "_torchcache_init"  # the attribute of an instance for its constructor arguments
+ORIGINAL_ATTRIBUTE = "_torchcache_original"  # attribute of a wrapper: what it wraps
+BINDING = "_torchcache_binding"  # attribute of a decorated class: its `Binding`
+ADDED_ATTRIBUTE = "_torchcache_added"  # attribute of what the decorator has added where there was nothing
+INIT_ATTRIBUTE = "_torchcache_init"  # attribute of an instance: its constructor arguments
 
 
 def is_ours(value: Any) -> bool:
     """Whether a function, or the class of an object, is this library's.
 
-    A wrapper of the decorator is; a wrapper of somebody else's has the same marks if `functools.wraps` has
-    copied them.
+    Marks do not tell: somebody else's wrapper has the same marks if `functools.wraps` has copied them.
     """
-    scope = getattr(value, "__globals__", None)  # a class of functions may have a descriptor of this name
+    scope = getattr(value, "__globals__", None)  # some classes have a descriptor of this name
     module = scope.get("__name__", "") if isinstance(scope, dict) else type(value).__module__
     return str(module).partition(".")[0] == __name__.partition(".")[0]
 
 
 def original(value: Any) -> Any:
-    """What a wrapper of the decorator wraps; anything else is itself."""
+    """What a wrapper of the decorator wraps; anything else as it is."""
     return getattr(value, ORIGINAL_ATTRIBUTE, value) if is_ours(value) else value
 
 
 def cache_options(obj: Any) -> list[Any]:
-    """The options of what is cached itself that change what it returns; empty if all are usual."""
+    """The options of a cached module or function that change what it returns; empty if all are usual."""
     settings = getattr(vars(obj).get("cache_instance"), "settings", None)
     if settings is None:
         settings = getattr(getattr(type(obj), BINDING, None), "settings", None)

@@ -1,4 +1,4 @@
-"""Which layers draw at random, or mix the items of a batch."""
+"""Which layers draw random numbers, or mix the items of a batch."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _DYNAMIC = (
 
 
 class UnsteadyLayer(NamedTuple):
-    """The class of a layer, and what makes its output of an item another one in another batch or call."""
+    """The class of a layer, and what makes its output for an item depend on the batch or the call."""
 
     name: str
     does: Literal["drops out", "normalises", "scales"]
 
 
 def unsteady(module: nn.Module) -> UnsteadyLayer | None:
-    """What a module by itself, as it is now, draws or mixes; None if it does neither."""
+    """What makes the output of a module unsteady now, without its submodules; None if nothing does."""
     name = type(module).__name__
     if type(module).__module__.startswith(_DYNAMIC):
         return UnsteadyLayer(name, "scales")
     if isinstance(module, _BatchNorm):
         if module.training or module.running_mean is None:
             return UnsteadyLayer(name, "normalises")
-    elif getattr(module, "training", False):  # frozen scripted modules have no flag
+    elif getattr(module, "training", False):  # frozen scripted modules have no such flag
         rate = 0.0
         if isinstance(module, _DropoutNd):
             rate = module.p

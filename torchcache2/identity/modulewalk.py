@@ -1,7 +1,7 @@
-"""`Walk`: everything that the outcome of a forward depends on, written down as named parts.
+"""`Walk`: everything that the output of a forward depends on, written down as named parts.
 
-Code counts by source, attributes by value; hooks, closures and the globals that code names count as well.
-Tensors are listed, not read, so that a walk is cheap. `NamespaceKeeper` reads them and makes the namespace.
+Code counts by its source, attributes by their values. Hooks, closures, and the globals that code names count
+too. Tensors are listed but not read, so that a walk is cheap: `NamespaceKeeper` reads them later.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch.nn.parameter import is_lazy
 
 from torchcache2.identity import sourcecode
 from torchcache2.identity.compiled import CompiledTexts
-from torchcache2.identity.describe import describe
 from torchcache2.identity.encoding import (
     Encoder,
     UnencodableError,
@@ -30,6 +29,7 @@ from torchcache2.identity.encoding import (
 )
 from torchcache2.identity.marks import INIT_ATTRIBUTE, cache_options, original
 from torchcache2.identity.objectwalk import ObjectWalk
+from torchcache2.identity.readable import readable
 from torchcache2.identity.torchcode import SCRIPT_FIELDS, ScriptState, script_code
 from torchcache2.identity.writeonly import assigned_by_forward
 
@@ -37,7 +37,7 @@ __all__ = ["GLOBAL_HOOKS", "Fingerprint", "Walk", "argument_digests"]
 
 _FORMAT = 2
 _INTERNAL = {*vars(nn.Module()), INIT_ATTRIBUTE, "cache_instance", "_replicate_for_data_parallel"}
-_COMPILED = (  # what the compiler leaves on modules and tensors
+_COMPILED = (  # attributes that the compiler puts on modules and tensors
     *("_dynamo", "_torchdynamo", "_is_torch_compile", "_compiled_call_impl", "dynamo_ctx"),
     "get_compiler_config",
 )
@@ -63,7 +63,7 @@ class Fingerprint:
     parts : mapping of str to bytes
         Digest of each part by its name, such as ``attribute blocks.0.heads``.
     values : mapping of str to str
-        The parts that are short values, for people; not part of the namespace.
+        The text of each part that is a short value. The namespace does not depend on these texts.
     """
 
     namespace: bytes
@@ -88,8 +88,8 @@ def _digest(parts: Mapping[str, bytes]) -> bytes:
 class Walk(ObjectWalk):
     """Everything that a module or function computes with, as named parts.
 
-    `tokens` and `texts` are as for `ObjectWalk`. `labels` are what another walk has met, by id, if this one
-    reads something that the other has met.
+    `tokens` and `texts` are as for `ObjectWalk`. A walk inside of another one gets the `labels` of what that
+    has met, by id.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Walk(ObjectWalk):
         super().__init__(tokens, texts)
         self._is_inner = labels is not None
         self._labels.update(labels or {})
-        self.tensors: dict[str, Tensor] = {}  # by path; their content is part of the namespace, too
+        self.tensors: dict[str, Tensor] = {}  # by path; their content becomes part of the namespace later
         self._tensor_names: dict[int, str] = {}
         # Every module that was met, the attributes of it that were read, and those that were left out.
         self.modules: list[tuple[nn.Module, tuple[str, ...], set[str]]] = []
@@ -167,7 +167,7 @@ class Walk(ObjectWalk):
         except UnencodableError:
             pass
         if self._is_inner:
-            return b""  # the element may hold the set
+            return b""  # the element may contain this set, which would never end
         walk = Walk(element, self._tokens, self._texts, self._labels)
         small = [tensor for tensor in walk.tensors.values() if tensor.nbytes <= _SMALL]
         return digest([Fingerprint.of_parts(walk.parts).namespace, *map(tensor_digest, small)])
@@ -183,10 +183,10 @@ class Walk(ObjectWalk):
 
     def _new_module(self, module: nn.Module, path: str) -> bytes:
         reference = self.label(module, f"module {path}")
-        path = reference.decode().removeprefix("module ")  # the label is unique, and so is this path
+        path = reference.decode().removeprefix("module ")  # labels are unique, so this path is unique too
         kind = type(module)
         where = f"{path}." if path else ""
-        # Functions that are attributes of the instance, and hooks, may read any attribute.
+        # Hooks, and functions that are attributes of the instance, may read any attribute.
         own_code = any(isinstance(value, types.FunctionType) for value in vars(module).values())
         skipped = set() if own_code or self._has_hooks(module) else self._assigned_by_forward(kind)
         if path:
@@ -217,10 +217,10 @@ class Walk(ObjectWalk):
         for name, data in init.items():
             self.parts[f"constructor argument {where}{name}"] = data
         self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
-        children = list(module._modules.keys())  # scripted modules keep them in another kind of mapping
+        children = list(module._modules.keys())  # in scripted modules this is no dict
         self.parts[reference.decode()] = self.klass(kind, path) + Encoder().encode(children, path)
         if not path:
-            # Hooks of the root run outside of the forward, which does not depend on what they collect.
+            # Hooks of the root run outside of the forward: what they collect in containers does not matter.
             containers = dict(self.containers)
             self._hooks(module, where)
             self.containers = containers
@@ -234,10 +234,10 @@ class Walk(ObjectWalk):
                 self.parts[f"hook {name}"] = self.encode([hook, *flags], name)
 
     def _made_by_tools(self, module: nn.Module, path: str) -> dict[str, Any]:
-        """The attributes of a module, less those that stand for its code, which is written down here."""
+        """The attributes of a module without those that stand for its code, which this writes down."""
         fields = vars(module)
         if isinstance(module, torch.fx.GraphModule):
-            _ = module.code  # some make the code of their class when it is first asked for
+            _ = module.code  # a lazy graph makes the code of its class when it is first read
             # The class may have the code of an earlier graph; an interpreter runs the graph as it is now.
             self.parts[f"graph {path}".rstrip()] = self.encode(module.graph, path)
         if not isinstance(module, torch.jit.ScriptModule) or "_c" not in fields:
@@ -257,7 +257,7 @@ class Walk(ObjectWalk):
         return {name: value for name, value in fields.items() if name not in own}
 
     def _has_hooks(self, module: nn.Module) -> bool:
-        """Whether the first module that was met, which contains the others, has hooks anywhere."""
+        """Whether a module has hooks, or a module in it; asked once, of the first that is met."""
         if self._hooked is None:
             self._hooked = any(vars(part).get(hooks) for part in module.modules() for hooks in _HOOKS)
         return self._hooked
@@ -270,7 +270,7 @@ class Walk(ObjectWalk):
 
 
 class _Arguments(Walk):
-    """Constructor arguments: tensors by content, modules by class (they are walked where they are kept)."""
+    """Walks constructor arguments: tensors by content, modules by class, as these are walked elsewhere."""
 
     def tensor(self, value: Tensor, path: str) -> bytes:
         """Read a tensor at once."""
@@ -286,14 +286,14 @@ class _Arguments(Walk):
 
 
 def argument_digests(arguments: Mapping[str, Any]) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """What stands for each constructor argument, short values as they are; and what cannot be read."""
+    """The bytes that stand for each constructor argument, and the names of those that cannot be read."""
     digests: dict[str, bytes] = {}
     unreadable: list[str] = []
     texts = CompiledTexts()
     for name, value in arguments.items():
         walk = _Arguments(value, {}, texts)
         root = walk.parts["root"]
-        is_whole = walk.parts.keys() == {"format", "root"} and describe(root) is not None
+        is_whole = walk.parts.keys() == {"format", "root"} and readable(root) is not None
         digests[name] = root if is_whole else b"#" + Fingerprint.of_parts(walk.parts).namespace
         unreadable += [f"argument {path or name}" for path in walk.unread]
     return digests, tuple(unreadable)

@@ -15,10 +15,10 @@ from torchcache2.core.modes import autocast_keeps_weights
 from torchcache2.core.settings import CacheSettings
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import Attributes
-from torchcache2.identity.describe import describe
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.mixing import UnsteadyLayer, unsteady
 from torchcache2.identity.modulewalk import Fingerprint, Walk
+from torchcache2.identity.readable import readable
 from torchcache2.identity.tensorwatch import TensorWatch
 from torchcache2.identity.watch import Watch
 
@@ -26,7 +26,7 @@ __all__ = ["Facts", "History", "NamespaceKeeper", "Seen"]
 
 _NONE = bytes(16)
 _MOST_REMEMBERED = 16
-# Each part with such a name is one encoded value, which can be shown.
+# A part with such a name is a single value, which can be shown to people.
 _PLAIN_PARTS = ("attribute ", "child ", "constructor argument ", "global ", "training")
 _DEVICES = ("cpu", "cuda")
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
@@ -35,8 +35,7 @@ _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 class Seen(NamedTuple):
     """A namespace, and the tensors as they were when it was made.
 
-    With `has_old_casts`, the forward may compute with other weights than these: with copies that autocast has
-    made of earlier ones.
+    With `has_old_casts`, the forward may compute with copies that autocast has made of earlier weights.
     """
 
     namespace: bytes
@@ -46,16 +45,16 @@ class Seen(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a module is as long as its structure stays, from which follows whether it may be cached."""
+    """Facts about a module that decide whether it may be cached; they hold until its structure changes."""
 
     has_lazy: bool = False  # a parameter is not initialised yet
-    is_uncounted: bool = False  # tensors without version counters are too large to be compared at every call
-    is_parametrized: bool = False  # a part of it is
-    unsteady: UnsteadyLayer | None = None  # the first of its layers that draws at random or mixes items
+    is_uncounted: bool = False  # tensors without version counters are too large to compare at every call
+    is_parametrized: bool = False  # a submodule is
+    unsteady: UnsteadyLayer | None = None  # the first layer that draws random numbers or mixes items
 
 
 class History:
-    """The fingerprint that came before each one: of the same module, else of another of its kind."""
+    """The fingerprint before each one: that of the same module, else of another module of its class."""
 
     def __init__(self) -> None:
         self._lock = ProcessLock()
@@ -63,7 +62,7 @@ class History:
         self._last: Fingerprint | None = None
 
     def add(self, before: Fingerprint, now: Fingerprint) -> None:
-        """A module that had one fingerprint, without parts if none, has another."""
+        """Note that a module has a new fingerprint; `before` has no parts if it had none."""
         with self._lock():
             previous = before if before.parts else self._last
             if previous is not None and previous.namespace != now.namespace:
@@ -99,7 +98,7 @@ class NamespaceKeeper:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what has been seen: the next look reads everything."""
+        """Forget everything that has been read, so that the next look reads it anew."""
         with self._lock():
             self._watch: Watch | None = None
             self._tensors = TensorWatch({})
@@ -110,7 +109,7 @@ class NamespaceKeeper:
             self._has_old_casts = False
 
     def facts(self, root: Any) -> Facts:
-        """What the module is now."""
+        """The facts about the module as it is now."""
         with self._lock():
             self._notice_structure(root)
             return self._facts
@@ -142,14 +141,14 @@ class NamespaceKeeper:
         """Whether the module, or a tensor of it, has changed since it was looked at."""
         with self._lock():
             if seen.tensors.moved() or seen.tensors.generation != seen.generation:
-                return True  # written to by the forward or, while it ran, by another thread
+                return True  # the forward, or another thread, has written to a tensor
             if self.fingerprint.namespace != seen.namespace:
                 return True
             if self._watch is not None and self._watch.same(_module(root)):
                 if self._watch.contents_same():
                     return False
                 self._watch = None
-            # Something was assigned, but it may equal its old value, as pruning assigns at every call.
+            # An assigned value may equal the old one: pruning, for example, assigns weights at every call.
             return self.look(root).namespace != seen.namespace
 
     def attributes(self, root: Any) -> Attributes:
@@ -161,7 +160,7 @@ class NamespaceKeeper:
             return Attributes([module] if module is not None else [])
 
     def distrust_tensors(self) -> None:
-        """Have the tensors read again: an optimizer may step now, which not every tensor tells."""
+        """Have the tensors read again: an optimizer may change them without moving their version counters."""
         with self._lock():
             self._tensors.forget()
 
@@ -177,7 +176,7 @@ class NamespaceKeeper:
         walk = Walk(root, self._tokens, self._texts)
         self._parts = {name: digest([data]) for name, data in walk.parts.items()}
         plain = [name for name in walk.parts if name.startswith(_PLAIN_PARTS)]
-        self._values = {name: text for name in plain if (text := describe(walk.parts[name])) is not None}
+        self._values = {name: text for name in plain if (text := readable(walk.parts[name])) is not None}
         self._parts["option cache_dtype"] = str(self._settings.cache_dtype).encode()
         self._values["option cache_dtype"] = str(self._settings.cache_dtype)
         self._tensors = TensorWatch(walk.tensors, self._tensors)

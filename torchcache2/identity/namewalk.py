@@ -1,4 +1,4 @@
-"""`NameWalk`: what code names, wherever it is: globals, modules as a whole, imports, installed packages."""
+"""`NameWalk`: writes down what code names: globals, whole modules, imports, installed packages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchcache2.identity.torchcode import (
 __all__ = ["NameWalk", "values_of"]
 
 _MISSING = object()
-# Functions that reach what is named nowhere. `locals` gives what the code itself has, which is covered.
+# With these, code reaches things that it does not name. `locals` is not one: its values are in the code.
 _UNFOLLOWED = (eval, exec, globals, sys.modules)
 
 
@@ -38,22 +38,22 @@ class NameWalk(Encoder):
         super().__init__()
         self.parts: dict[str, bytes] = {}  # canonical bytes of each part
         self.scopes: list[tuple[Mapping[str, Any], str, Any]] = []  # globals and attributes that were read
-        # Functions that give a tuple of what else was read off an object, each with the object.
+        # Other things that were read: a function, and the object from which it reads them, as a tuple.
         self.reads: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
-        self.dicts: list[Collection[Any]] = []  # attributes of objects and classes, which may get more
+        self.dicts: list[Collection[Any]] = []  # attributes of objects and classes, to notice new ones
         self._texts = texts
         self.origins = sourcecode.Origins()
         self._versions: dict[str, str] = {}
         self._files: dict[tuple[str, int], bytes] = {}
-        self.project_files: set[str] = set()  # of modules that count as a whole, and of what those import
+        self.project_files: set[str] = set()  # files of whole modules, and of the modules that these import
         self._names: set[str] = set()  # names that project code takes
         self._whole: dict[int, types.ModuleType] = {}  # project modules that code takes as a whole
-        # Ids of constructors of modules. They may compute names, as a module is walked as they left it.
+        # Ids of constructors of modules. These may compute names, as the walk reads what they have made.
         self._constructors: set[int] = set()
         self._exempt: set[str] = set()
         self._labels: dict[int, bytes] = {}  # of classes, functions and modules that were met
         self._taken: dict[str, int] = {}
-        self._kept_alive: list[Any] = []  # objects whose ids are in use
+        self._kept_alive: list[Any] = []  # objects that must live as long as their ids are used
 
     def unreadable(self, value: Any, path: str) -> bytes:
         """Bytes that stand for what cannot be read."""
@@ -88,7 +88,7 @@ class NameWalk(Encoder):
         value = scope.get(name, _MISSING)
         path = name
         self.scopes.append((scope, name, None if value is _MISSING else value))
-        if value is _MISSING:  # it is a builtin, or does not exist yet, and reading it would fail
+        if value is _MISSING:  # it is a builtin, or does not exist, so that reading it would fail
             if any(getattr(builtins, name, None) is one for one in _UNFOLLOWED):
                 self._unfollowed(function, name, owner)
             return
@@ -97,7 +97,7 @@ class NameWalk(Encoder):
             inside, scope, attribute = value, vars(value), attributes.pop(0)
             path += f".{attribute}"
             if type(value).__module__ == "torch._ops":
-                getattr(value, attribute, None)  # torch.ops looks operators up when they are asked for
+                getattr(value, attribute, None)  # `torch.ops` loads an operator when it is first read
             value = scope if attribute == "__dict__" else scope.get(attribute, None)
             self.scopes.append((scope, attribute, scope.get(attribute)))
         if any(value is one for one in _UNFOLLOWED):
@@ -111,7 +111,7 @@ class NameWalk(Encoder):
             self.parts[f"global {path} {owner}"] = self._in_package(inside, value, path)
 
     def _in_package(self, module: types.ModuleType, value: Any, path: str) -> bytes:
-        """Bytes of what others have in a module: its name, unless somebody has put other code there."""
+        """Bytes of what code takes from an installed module: its name, or other code that was put there."""
         known = self.python_module(module, path)
         is_function = isinstance(value, types.FunctionType)
         if is_operator(value) or (is_function and self.origins.of(value) == "project"):
@@ -134,11 +134,11 @@ class NameWalk(Encoder):
         return b"M" + self._files_of(module.__name__, module)
 
     def _files_of(self, name: str, module: types.ModuleType | None) -> bytes:
-        """Bytes of the files of a project module, and of those that it imports; empty if it is no such."""
+        """Bytes of the files of a project module and of those that it imports; empty for other modules."""
         key = name, id(module)
         if key not in self._files:
             files = files_of(name, module)
-            self.reads.append((_loaded, sorted(files)))  # once one is imported, its globals can be read
+            self.reads.append((_loaded, sorted(files)))  # once it is imported, its globals can be read
             self.project_files |= {place_of(found) or "" for found in files}
             loaded = {found: sys.modules.get(found) for found in files} | ({name: module} if files else {})
             data = b"".join([text_bytes(part) for item in sorted(files.items()) for part in item])
@@ -173,7 +173,7 @@ class NameWalk(Encoder):
         return text_bytes(self._versions[key])
 
     def _replaced(self, module: types.ModuleType, names: Collection[str]) -> bytes:
-        """Bytes of what code reaches in a project module that is not, or may not be, what its file says."""
+        """Bytes of what code reaches in a project module and what differs, or may differ, from its file."""
         data = b""
         for one in reached(module, names, self._texts):
             self.scopes.append((vars(one.module), one.name, one.value))
@@ -183,7 +183,7 @@ class NameWalk(Encoder):
             if not one.is_said:
                 data += text_bytes(name) + self.encode(one.value, name)
             elif isinstance(one.value, MUTABLE):
-                self.encode(one.value, name)  # to have it watched
+                self.encode(one.value, name)  # this has it watched
         return data
 
     def _unfollowed(self, function: types.FunctionType, what: str, owner: str) -> None:
@@ -201,7 +201,7 @@ class NameWalk(Encoder):
             return b"u" + text_bytes(str(value)) + unknown
         part = f"operator {name}"
         if part not in self.parts:
-            self.parts[part] = b""  # so that its functions may refer to it
+            self.parts[part] = b""  # this comes first, as its functions may refer to it
             kept = {field: state[field] for field in OPERATOR_FIELDS if field in state}
             self.scopes += [(state, field, content) for field, content in kept.items()]
             self.dicts += [content for content in kept.values() if isinstance(content, (dict, set))]
@@ -224,11 +224,11 @@ class NameWalk(Encoder):
     def watch_names(self, scope: Mapping[str, Any], names: Collection[str]) -> None:
         """Have it noticed when names of a scope stand for other objects."""
         if names:
-            # With two names at least, `itemgetter` returns a tuple in any case.
+            # There are two names at least, so that `itemgetter` always returns a tuple.
             self.reads.append((itemgetter(*sorted(names), min(names)), scope))
 
     def finish(self) -> None:
-        """Write down what project code takes from the modules that it has as a whole."""
+        """Write down what project code takes from the modules that it uses as a whole."""
         done: set[tuple[int, str]] = set()
         while True:
             new = [
@@ -247,7 +247,7 @@ class NameWalk(Encoder):
                 self.parts[f"global {path}"] = self.encode(value, path)
 
     def label(self, obj: Any, label: str) -> bytes:
-        """A name for something that is met for the first time; deterministic, unique in this walk."""
+        """Give an object that is met for the first time a label, which is unique in this walk."""
         self._kept_alive.append(obj)
         count = self._taken[label] = self._taken.get(label, 0) + 1
         self._labels[id(obj)] = (label if count == 1 else f"{label} ({count})").encode()

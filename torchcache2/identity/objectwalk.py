@@ -1,4 +1,4 @@
-"""`ObjectWalk`: arbitrary objects as canonical bytes: their class, and the state that they have."""
+"""`ObjectWalk`: writes down objects of any kind: their class and their state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["ObjectWalk"]
 
 _MOST_OBJECTS = 100_000
 _NO_STATE = (type(threading.Lock()), type(threading.RLock()))
-# What these contain depends on the thread, or on which other objects are alive.
+# The content of these depends on the thread, or on which other objects are alive.
 _FLEETING = (threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -52,15 +52,15 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 class ObjectWalk(OwnerWalk):
     """The part of a walk that reads objects.
 
-    `tokens` are random bytes that stand for objects that cannot be read, by id, and `texts` are what source
-    files compile to. A caller that walks again passes both again, so that the same object keeps its token.
+    `tokens` are random bytes, by id, that stand for objects that cannot be read; `texts` are what source
+    files compile to. A caller that walks again passes both again, so that an object keeps its token.
     """
 
     def __init__(self, tokens: MutableMapping[int, tuple[object, bytes]], texts: CompiledTexts) -> None:
         super().__init__(texts)
         self.generators: list[Any] = []  # random generators, whose state is not part of the namespace
         self.unread: list[str] = []  # where something was met that cannot be read
-        self.containers: dict[int, tuple[Any, tuple[Any, ...]]] = {}  # by id, with what they held
+        self.containers: dict[int, tuple[Any, tuple[Any, ...]]] = {}  # by id, with their content at that time
         self._tokens = tokens
         self._objects = 0
         self._too_much = os.urandom(16)
@@ -74,7 +74,7 @@ class ObjectWalk(OwnerWalk):
             if self._objects == _MOST_OBJECTS + 1:
                 self.unread.append(f"{path} (more than {_MOST_OBJECTS} objects)")
             return self._too_much
-        if issubclass(type(value), MUTABLE):  # asks the type, since an object may claim another `__class__`
+        if issubclass(type(value), MUTABLE):  # the type is asked, as an object may claim another `__class__`
             self.containers.setdefault(id(value), (value, content(value)))
         try:
             return super().encode(value, path)
@@ -86,7 +86,7 @@ class ObjectWalk(OwnerWalk):
         return self.klass(kind, path)
 
     def contents(self, value: Any, path: str) -> bytes:
-        """Read a set in an order that does not depend on the process: it decides about names."""
+        """Read a set in an order that does not depend on the process, as labels are given in this order."""
         if isinstance(value, (set, frozenset)):
             ordered = sorted(value, key=self.rank)
             return b"".join(map(sized, sorted(self.encode(element, f"{path}{{…}}") for element in ordered)))
@@ -109,7 +109,7 @@ class ObjectWalk(OwnerWalk):
         return self.without_skipped(type(value), super().fields(value, path), path)
 
     def besides(self, value: Any, path: str) -> bytes:
-        """The bytes of further attributes, in slots too; all of them are watched from then on."""
+        """The bytes of further attributes, those in slots included; they are watched from then on."""
         fields, state = getattr(type(value), "__dataclass_fields__", ()), attributes(value)
         self.watch(value, state)
         state = {name: item for name, item in state.items() if name not in fields}
@@ -123,7 +123,7 @@ class ObjectWalk(OwnerWalk):
         if hasattr(type(value), ADDED_ATTRIBUTE):
             if not is_ours(value):  # somebody's subclass of `Cache` may compute something
                 return self.klass(type(value), path) + self.unreadable(value, path)
-            # A cache or a cached forward, which others may keep where they wrap it.
+            # This is a cache or a cached forward, which a wrapper may refer to.
             return b"z" + self.encode(getattr(value, ORIGINAL_ATTRIBUTE, None), path)
         if (parts := parts_of_type(value)) is not None:
             return b"t" + self.encode(parts, path)
@@ -173,7 +173,7 @@ class ObjectWalk(OwnerWalk):
         return self._object(value, path)
 
     def _logger(self, value: logging.Logger, path: str) -> bytes:
-        """A logger by its name; one with more to it than the standard library's is unreadable."""
+        """A logger by its name; unreadable if it has more state than the standard library's own."""
         self.dicts.append(vars(value))
         state = {name: item for name, item in vars(value).items() if name not in _LOGGER_FIELDS}
         head = b"h" + text_bytes(value.name)
@@ -184,7 +184,7 @@ class ObjectWalk(OwnerWalk):
         return head + self.unreadable(value, path) + self.klass(type(value), path) + self.state(state, path)
 
     def _fleeting(self, value: Any, path: str) -> bytes:
-        """What has another content in each thread, or refers to others weakly."""
+        """An object whose content depends on the thread, or on weak references."""
         head = _class_alone(value)
         if self.is_foreign:  # for example the cache of functools.singledispatch
             return head
@@ -210,11 +210,11 @@ class ObjectWalk(OwnerWalk):
         kind = type(value)
         state = attributes(value)
         if hasattr(kind, "__enter__") and sourcecode.origin(kind) == "torch":
-            # What a context manager has to go back to changes while it is used.
+            # Such an attribute is the state that a context manager goes back to, and changes with each use.
             state = {name: item for name, item in state.items() if not name.startswith("prev")}
         self.watch(value, state)
         if hasattr(kind, "set_truncation_and_padding") and hasattr(state.get("_tokenizer"), "to_str"):
-            # Each call of such a tokenizer sets the first two parts of its text anew, so they do not count.
+            # Each call of such a tokenizer sets the first two members of its JSON anew, so they do not count.
             text = state["_tokenizer"].to_str()  # "truncation", "padding", "added_tokens", …
             state["_tokenizer"] = text[max(0, text.find('"added_tokens"')) :]
         state = self.without_skipped(kind, state, path)
@@ -224,7 +224,7 @@ class ObjectWalk(OwnerWalk):
         if hasattr(kind, "__next__"):
             return self.unreadable(value, path)  # an iterator's position changes as it is used
         try:
-            reduced = value.__reduce_ex__(4)  # the state that only C code can see
+            reduced = value.__reduce_ex__(4)  # this includes state that only C code can read
         except Exception:
             reduced = None
         if isinstance(reduced, str):
@@ -244,7 +244,7 @@ class ObjectWalk(OwnerWalk):
         return text_bytes(" ".join(names)) + self.items(pairs)
 
     def watch(self, value: Any, state: Mapping[str, Any]) -> None:
-        """Have changed attributes of an object noticed."""
+        """Have it noticed when an attribute of an object changes."""
         scope = getattr(value, "__dict__", None)
         if type(scope) is dict:
             self.dicts.append(scope)
@@ -254,7 +254,7 @@ class ObjectWalk(OwnerWalk):
         self.scopes += [(scope, name, item) for name, item in state.items() if name in scope]
         slots = [name for name in state if name not in scope and hasattr(value, name)]
         if slots:
-            # With two names at least, `attrgetter` returns a tuple in any case.
+            # There are two names at least, so that `attrgetter` always returns a tuple.
             self.reads.append((attrgetter("__class__", *slots), value))
 
     def unreadable(self, value: Any, path: str) -> bytes:
@@ -271,7 +271,7 @@ def _as_tensor(storage: torch.UntypedStorage | torch.TypedStorage) -> Tensor:
 
 
 def _class_alone(value: Any) -> bytes:
-    """What stands for an object whose state does not count."""
+    """The bytes of an object whose state does not count."""
     return b"z" + text_bytes(qualified_name(type(value)))
 
 
@@ -289,7 +289,7 @@ def _of_this_thread(value: threading.local) -> tuple[Any, ...]:
 
 
 def _made_by_class_statement(kind: type) -> bool:
-    """Whether a class has no state but attributes; classes made in C have methods made in C."""
+    """Whether a class is written in Python, so that its state is in attributes; others have C methods."""
     return not any(
         isinstance(value, (types.MethodDescriptorType, types.WrapperDescriptorType))
         and value.__objclass__ is kind

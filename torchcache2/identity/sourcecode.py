@@ -46,7 +46,7 @@ __all__ = [
 
 Origin = Literal["project", "installed", "torch", "builtin"]
 
-_LOADED = time.time()  # installed files that are older than this are what was loaded
+_LOADED = time.time()  # an installed file that is older than this has not changed since it was loaded
 _OURS = __name__.partition(".")[0]
 _SITE = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib"))
 _STDLIB = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
@@ -58,7 +58,7 @@ def defining_module(obj: Any) -> str:
     if isinstance(obj, types.ModuleType):
         return obj.__name__
     if isinstance(obj, types.FunctionType):
-        # Unlike __module__, this is not copied onto wrappers by functools.wraps.
+        # Unlike `__module__`, `functools.wraps` does not copy this to a wrapper.
         return str(obj.__globals__.get("__name__", ""))
     name = getattr(obj, "__module__", None)
     return name if isinstance(name, str) else "builtins"
@@ -79,7 +79,7 @@ def origin(obj: Any) -> Origin:
 
 
 class Origins:
-    """Where code comes from, looked up once for each module."""
+    """Looks up where code comes from, once for each module."""
 
     def __init__(self) -> None:
         self._known: dict[str, Origin] = {}
@@ -92,7 +92,7 @@ class Origins:
         return self._known[module]
 
     def is_project(self, value: Any) -> bool:
-        """Whether a value is code of the user's own, or an object with such code."""
+        """Whether a value is the user's own code, or an object of a class that is."""
         if isinstance(value, functools.partial):
             return self.is_project(value.func)
         value = getattr(value, "__func__", value)
@@ -133,7 +133,7 @@ def file_digest(path: str) -> str:
 
 
 def file_text(file: str) -> str:
-    """Text of a Python file as it is now, whatever was read of it before; empty if there is none."""
+    """The text of a Python file as it is now, which nothing has cached; empty if there is none."""
     try:
         with open(file, "rb") as opened:
             return importlib.util.decode_source(opened.read()) if file.endswith(".py") else ""
@@ -144,8 +144,8 @@ def file_text(file: str) -> str:
 def function_source(function: types.FunctionType, texts: CompiledTexts | None = None) -> str | None:
     """Source of a function without decorator lines and indentation; None if it cannot be had.
 
-    Of a lambda, the lambda alone, as far as its line tells it from others. With `texts`, the source has to
-    compile to the function's code: a file may have been edited after it was imported.
+    Of a lambda it is the lambda alone, if there is no other in its line. With `texts`, the source must
+    compile to the code of the function, since a file may have been edited after it was imported.
     """
     code = function.__code__
     linecache.checkcache(code.co_filename)
@@ -160,7 +160,7 @@ def function_source(function: types.FunctionType, texts: CompiledTexts | None = 
     try:
         tree = parse(text)
     except SyntaxError:
-        # The line is a part of a larger expression around a lambda.
+        # The lines around a lambda may be a part of an expression, which does not parse by itself.
         return text + instructions(code)
     node = tree.body[0] if tree.body else None
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
@@ -204,7 +204,7 @@ def is_newer(path: str) -> bool:
 
 
 def instructions(code: types.CodeType) -> str:
-    """What code does, as text: tells functions of one line apart, but depends on Python's version."""
+    """The instructions of code as text: they tell functions of one line apart, but depend on Python."""
     steps = []
     for step in dis.get_instructions(code):
         nested = isinstance(step.argval, types.CodeType)

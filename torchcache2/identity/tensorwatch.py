@@ -1,10 +1,10 @@
-"""`TensorWatch`: the content of tensors, read once, and again where it may have changed.
+"""`TensorWatch`: reads the content of tensors once, and again when it may have changed.
 
-Tensors are compared by storage address, shape, strides and version counter, and, because ``.data`` edits and
-numpy writes move none of them, by the first bytes of each tensor and in turn by the first 4 KB of one. What
-this does not see: an edit of a part of one tensor through ``.data``, until its turn comes and only if it is
-within the first 4 KB. Tensors made under `torch.inference_mode` have no version counters: they are compared
-byte by byte, as long as they are small.
+Tensors are compared by storage address, shape, strides and version counter. Edits through ``.data`` and by
+numpy change none of these: so the first bytes of each tensor are compared too and, in turn, the first 4 KB of
+one of them. An edit through ``.data`` of a part of one tensor is thus noticed only when its turn comes, and
+only within its first 4 KB. Tensors made under `torch.inference_mode` have no version counters: if they are
+small, all of their bytes are compared.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from xxhash import xxh3_64_digest
 
-from torchcache2.identity.describe import form
 from torchcache2.identity.encoding import UnencodableError, tensor_digest
+from torchcache2.identity.readable import form
 
 __all__ = ["TensorWatch"]
 
 _HEAD = 64
 _PROBE = 4096
-_SPREAD = 64  # bytes beyond that which are compared before a digest is used again
+_SPREAD = 64  # so many further bytes are compared before a digest is used again
 _COPIED = 16 << 20
 _MOST_UNCOUNTED = 500_000  # bytes, some 40 µs at every call
 
@@ -44,12 +44,12 @@ _version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class _Known(NamedTuple):
-    """The content of a tensor that was read, and what would tell that it is another."""
+    """The digest of a tensor's content, and what would show that the content has changed."""
 
     digest: bytes
     mark: tuple[Any, ...]
     sample: bytes
-    is_gone: Callable[[], bool]  # whether its storage is, so that other content may have its address
+    is_gone: Callable[[], bool]  # whether its storage is freed, so that another tensor may have its address
 
 
 class TensorWatch:
@@ -69,7 +69,7 @@ class TensorWatch:
         self._counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
         self._uncounted = [tensor for tensor in self.tensors if tensor.is_inference()]
         total = sum(map(_span, self._uncounted))
-        # Whether tensors without version counters are too large to be compared at every call.
+        # Whether tensors without version counters are too large to compare at every call.
         self.is_blind = total > _MOST_UNCOUNTED or not all(map(_is_plain, self._uncounted))
         self._state: _State | None = None
         self._follows = False
@@ -80,7 +80,7 @@ class TensorWatch:
         self._probes: list[bytes] = []
         self._turn = 0
         known: dict[int, _Known] = {} if before is None else before._known
-        mine = [id(tensor) for tensor in self.tensors]  # ids of others may soon be those of new tensors
+        mine = [id(tensor) for tensor in self.tensors]  # other ids may soon be those of new tensors
         self._known: dict[int, _Known] = {key: known[key] for key in mine if key in known}
         if before is not None and before._follows:
             self._follow_optimizers()
@@ -99,7 +99,7 @@ class TensorWatch:
         return True
 
     def refresh(self, *, read: bool = True) -> None:
-        """Read tensors that may have changed; without `read`, only remember what could tell of a change."""
+        """Read tensors that may have changed; without `read`, only remember what would show a change."""
         if not self._follows and any(tensor.requires_grad for tensor in self.tensors):
             self._follow_optimizers()
         whole = [] if self.is_blind else self._uncounted
@@ -126,7 +126,7 @@ class TensorWatch:
             if key in marks:
                 known[key] = _Known(digests[key], marks[key], samples[key], _storage_is_gone(tensor))
         self.digests = {n: digests[id(t)] for n, t in self._named.items() if id(t) in digests}
-        # Views of arrays are read in half the time.
+        # To read memory views takes half of the time that arrays take.
         self._heads = [memoryview(_first_bytes(t, _HEAD)) for t in self.tensors if t.device.type == "cpu"]
         self._head_bytes = b"".join(self._heads)
         self._probes = list(map(_probe, self.tensors))
@@ -137,7 +137,7 @@ class TensorWatch:
         return {name: form(tensor.dtype, tensor.shape) for name, tensor in self._named.items()}
 
     def forget(self) -> None:
-        """Have the next `same` say no and all be read, and let go of the storage that is watched."""
+        """Make the next `same` return False, so that all is read again, and keep no storage alive."""
         self._heads, self._wholes, self._known, self._state = [], [], {}, None
 
     def small_buffers(self) -> list[Tensor]:
@@ -157,17 +157,17 @@ class TensorWatch:
         )
 
     def _marks(self) -> dict[int, tuple[Any, ...]]:
-        """What moves when a tensor is written to, by id; of those that have a version counter."""
+        """For tensors with a version counter, by id: what changes when one is written to or replaced."""
         plain = [tensor for tensor in self._counted if _is_plain(tensor)]
         return {
             id(t): (_pointer(t), t.storage_offset(), t.stride(), t.size(), t.dtype, t._version) for t in plain
         }
 
     def _still_known(self, marks: dict[int, tuple[Any, ...]], samples: dict[int, bytes]) -> dict[int, _Known]:
-        """What need not be read again.
+        """The tensors that need not be read again.
 
-        Nothing of it, if one tensor has changed without moving its counter: somebody writes through ``.data``
-        or numpy, perhaps also to where no sample is taken.
+        There are none if one tensor has changed without its counter: somebody writes through ``.data`` or
+        numpy, and may also have written where no sample is taken.
         """
         known = {key: self._known[key] for key in marks if key in self._known}
         known = {key: one for key, one in known.items() if one.mark == marks[key] and not one.is_gone()}
@@ -175,7 +175,7 @@ class TensorWatch:
         return known if is_honest else {}
 
     def _follow_optimizers(self) -> None:
-        # Fused optimizers move no version counter.
+        # Fused optimizers write to tensors without moving their version counters.
         watch = weakref.ref(self)
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -212,7 +212,7 @@ def _span(tensor: Tensor) -> int:
 
 
 def _first_bytes(tensor: Tensor, count: int) -> Bytes1D:
-    """About `count` bytes where a tensor's storage starts; on the CPU a view that follows its content."""
+    """About `count` bytes from the first element of a tensor on; on the CPU a view of its memory."""
     if not _is_plain(tensor):
         return np.empty(0, np.uint8)
     start, size = tensor.storage_offset(), tensor.element_size()
@@ -220,7 +220,7 @@ def _first_bytes(tensor: Tensor, count: int) -> Bytes1D:
     view = tensor.detach().as_strided((max(0, end - start),), (1,), start)
     try:
         data = view.view(torch.uint8)
-    except RuntimeError:  # it is a conjugate that is not computed yet, so its storage is read
+    except RuntimeError:  # it is a conjugate that is not computed yet: its storage is viewed instead
         stored = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         data = stored.set_(tensor.untyped_storage(), start, view.shape, (1,)).view(torch.uint8)
     return data.cpu().numpy()
@@ -239,6 +239,6 @@ def _sample(tensor: Tensor) -> bytes:
     if tensor.device.type != "cpu":
         return _probe(tensor)
     content = _content(tensor)
-    step = len(content) // _SPREAD | 1  # odd, so as to meet all of the bytes that numbers are made of
+    step = len(content) // _SPREAD | 1  # an odd step meets every byte of the numbers
     spread: bytes = content[::step].tobytes()
     return xxh3_64_digest(content[:_PROBE]) + spread

@@ -1,6 +1,6 @@
-"""Code of torch's own kinds: operators, fx graphs, and what `torch.jit` has scripted or traced.
+"""Code of kinds that torch defines: operators, fx graphs, and what `torch.jit` has scripted or traced.
 
-Torch's own operators count by name, the user's by the functions that are registered for them.
+Torch's own operators count by name, and the user's operators by the functions that are registered for them.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ __all__ = [
 ]
 
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, custom_ops.CustomOpDef)
-# What a custom operator's outputs depend on; the functions for gradients and for tracing are not among it.
+# These attributes of a custom operator decide about its outputs. Others are for gradients and tracing.
 OPERATOR_FIELDS = (
     *("_schema", "_init_fn", "_backend_fns", "_torch_dispatch_fns", "_vmap_fn"),
     *("_autocast_dtype", "_disabled_kernel"),
 )
-# What these keys are for is no part of an output.
+# Kernels for these dispatch keys do not compute outputs.
 _NO_KERNELS = ("Meta", "Autograd", "ADInplace", "Tracer", "Functionalize")
 _OF_TORCH = ("aten", "prim", "prims", "quantized", "torch", "c10d", "_c10d_functional", "higher_order")
 SCRIPT_FIELDS = frozenset(("_c", "_concrete_type", "_initializing"))
-# Where code stood, and a count of what the process has scripted.
+# This matches where code stood, and numbers that the process gives to scripted classes.
 _OF_PROCESS = re.compile(r" # .*:\d+:\d+$|___torch_mangle_\d+\.", re.MULTILINE)
-_OPAQUE = ("prim::CallMethod", "prim::CallFunction", "prim::PythonOp", "prim::fork")  # run other code
+_OPAQUE = ("prim::CallMethod", "prim::CallFunction", "prim::PythonOp", "prim::fork")  # they run other code
 _PLAIN = (Tensor, type(None), bool, int, float, complex, str, torch.device)
 
 
@@ -63,7 +63,7 @@ def definition(value: Any) -> dict[str, Any] | None:
 
 
 def registered_otherwise(name: str) -> bool:
-    """Whether Python code has been registered for an operator that nothing tells any more."""
+    """Whether Python code has been registered for an operator in a way that keeps no reference to it."""
     namespace, _, short = name.partition("::")
     if namespace in _OF_TORCH:
         return False
@@ -76,7 +76,7 @@ def registered_otherwise(name: str) -> bool:
 
 
 def graph_code(graph: torch.fx.Graph) -> list[Any]:
-    """The code that a graph stands for, and the values that it names."""
+    """The code of a graph, and the values that it names."""
     code = graph.python_code("self")
     return [code.src, sorted(code.globals.items())]
 
@@ -88,7 +88,7 @@ def script_code(methods: Iterable[Any]) -> list[Any] | None:
         graph = method.inlined_graph
         if any(graph.findAllNodes(kind) for kind in _OPAQUE):
             return None
-        # The printed code shows only a few digits of each constant, and shortens texts that look like paths.
+        # The printed code has only a few digits of each constant, and shortens texts that look like paths.
         constants = [
             node.output().toIValue()
             for node in graph.findAllNodes("prim::Constant")
@@ -119,7 +119,10 @@ class ScriptState:
         return {name: self._script.getattr(name) for name in self._names}
 
     def __call__(self, module: object) -> tuple[Any, ...]:
-        """The same object as long as attributes are equal; reading them makes new numbers and lists."""
+        """A tuple of one object, which stays the same as long as the attributes are equal.
+
+        The attributes themselves are new objects each time that they are read.
+        """
         now = self._read()
         if not all(map(_same, now.values(), self.values.values())):
             self.values = now

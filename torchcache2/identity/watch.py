@@ -1,7 +1,7 @@
-"""`Watch`: notices at every call whether code, attributes and modules are what a fingerprint was made of.
+"""`Watch`: notices at every call whether code, attributes or modules have changed since they were read.
 
-Attributes, submodules, hooks, globals and closures are compared by identity, and so are the elements of
-lists, dicts and the like that are small. What larger ones hold is compared around a forward only.
+Attributes, submodules, hooks, globals and closures are compared by identity, and so are the elements of small
+lists, dicts and other containers. Larger containers are compared only before and after a forward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ALWAYS = (
     "_forward_pre_hooks",
     "_forward_hooks",
 )
-# What is compared at every call, and around a forward.
+# Containers up to the first limits are compared at every call, up to the second around a forward.
 _SMALL = {"each": 64, "total": 2000, "each_bytes": 1024, "total_bytes": 16_384}
 _LARGE = {"each": 5000, "total": 5000, "each_bytes": 1 << 20, "total_bytes": 1 << 20}
 _MOST_LARGEST = 64
@@ -40,8 +40,8 @@ _values: Callable[[Any], Iterable[Any]] = dict.values
 class Watch:
     """What a walk has seen of code, attributes and modules.
 
-    It refers to the root module only weakly, through what the caller passes: a strong reference to the
-    module's attributes would make a cycle through the cache that is one of them.
+    The caller passes the root module each time. A reference to its attributes would make a cycle, as the
+    cache is one of them.
     """
 
     def __init__(self, walk: Walk, root: nn.Module | None) -> None:
@@ -54,9 +54,9 @@ class Watch:
         contents: list[dict[Any, Any]] = list(GLOBAL_HOOKS)
         for module, names, left_out in walk.modules:
             fields = vars(module)
-            found = [fields.get(name) for name in _ALWAYS[1:]]  # scripted modules have other kinds
+            found = [fields.get(name) for name in _ALWAYS[1:]]  # in scripted modules these are no dicts
             contents += [content for content in found if isinstance(content, dict)]
-            # Wrappers of modules, such as compiled ones, keep some of these elsewhere.
+            # Some wrappers of modules, such as those of `torch.compile`, lack some of these.
             getter = itemgetter(*[name for name in _ALWAYS if name in fields], *names)
             if module is root:
                 self._root, self._root_left_out = getter, left_out
@@ -79,34 +79,34 @@ class Watch:
         self._largest = [(container, content(container)) for container in self._large.left[:_MOST_LARGEST]]
         self._sizes = self._measure(root)
         self._seen = self._look(root)
-        # If something changed while the walk was under way, the parts are not those of this state.
+        # If something has changed during the walk, its parts are not those of the state that is watched now.
         known = [value for _, _, value in walk.scopes] + [value for _, value in walk.cells]
         self._is_stale = not all(map(is_, self._seen, known))
-        self._is_stale |= not all(alike(content(container), held) for container, held in read)
+        self._is_stale |= not all(alike(content(container), before) for container, before in read)
 
     def same(self, root: nn.Module | None) -> bool:
-        """Whether everything is still what it was."""
+        """Whether nothing has changed, as far as it is compared at every call."""
         if self._is_stale or self._measure(root) != self._sizes:
             return False
         try:
             now = self._look(root)
-        except (AttributeError, KeyError, ValueError):  # an attribute or the content of a cell is gone
+        except (AttributeError, KeyError, ValueError):  # an attribute or the content of a cell was deleted
             return False
         return all(map(is_, now, self._seen)) and self._small.same()
 
     def contents_same(self) -> bool:
-        """Whether larger lists, dicts and the like still hold what they held, as far as that is compared."""
-        return self._large.same() and all(alike(content(one), held) for one, held in self._largest)
+        """Whether larger containers have not changed, as far as they are compared."""
+        return self._large.same() and all(alike(content(one), before) for one, before in self._largest)
 
     def attributes(self, root: nn.Module | None) -> Attributes:
-        """What modules, containers and variables hold now, to be put back."""
+        """The content of modules, containers and variables as it is now, to be put back later."""
         modules = [*self.modules, *([root] if root is not None else [])]
         total = accumulate(map(size_of, self._containers))
         containers = [one for one, size in zip(self._containers, total, strict=True) if size <= _MOST_COPIED]
         return Attributes(modules, containers, self._scopes, self._cells)
 
     def _measure(self, root: nn.Module | None) -> list[int]:
-        """How many attributes, parameters, submodules and hooks there are; changes with each new one."""
+        """The numbers of attributes, parameters, submodules and hooks, which change when one is added."""
         sizes = list(map(len, self._dicts))
         for fields, left_out in self._left_out:
             sizes.append(len(fields) - len(left_out & fields.keys()))

@@ -1,7 +1,7 @@
-"""Names that a function assigns for others to read: counters, kept attention maps.
+"""Names that a function assigns for others to read, such as counters and kept attention maps.
 
-They are not part of what the function computes with, as long as it does not read what an earlier call
-has left in them.
+The output does not depend on them, as long as the function does not read what an earlier call has left in
+them.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _UNCERTAIN = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Match, as
 
 
 def assigned_for_others(source: str, helpers: Iterable[str] = ()) -> tuple[_Names, _Names]:
-    """Attributes of its first argument and outer variables that a function assigns, and never reads first.
+    """Attributes of its first argument, and outer variables, that a function assigns before it reads them.
 
     Parameters
     ----------
     source : str
         Source of the function, without indentation.
     helpers : iterable of str
-        Source of methods that it may call, which may read attributes as well. Attributes are left alone if
-        one of these, or the function itself, does anything with its first argument but take attributes of it.
+        Source of methods that it may call, and that may read attributes too. No attributes are returned if
+        one of these, or the function itself, does more with its first argument than take attributes of it.
 
     Returns
     -------
     attributes, variables : set of str
-        As in ``self.name = …`` and ``self.name += 1``; and as in ``global name; name += 1``.
+        Attributes as in ``self.name = …`` or ``self.name += 1``; variables as in ``global name; name += 1``.
     """
     function = _parse(source)
     if function is None:
@@ -58,13 +58,13 @@ def assigned_for_others(source: str, helpers: Iterable[str] = ()) -> tuple[_Name
 
 
 def assigned_by_forward(kind: type) -> set[str]:
-    """Attributes that the forward of a class of modules assigns, and that nothing it calls reads first."""
+    """Attributes that the forward of a class assigns, and that no method that it calls reads first."""
     text = {method: function_source(method) or "" for method in _reached_by_forward(kind) or ()}
     names: set[str] = set()
     for forward in [method for method in text if method.__name__ == "forward"]:
         others = [text[other] for other in text if other is not forward]
         names |= assigned_for_others(text[forward], others)[0]
-    # An attribute may also be read by a text, as in ``getattr(self, "calls")``.
+    # An attribute may also be read by its name as a text, as in ``getattr(self, "calls")``.
     return names - {constant for method in text for constant in _texts(method)}
 
 
@@ -108,7 +108,7 @@ def _parse(source: str) -> ast.FunctionDef | None:
 
 
 def _takes_attributes_only(function: ast.FunctionDef) -> bool:
-    """Whether the first argument is only used as in ``self.name``, and not by name of a text."""
+    """Whether the first argument is used only as in ``self.name``."""
     arguments = [*function.args.posonlyargs, *function.args.args]
     first = arguments[0].arg if arguments else None
     owners = {id(node.value) for node in ast.walk(function) if isinstance(node, ast.Attribute)}
@@ -118,7 +118,7 @@ def _takes_attributes_only(function: ast.FunctionDef) -> bool:
 
 
 class _Scan:
-    """Follows a function's statements in order, and notes what is read before it is surely assigned."""
+    """Follows the statements of a function, and notes names that may be read before they are assigned."""
 
     def __init__(self, function: ast.FunctionDef) -> None:
         arguments = [*function.args.posonlyargs, *function.args.args]

@@ -29,8 +29,8 @@ class Found:
     Attributes
     ----------
     parts : sequence of (ndarray of int64, Rows)
-        Positions in the batch and their rows, one part for each schema. The rows' memory is the
-        caller's own.
+        Positions in the batch and their rows, one part for each schema. No tier refers to the memory of
+        these rows, so the caller may write to it.
     """
 
     parts: Sequence[tuple[Positions, Rows]]
@@ -43,7 +43,7 @@ class TierStats:
     Attributes
     ----------
     rows, bytes : int
-        That are here now.
+        The rows that the tier has, and how many bytes they take.
     evictions : int
         Rows forgotten to make room.
     corrupt : int
@@ -107,12 +107,12 @@ class Tier(abc.ABC):
     Attributes
     ----------
     name : str
-        What its counts are called after, as in ``disk_rows``.
+        The name of the tier in `CacheStats`, as in ``disk_rows``.
     is_lasting : bool
-        Whether its rows outlive the caches that put them: they stay when a cache is closed, and are
-        described for whoever finds them later.
+        Whether rows stay when the cache that put them is closed. Their namespaces are then described, for
+        whoever finds the rows later.
     directory : CacheDirectory or None
-        The folder that its rows are in.
+        The folder where its rows are; None if they are in no folder.
     """
 
     name: ClassVar[str]
@@ -125,14 +125,14 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def put(self, keys: Keys, rows: Rows) -> int:
-        """Keep rows under distinct keys; how many were kept. Zero is a fine answer."""
+        """Keep rows under distinct keys, or only some of them, or none; returns how many were kept."""
 
-    def claim(self, keys: Keys) -> Claim | None:  # noqa: ARG002
+    def claim(self, keys: Keys) -> Claim | None:
         """Claim distinct keys that are missing here; None if the tier has no claims, as nobody shares it."""
         return None
 
     def offer(self, keys: Keys, rows: Rows) -> int:
-        """Keep rows that a slower tier has too, as `put` does, if no row in use has to go for them."""
+        """Keep rows as `put` does, but forget no row that is in use for them: a slower tier has them too."""
         return self.put(keys, rows)
 
     @abc.abstractmethod
@@ -145,7 +145,7 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Flush and let go of every resource; the tier is empty and keeps nothing from then on."""
+        """Flush and free every resource. From then on the tier has no rows, and keeps none."""
 
     @abc.abstractmethod
     def stats(self) -> TierStats:
@@ -159,4 +159,4 @@ class Tier(abc.ABC):
         return {f"{self.name}_{count}": value for count, value in own.items()} | shared
 
     def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:  # noqa: B027
-        """Keep what a namespace stands for now; where nothing is kept about it yet, only with `create`."""
+        """Keep a newer description of a namespace; if there is none yet, only with `create`."""

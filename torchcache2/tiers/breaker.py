@@ -1,4 +1,4 @@
-"""`Breaker`: a tier leaves what fails alone for a while, tries it again, and tells of it once."""
+"""`Breaker`: a tier that meets a fault warns once, pauses, and then tries again."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ _LONGEST_PAUSE = 60.0  # seconds
 
 
 class Breaker:
-    """Counts what fails in a tier, and pauses between tries.
+    """Counts the faults of a tier, and says when to try again.
 
-    Parts of a tier may fail apart from each other, such as namespaces that other users have made. A part is
-    named by bytes; None is the whole tier.
+    One part of a tier may fail while the others work, such as a namespace that another user has made. A part
+    is named by bytes; None stands for the whole tier.
 
     Attributes
     ----------
     faults : int
         Calls of the system that failed.
     tell : ToldOnce
-        Warns, the first time for each kind of fault.
+        Warns once for each kind of fault.
     """
 
     def __init__(self) -> None:
         self.faults = 0
         self.tell = ToldOnce()
-        self._failures: Counter[bytes | None] = Counter()  # without a success in between
+        self._failures: Counter[bytes | None] = Counter()  # in a row, without a success
         self._paused_until: dict[bytes | None, float] = {}
 
     def allows(self, part: bytes) -> bool:
-        """Whether something may be tried now that concerns a part."""
+        """Whether a part may be tried now."""
         until = max(self._paused_until.get(None, 0.0), self._paused_until.get(part, 0.0))
         return time.monotonic() >= until
 
     def failed(self, part: bytes | None, *, is_lasting: bool) -> None:
-        """A try has failed: the next ones come after longer and longer pauses.
+        """Count a failed try: further tries have to wait, longer and longer.
 
-        The second try comes at once, unless the reason `is_lasting`.
+        After the first failure there is no wait, unless its reason `is_lasting`.
         """
         self._failures[part] += 1
         if self._failures[part] > 1 or is_lasting:
-            self.pause(part, 2.0 ** min(self._failures[part], 10))  # thousands would overflow
+            self.pause(part, 2.0 ** min(self._failures[part], 10))  # a power of thousands would overflow
 
     def pause(self, part: bytes | None = None, seconds: float = _LONGEST_PAUSE) -> None:
-        """Try nothing for some seconds, at most a minute."""
+        """Allow nothing for some seconds, at most a minute."""
         self._paused_until[part] = time.monotonic() + min(_LONGEST_PAUSE, seconds)
 
     def worked(self, part: bytes) -> None:
-        """A try that concerns a part has succeeded."""
+        """Count a try that has succeeded."""
         self._failures.pop(part, None)
         self._failures.pop(None, None)

@@ -1,10 +1,10 @@
-"""`KeyIndex`: a vectorised open-addressing table from 16-byte keys to dense entry numbers.
+"""`KeyIndex`: a vectorised open-addressing table from 16-byte keys to ordinals.
 
-Entry numbers are 0, 1, 2, … in the order of insertion, so that parallel arrays can hold whatever belongs
-to an entry. The keys themselves lie in such an array, which the owner provides and grows. A slot of
-the table proper is 8 bytes: 31 bits of the key, so that a probe seldom looks at a wrong key, and the
-entry number. At most five eighths of the slots are in use: nearly every key is in the first 16 slots that it
-may be in. Every operation works on whole batches.
+Ordinals are 0, 1, 2, … in the order of insertion: they are positions in arrays of the owner, which have what
+belongs to each key. The keys themselves lie in such an array, which the owner provides and grows. A slot of
+the table proper is 8 bytes: the ordinal, and 31 bits of the key, so that a search seldom meets a wrong key.
+At most five eighths of the slots are in use, so that nearly every key is in the first 16 slots that it may be
+in. Every operation works on whole batches.
 
 Not thread-safe: the owner holds a lock.
 """
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchcache2.core.arrays import Entries, Words
+from torchcache2.core.arrays import Array, Ordinals, Words
 
 __all__ = ["KeyIndex"]
 
 _FREE, _REMOVED = -1, -2
 _WINDOW = np.arange(16)[:, None]  # slots that are looked at together: two cache lines
-_TAG = np.uint64(0x7FFFFFFF_00000000)  # the bits of a slot that come from the key; below is the entry
+_TAG = np.uint64(0x7FFFFFFF_00000000)  # these bits of a slot come from the key, the lower are the ordinal
 _LEAST = 32
 
 
@@ -29,7 +29,7 @@ class KeyIndex:
     Attributes
     ----------
     keys : ndarray of uint64, shape (capacity, 2)
-        Key of each entry; the first `len(self)` are in use. The owner may replace it by a longer array
+        The keys by ordinal; the first `len(self)` are in use. The owner may replace it by a longer array
         that starts with the same keys.
     """
 
@@ -61,33 +61,35 @@ class KeyIndex:
         if count > self.room:
             self._slots = np.full(self._slots_for(count), _FREE, np.int64)
         elif self._count + self._removed + count > len(self._slots) * 3 // 4:
-            self._slots.fill(_FREE)  # every probe goes on past removed slots
+            self._slots.fill(_FREE)  # removed slots make every search longer
         else:
             return
         self._removed = 0
         self._place(np.arange(self._count))
 
-    def find(self, words: Words) -> Entries:
-        """Entry of each key ``(n, 2)``, or -1."""
+    def find(self, words: Words) -> Ordinals:
+        """Ordinal of each key, ``(n, 2)``; -1 of keys that are not here."""
         if self._count == 0 or len(words) == 0:
             return np.full(len(words), -1)
         slots, tags = self._home(words)
         window = self._slots.take((slots + _WINDOW) & (len(self._slots) - 1)).view(np.uint64)
-        # Where a tag agrees, its bits go out and the entry number is left, which is smaller than all else.
+        # Combining a slot with the key's tag leaves the ordinal alone if the tag of the slot is the same. Any
+        # other slot gives a larger number, so that the least one is the ordinal, if the key is here at all.
         window ^= tags.view(np.uint64)
         least = np.minimum.reduce(window, axis=0)
-        entries: Entries = least.view(np.int64)
-        same = self.keys.take(entries, axis=0, mode="clip") == words
-        # Without a sign: where all slots are free or removed, the number is negative, and clipped to 0.
+        ordinals: Ordinals = least.view(np.int64)
+        same = self.keys.take(ordinals, axis=0, mode="clip") == words
+        # If no slot has the tag of a key, this is no ordinal: `take` clips it and reads another key, and what
+        # follows sees that it is not the one that is sought.
         if not same.all() or least.max() >= self._count:
             rest = (~same.all(axis=1) | (least >= self._count)).nonzero()[0]
-            entries[rest] = self._probe(words.take(rest, axis=0))[0]
-        return entries
+            ordinals[rest] = self._search(words.take(rest, axis=0))[0]
+        return ordinals
 
     def add(self, words: Words) -> None:
         """Append keys that are distinct and not in the table.
 
-        Their entries are the next ones; `keys` has room for them.
+        They get the next ordinals; `keys` has room for them.
         """
         count = len(words)
         self.reserve(count)
@@ -96,26 +98,27 @@ class KeyIndex:
         self._count += count
         self._place(np.arange(first, first + count))
 
-    def remove(self, entries: Entries) -> tuple[Entries, Entries]:
-        """Remove distinct entries, and move the last ones into their places.
+    def remove(self, ordinals: Ordinals) -> tuple[Ordinals, Ordinals]:
+        """Remove the keys of distinct ordinals; the last keys move into their places.
 
         Returns
         -------
         source, target : ndarray of int64
-            Entries that moved, and where to: the owner moves its parallel arrays likewise.
+            Ordinals of the keys that moved, before and after: the owner moves the elements of its arrays
+            likewise.
         """
-        left = self._count - len(entries)
-        target = entries[entries < left]
-        moves = np.ones(len(entries), bool)
-        moves[entries[entries >= left] - left] = False
+        left = self._count - len(ordinals)
+        target = ordinals[ordinals < left]
+        moves = np.ones(len(ordinals), bool)
+        moves[ordinals[ordinals >= left] - left] = False
         source = np.flatnonzero(moves) + left
-        gone = self._probe(self.keys[entries])[1]
-        moved = self._probe(self.keys[source])[1]
+        gone = self._search(self.keys[ordinals])[1]
+        moved = self._search(self.keys[source])[1]
         self._slots[gone] = _REMOVED
         self._slots[moved] += target - source
         self.keys[target] = self.keys[source]
         self._count = left
-        self._removed += len(entries)
+        self._removed += len(ordinals)
         return source, target
 
     def _slots_for(self, count: int) -> int:
@@ -124,21 +127,21 @@ class KeyIndex:
             slots *= 2
         return slots
 
-    def _home(self, words: Words) -> tuple[Entries, Entries]:
+    def _home(self, words: Words) -> tuple[Array, Array]:
         """First slot of each key, and its tag: `_TAG` of its second word."""
         slots = (words[:, 0] & np.uint64(len(self._slots) - 1)).view(np.int64)
         return slots, (words[:, 1] & _TAG).view(np.int64)
 
-    def _probe(self, words: Words) -> tuple[Entries, Entries]:
-        """Entry and slot of each key; -1 where there is none."""
-        entries = np.full(len(words), -1)
+    def _search(self, words: Words) -> tuple[Ordinals, Array]:
+        """Ordinal and slot of each key; -1 where there is none."""
+        ordinals = np.full(len(words), -1)
         places = np.full(len(words), -1)
         slots, tags = self._home(words)
         mask = len(self._slots) - 1
         waiting = np.arange(len(words))
         while len(waiting):
             window = self._slots.take((slots + _WINDOW) & mask)
-            # Tags agree by chance once in billions of probes: the whole key decides.
+            # Tags are the same by chance once in billions of comparisons, so the whole keys are compared.
             columns, rows = ((window ^ tags) >> 32 == 0).nonzero()
             candidates = window[columns, rows] & 0x7FFFFFFF
             sought = waiting.take(rows)
@@ -146,7 +149,7 @@ class KeyIndex:
             if not same.all():
                 rows, columns, candidates = rows[same], columns[same], candidates[same]
                 sought = sought[same]
-            entries[sought] = candidates
+            ordinals[sought] = candidates
             places[sought] = (slots.take(rows) + columns) & mask
             if len(rows) == len(waiting):
                 break
@@ -154,18 +157,18 @@ class KeyIndex:
             undecided[rows] = False
             rest = undecided.nonzero()[0]
             waiting, slots, tags = waiting[rest], (slots[rest] + len(_WINDOW)) & mask, tags[rest]
-        return entries, places
+        return ordinals, places
 
-    def _place(self, entries: Entries) -> None:
-        """Write entries that are not in the table into free or removed slots."""
+    def _place(self, ordinals: Ordinals) -> None:
+        """Write ordinals that are in no slot yet into free or removed slots."""
         mask = len(self._slots) - 1
-        slots, tags = self._home(self.keys[entries])
-        values = tags | entries
+        slots, tags = self._home(self.keys[ordinals])
+        values = tags | ordinals
         while len(values):
             before = self._slots[slots]
             free = before < 0
             self._slots[slots[free]] = values[free]
-            # Of several entries that wrote to one slot, one stays; the others move on.
+            # Of several ordinals that were written to one slot, one stays; the others try the next slot.
             placed = self._slots[slots] == values
             self._removed -= int(np.count_nonzero(before[placed] == _REMOVED))
             values, slots = values[~placed], (slots[~placed] + 1) & mask

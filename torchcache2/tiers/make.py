@@ -1,4 +1,4 @@
-"""Makes the tiers that the options of a cache ask for: the one file that names them all."""
+"""Makes the tiers that the options of a cache ask for. No other file knows all kinds of tiers."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ Description = Callable[[bytes], Mapping[str, Any]]
 def check_folder(settings: CacheSettings) -> None:
     """Raise `OptionError` if the cache directory is a file, or a folder with somebody else's files."""
     if settings.is_persistent and settings.persistent_cache_dir is not None:
-        with contextlib.suppress(OSError, NewerFormatError):  # the tier warns, and goes on in memory
+        with contextlib.suppress(OSError, NewerFormatError):  # the tier will warn of these
             CacheDirectory(str(settings.persistent_cache_dir), FileSystem()).check()
 
 
 def make_tiers(settings: CacheSettings, in_use: InUse, description: Description) -> list[Tier]:
     """The tiers of one budget, fastest first.
 
-    `in_use` gives the namespaces that something alive in this process uses, and `description` what a
-    namespace stands for, for people and later runs.
+    `in_use()` are the namespaces that something alive in this process uses. `description(namespace)` says
+    what a namespace stands for, for people and later runs.
     """
     budget = settings.memory_budget()
     # Rows that wait to be written count as memory, too.
@@ -59,7 +59,7 @@ def make_tiers(settings: CacheSettings, in_use: InUse, description: Description)
             tiers.append(_disk(settings, queue, in_use, description))
         except OSError as error:
             logger.warning("there is no temporary folder: rows stay in memory (%s)", str(error))
-        except OptionError as error:  # the folder was good when something was decorated
+        except OptionError as error:  # the folder was accepted when the decorator ran, and has changed since
             logger.warning("%s; rows stay in memory", str(error))
     return tiers
 

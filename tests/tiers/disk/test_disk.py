@@ -220,12 +220,12 @@ def test_a_caller_waits_while_too_many_rows_wait(make, path, monkeypatch, thread
     if not threads:
         monkeypatch.setattr(threading.Thread, "start", refuse)
     batch, limit, sizes = 10, 100 * 4000, []
-    fs = Gated() if threads else Unsynced()
+    fs = Gated()
+    tier = make(codec="none", queue=limit, fs=fs)
     if threads:
         fs.close("sync")  # the thread could otherwise write each segment before its rows are counted
-    tier = make(codec="none", queue=limit, fs=fs)
     for start in range(0, 1000, batch):
-        if threads and start == 3 * batch:
+        if start == 3 * batch:
             fs.open_all()
         assert put(tier, range(start, start + batch), 1000) == batch
         on_disk = sum(header_of(file)[0]["keys"]["shape"][0] for file in segments(path))
@@ -360,7 +360,7 @@ def test_a_folder_that_does_not_change_is_not_read_again(make, path, at_once):
     assert found(tier, range(20)) == list(range(10))
     fs.calls.clear()
     assert found(tier, range(20)) == list(range(10))
-    assert "entries" not in fs.calls and "open" not in fs.calls
+    assert "listing" not in fs.calls and "open" not in fs.calls
 
 
 def test_hits_do_not_look_for_more(make, at_once):
@@ -381,7 +381,7 @@ def test_what_a_handle_has_sealed_it_does_not_open_again(make):
     seal(tier, range(10, 20))
     fs.calls.clear()
     assert found(tier, [99]) == []  # looks for segments of others
-    assert "entries" in fs.calls and "open" not in fs.calls
+    assert "listing" in fs.calls and "open" not in fs.calls
     assert tier.stats().rows == 20
 
 
@@ -920,8 +920,8 @@ def test_making_room_leaves_a_namespace_that_somebody_begins_to_use(path):
 
         looks, holds = 0, None
 
-        def entries(self, folder):
-            found = super().entries(folder)
+        def listing(self, folder):
+            found = super().listing(folder)
             self.looks += folder == str(path / NAMESPACES[0].hex())
             if self.looks == 2 and self.holds is None:  # the first look asks whether there is room already
                 other = CacheDirectory(path, FileSystem())

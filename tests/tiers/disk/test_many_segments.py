@@ -45,8 +45,8 @@ class Counting(Watched):
 
     names = 0
 
-    def entries(self, path):
-        found = super().entries(path)
+    def listing(self, path):
+        found = super().listing(path)
         self.names += len(found)
         return found
 

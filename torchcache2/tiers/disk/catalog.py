@@ -1,4 +1,4 @@
-"""`Located`: where the rows of one namespace are: in segments of the directory, or waiting to be written.
+"""`Located`: where the rows of one namespace are, in segments of the directory or in memory until written.
 
 Not thread-safe: the tier holds a lock.
 """
@@ -24,23 +24,23 @@ __all__ = ["AnySegment", "Located"]
 
 AnySegment = Segment | Pending
 
-_LOOK_EVERY = 2.0  # seconds until it looks for other writers' segments again
-_SETTLED = 2e9  # nanoseconds after which a folder's time of change says that nothing came since
+_LOOK_EVERY = 2.0  # seconds; how often it looks for segments of other writers
+_SETTLED = 2e9  # nanoseconds; a folder that has not changed for so long gets another time if it changes again
 _HOLD_EVERY = 0.1  # seconds
 
 
 class Located:
     """The segments of one namespace, and in which of them each key is.
 
-    New segments get the next of `numbers`. Rows may have `limit` bytes. `on_fault` is told an `OSError` or
-    another error of reading, and the path where it was met.
+    New segments get the next of `numbers`. A row may have `limit` bytes. `on_fault(error, path)` is called
+    with each error of reading.
 
     Attributes
     ----------
     places : Places
     segments : dict of int to AnySegment
     names : set of str
-        Files that are known, and need not be opened.
+        Names of files that are known, so that they need not be opened.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Located:
     def hold(self, *, is_used: bool = True) -> None:
         """Count as a user of the namespace from now on, so that nobody deletes it.
 
-        Does not wait for whoever is deleting now, who may wait for us. A process holds a limited number of
-        namespaces: one that `is_used` now takes the place of another one.
+        Does not wait for a process that is deleting now, as that may wait for us. A process holds a limited
+        number of namespaces: with `is_used`, this one takes the place of another if need be.
         """
         self._is_wanted = True
         self._tried = time.monotonic()
@@ -102,7 +102,7 @@ class Located:
         return None
 
     def keep_hold(self) -> None:
-        """Count as a user again, if `let_go` was too early, or `hold` failed as somebody was deleting."""
+        """Count as a user again if `let_go` was called, or if `hold` failed as somebody was deleting."""
         is_held = self._descriptors.held(self._fingerprint) is not None
         if not self._is_wanted or (not is_held and time.monotonic() - self._tried > _HOLD_EVERY):
             self.hold()
@@ -115,7 +115,7 @@ class Located:
     def look(self) -> bool:
         """Open segments that are new, and forget those that are gone, at most every few seconds.
 
-        Returns whether anything changed. What `find` returned before is not valid then.
+        Returns whether anything changed; the ordinals that `places` gave before are then not valid.
         """
         changed = self._look()
         return self.places.restore() or changed
@@ -129,14 +129,14 @@ class Located:
             changed = self._directory.changed(self.namespace)
             if changed == self._changed:
                 return False
-            # A file that comes in the same tick of the clock would not change the time again.
+            # The clock of a file system is coarse: a second change soon after may leave the time as it is.
             self._changed = changed if time.time_ns() - changed > _SETTLED else -1
             files = self._directory.contents(self.namespace.hex()).segments
         except OSError as error:
             self._changed = -1  # look again
             self._on_fault(error, self._directory.folder(self.namespace))
             return False
-        missing = self._numbers.keys() - {file.name for file in files}  # other processes have deleted these
+        missing = self._numbers.keys() - {file.name for file in files}  # other processes have deleted
         self.remove_files(missing)
         opened = [self.open(file.name) for file in files if file.name not in self.names]
         if files:
@@ -158,11 +158,11 @@ class Located:
             self._on_fault(error, path)
             return False
         except (OptionError, UnreadableError):
-            self._changed = -1  # perhaps it can be opened later, when what it needs is there
+            self._changed = -1  # it may be opened later, when its codec is installed or its class is imported
             return False
         self.names.add(name)
         if segment.layout.namespace != self.namespace:
-            return False  # somebody renamed the folder
+            return False  # somebody has renamed the folder
         number = next(self._next_numbers)
         self.segments[number] = segment
         self._numbers[name] = number
@@ -172,18 +172,18 @@ class Located:
         return True
 
     def add(self, keys: Array, segment: Pending, first: int) -> None:
-        """Row `first` of a segment to be, and those after it, have these keys, uint8 ``(n, 16)``."""
+        """Note the keys, uint8 ``(n, 16)``, of row `first` of an unwritten segment and of those after it."""
         self.segments[segment.number] = segment
         self.places.add(keys, segment.number, first)
 
     def sealed(self, number: int, segment: Segment) -> None:
-        """A segment to be is a file now."""
+        """Note that an unwritten segment is a file now."""
         if number in self.segments:
             self.segments[number] = segment
             self._numbers[os.path.basename(segment.path)] = number
 
     def remove(self, numbers: Collection[int], damaged: Collection[int] = ()) -> int:
-        """Forget segments; returns how many rows were found in them. The files may come back, unless damaged.
+        """Forget segments; returns how many rows were found in them. Files not `damaged` may be opened again.
 
         Rows that other segments have too are found again after the next look.
         """
@@ -205,7 +205,7 @@ class Located:
         return self.remove([self._numbers[name] for name in names if name in self._numbers])
 
     def forget_pending(self) -> None:
-        """In a forked child: forget the rows that the parent will write; they are found when it has."""
+        """In a forked child, forget the rows that the parent will write: they are found again afterwards."""
         self.remove([number for number, segment in self.segments.items() if isinstance(segment, Pending)])
         self.names = set(self._numbers)
         self._changed = -1

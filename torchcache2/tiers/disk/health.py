@@ -1,8 +1,8 @@
-"""`Health`: what the faults of a cache directory are answered with.
+"""`Health`: how a tier responds to faults of its cache directory.
 
-Nothing is ever raised: a fault is counted, told once for each kind, and may end reading or writing, for a
-while or for good. If writing fails, but files can be made beside the namespace, the fault is that of one
-namespace, such as one that another user has made; otherwise it is that of the whole directory.
+It never raises an exception. Each fault is counted, each kind of fault is warned of once, and reading or
+writing may stop, for a while or for good. If a namespace cannot be written, but files can be made beside it,
+only that namespace is given up, such as one that another user has made; otherwise the whole directory is.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torchcache2.tiers.breaker import Breaker
 
 __all__ = ["Health"]
 
-_MOST_NAMED = 3  # namespaces that cannot be written
-# These concern the whole directory, whichever namespace they are met in.
+_MOST_NAMED = 3  # so many of the namespaces that cannot be written are named
+# These errors concern the whole directory, in whichever namespace they are met.
 _OF_ALL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -28,7 +28,7 @@ class Health(Breaker):
     Attributes
     ----------
     reads, writes : bool
-        Whether it can be read and written at all.
+        Whether the directory can be read, and written, at all.
     corrupt : int
         Damaged rows and files that were met.
     """
@@ -45,7 +45,7 @@ class Health(Breaker):
         return self.writes and self.allows(namespace)
 
     def fault(self, error: Exception, path: str) -> None:
-        """Something failed while reading; a damaged segment is set aside."""
+        """Respond to an error of reading; a damaged segment is set aside."""
         if isinstance(error, NewerFormatError):
             self.newer(
                 f"{path} is of a newer format: nothing is read or written in {self._directory.path}. "
@@ -58,13 +58,13 @@ class Health(Breaker):
                 self._directory.set_aside(path)
         else:
             self.faults += 1
-            # As text: a log record that keeps the error would keep files open, and their locks.
+            # The error is logged as text: a log record that refers to it would keep files open and locked.
             self.tell(
                 "fault", "the cache directory fails at %s, and goes on in memory: %s", path, repr(error)
             )
 
     def write_fault(self, error: Exception, path: str, namespace: bytes | None = None) -> None:
-        """Something failed while writing: it is tried again, after longer and longer pauses."""
+        """Respond to an error of writing: it is tried again, after longer and longer pauses."""
         is_forbidden = isinstance(error, OSError) and is_read_only(error)
         if namespace is not None and self._is_of_one(error):
             self.faults += 1
@@ -80,13 +80,13 @@ class Health(Breaker):
         self.failed(namespace, is_lasting=is_forbidden)
 
     def _is_of_one(self, error: Exception) -> bool:
-        """Whether a fault in a namespace says nothing about the others."""
+        """Whether an error concerns one namespace, and the others can be written."""
         if not isinstance(error, OSError) or error.errno in _OF_ALL:
             return False
         return self._directory.is_writable()
 
     def _tell_unwritable(self, path: str, reason: str) -> None:
-        """Warn about a namespace; of many, only the first are named."""
+        """Warn about a namespace; only the first few are named."""
         if path in self._unwritable:
             return
         if len(self._unwritable) == _MOST_NAMED:
@@ -97,12 +97,12 @@ class Health(Breaker):
         self.tell(path, message, path, reason)
 
     def newer(self, message: str) -> None:
-        """A later version of the format is there."""
+        """Stop reading and writing, as the directory is of a later version of the format."""
         self.reads = self.writes = False
         self.tell("newer", "%s", message)
 
     def full(self, budget: int) -> None:
-        """There is no room, and none can be made for now."""
+        """Pause writing, as there is no room and none can be made."""
         self.pause()
         self.tell(
             "full",

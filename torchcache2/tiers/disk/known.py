@@ -21,9 +21,9 @@ __all__ = ["Known"]
 class Known:
     """Where rows are, by namespace, and the writer of those that are not sealed yet.
 
-    A row may have `limit` bytes. `in_use` gives the namespaces that something alive in this process uses;
-    None means all. The `lock` is over all of this, `numbers` are those for the next segments, and there is no
-    `writer` until something begins.
+    A row may have `limit` bytes. `in_use()` are the namespaces that something alive in this process uses;
+    without it, all count as used. The `lock` protects all of this. `numbers` are those of the next segments.
+    There is no `writer` before the first `begin`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Known:
         self._wanted: set[bytes] = set()  # namespaces that are held, or should be
 
     def begin(self) -> None:
-        """Have a writer of this process; with the lock held. A forked child starts with a new one."""
+        """Make a writer if this process has none, as after a fork; with the lock held."""
         torn = self.lock.was_torn()
         if self.writer is not None and self.writer.pid == os.getpid():
             return
@@ -72,7 +72,7 @@ class Known:
         return located
 
     def new(self, namespace: bytes) -> Located:
-        """A namespace of which nothing is known; with the lock held."""
+        """Begin to know a namespace, at first without rows; with the lock held."""
         located = self.located[namespace] = Located(
             namespace, self._directory, self.descriptors, self.numbers, self._limit, self._health.fault
         )
@@ -83,7 +83,7 @@ class Known:
         return self._change(namespace, lambda located: located.remove(numbers, damaged))
 
     def remove_files(self, namespace: bytes, names: Collection[str]) -> int:
-        """Forget the segments in files of these names, likewise."""
+        """Forget the segments in the files of these names; returns the same."""
         return self._change(namespace, lambda located: located.remove_files(names))
 
     def _change(self, namespace: bytes, change: Callable[[Located], int]) -> int:
@@ -98,22 +98,22 @@ class Known:
                 raise
 
     def start_anew(self, namespace: bytes) -> None:
-        """Forget what is known of a namespace, and the rows that wait; with the lock held.
+        """Forget what is known of a namespace, and its rows that wait; with the lock held.
 
-        What is sealed is found again. Needed after an interrupt, when tables may be half changed.
+        Sealed rows are found again. This is needed after an interrupt, when tables may be half changed.
         """
-        located = self.located.pop(namespace, None)  # comes first, so that nobody finds rows that are dropped
+        located = self.located.pop(namespace, None)  # this comes first: nobody may find dropped rows
         if located is not None:
             located.let_go()
         dropped = self.writer.drop(namespace) if self.writer is not None else []
         if names := {pending.name for pending in dropped if pending.name}:
-            # Their files may appear for a moment, until whoever writes them sees that they are dropped.
+            # Their files may appear for a moment, until the writing thread sees that they are dropped.
             self.new(namespace).names = names
 
     def let_go(self) -> Collection[bytes] | None:
         """Stop counting as a user of namespaces that nothing alive uses; returns those in use, if known.
 
-        Must be called without the lock. `in_use` may wait for another lock, whose owner may wait for ours.
+        Must be called without the lock: `in_use` may wait for another lock, and its owner for ours.
         """
         if self._in_use is None:
             return None

@@ -1,8 +1,8 @@
-"""`Places`: in which segment the row of each key is, and in which others it is as well.
+"""`Places`: the segment and row of each key, and the other segments that have a row of it.
 
-Processes that compute the same items at the same time seal each item once each. A key is found in the first
-of these segments that was seen. The others are kept aside, 24 bytes a key, and take its place when that
-segment is gone.
+If several processes compute the same item at the same time, each of them seals a row of it. A key is found in
+the first of these segments that was seen. The others are noted, at 24 bytes a key: one of them is used when
+the first segment is gone.
 
 Not thread-safe: the tier holds a lock.
 """
@@ -14,14 +14,14 @@ from collections.abc import Collection
 
 import numpy as np
 
-from torchcache2.core.arrays import Array, Entries, Words
+from torchcache2.core.arrays import Array, Ordinals, Words
 from torchcache2.tiers.index import KeyIndex
 
 __all__ = ["Places"]
 
 
 _GROWTH = 1.0625
-_CHECKED_AT_ONCE = 1 << 18  # keys that another segment has too; some 20 ms
+_CHECKED_AT_ONCE = 1 << 18  # copies that one call of `restore` looks at, in some 20 ms
 
 
 class Places:
@@ -30,8 +30,8 @@ class Places:
     def __init__(self) -> None:
         self._index = KeyIndex(np.empty((0, 2), np.uint64))
         self._locations = np.empty(0, np.int64)
-        self._copies: deque[tuple[Words, Entries]] = deque()
-        self._unchecked = 0  # the first so many copies were not looked at since the last removal
+        self._copies: deque[tuple[Words, Array]] = deque()
+        self._unchecked = 0  # so many of the first copies were not looked at since the last removal
         self._gone: set[int] = set()  # removed segments that copies may still name
 
     def __len__(self) -> int:
@@ -43,19 +43,19 @@ class Places:
         copies = sum(words.nbytes + locations.nbytes for words, locations in self._copies)
         return self._index.nbytes + self._index.keys.nbytes + self._locations.nbytes + copies
 
-    def find(self, words: Words) -> Entries:
-        """Entry of each key, or -1."""
+    def find(self, words: Words) -> Ordinals:
+        """Ordinal of each key, ``(n, 2)``; -1 of keys that are not here."""
         return self._index.find(words)
 
-    def where(self, entries: Entries) -> tuple[Entries, Entries]:
-        """The segment's number, and the row in it, of each entry."""
-        locations = self._locations[entries]
+    def where(self, ordinals: Ordinals) -> tuple[Array, Array]:
+        """The number of the segment, and of the row in it, for each ordinal."""
+        locations = self._locations[ordinals]
         return locations >> 32, locations & 0xFFFFFFFF
 
     def add(self, keys: Array, number: int, first: int) -> None:
-        """Row `first` of a segment and those after it have these keys, uint8 ``(n, 16)``.
+        """Note the keys, uint8 ``(n, 16)``, of row `first` of a segment and of those after it.
 
-        A key that another segment has already is still found there.
+        A key that another segment has already is still found in that one.
         """
         words: Words = keys.view("<u8")
         locations = number << 32 | np.arange(first, first + len(words))
@@ -75,18 +75,18 @@ class Places:
         Keys that other segments have too are found again after `restore`.
         """
         count = len(self._index)
-        entries = np.flatnonzero(np.isin(self._locations[:count] >> 32, list(numbers)))
-        moved, target = self._index.remove(entries)
+        ordinals = np.flatnonzero(np.isin(self._locations[:count] >> 32, list(numbers)))
+        moved, target = self._index.remove(ordinals)
         self._locations[target] = self._locations[moved]
         if self._copies:
             self._gone.update(numbers)
             self._unchecked = len(self._copies)
-        return len(entries)
+        return len(ordinals)
 
     def restore(self) -> bool:
-        """Find keys of removed segments in others that have them; True if there were any.
+        """Find keys of removed segments in other segments that have them; True if there were any.
 
-        Each call looks at so many keys that nobody notices the time. The rest is left to the next call.
+        Each call looks at a limited number of keys, so that it takes little time. The next call goes on.
         """
         if not self._unchecked:
             return False
@@ -100,7 +100,7 @@ class Places:
         here = ~np.isin(locations >> 32, list(self._gone))
         words, locations = words[here], locations[here]
         absent = np.flatnonzero(self._index.find(words) < 0)
-        chosen = absent[np.unique(words[absent, 0], return_index=True)[1]]  # a key may be in several
+        chosen = absent[np.unique(words[absent, 0], return_index=True)[1]]  # several segments may have a key
         self._append(words[chosen], locations[chosen])
         rest = np.ones(len(words), bool)
         rest[chosen] = False
@@ -110,8 +110,8 @@ class Places:
             self._gone.clear()
         return len(chosen) > 0
 
-    def _append(self, words: Words, locations: Entries) -> None:
-        """Add distinct keys that are not there."""
+    def _append(self, words: Words, locations: Array) -> None:
+        """Add distinct keys that are not here yet."""
         count = len(self._index)
         if count + len(words) > len(self._locations):
             size = max(count + len(words), int(len(self._locations) * _GROWTH))

@@ -1,4 +1,4 @@
-"""`Reader`: rows of a batch from the segments that have them, by schema, in the order of the batch."""
+"""`Reader`: reads rows of a batch from the segments that have them, in the order of the batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchcache2.tiers.disk.known import Known
 __all__ = ["Reader"]
 
 _TOUCHED_EVERY = 60.0  # seconds
-_ASKED_BESIDE = 8 << 20  # bytes of a batch that are worth a thread
+_ASKED_BESIDE = 8 << 20  # from so many bytes on, the system is asked in a thread of its own
 
 
 class Reader:
@@ -35,33 +35,33 @@ class Reader:
         self._directory = directory
         self._known = known
         self._health = health
-        self._touched: dict[str, float] = {}  # the time, by path
+        self._touched: dict[str, float] = {}  # when each path was touched last
 
     def find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
         """The rows of those keys that are here, by schema, with their positions in the batch."""
         if keys.namespace not in self._known.located:
-            self._known.let_go()  # else a process that only reads would hold all that it ever used
+            self._known.let_go()  # else a process that only reads would hold all it ever used
         with self._known.lock():
             self._known.begin()
             if self._known.closed or not self._health.reads:
                 return []
             try:
                 located = self._known.namespace(keys.namespace)
-                entries = located.places.find(keys.words)
-                if (entries < 0).any() and located.look():
-                    entries = located.places.find(keys.words)  # looking may have moved every entry
+                ordinals = located.places.find(keys.words)
+                if (ordinals < 0).any() and located.look():
+                    ordinals = located.places.find(keys.words)  # looking may have moved every key
             except BaseException:
                 self._known.start_anew(keys.namespace)
                 raise
-            positions = np.flatnonzero(entries >= 0)
+            positions = np.flatnonzero(ordinals >= 0)
             if not self._health.reads or len(positions) == 0:
                 return []
-            numbers, rows = located.places.where(entries[positions])
+            numbers, rows = located.places.where(ordinals[positions])
             segments = {number: located.segments[number] for number in np.unique(numbers).tolist()}
 
         found, failed = _read_rows(segments, numbers, rows, positions)
         for number, error in failed.items():
-            if not isinstance(error, FileNotFoundError):  # a file that is gone made room for others
+            if not isinstance(error, FileNotFoundError):  # a file that is gone was deleted to make room
                 self._health.fault(error, getattr(segments[number], "path", self._directory.path))
         if failed:
             damaged = [number for number, error in failed.items() if isinstance(error, DamagedError)]
@@ -71,7 +71,7 @@ class Reader:
         return found
 
     def _touch(self, segment: AnySegment) -> None:
-        """Say that a segment is in use; at most once a minute."""
+        """Set the time at which a segment was last used; at most once a minute."""
         if isinstance(segment, Segment) and self._health.writes:
             now = time.monotonic()
             if now - self._touched.get(segment.path, -_TOUCHED_EVERY) >= _TOUCHED_EVERY:
@@ -110,7 +110,7 @@ def _read_rows(
 
 @contextlib.contextmanager
 def _read_ahead(segments: Mapping[int, AnySegment], jobs: Mapping[Schema, list[_Job]]) -> Iterator[None]:
-    """Ask for all rows; for many bytes in a thread, since a system whose queue is full has us wait."""
+    """Have the system read all rows ahead; of many bytes in a thread, as a system with a full queue waits."""
 
     def ask() -> None:
         for some_jobs in jobs.values():

@@ -1,4 +1,4 @@
-"""`Scratch`: a temporary cache directory, deleted at exit. Making one deletes what killed runs have left."""
+"""`Scratch`: a temporary cache directory, deleted at exit. It also deletes those of runs that were killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Scratch:
             self._top = tempfile.mkdtemp(prefix=_PREFIX)
             alive = fs.create(os.path.join(self._top, _ALIVE))
             if fs.lock(alive, exclusive=True) is not False and fs.links(alive):
-                self._alive = alive  # else another run took the folder for a dead run's and deleted it
+                self._alive = alive  # else another run has deleted the folder before the lock
         self._exit = AtExit(self.remove, _EXIT_PRIORITY)
 
     @property
@@ -50,10 +50,10 @@ class Scratch:
         """Delete the folders of this user whose processes are dead."""
         folder = tempfile.gettempdir()
         with contextlib.suppress(OSError):
-            for entry in fs.entries(folder):
-                if not entry.is_folder or not entry.name.startswith(_PREFIX):
+            for info in fs.listing(folder):
+                if not info.is_folder or not info.name.startswith(_PREFIX):
                     continue
-                top = os.path.join(folder, entry.name)
+                top = os.path.join(folder, info.name)
                 with contextlib.suppress(OSError):
                     if not _is_scratch(fs, top):
                         continue
@@ -71,9 +71,9 @@ def _delete(top: str) -> None:
 
 
 def _is_scratch(fs: FileSystem, top: str) -> bool:
-    """Whether this user's runs have made a folder, and it has no files of others."""
+    """Whether a run of this user has made a folder, and nobody has put anything else there."""
     if hasattr(os, "getuid") and os.lstat(top).st_uid != os.getuid():
         return False
-    entries = {entry.name: entry.is_folder for entry in fs.entries(top)}
-    is_known = entries in ({_ALIVE: False}, {_ALIVE: False, _CACHE: True})
-    return is_known and len(os.listdir(top)) == len(entries)
+    listing = {info.name: info.is_folder for info in fs.listing(top)}
+    is_known = listing in ({_ALIVE: False}, {_ALIVE: False, _CACHE: True})
+    return is_known and len(os.listdir(top)) == len(listing)

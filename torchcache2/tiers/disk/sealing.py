@@ -38,8 +38,8 @@ _MOST_SCHEMAS = 1000
 class Sealing:
     """Keeps the rows of one tier until they are sealed, in segments of `target` bytes.
 
-    The whole directory has at most `budget` bytes. `description` says what a namespace stands for, for its
-    ``fingerprint.json``. If the directory is `temporary`, nobody will open it again.
+    The whole directory has at most `budget` bytes. `description(namespace)` is what ``fingerprint.json`` says
+    about a namespace. If the directory is `temporary`, nobody will open it again.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class Sealing:
         return known
 
     def keep(self, keys: Keys, rows: Rows) -> int:
-        """Have rows wait to be written, those that are not here yet; returns how many those are."""
+        """Have the rows that are not here yet wait to be written; returns how many these are."""
         own = OwnRows(rows, self._slabs)
         with self._known.lock():
             self._known.begin()
@@ -102,7 +102,7 @@ class Sealing:
                 return 0
             try:
                 located = self._known.namespace(keys.namespace)
-                if not self._health.writes:  # the files there are of a newer format
+                if not self._health.writes:  # looking has shown that the files are of a newer format
                     return 0
                 absent = np.flatnonzero(located.places.find(keys.words) < 0)
                 if len(absent) < len(keys):
@@ -114,7 +114,7 @@ class Sealing:
         return len(keys)
 
     def _queue_rows(self, writer: Writer, located: Located, keys: Keys, own: OwnRows) -> None:
-        """Have rows join segments to be, none of them much larger than it should."""
+        """Add rows to segments that will be written, so that none gets much larger than the target."""
         family = own.schema.family
         step = max(1, writer.target // max(1, own.schema.row_bytes))
         for start in range(0, len(keys), step):
@@ -128,7 +128,7 @@ class Sealing:
             writer.added(pending, family, pending.nbytes - before)
 
     def write(self, pending: Pending) -> None:
-        """Seal rows; they are forgotten if that fails. Interrupts are left to the writer."""
+        """Seal rows, or forget them if that fails. The writer deals with interrupts."""
         folder = self._directory.folder(pending.namespace)
         name = ulid() + SEGMENT
         try:
@@ -167,16 +167,17 @@ class Sealing:
             nonlocal extra
             made = self._directory.enter(namespace, described)
             with contextlib.suppress(OSError):
-                extra = self._fs.size(made) if made is not None else 0  # `enter` may just have written it
+                extra = self._fs.size(made) if made is not None else 0  # `enter` may have written it just now
             return made
 
         for is_last in (False, True):
             if self._temporary and not self._fs.exists(self._directory.path):
                 return False  # the run that made it has ended, so nobody would delete it again
-            # This holds it until the segment is written: the cache that used it may have been closed.
+            # `held` keeps others from deleting the namespace until the segment is written: the cache that put
+            # the rows may be closed by now.
             held = self._known.held(namespace, enter)
             try:
-                with self._one_at_a_time():  # two threads would find the same room, and both use it
+                with self._one_at_a_time():  # else two threads would find the same room, and both use it
                     if not self._has_room(encoded.nbytes, extra):
                         return False
                     write(self._fs, self._directory.folder(namespace), name, encoded)
@@ -189,7 +190,7 @@ class Sealing:
         return False
 
     def forget(self, pending: Pending) -> None:
-        """Have rows not found any more that nobody will write."""
+        """Forget rows that nobody will write."""
         self._known.remove(pending.namespace, [pending.number])
 
     def _has_room(self, size: int, extra: int) -> bool:
@@ -205,7 +206,7 @@ class Sealing:
                 self._directory, size, self._budget, lru=self._policy == "lru", removed=self._removed
             )
         except PermissionError:
-            self._health.faults += 1  # the segments that would have to go belong to another user
+            self._health.faults += 1  # the segments that would make room belong to another user
         except OSError as error:
             self._health.write_fault(error, self._directory.path)  # this concerns the whole directory
             return False

@@ -1,11 +1,11 @@
 """`DiskTier`: rows in the segments of a cache directory, written behind the caller's back.
 
-Rows that were put can be read at once; they are on the disk when they are sealed in a segment, which
-happens when there are enough of them, after some seconds, at `flush` and `close`, and at exit. Rows that
-other processes have sealed are found when something is missing.
+Rows that were put can be read at once. They are on the disk when they are sealed in a segment. That happens
+when there are enough of them, after some seconds, at `flush` and `close`, and at exit. If rows are missing,
+the tier looks for segments that other processes have sealed since.
 
-Safe under threads. Safe for any number of processes on one directory: nothing is ever modified, and
-a segment appears whole or not at all.
+Safe under threads, and for any number of processes that share a directory: no file is ever modified, and a
+segment appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ class DiskTier(Tier):
     path : str
         The directory; made if it does not exist.
     budget : int
-        Bytes of the whole directory, whoever wrote them. Exceeded by one segment a writer at most.
+        Bytes of the whole directory, whoever wrote them. Each writer exceeds it by one segment at most.
     policy : {"mru", "lru"}
-        When it is full of rows in use: stop writing, or delete the segments that were not used for longest.
+        If the directory is full of rows in use, ``mru`` stops writing, and ``lru`` deletes the segments that
+        were not used for longest.
     codec : {"brotli", "blosc2", "none"}
     quality : int
-        Of the codec.
+        The quality of the codec.
     queue : int
-        Bytes of rows that may wait to be written; a caller that brings more waits.
+        Bytes of rows that may wait to be written. A caller that puts more waits until there is room.
     in_use : callable, optional
         The namespaces that something alive in this process uses; default: all.
     description : callable, optional
@@ -64,7 +65,7 @@ class DiskTier(Tier):
     delay : float
         Seconds after which rows are sealed, however few; see `torchcache2.tiers.disk.writer`.
     temporary : bool
-        Whether nobody will open the directory again: `close` does not write what waits.
+        Whether nobody will open the directory again. `close` then does not write the rows that wait.
     closed : callable, optional
         Called at the end of `close`, such as to delete a temporary directory.
 
@@ -130,13 +131,13 @@ class DiskTier(Tier):
         """The rows of those keys that are here, read into fresh memory."""
         try:
             return Found(self._reader.find(keys))
-        except Exception as error:  # there may be no memory; a fault is a miss
+        except Exception as error:  # such as a lack of memory; a fault is a miss
             self._health.fault(error, self.path)
             return Found([])
 
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
-        """Keep rows under distinct keys, to be written soon; waits only while too many wait already."""
+        """Have rows under distinct keys written soon; waits only if too many wait to be written already."""
         if not self._sealing.takes(keys.namespace, rows.schema) or len(keys) == 0:
             return 0
         try:
@@ -151,7 +152,7 @@ class DiskTier(Tier):
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, and delete its segments."""
         if self._lock()._is_owned():
-            self._later(self.drop, namespace)  # the garbage collector calls while this thread changes tables
+            self._later(self.drop, namespace)  # the garbage collector calls this while tables are changed
             return
         with self._lock():
             self._known.begin()
@@ -159,7 +160,7 @@ class DiskTier(Tier):
         folder = self.directory.folder(namespace)
         try:
             contents = self.directory.contents(namespace.hex())
-            names = [entry.name for entry in (*contents.segments, *contents.corrupt)]
+            names = [info.name for info in (*contents.segments, *contents.corrupt)]
             removal = Removal(self.directory, math.inf)
             try:
                 if self._health.writes:
@@ -167,18 +168,18 @@ class DiskTier(Tier):
             finally:
                 for name in names:
                     self._known.descriptors.forget(os.path.join(folder, name))
-                self._known.remove_files(namespace, names)  # another thread may have opened them meanwhile
+                self._known.remove_files(namespace, names)  # another thread may have opened them since
             if removal.error is not None:
                 self._health.fault(removal.error, folder)
             if contents.segments:
-                with self._lock():  # files that stay, such as another user's, must not be opened again
+                with self._lock():  # files that stay, such as another user's, must stay closed
                     located = self._known.located.get(namespace) or self._known.new(namespace)
-                    located.names |= {entry.name for entry in contents.segments}
+                    located.names |= {info.name for info in contents.segments}
         except OSError as error:
             self._health.fault(error, folder)
 
     def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:
-        """Have ``fingerprint.json`` say what is known now; where there is none, only with `create`."""
+        """Write a newer description to ``fingerprint.json``; if there is none yet, only with `create`."""
         if not self._health.may_write(namespace) or self._known.closed:
             return
         try:
@@ -190,14 +191,14 @@ class DiskTier(Tier):
         with self._lock():
             located = self._known.located.get(namespace)
             if located is not None:
-                located.hold()  # the lock was on the file that has been replaced
+                located.hold()  # the file that was locked has been replaced
         with contextlib.suppress(OSError):
             remove_leftovers(self.directory, namespace.hex())  # the old file, unless another process holds it
 
     def flush(self) -> None:
         """Return when everything that was put is sealed, or forgotten because of a fault."""
         if self._is_busy_here():
-            return  # what was put is written soon
+            return  # waiting here would wait for this thread itself; the writer writes the rows soon
         with self._lock():
             self._known.begin()
             writer = self._known.writer
@@ -205,7 +206,7 @@ class DiskTier(Tier):
             writer.flush()
 
     def close(self) -> None:
-        """Flush, and let go of every file and the thread; nothing is found or kept from then on."""
+        """Flush, close every file, and end the thread. From then on nothing is found or kept."""
         if self._known.closed:
             return
         if self._is_busy_here():
@@ -247,12 +248,12 @@ class DiskTier(Tier):
             return sum(located.nbytes for located in self._known.located.values())
 
     def _is_busy_here(self) -> bool:
-        """Whether the garbage collector calls, in the middle of what this thread does with this tier."""
+        """Whether this thread is at work in this tier, and the garbage collector calls from there."""
         writes = self._known.writer is not None and self._known.writer.writes_here()
         return writes or bool(self._lock()._is_owned())
 
     def _later(self, function: Callable[..., None], *args: object) -> None:
-        # No thread can be started while the process ends; the tier is closed at exit then.
+        # While the process ends, no thread can be started; but then the tier is closed at exit.
         with contextlib.suppress(RuntimeError):
             threading.Thread(target=function, args=args, daemon=True).start()
 

@@ -21,13 +21,13 @@ __all__ = ["OwnRows", "Pending", "Slabs"]
 _CPU = torch.device("cpu")
 _SLAB = 8 << 20
 _ALIGNED = 64
-_BATCH_BYTES = 2048  # about what a batch takes as Python objects
+_BATCH_BYTES = 2048  # about what the Python objects of a batch take
 
 
 class Slabs:
-    """Fresh memory for copies of rows, in pieces of large blocks: those are backed by huge pages.
+    """Gives out pieces of large blocks of memory, which are cheap to fill as they are in huge pages.
 
-    A block is freed when none of its pieces is in use any more.
+    A block is freed when none of its pieces is in use.
     """
 
     def __init__(self) -> None:
@@ -48,9 +48,9 @@ class Slabs:
 
 
 class OwnRows:
-    """A copy of rows on the host that nobody else writes to; it may still be on its way there.
+    """A copy of rows on the host that nobody else writes to; rows of an accelerator may arrive later.
 
-    The caller may write to the `rows`, which are on any device, afterwards. Memory comes from `slabs`.
+    The `rows` are on any device, and the caller may write to them afterwards. Memory comes from `slabs`.
     """
 
     def __init__(self, rows: Rows, slabs: Slabs) -> None:
@@ -73,7 +73,7 @@ class OwnRows:
             memory = slabs.take(size)
             target = torch.from_numpy(memory).view(leaf.stored).view(len(rows), *leaf.shape)
             if column.device == _CPU and column.is_contiguous():
-                np.copyto(memory, as_bytes(column).numpy().reshape(-1))  # this wakes no other threads
+                np.copyto(memory, as_bytes(column).numpy().reshape(-1))  # this wakes no threads
             else:
                 target.copy_(column)
             copies.append(target)
@@ -116,15 +116,15 @@ class Pending:
     nbytes, count : int
         Bytes and number of the rows.
     since : float
-        When the first row came, by the writer's clock.
+        When the first row was added, by the writer's clock.
     name : str
         The file's name, once it is about to be written.
     dropped : bool
-        Whether they are to be forgotten.
+        Whether the rows have been forgotten.
     thread : int
-        The thread that writes them, of `threading.get_ident`; 0 if none does.
+        The `threading.get_ident` of the thread that writes them; 0 if none does.
     done : bool
-        Whether they have been written, or could not be.
+        Whether the writer is through with them, be they written or not.
     """
 
     def __init__(self, namespace: bytes, number: int, since: float) -> None:

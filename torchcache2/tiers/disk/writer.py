@@ -1,15 +1,16 @@
-"""`Writer`: a bounded queue of segments to be, and the one thread that writes them.
+"""`Writer`: a bounded queue of unwritten segments, and the one thread that writes them.
 
-Rows join an open segment of their kind. It is written when it is large enough or some seconds old, when
-somebody flushes, and at exit. Whoever flushes writes too: at exit no thread can be started.
+Rows are added to an open segment of their kind. It is written when it is large enough or some seconds old,
+when somebody flushes, and at exit. `flush` also writes in the thread that calls it, since no thread can be
+started at exit.
 
 A job that computes slowly for hours would leave thousands of segments if each were written after some
-seconds. So the rows of a namespace may wait for a small share of the time that its rows have waited so far:
-the number of segments grows with the logarithm of the time, and what a kill may lose stays a small share of
-what there is.
+seconds. So rows wait longer the longer the rows of their namespace have waited before, by a fixed share of
+that time. The number of segments then grows with the logarithm of the time, and a process that is killed
+loses a small share of its rows.
 
-Each process has its own queue: a forked child starts with an empty one, and leaves the rows
-that waited when it was made to its parent.
+Each process has its own queue. A forked child starts with an empty one: the parent writes the rows that
+waited when it forked.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from torchcache2.tiers.disk.unwritten import Pending
 
 __all__ = ["Writer"]
 
-_EXIT_PRIORITY = 10  # higher than that of a temporary directory, which goes afterwards
-_SHARE = 0.02  # so much of the time that rows of a namespace have waited may the next ones wait
+_EXIT_PRIORITY = 10  # higher than that of a temporary directory, which is deleted afterwards
+_SHARE = 0.02  # rows wait for this share of the time that rows of their namespace have waited before
 _LONGEST_DELAY = 600.0  # seconds
 Kind = tuple[bytes, Schema]
 
@@ -37,10 +38,10 @@ Kind = tuple[bytes, Schema]
 class Writer:
     """The queue and thread of one tier in one process; methods say whether the caller holds the tier's lock.
 
-    A segment is large enough from `target` bytes of rows on; `limit` bytes may wait. `delay` are the seconds
-    after which a segment is written, however small; later ones wait longer. `write` is called without the
-    lock, and does not raise but for interrupts; `forget` is told a segment whose writing was interrupted, as
-    nobody will write it.
+    A segment is large enough from `target` bytes of rows on, and `limit` bytes may wait. A segment is written
+    after `delay` seconds, however small it is; later ones wait longer. ``write(pending)`` is called without
+    the lock, and raises nothing but interrupts. If an interrupt stops it, ``forget(pending)`` is called, as
+    nobody will write these rows.
     """
 
     def __init__(
@@ -59,16 +60,17 @@ class Writer:
         self.limit = limit
         self.pid = os.getpid()
         self._lock = lock
-        # This is for waiting only: unlike the lock's, its ``with`` may be interrupted half way.
+        # The condition is for waiting only: an interrupt may stop its ``with`` half way, and leave the lock
+        # locked. The ``with`` of the lock itself cannot be interrupted so.
         self._changed = threading.Condition(lock)
         self._write = write
         self._forget = forget
         self._delay = delay
         self._at_exit = at_exit
         self._clock = clock
-        self._waited: dict[bytes, float] = {}  # seconds until segments were written for their age
-        self._wakes = math.inf  # when the thread will look for old segments
-        self._most_bytes = 0  # at most so many wait: those that were written since the last count are in it
+        self._waited: dict[bytes, float] = {}  # seconds until segments were written because of age
+        self._wakes = math.inf  # when the thread will look for old segments; inf if it does not wait
+        self._most_bytes = 0  # an upper bound of the bytes that wait: written ones count until the next count
         self._open: dict[Kind, Pending] = {}
         self._ready: deque[Pending] = deque()
         self._writing: list[Pending] = []
@@ -96,7 +98,7 @@ class Writer:
         return pending
 
     def added(self, pending: Pending, kind: Schema, size: int) -> None:
-        """Rows of `size` bytes have joined a segment; with the lock held."""
+        """Count rows of `size` bytes that were added to a segment; with the lock held."""
         self._most_bytes += size
         if pending.nbytes >= self.target:
             self._ready.append(self._open.pop((pending.namespace, kind)))
@@ -104,7 +106,7 @@ class Writer:
         self._start()
 
     def drop(self, namespace: bytes) -> list[Pending]:
-        """Forget the segments of a namespace; with the lock held. What is being written is marked."""
+        """Forget the segments of a namespace; with the lock held. One that is being written is marked."""
         gone = [pending for pending in self.all() if pending.namespace == namespace]
         for pending in gone:
             pending.dropped = True
@@ -114,7 +116,7 @@ class Writer:
         return gone
 
     def wait_for_room(self) -> None:
-        """Return when no more waits than may; without the lock."""
+        """Return when no more than `limit` bytes wait; without the lock."""
         with self._lock:
             if self._most_bytes <= self.limit:
                 return
@@ -124,10 +126,10 @@ class Writer:
                 self._changed.wait(1.0)
             if self._ending or not self._is_full():
                 return
-        self.flush()  # nobody else would write
+        self.flush()  # the thread is gone, so this one writes
 
     def flush(self) -> None:
-        """Return when all is written that waits now; without the lock. Writes too."""
+        """Return when everything that waits now is written; without the lock. This thread writes, too."""
         with self._lock:
             self._close_all()
             waiting = self.all()
@@ -145,7 +147,7 @@ class Writer:
         return any(pending.thread == here and not pending.done for pending in list(self._writing))
 
     def end(self) -> None:
-        """Have the thread end; without the lock. Nothing may be added afterwards."""
+        """End the thread; without the lock. Nothing may be added afterwards."""
         with self._lock:
             self._ending = True
             self._changed.notify_all()
@@ -156,7 +158,7 @@ class Writer:
             thread.join()
 
     def _is_full(self) -> bool:
-        """Whether more waits than may; with the lock held."""
+        """Whether more than `limit` bytes wait; with the lock held."""
         self._most_bytes = self.nbytes
         return self._most_bytes > self.limit
 
@@ -180,7 +182,7 @@ class Writer:
             self._write_next()
 
     def _wait_for_work(self) -> bool:
-        """Wait for a segment to be ready, or old; False if this is the end."""
+        """Wait until a segment is ready, or old enough; False if the thread has to end."""
         with self._lock:
             while not self._ready:
                 if self._ending:
@@ -193,7 +195,10 @@ class Writer:
             return True
 
     def close_old(self) -> float:
-        """Have segments written that are old enough; seconds until the next one is; with the lock held."""
+        """Move segments that are old enough to those that are ready; with the lock held.
+
+        Returns the seconds until the next one is old enough.
+        """
         now, least = self._clock(), math.inf
         for kind, pending in list(self._open.items()):
             delay = self._delay_of(pending.namespace)
@@ -226,13 +231,13 @@ class Writer:
             raise
         finally:
             if pending is not None:
-                pending.done = True  # comes first, as what follows may be interrupted
+                pending.done = True  # this comes first, as the rest may be interrupted
             with self._lock:
                 self._writing = [other for other in self._writing if not other.done]
                 self._changed.notify_all()
         return True
 
     def _close_all(self) -> None:
-        # In one statement, as an interrupt may come between two.
+        # Both change in one statement: an interrupt between two would leave segments in both, or in none.
         self._ready, self._open = deque([*self._ready, *self._open.values()]), {}
         self._changed.notify_all()

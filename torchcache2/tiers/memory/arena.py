@@ -1,14 +1,14 @@
 """`Arena`: the rows of one namespace and schema, densely, in columns that grow in place.
 
-A column on the CPU is one reservation of address space as large as the whole budget, of which the
-kernel backs what has been written: it grows without a copy, one `index_select` gathers from it, and what
-is given up goes back to the system at once. Elsewhere a column grows by moving. Columns hold
-bytes, so that every dtype is one of them.
+A column on the CPU reserves as much address space as the whole budget, and the kernel gives memory to the
+pages that have been written. So it grows without a copy, one `index_select` gathers from it, and memory that
+is given up goes back to the system at once. On other devices a column is copied when it grows. Columns are
+bytes, whatever the dtype of the rows is.
 
-Rows lie at 0 … n-1; removing some moves the last ones into their places. Sizes are exact: pages as
-committed, and while a column or table moves, both copies.
+Rows lie at 0 … n-1; when some are removed, the last ones move into their places. Sizes are exact: they count
+whole pages and, while a column or table is copied, both copies.
 
-Not thread-safe: the tier holds a lock, and turns inference mode off.
+Not thread-safe: the tier holds a lock. The tier also turns inference mode off.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.arrays import Bytes2D, Entries, Words
+from torchcache2.core.arrays import Bytes2D, Ordinals, Words
 from torchcache2.core.gather import gather
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Schema
@@ -34,14 +34,14 @@ _PAGE = mmap.PAGESIZE
 # Without this flag the system counts reserved address space as memory, and refuses to fork the process.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 _SLAB = 64 << 20  # a column grows by doubling up to this many bytes at a time
-_HUGE = 8 << 20  # slabs from here on are backed by huge pages
+_HUGE = 8 << 20  # memory that grows by this many bytes or more asks for huge pages
 
 
 class Arena:
     """Rows of one schema under their keys, and when each was last used.
 
     The columns of the output are on `device`, and none will ever exceed `limit` bytes. With the `runtime` of
-    the accelerator that rows on the host come from, they are gathered for it.
+    the accelerator that the rows came from, rows are gathered into page-locked memory.
     """
 
     def __init__(
@@ -107,20 +107,20 @@ class Arena:
             self._end()
         return True
 
-    def find(self, words: Words) -> Entries:
+    def find(self, words: Words) -> Ordinals:
         """Row of each key, or -1."""
         return self._index.find(words)
 
-    def gather(self, entries: Entries) -> Rows:
-        """A copy of the rows at `entries`, as one batch."""
-        positions = torch.from_numpy(entries).to(self.device)
+    def gather(self, ordinals: Ordinals) -> Rows:
+        """A copy of the rows with these ordinals, in their order."""
+        positions = torch.from_numpy(ordinals).to(self.device)
         columns = []
         self._begin()
         for leaf, column in zip(self.schema.leaves, self._columns, strict=True):
             picked = column.gather(positions, self._runtime).view(-1).view(leaf.stored)
-            columns.append(picked.view(len(entries), *leaf.stored_shape))
+            columns.append(picked.view(len(ordinals), *leaf.stored_shape))
         self._end()
-        return Rows(self.schema, columns, len(entries))
+        return Rows(self.schema, columns, len(ordinals))
 
     def append(self, keys: Bytes2D, rows: Rows, tick: int) -> None:
         """Add rows under distinct keys that are not here; `room` has been made for them."""
@@ -130,12 +130,12 @@ class Arena:
             column.write(first, values)
         self._end()
         self._ticks.write(first, torch.full((count,), tick, device="cpu"))
-        # This comes last, so that there is never a key without its row.
+        # Keys come last, so that there is never a key without its row.
         self._index.add(keys.view("<u8"))
 
-    def remove(self, entries: Entries) -> None:
+    def remove(self, ordinals: Ordinals) -> None:
         """Forget rows; the last rows take their places."""
-        source, target = self._index.remove(entries)
+        source, target = self._index.remove(ordinals)
         if len(source) == 0:
             return
         sources, targets = torch.from_numpy(source), torch.from_numpy(target)
@@ -241,7 +241,7 @@ class _ReservedColumn(_Column):
         if size < self._committed:
             self._map.madvise(mmap.MADV_DONTNEED, size, self._committed - size)
             if hasattr(mmap, "MADV_NOHUGEPAGE"):
-                # Otherwise a huge page that begins in front of this range could reach into it.
+                # Otherwise a huge page that begins before this range could take it in again.
                 self._map.madvise(mmap.MADV_NOHUGEPAGE, size, self._committed - size)
             self._committed, self.capacity = size, size // self.row_bytes
 
@@ -281,5 +281,5 @@ def _column(row_bytes: int, limit: int, device: torch.device) -> _Column:
         try:
             return _ReservedColumn(row_bytes, limit)
         except (OSError, OverflowError):
-            pass  # the system does not hand out more address space than memory
+            pass  # this system reserves no more address space than it has memory
     return _Column(row_bytes, device)

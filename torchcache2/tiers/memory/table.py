@@ -1,10 +1,11 @@
-"""`ArenaTable`: the arenas of each namespace within one budget, and where keys of a group have their rows.
+"""`ArenaTable`: the arenas of each namespace, within one budget, and the arenas that have rows of a group.
 
-Keys of one group have everything but the item's content in common: arguments, modes, shapes of items.
-Their rows are in one arena, or few, however many shapes a namespace has seen: only these are asked.
+Keys of one group have everything but the item's content in common: arguments, modes, shapes of items. Their
+rows are in one arena or in few, so that a look-up asks these, however many arenas a namespace has.
 
-When the budget is full, rows of namespaces that nothing alive uses go first, the least recently used
-namespace first. After that ``mru`` keeps what came first, and ``lru`` drops the least recently used rows.
+When the budget is full, namespaces that nothing alive uses are forgotten first, beginning with the least
+recently used one. After that ``mru`` keeps the rows that came first, and ``lru`` forgets the least recently
+used rows.
 
 Not thread-safe: the tier holds a lock.
 """
@@ -23,9 +24,9 @@ from torchcache2.tiers.memory.arena import Arena
 
 __all__ = ["ArenaTable"]
 
-_GROUP_BYTES = 256  # about what is kept for a group
-_MOST_GROUPS = 100_000  # of a namespace
-_EVICTED_AT_ONCE = 64  # at least a 64th of the rows goes, as finding the oldest reads the ticks of all
+_GROUP_BYTES = 256  # about what a group takes in memory
+_MOST_GROUPS = 100_000  # in one namespace
+_EVICTED_AT_ONCE = 64  # at least a 64th of all rows goes at once, as finding the oldest ones reads all ticks
 
 Name = tuple[Schema, tuple[bool, ...], torch.device]
 
@@ -93,13 +94,13 @@ class ArenaTable:
         self._sizes[arena] = size
 
     def link(self, keys: Keys, arena: Arena) -> None:
-        """Say that rows of the keys' group are in this arena from now on."""
+        """Note that this arena has rows of the group of these keys."""
         if not keys.group:
             return
         groups = self._groups.setdefault(keys.namespace, {})
         if len(groups) >= _MOST_GROUPS and keys.group not in groups:
             self.nbytes -= _GROUP_BYTES * len(groups)
-            groups.clear()  # their rows are found again only after they are put again
+            groups.clear()  # rows of these groups are not found until they are put again
         if keys.group not in groups:
             self.nbytes += _GROUP_BYTES
         arenas = groups.setdefault(keys.group, [])
@@ -115,7 +116,7 @@ class ArenaTable:
         return sum(map(len, arenas))
 
     def pop_empty(self, namespace: bytes, keep: Arena | None = None) -> None:
-        """Forget arenas without rows, but for one to `keep`; a namespace without arenas goes too."""
+        """Forget arenas without rows, except the one to `keep`, and the namespace if it has no arena left."""
         arenas = self._arenas.get(namespace, {})
         empty = [name for name, arena in arenas.items() if len(arena) == 0 and arena is not keep]
         for name in empty:
@@ -131,7 +132,7 @@ class ArenaTable:
                     self.nbytes -= _GROUP_BYTES
 
     def make_room(self, namespace: bytes, arena: Arena, count: int, evicts: bool) -> int:
-        """Make room for `count` rows, or as many of them as the budget and policy allow."""
+        """Make room for `count` rows, or for as many as the budget and the policy allow; returns how many."""
         while arena.room < count:
             free = self.budget - self.nbytes - _GROUP_BYTES
             for wanted in (arena.slab(count), count):
@@ -167,7 +168,7 @@ class ArenaTable:
         return True
 
     def _evict(self, favoured: Arena, count: int) -> bool:
-        """Forget least recently used rows, worth `count` of the favoured arena; False if there are none."""
+        """Forget least recently used rows of the size of `count` favoured ones; False if there are none."""
         arenas = list(self)
         lengths = list(map(len, arenas))
         total = sum(lengths)

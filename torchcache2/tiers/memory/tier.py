@@ -1,13 +1,13 @@
 """`MemoryTier`: rows in RAM (or on a device) under an exact byte budget.
 
-Each pair of namespace and schema has its arena. When the budget is full, rows of namespaces that
-nothing alive uses go first. After that ``mru`` keeps what came first, which is the best that can be had when
-every epoch reads every item once; ``lru`` drops the least recently used rows, which suits serving.
+Each pair of namespace and schema has an arena. When the budget is full, rows of namespaces that nothing alive
+uses are forgotten first. After that ``mru`` keeps the rows that came first: if every epoch reads every item
+once, no policy finds more. ``lru`` forgets the least recently used rows, which suits serving.
 
 Safe under threads: one lock covers look-up and copy, because under ``lru`` rows move.
 
 Rows that come from an accelerator to the host are copied while the caller goes on. Room is made for them at
-once, and they are published before anything else happens here, when their copies have arrived.
+once. The next call waits for the copies, and puts the rows into their arena before it does anything else.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from torchcache2.tiers.memory.table import ArenaTable
 
 __all__ = ["MemoryTier"]
 
-_MOST_ARENAS = 1024  # each reserves address space a few times, and how often a process may is limited
+_MOST_ARENAS = 1024  # an arena takes a few memory mappings, of which a process has a limited number
 
 
 class MemoryTier(Tier):
-    """Rows in arenas.
+    """Rows in arenas: tensors that grow in place.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class MemoryTier(Tier):
     in_use : callable, optional
         The namespaces that something alive uses; default: all.
     runtime : Runtime
-        Of the accelerator that rows may come from.
+        The runtime of the accelerator that rows may come from.
     spills : bool
         Whether there is a tier below that keeps what does not fit here.
     """
@@ -67,7 +67,7 @@ class MemoryTier(Tier):
         self._spills = spills
         self.budget = budget
         self._runtime = runtime
-        # Rows on their way into an arena, which has room for them.
+        # Rows that are being copied to the host, and the arena that has room for them.
         self._incoming: tuple[Arena, Keys, Arriving] | None = None
         self.policy = policy
         self._device = device
@@ -113,7 +113,7 @@ class MemoryTier(Tier):
         self._try_to_forget()
 
     def flush(self) -> None:
-        """Publish what is still on its way; memory is as durable as it gets."""
+        """Wait for rows that are being copied; memory gets no more durable than that."""
         self.stats()
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class MemoryTier(Tier):
         return counts
 
     def _start_anew(self, error: BaseException, verb: str) -> None:
-        """After a fault, forget everything, since rows may be half moved; a fault is a miss."""
+        """Forget everything after a fault, since rows may be half moved; what is forgotten is a miss."""
         self._forget_all()
         if not isinstance(error, Exception):
             raise error
@@ -154,13 +154,14 @@ class MemoryTier(Tier):
             return
         arena, keys, arriving = incoming
         columns = arriving.wait()
-        if arena in self._arenas:  # otherwise it has been dropped
+        if arena in self._arenas:  # otherwise its namespace has been dropped
             arena.append(keys.data, Rows(arena.schema, columns, len(keys)), self._clock)
 
     def _try_to_forget(self) -> None:
-        # The garbage collector may call this in the middle of a call that holds the lock: it must not wait.
+        # The garbage collector may call this in a thread that has the lock, so this must not wait for it.
         lock = self._lock()
-        # In this form, no interrupt comes between `acquire` and `try`, as it could after an ordinary call.
+        # After an ordinary call of `acquire`, an interrupt could come before `try`, and the lock would stay
+        # locked. No interrupt comes between `map` and the body of the loop.
         for is_free in map(lock.acquire, (False,)):
             if is_free:
                 try:
@@ -188,15 +189,15 @@ class MemoryTier(Tier):
         self._clock += 1
         self._arenas.last_used[keys.namespace] = self._clock
         for arena in arenas:
-            entries = arena.find(keys.words)
-            positions = np.flatnonzero(entries >= 0)
+            ordinals = arena.find(keys.words)
+            positions = np.flatnonzero(ordinals >= 0)
             if len(positions) == 0:
                 continue
-            if len(positions) < len(entries):
-                entries = entries[positions]
+            if len(positions) < len(ordinals):
+                ordinals = ordinals[positions]
             if self.policy == "lru":
-                arena.ticks[entries] = self._clock
-            parts.append((positions, arena.gather(entries)))
+                arena.ticks[ordinals] = self._clock
+            parts.append((positions, arena.gather(ordinals)))
             if len(positions) == len(keys):
                 break
         return parts
@@ -233,10 +234,10 @@ class MemoryTier(Tier):
         return kept
 
     def _append(self, arena: Arena, keys: Keys, rows: Rows) -> None:
-        """Write rows that there is room for, now or when they have arrived on the host."""
+        """Write rows for which there is room, at once or when they have arrived on the host."""
         remote = [column for column in rows.columns if self._runtime.owns(column)]
         if remote and arena.device.type == "cpu":
-            # The caller may write to columns on the host before the others have arrived.
+            # Columns on the host are copied, as the caller may write to them before the others have arrived.
             columns = rows.laid_out_as(arena.schema).columns
             columns = tuple(c if self._runtime.owns(c) else c.clone() for c in columns)
             self._incoming = arena, keys, Arriving(columns, self._runtime)
@@ -253,7 +254,7 @@ class MemoryTier(Tier):
         absent = np.ones(len(keys), bool)
         asked = self._arenas.arenas_for(keys)
         if arena is not None and not any(other is arena for other in asked):
-            asked = [*asked, arena]  # the table may have forgotten that the group is in this arena
+            asked = [*asked, arena]  # the table may not know any more that the group has rows in this arena
         for other in asked:
             absent &= other.find(keys.words) < 0
         return np.flatnonzero(absent)
@@ -263,7 +264,7 @@ class MemoryTier(Tier):
         if device is None:
             device = rows.columns[0].device if rows.columns else torch.device("cpu")
         elif device.type == "cuda" and device.index is None and torch.cuda.is_available():
-            # The device that is current now is meant, whichever will be current later.
+            # "cuda" means the device that is current now, even if another one is current later.
             device = self._device = torch.device("cuda", torch.cuda.current_device())
         name = rows.schema, rows.schema.layout, device
         arena = self._arenas.get(namespace, name)
@@ -274,7 +275,7 @@ class MemoryTier(Tier):
             try:
                 arena = Arena(rows.schema, device, self.budget, self._runtime if is_remote else None)
             except (AssertionError, OSError, MemoryError, RuntimeError) as error:
-                # An `AssertionError` comes from a torch that was not built for the device.
+                # Torch raises an `AssertionError` if it was built without support for the device.
                 self._told("device", "there is no memory for rows on %s: %s", device, error)
             else:
                 self._arenas.add(namespace, name, arena)

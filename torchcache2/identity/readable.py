@@ -1,4 +1,4 @@
-"""What `Encoder` has written, and tensors without their content, for people."""
+"""For people: values as `Encoder` has written them, and tensors by dtype and shape."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["describe", "form", "split"]
+__all__ = ["form", "readable", "split"]
 
-_MOST_DESCRIBED = 200
+_MOST_SHOWN = 200
 _LABELS = (b"class ", b"function ", b"module ")  # of what has a part of its own
-_DESCRIBED: dict[bytes, Callable[[bytes], str]] = {
+_SHOWN: dict[bytes, Callable[[bytes], str]] = {
     b"n": lambda rest: "None",
     b"b": lambda rest: str(rest == b"1"),
     b"i": lambda rest: str(int(rest[8:], 16)),
@@ -37,20 +37,20 @@ def split(data: bytes) -> list[bytes]:
     return parts
 
 
-def describe(data: bytes) -> str | None:
+def readable(data: bytes) -> str | None:
     """For people, the value that `Encoder` has written as `data`; None if it is long or has no short form."""
     tag, rest = data[:1], data[1:]
-    if len(data) > _MOST_DESCRIBED:
+    if len(data) > _MOST_SHOWN:
         return None
     if data.startswith(_LABELS):
         return data.decode("utf-8", "replace")
     try:
-        if tag in _DESCRIBED:
-            return _DESCRIBED[tag](rest)
+        if tag in _SHOWN:
+            return _SHOWN[tag](rest)
         if tag not in (b"(", b"["):
             return None
         parts = split(rest[8:])
-        texts = [text for part in parts if (text := describe(part)) is not None]
+        texts = [text for part in parts if (text := readable(part)) is not None]
     except (struct.error, ValueError, IndexError):
         return None  # not what the encoder has written
     if len(texts) < len(parts):
