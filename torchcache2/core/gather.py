@@ -21,6 +21,7 @@ __all__ = [
     "moved",
     "select",
     "with_ordinary_tensors",
+    "write",
 ]
 
 _ALONE = 1 << 20  # one thread copies so many bytes before others have woken up
@@ -112,6 +113,13 @@ def gather(data: Tensor, positions: Tensor, *, runtime: Runtime | None = None) -
     source = data.view(-1).view(word).view(-1, words // pieces)
     torch.index_select(source, 0, index, out=picked.view(-1).view(word).view(-1, words // pieces))
     return picked
+
+
+def write(data: Tensor, first: int, values: Tensor) -> None:
+    """Copy a column of any dtype over rows of contiguous uint8 ``(n, bytes)``, from row `first` on."""
+    if values.numel():
+        target = data[first : first + values.shape[0]].view(-1).view(values.dtype)
+        target.view(values.shape).copy_(values)
 
 
 def as_bytes(column: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from torchcache2.core.arrays import Bytes2D, Ordinals, Words
-from torchcache2.core.gather import gather
+from torchcache2.core.gather import gather, write
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Schema
 from torchcache2.core.transfer import Runtime, StreamOrder
@@ -127,10 +127,10 @@ class Arena:
         first, count = len(self), len(rows)
         self._begin()
         for column, values in zip(self._columns, rows.laid_out_as(self.schema).columns, strict=True):
-            column.write(first, values)
+            write(column.view(first + count), first, values)
         self._end()
-        self._ticks.write(first, torch.full((count,), tick, device="cpu"))
-        # Keys come last, so that there is never a key without its row.
+        write(self._ticks.view(first + count), first, torch.full((count,), tick, device="cpu"))
+        # This comes last, so that there is never a key without its row.
         self._index.add(keys.view("<u8"))
 
     def remove(self, ordinals: Ordinals) -> None:
@@ -196,12 +196,6 @@ class _Column:
 
     def gather(self, positions: Tensor, runtime: Runtime | None) -> Tensor:
         return self._data.index_select(0, positions)
-
-    def write(self, first: int, values: Tensor) -> None:
-        count = values.shape[0]
-        if self.row_bytes and count:
-            target = self._data[first : first + count].view(-1).view(values.dtype)
-            target.view(values.shape).copy_(values)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         source, target = source.to(self._device), target.to(self._device)

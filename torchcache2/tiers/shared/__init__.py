@@ -1,0 +1,1 @@
+"""Rows in memory that the processes of a node share."""

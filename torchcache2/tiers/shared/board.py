@@ -1,0 +1,296 @@
+"""`Board`: what the processes of a job tell each other, in a small region that all of them map.
+
+Every table is of 64-bit numbers, and a row of it counts only when one number says so, which is written
+last, and taken back first: whatever a killed process leaves unfinished does not count. Rows are written under
+the job's lock, but for the release of a ticket and for the words of the head, where the last one wins.
+
+==================  =====================================================================================
+head                magic, the job's name, and the words `BUDGET` … `CHANGES`
+members             the processes: pid, start time
+files               one for each namespace: state, inode, bytes, rows, flags, the namespace
+holders             who has which file open: file + 1, member, descriptor
+tickets             claims: serial number (0: free), the last one, member, thread, since when
+==================  =====================================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchcache2.core.arrays import Positions
+from torchcache2.tiers.shared.region import PAGE, Region, is_alive, pages
+
+__all__ = ["Board", "Ticket"]
+
+_MAGIC = 0x31_6B6E_6172_6374  # "tcrank1"
+_MEMBERS, _FILES, _HOLDERS, _TICKETS = 512, 512, 2048, 1024  # rows; a ticket's number has 10 bits
+_SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (_TICKETS, 5)]
+_SIZE = PAGE + sum(pages(8 * rows * columns) for rows, columns in _SHAPES)
+
+_NAME, _BUDGET, _LONGEST, _FULL, _PRESSURE, _CHANGES = 1, 3, 4, 5, 6, 7  # words of the head
+_PID, _START = range(2)
+_STATE, _INODE, _BYTES, _ROWS, _UNCLAIMED, _NAMESPACE = range(6)
+_FILE, _MEMBER, _DESCRIPTOR = range(3)
+_SERIAL, _LAST, _OWNER, _THREAD, _SINCE = range(5)
+_LIVE, _DEAD = 1, 2
+
+_LEAST_STUCK = 60_000_000_000  # ns
+_TICKET_BITS = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Ticket:
+    """What a claim is held under: a row of the table, and its serial number at this time."""
+
+    slot: int
+    serial: int
+    pid: int
+
+    @property
+    def word(self) -> int:
+        """What stands for it where a row's location will be."""
+        return -(self.serial << _TICKET_BITS | self.slot)
+
+
+class Board:
+    """The tables of a job.
+
+    Parameters
+    ----------
+    region : Region or None
+        Where they are; None: nowhere yet.
+    name : bytes
+        The job's, 16 bytes.
+    budget : int
+        Of all its processes together, in bytes; that of the first one counts.
+    """
+
+    def __init__(self, region: Region | None, name: bytes, budget: int) -> None:
+        is_new = region is None
+        self.region = Region.create(_SIZE) if region is None else region
+        self._head = self.region.array("<i8", 0, PAGE // 8)
+        tables, offset = [], PAGE
+        for rows, columns in _SHAPES:
+            tables.append(self.region.array("<i8", offset, rows * columns).reshape(rows, columns))
+            offset += pages(8 * rows * columns)
+        self._members, self._files, self._holders, self._tickets = tables
+        if is_new:
+            self.region.reserve(0, _SIZE)
+            self._head[_NAME : _NAME + 2] = np.frombuffer(name, np.int64)
+            self._head[_BUDGET] = budget
+            self._head[0] = _MAGIC
+
+    @staticmethod
+    def is_one(region: Region, name: bytes) -> bool:
+        """Whether a region has the board of a job."""
+        if region.size != _SIZE:
+            return False
+        head = region.array("<i8", 0, 3)
+        return head[0] == _MAGIC and head[1:].tobytes() == name
+
+    # Members
+
+    def enter(self, pid: int, start: int) -> int:
+        """A process takes part; its number. `OSError` if there are too many."""
+        self.remove_dead()
+        free = np.flatnonzero(self._members[:, _PID] == 0)
+        if len(free) == 0:
+            raise OSError(f"more than {_MEMBERS} processes share one cache")
+        member = int(free[0])
+        self._members[member, _START] = start
+        self._members[member, _PID] = pid
+        return member
+
+    def leave(self, member: int) -> None:
+        """A process takes part no more, or is dead: what it has had open, and its claims, are given up."""
+        self._tickets[(self._tickets[:, _OWNER] == member), _SERIAL] = 0
+        mine = (self._holders[:, _FILE] != 0) & (self._holders[:, _MEMBER] == member)
+        files = self._holders[mine, _FILE] - 1
+        self._holders[mine, _FILE] = 0
+        self._members[member, _PID] = 0
+        for file in set(files.tolist()):
+            self._free_if_unheld(file)
+
+    def remove_dead(self) -> None:
+        """Take note of the processes that have ended without leaving."""
+        for member in np.flatnonzero(self._members[:, _PID]).tolist():
+            if not self._is_alive(member):
+                self.leave(member)
+        for file in np.flatnonzero(self._files[:, _STATE]).tolist():
+            self._free_if_unheld(file)
+
+    def _is_alive(self, member: int) -> bool:
+        pid, start = self._members[member].tolist()
+        return pid != 0 and is_alive(pid, start)
+
+    # Files
+
+    @property
+    def changes(self) -> int:
+        """Goes on when a file comes or goes."""
+        return int(self._head[_CHANGES])
+
+    def file_of(self, namespace: bytes) -> int | None:
+        """The number of a namespace's file."""
+        same = self._files[:, _NAMESPACE : _NAMESPACE + 2] == np.frombuffer(namespace, np.int64)
+        found = np.flatnonzero((self._files[:, _STATE] == _LIVE) & same.all(axis=1))
+        return int(found[0]) if len(found) else None
+
+    def is_live(self, file: int, inode: int) -> bool:
+        """Whether nobody has dropped a file."""
+        row = self._files[file]
+        return bool(row[_STATE] == _LIVE and row[_INODE] == inode)
+
+    def add_file(self, namespace: bytes, region: Region, member: int, size: int) -> int | None:
+        """List a new file, which takes up `size` bytes; its number, or None if there are too many."""
+        free = np.flatnonzero(self._files[:, _STATE] == 0)
+        if len(free) == 0:
+            return None
+        file = int(free[0])
+        words = np.frombuffer(namespace, np.int64).tolist()
+        self._files[file, 1:] = [region.inode, size, 0, 0, *words, 0]
+        if not self.hold(file, region, member):
+            return None
+        self._files[file, _STATE] = _LIVE
+        self._head[_CHANGES] += 1
+        return file
+
+    def hold(self, file: int, region: Region, member: int) -> bool:
+        """A process has a file open: False if there are too many already."""
+        free = np.flatnonzero(self._holders[:, _FILE] == 0)
+        if len(free) == 0:
+            return False
+        self._holders[free[0], 1:] = member, region.descriptor
+        self._holders[free[0], _FILE] = file + 1
+        return True
+
+    def open(self, file: int) -> Region | None:
+        """A file, through a process that has it open."""
+        inode = int(self._files[file, _INODE])
+        for _, member, descriptor in self._holders[self._holders[:, _FILE] == file + 1].tolist():
+            region = Region.open(int(self._members[member, _PID]), descriptor, inode)
+            if region is not None:
+                return region
+        return None
+
+    def let_go(self, file: int, member: int) -> None:
+        """A process has a file open no more."""
+        mine = (self._holders[:, _FILE] == file + 1) & (self._holders[:, _MEMBER] == member)
+        self._holders[mine, _FILE] = 0
+        self._free_if_unheld(file)
+
+    def drop(self, file: int) -> None:
+        """Nobody finds anything in a file any more; its memory goes when all have let go of it."""
+        self._files[file, _STATE] = _DEAD
+        self._head[_CHANGES] += 1
+
+    def _free_if_unheld(self, file: int) -> None:
+        members = self._holders[self._holders[:, _FILE] == file + 1, _MEMBER]
+        if self._files[file, _STATE] != 0 and not any(map(self._is_alive, members.tolist())):
+            self._holders[self._holders[:, _FILE] == file + 1, _FILE] = 0
+            self._files[file, _STATE] = 0
+            self._head[_FULL] = 0
+            self._head[_CHANGES] += 1
+
+    # The budget
+
+    @property
+    def budget(self) -> int:
+        """Bytes that the files and this board together never exceed."""
+        return int(self._head[_BUDGET])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files."""
+        return int(self._files[self._files[:, _STATE] != 0, _BYTES].sum())
+
+    @property
+    def rows(self) -> int:
+        """Rows in all files."""
+        return int(self._files[self._files[:, _STATE] == _LIVE, _ROWS].sum())
+
+    @property
+    def free(self) -> int:
+        """Bytes that are left."""
+        return self.budget - _SIZE - self.bytes
+
+    def charge(self, file: int, size: int) -> bool:
+        """Count more bytes, or less, as a file's; False if there are not so many."""
+        if size > self.free:
+            return False
+        self._files[file, _BYTES] += size
+        return True
+
+    def count_rows(self, file: int, count: int) -> None:
+        """A file has more rows, or less."""
+        self._files[file, _ROWS] += count
+
+    @property
+    def is_full(self) -> bool:
+        """Whether something has not found room, and none was made since."""
+        return bool(self._head[_FULL])
+
+    @property
+    def pressure(self) -> int:
+        """Goes on when somebody needs room: each process lets go of what it does not use."""
+        return int(self._head[_PRESSURE])
+
+    def press(self) -> None:
+        """Ask all for room."""
+        self._head[_PRESSURE] += 1
+
+    def fill(self) -> None:
+        """Nothing more fits."""
+        self._head[_FULL] = 1
+
+    def is_unclaimed(self, file: int) -> bool:
+        """Whether there is no use in claims of a file's keys, as some of their rows cannot be kept."""
+        return bool(self._files[file, _UNCLAIMED])
+
+    def leave_unclaimed(self, file: int) -> None:
+        """Some rows of this file cannot be kept."""
+        self._files[file, _UNCLAIMED] = 1
+
+    # Claims
+
+    def take_ticket(self, member: int) -> Ticket | None:
+        """A ticket for one claim; None if there are too many."""
+        free = np.flatnonzero(self._tickets[:, _SERIAL] == 0)
+        if len(free) == 0:
+            return None
+        slot = int(free[0])
+        row = self._tickets[slot]
+        serial = int(row[_LAST]) + 1
+        row[_LAST:] = serial, member, threading.get_native_id(), time.monotonic_ns()
+        row[_SERIAL] = serial
+        return Ticket(slot, serial, os.getpid())
+
+    def return_ticket(self, ticket: Ticket) -> None:
+        """Give up whatever is claimed with a ticket; needs no lock, as one number says all."""
+        row = self._tickets[ticket.slot]
+        if row[_SERIAL] == ticket.serial and ticket.pid == os.getpid():
+            took = time.monotonic_ns() - int(row[_SINCE])
+            self._head[_LONGEST] = max(int(self._head[_LONGEST]), took)
+            row[_SERIAL] = 0
+
+    def held(self, words: Positions) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Whether the claims that stand where locations will be are held; not if they are 0."""
+        slots = -words & (1 << _TICKET_BITS) - 1
+        held: np.ndarray[tuple[int], np.dtype[np.bool_]] = (
+            self._tickets[slots, _SERIAL] == -words >> _TICKET_BITS
+        )
+        return held & (words < 0)
+
+    def hopeless(self, words: Positions) -> Iterator[int]:
+        """Those of some claims whose process has ended, or whose computation is stuck."""
+        stuck = max(_LEAST_STUCK, 4 * int(self._head[_LONGEST]))
+        for word in set(words.tolist()):
+            row = self._tickets[-word & (1 << _TICKET_BITS) - 1].tolist()
+            if time.monotonic_ns() - row[_SINCE] > stuck or not self._is_alive(row[_OWNER]):
+                yield word

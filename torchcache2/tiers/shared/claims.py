@@ -1,0 +1,161 @@
+"""`Claim`: "this call computes these keys now", so that others wait for the rows.
+
+A claim stands where the location of a row will be, under a ticket of the board. It ends when the row is
+published, or when the ticket is returned, whatever was claimed with it: that is one write. Whoever waits
+looks at the locations: he holds no claim meanwhile, so that no two wait for each other. What was given up, by
+a process that has ended or is stuck too, he claims himself.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from torchcache2.core.arrays import Array, Positions
+from torchcache2.core.keys import Keys
+from torchcache2.tiers.shared.board import Ticket
+from torchcache2.tiers.shared.table import SharedTable
+
+__all__ = ["Claim", "Claims", "SharedClaim"]
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3  # seconds
+_LOOK = 0.05  # seconds between looks at the processes that are waited for
+_NOWHERE: Positions = np.empty(0, np.int64)
+
+
+class Claim:
+    """What one call computes of a batch of distinct keys, and what it waits for. Not for several threads.
+
+    Attributes
+    ----------
+    mine : ndarray of int64
+        Positions in the batch that the call computes.
+    others : ndarray of int64
+        Those that somebody else computes, or has computed already; `wait` decides about them.
+    appeared : ndarray of int64
+        Those whose rows were there when `wait` returned, since it was called before. A tier may forget:
+        what it does not find after all is to be computed, without a claim.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.mine: Positions = np.arange(count)
+        self.others = self.appeared = _NOWHERE
+
+    def wait(self) -> Positions:
+        """Block until all of `others` have rows, or some of them were given up.
+
+        What this call has claimed before is given up, unless its rows were put.
+
+        Returns
+        -------
+        ndarray of int64
+            Positions that were given up: this call computes them now. They are not in `others` any more,
+            nor is what has `appeared`.
+        """
+        return _NOWHERE
+
+    def release(self) -> None:
+        """Give up what was claimed and not put. May be called again, and by the garbage collector."""
+
+
+class Claims:
+    """The claims of one process.
+
+    Parameters
+    ----------
+    member : int
+        The number of the process on the board.
+    guarded : callable
+        Calls a function, one thread at a time; None if the memory cannot be used any more.
+
+    Attributes
+    ----------
+    waited, taken_over : int
+        Rows that others have computed, and those that they have given up.
+    """
+
+    def __init__(self, member: int, guarded: Callable[[Callable[[], Positions]], Positions | None]) -> None:
+        self.member, self.guarded = member, guarded
+        self.waited = self.taken_over = 0
+        self.held: set[tuple[int, bytes]] = set()
+
+    def joined(self, member: int) -> None:
+        """This is another process now: it holds none."""
+        self.member, self.held = member, set()
+
+    def may_wait(self, namespace: bytes) -> bool:
+        """Whether this thread holds no claim of a namespace: two that do, and wait, may wait for each other."""
+        return (threading.get_ident(), namespace) not in self.held
+
+
+class SharedClaim(Claim):
+    """A claim in a table that processes share; made by one thread of them at a time."""
+
+    def __init__(self, keys: Keys, table: SharedTable, claims: Claims) -> None:
+        super().__init__(len(keys))
+        self._words, self._table, self._claims = keys.words, table, claims
+        self._name = threading.get_ident(), keys.namespace
+        self._ticket: Ticket | None = None
+        self._ordinals = np.full(len(keys), -1)
+        self.mine = self._take(self.mine, frozenset())
+        self.others = np.setdiff1d(np.arange(len(keys)), self.mine)
+
+    def wait(self) -> Positions:  # noqa: D102
+        self.release()
+        board, pause, look = self._table.board, _FIRST_PAUSE, time.monotonic() + _LOOK
+        passed: frozenset[int] = frozenset()
+        while len(self.others):
+            locations = self._locations[self._ordinals[self.others]]
+            is_row = locations > 0
+            if is_row.all():
+                return self._decided(is_row, _NOWHERE)
+            if time.monotonic() > look:
+                passed |= set(board.hopeless(locations[board.held(locations)]))
+                look = time.monotonic() + _LOOK
+            is_open = ~is_row & ~board.held(locations)
+            is_open |= np.isin(locations, list(passed))
+            if not self._table.is_live:
+                return self._decided(is_row, self.others[~is_row])
+            if is_open.any():
+                open_ = self.others[is_open]
+                taken = self._claims.guarded(functools.partial(self._take, open_, passed))
+                if taken is None:
+                    return self._decided(is_row, self.others[~is_row])
+                if len(taken):
+                    return self._decided(is_row, taken)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        self.appeared = _NOWHERE
+        return _NOWHERE
+
+    def release(self) -> None:  # noqa: D102
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            self._claims.held.discard(self._name)
+            self._table.board.return_ticket(ticket)
+
+    __del__ = release
+
+    def _take(self, positions: Positions, passed: frozenset[int]) -> Positions:
+        """Claim what can be; the positions that are this call's now, some perhaps without a claim."""
+        table = self._table
+        ticket, ordinals, locations = table.claim(self._words[positions], self._claims.member, passed)
+        if ticket is not None:
+            self._ticket = ticket
+            self._claims.held.add(self._name)
+        self._ordinals[positions], self._locations = ordinals, table.locations
+        is_mine = (ordinals < 0) | ((locations > 0) & ~table.is_readable(locations))
+        if ticket is not None:
+            is_mine |= locations == ticket.word
+        return positions[is_mine]
+
+    def _decided(self, is_row: Array, taken: Positions) -> Positions:
+        self.appeared = self.others[is_row]
+        self.others = np.setdiff1d(self.others[~is_row], taken)
+        self._claims.waited += len(self.appeared)
+        self._claims.taken_over += len(taken)
+        return taken

@@ -1,0 +1,150 @@
+"""`SharedIndex`: keys and where their rows are, in memory that several processes map.
+
+Each key has an ordinal, and each ordinal a location: 0 for nothing, a negative number for a claim, a positive one
+for a row. Ordinals are only ever added, and never get another key. A key's slot is written after the key, and
+under the lock. So a reader without the lock finds the ordinal of a key, or none; of a key that is just being
+added it may see either. What a killed writer has begun is an ordinal that no slot names, which is lost.
+
+A table that is too small is replaced: the new one is filled under the lock, and then one number of the head
+says that it is the table. Readers of the old one go on with it. When it is given back it reads as zeros,
+which are free slots: they find nothing in it, and what is not found is asked for again under the lock.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchcache2.core.arrays import Array, Ordinals, Positions, Words
+from torchcache2.tiers.index import KeyTable
+from torchcache2.tiers.shared.region import PAGE, pages
+from torchcache2.tiers.shared.space import Space
+
+__all__ = ["SharedIndex"]
+
+_TABLE, _TAKEN = 0, 1  # words of the head: slots of the table, and ordinals that were given out
+_RANGES = {"keys": 16, "locations": 8, "sums": 8}  # bytes of an ordinal in each
+_LEAST = PAGE // 8  # ordinals and slots at first; both fill whole pages
+_MOST_AT_ONCE = 65_536  # ordinals are made by doubling, up to so many
+
+
+class SharedIndex:
+    """Ordinals of one namespace.
+
+    Attributes
+    ----------
+    locations : ndarray of int64, shape (capacity,)
+        Of each ordinal.
+    sums : ndarray of uint64, shape (capacity,)
+        The checksum of each ordinal's row.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._head = space.head
+        self._seen = (-1, -1)
+        self.refresh()
+
+    @staticmethod
+    def least_bytes() -> int:
+        """Bytes that `make` needs."""
+        return (sum(_RANGES.values()) + 8) * _LEAST
+
+    @staticmethod
+    def make(space: Space) -> None:
+        """Begin a new index; the bytes are counted already."""
+        for name, width in _RANGES.items():
+            space.region.reserve(space.start(name), width * _LEAST)
+            space.set_length(name, width * _LEAST)
+        space.region.reserve(space.start("slots") + 8 * _LEAST, 8 * _LEAST)
+        space.head[_TABLE] = _LEAST
+
+    def refresh(self) -> None:
+        """See what other processes have made since."""
+        seen = int(self._head[_TABLE]), self._space.length("sums")
+        if seen == self._seen:
+            return
+        count = seen[0]
+        # A table of n slots begins n slots after the range does, so that tables of all sizes have room.
+        slots = self._space.region.array("<i8", self._space.start("slots") + 8 * count, count)
+        ordinals = seen[1] // 8  # of the three ranges, this one grows last
+        keys: Words = self._space.array("keys", "<u8")[: 2 * ordinals].reshape(-1, 2)
+        self.locations: Positions = self._space.array("locations", "<i8")[:ordinals]
+        self.sums: Array = self._space.array("sums", "<u8")[:ordinals]
+        self._table = KeyTable(slots, keys)
+        self._seen = seen
+
+    def __len__(self) -> int:
+        return int(self._head[_TAKEN])
+
+    def find(self, words: Words) -> tuple[Ordinals, Positions]:
+        """Entry of each key, or -1, and its location, or 0. Needs no lock."""
+        self.refresh()
+        ordinals = self._table.find(words)
+        locations = self.locations.take(ordinals, mode="clip")
+        locations[ordinals < 0] = 0
+        return ordinals, locations
+
+    def prepare(self, count: int) -> bool:
+        """Make room for `count` more keys; False if the budget has none. Not under the lock."""
+        self.refresh()
+        needed = len(self) + count
+        if needed > len(self.locations):
+            ordinals = max(needed, min(2 * len(self.locations), len(self.locations) + _MOST_AT_ONCE))
+            ordinals = -(-ordinals // _LEAST) * _LEAST
+            if not all([self._space.grow(name, width * ordinals) for name, width in _RANGES.items()]):
+                return False
+        slots = len(self._table.slots)
+        if needed > slots * 5 // 8:
+            while needed > slots * 5 // 8:
+                slots *= 2
+            return self._replace(slots)
+        return True
+
+    def enter(self, words: Words, location: int = 0) -> tuple[Ordinals, Positions]:
+        """Find keys, which are distinct, and add those that are not there; under the lock.
+
+        Returns
+        -------
+        ordinals : ndarray of int64
+            Of each key; -1 where there was no room.
+        locations : ndarray of int64
+            As found; `location` where a key was added.
+        """
+        ordinals, locations = self.find(words)
+        absent = np.flatnonzero(ordinals < 0)
+        first = len(self)
+        room = min(len(self.locations), len(self._table.slots) * 5 // 8) - first
+        absent = absent[: max(0, room)]
+        if len(absent):
+            added = np.arange(first, first + len(absent))
+            self._head[_TAKEN] = first + len(absent)  # first of all, so that nobody gets these again
+            self._table.keys[added] = words[absent]
+            self.locations[added] = location
+            self._table.place(added)
+            ordinals[absent], locations[absent] = added, location
+        return ordinals, locations
+
+    def _replace(self, slots: int) -> bool:
+        """Have a table of so many slots."""
+        space, size = self._space, 8 * slots
+        with space.lock():
+            if not space.board.charge(space.file, size):
+                return False
+        start = space.start("slots") + size
+        reserved = space.reserve(start, size)
+        with space.lock():
+            self.refresh()
+            old = self._table.slots
+            if not reserved or slots <= len(old):
+                if reserved and slots < len(old):  # others have been faster, twice
+                    space.region.discard(start, size)
+                space.board.charge(space.file, -size)
+                return reserved
+            new = KeyTable(space.region.array("<i8", start, slots), self._table.keys)
+            new.slots.fill(0)  # a killed process may have begun the same
+            new.place(old[old > 0] & 0xFFFFFFFF)
+            self._head[_TABLE] = slots
+            space.region.discard(space.start("slots") + old.nbytes, pages(old.nbytes))
+            space.board.charge(space.file, -old.nbytes)
+            self.refresh()
+        return True

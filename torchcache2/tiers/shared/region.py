@@ -1,0 +1,127 @@
+"""`Region`: a file in memory that several processes map.
+
+It has no name in any folder: whoever wants to open it goes through ``/proc/<pid>/fd/<n>`` of a living process
+that has it open, which the system allows to the same user only. The system frees it when the last process
+that maps it ends, however that ends. It is sparse: its size is address space, and memory is what was reserved
+or written.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchcache2.core.arrays import Array
+
+__all__ = ["PAGE", "Region", "SharingError", "is_alive", "pages", "start_time"]
+
+PAGE = mmap.PAGESIZE
+_POPULATE_READ = 22  # MADV_POPULATE_READ, of Linux 5.14, which Python has no name for
+
+
+class SharingError(Exception):
+    """This system, or this process, cannot share memory in the way that is needed here; and why."""
+
+
+def pages(size: int) -> int:
+    """A size rounded up to whole pages, in bytes."""
+    return -(-size // PAGE) * PAGE
+
+
+def start_time(pid: int) -> int:
+    """When a process was started, in the system's ticks; 0 if it has ended.
+
+    A process that has ended and was not waited for, a zombie, has ended. Together with the pid, which
+    the system gives out again, this names a process.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()  # a name may have spaces and parentheses
+        return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def is_alive(pid: int, start: int) -> bool:
+    """Whether the process that was started then goes on."""
+    return start != 0 and start_time(pid) == start
+
+
+class Region:
+    """A file in memory and its mapping; two descriptors.
+
+    Attributes
+    ----------
+    descriptor : int
+        Others open the file through it.
+    inode : int
+        Tells it from other files; it is never 0.
+    size : int
+        Bytes of address space.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        weakref.finalize(self, os.close, descriptor)
+        status = os.fstat(descriptor)
+        self.descriptor, self.inode, self.size = descriptor, status.st_ino, status.st_size
+        # Nobody closes the mapping: it goes with the last array or tensor that lies in it.
+        self._map = mmap.mmap(descriptor, self.size)
+        self._rows: dict[int, Tensor] = {}
+
+    @classmethod
+    def create(cls, size: int) -> Region:
+        """A new file of zeros, none of which takes memory yet."""
+        descriptor = os.memfd_create("torchcache2", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, size)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(descriptor)
+
+    @classmethod
+    def open(cls, pid: int, descriptor: int, inode: int) -> Region | None:
+        """The file that a process has open under a number; None if it is another one by now, or gone."""
+        path = f"/proc/{pid}/fd/{descriptor}"
+        try:
+            if os.stat(path).st_ino != inode:  # opening a strange file may block, or worse
+                return None
+            mine = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        except OSError:
+            return None
+        region = cls(mine)
+        return region if region.inode == inode else None
+
+    def array(self, dtype: str, offset: int, count: int) -> Array:
+        """`count` numbers from a byte on; writing to them writes to the file."""
+        return np.frombuffer(self._map, dtype, count, offset)
+
+    def rows(self, row_bytes: int) -> Tensor:
+        """The whole file as rows, uint8 ``(n, row_bytes)``: row i begins at byte ``i * row_bytes``."""
+        found = self._rows.get(row_bytes)
+        if found is None:
+            count = self.size // row_bytes
+            data = torch.frombuffer(self._map, dtype=torch.uint8, count=count * row_bytes)
+            found = self._rows[row_bytes] = data.view(count, row_bytes)
+        return found
+
+    def reserve(self, offset: int, size: int) -> None:
+        """Give a range memory, so that writing there never fails; `OSError` if there is none."""
+        os.posix_fallocate(self.descriptor, offset, size)
+
+    def discard(self, offset: int, size: int) -> None:
+        """Give the memory of whole pages back; they read as zeros from then on."""
+        self._map.madvise(mmap.MADV_REMOVE, offset, size)
+
+    def populate(self, start: int, end: int) -> None:
+        """Map the pages of a range now, which is several times as cheap as one fault for each."""
+        start = start // PAGE * PAGE
+        try:
+            self._map.madvise(_POPULATE_READ, start, end - start)
+        except OSError:
+            pass  # an older kernel: reading faults them in

@@ -1,0 +1,109 @@
+"""`Space`: the ranges of one namespace's region, and the memory that they take within the budget.
+
+The region is as much address space as could ever be needed: each range has its place for good, and memory
+comes to it as it grows. The first page holds numbers, the head. A range that grows is counted first, under the
+lock, then reserved, without it, since that may take long, and only then the head says that it is there. A
+process that is killed in between leaves bytes that are counted and not used, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from torchcache2.core.arrays import Array
+from torchcache2.tiers.shared.board import Board
+from torchcache2.tiers.shared.region import PAGE, Region, pages
+
+__all__ = ["Space"]
+
+# What a byte of the budget may need in each range: an ordinal takes 40 bytes, a chunk and a schema more.
+_SHARES = {
+    "keys": 0.5,
+    "locations": 0.25,
+    "sums": 0.25,
+    "slots": 2.0,
+    "chunks": 0.5,
+    "schemas": 0.5,
+    "texts": 1.0,
+}
+_DATA = 4.0  # rows begin at a multiple of their size, which wastes at most as much again
+_LEAST = 1 << 20
+_WORDS = 512  # of the head; the first ones are for other uses than the sizes of ranges
+
+
+class Space:
+    """One namespace's memory.
+
+    Attributes
+    ----------
+    head : ndarray of int64
+        The numbers of the first page. The last ones say how much of each range there is, in bytes.
+    """
+
+    def __init__(
+        self, region: Region, board: Board, file: int, lock: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.region, self.board, self.file, self.lock = region, board, file, lock
+        self.head = region.array("<i8", 0, _WORDS)
+        self._starts, end = _starts(board.budget)
+        self.data = end
+
+    @staticmethod
+    def size(budget: int) -> int:
+        """Bytes of address space of a region."""
+        return _starts(budget)[1] + int(_DATA * budget) + 64 * _LEAST
+
+    def start(self, name: str) -> int:
+        """Where a range begins."""
+        return self._starts[name]
+
+    def length(self, name: str) -> int:
+        """Bytes of a range that are there."""
+        return int(self.head[self._word(name)])
+
+    def set_length(self, name: str, size: int) -> None:
+        """Say that so many bytes of a range are there."""
+        self.head[self._word(name)] = size
+
+    def array(self, name: str, dtype: str) -> Array:
+        """What is there of a range."""
+        return self.region.array(dtype, self._starts[name], self.length(name) // 8)
+
+    def grow(self, name: str, size: int) -> bool:
+        """Make a range at least `size` bytes long; False if there is no memory. Not under the lock."""
+        with self.lock():
+            before = self.length(name)
+            more = pages(size) - before
+            if more <= 0:
+                return True
+            if not self.board.charge(self.file, more):
+                return False
+        reserved = self.reserve(self._starts[name] + before, more)
+        with self.lock():
+            now = self.length(name)
+            if reserved:
+                self.set_length(name, max(now, before + more))
+            # Another process may have made it longer meanwhile, and has counted these bytes, too.
+            twice = max(0, min(now, before + more) - before) if reserved else more
+            self.board.charge(self.file, -twice)
+        return reserved
+
+    def reserve(self, offset: int, size: int) -> bool:
+        """Give a range memory; False if the system has none."""
+        try:
+            self.region.reserve(offset, size)
+        except OSError:
+            return False
+        return True
+
+    def _word(self, name: str) -> int:
+        return _WORDS - 1 - list(_SHARES).index(name)
+
+
+def _starts(budget: int) -> tuple[dict[str, int], int]:
+    starts, end = {}, PAGE
+    for name, share in _SHARES.items():
+        starts[name] = end
+        end += pages(int(share * budget)) + _LEAST
+    return starts, end

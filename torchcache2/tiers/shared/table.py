@@ -1,0 +1,262 @@
+"""`SharedTable`: the rows of one namespace, which the processes of a job put and find without copies of their own.
+
+**Why readers need no lock.** A row is found in three steps, each of which another process has finished before
+it let anybody see the next one:
+
+1. The slot of a key names its ordinal. An ordinal's key is written before its slot, and never changed.
+2. An ordinal's location names a row. A row's bytes are written before its location. Between the two lie system
+   calls for the lock, which order them on machines that otherwise may not (x86 keeps the order of writes).
+3. A location names a chunk, which was written down before any row of it was given out.
+
+Nothing of this ever changes or moves: ordinals, chunks and rows are given out once, under the lock, and first
+of all, so that what a killed process has begun belongs to nobody. A number of 64 bits is read whole. So a
+reader sees a row, or sees none, which is a miss.
+
+This argument is checked where it matters: beside each location lies a checksum of the row's bytes and its
+key, written before the location, and a process compares the two when it first reads a row. What differs is
+taken back, and a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+from xxhash import xxh3_64_intdigest
+
+from torchcache2.core.arrays import Array, Ordinals, Positions, Words
+from torchcache2.core.gather import as_bytes
+from torchcache2.core.rows import Rows
+from torchcache2.core.transfer import Runtime
+from torchcache2.tiers.shared.board import Board, Ticket
+from torchcache2.tiers.shared.chunks import Chunks
+from torchcache2.tiers.shared.index import SharedIndex
+from torchcache2.tiers.shared.region import PAGE, Region
+from torchcache2.tiers.shared.space import Space
+
+__all__ = ["SharedTable"]
+
+Lock = Callable[[], AbstractContextManager[None]]
+
+
+class SharedTable:
+    """One namespace, as one process sees it.
+
+    Attributes
+    ----------
+    file : int
+        Its number on the board.
+    corrupt : int
+        Rows that differed from their checksums.
+    """
+
+    def __init__(self, region: Region, board: Board, file: int, lock: Lock) -> None:
+        self.region, self.board, self.file = region, board, file
+        self.lock = lock
+        self.corrupt = 0
+        self._space = Space(region, board, file, lock)
+        self._index = SharedIndex(self._space)
+        self._chunks = Chunks(self._space)
+        self._checked = np.zeros(0, bool)  # rows that this process has read, or written
+
+    @classmethod
+    def create(cls, namespace: bytes, board: Board, member: int, lock: Lock) -> SharedTable | None:
+        """A new one; under the lock. None if there is no room for it."""
+        size = PAGE + SharedIndex.least_bytes()
+        if size > board.free:
+            return None
+        region = Region.create(Space.size(board.budget))
+        file = board.add_file(namespace, region, member, size)
+        if file is None:
+            return None
+        space = Space(region, board, file, lock)
+        region.reserve(0, PAGE)
+        SharedIndex.make(space)
+        Chunks.make(space)
+        return cls(region, board, file, lock)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether nobody has dropped it."""
+        return self.board.is_live(self.file, self.region.inode)
+
+    def get(self, words: Words, runtime: Runtime | None) -> list[tuple[Positions, Rows]]:
+        """The rows of those keys that are here, one part for each schema. Takes no lock."""
+        ordinals, locations = self._index.find(words)
+        positions = np.flatnonzero(locations > 0)
+        if len(positions) == 0:
+            return []
+        if len(positions) < len(words):
+            ordinals, locations = ordinals[positions], locations[positions]
+        numbers = self._chunks.schemas_of(locations)
+        parts = []
+        if (numbers == numbers[0]).all():
+            chosen = [(int(numbers[0]), np.arange(len(positions)))]
+        else:
+            order = np.argsort(numbers, kind="stable")
+            distinct, starts = np.unique(numbers[order], return_index=True)
+            chosen = list(zip(distinct.tolist(), np.split(order, starts[1:]), strict=True))
+        for number, these in chosen:
+            schema = self._chunks.schema(number)
+            if schema is None:
+                continue
+            if len(these) < len(positions):
+                where, of, at = positions[these], ordinals[these], locations[these]
+            else:
+                where, of, at = positions, ordinals, locations
+            fresh = self._fresh(of)
+            if len(fresh):
+                self._chunks.populate(schema, at[fresh])
+            rows = self._chunks.gather(schema, at, runtime)
+            if len(fresh):
+                good = self._check(rows, words[where], of, at, fresh)
+                where, rows = where[good], rows.take(torch.from_numpy(good)) if len(good) < len(of) else rows
+            if len(where):
+                parts.append((where, rows))
+        return parts
+
+    def put(self, words: Words, rows: Rows) -> tuple[int, bool]:
+        """Keep rows, on the host, under distinct keys that may be here already.
+
+        Returns how many were kept, and whether there was room for all. `UnserialisableError` if other
+        processes could not read such rows.
+        """
+        number = self._chunks.number_of(rows.schema)
+        if number is None:
+            return 0, False
+        schema = self._chunks.schema(number) or rows.schema
+        ordinals, locations = self._enter(words)
+        absent = np.flatnonzero((ordinals >= 0) & (locations <= 0))
+        fits = bool((ordinals >= 0).all())
+        places: list[Positions] = []
+        kept = 0
+        if len(absent):
+            with self.lock():
+                places.append(self._chunks.take(number, len(absent)))
+            kept = len(places[0])
+        while kept < len(absent):
+            places.append(self._chunks.add(number, schema, len(absent) - kept))
+            kept += len(places[-1])
+            if len(places[-1]) == 0:
+                break
+        if kept == 0:
+            return 0, fits and len(absent) == 0
+        fits &= kept == len(absent)
+        absent = absent[:kept]
+        if kept < len(words):
+            rows = rows.take(torch.from_numpy(absent))
+        first = 0
+        for place in filter(len, places):
+            piece = Rows(schema, [column[first : first + len(place)] for column in rows.columns], len(place))
+            self._chunks.write(schema, place, piece)
+            first += len(place)
+        sums = _checksums(rows, words[absent])
+        return self._publish(ordinals[absent], np.concatenate(places), sums), fits
+
+    def _enter(self, words: Words) -> tuple[Ordinals, Positions]:
+        while True:
+            has_room = self._index.prepare(len(words))
+            with self.lock():
+                ordinals, locations = self._index.enter(words)
+            if not has_room or (ordinals >= 0).all():
+                return ordinals, locations
+
+    def _publish(self, ordinals: Ordinals, places: Positions, sums: Array) -> int:
+        """Have rows found whose bytes are written; those that others were faster with stay theirs."""
+        with self.lock():
+            self._index.refresh()
+            mine = self._index.locations[ordinals] <= 0
+            if not mine.all():
+                ordinals, places, sums = ordinals[mine], places[mine], sums[mine]
+            self._index.sums[ordinals] = sums
+            self._index.locations[ordinals] = places
+            self.board.count_rows(self.file, len(ordinals))
+        self._fresh(ordinals)  # makes room for them
+        self._checked[ordinals] = True
+        return len(ordinals)
+
+    def _fresh(self, ordinals: Ordinals) -> Positions:
+        """Which of some ordinals have rows that this process reads for the first time."""
+        if len(self._checked) < len(self._index.sums):
+            longer = np.zeros(len(self._index.sums), bool)
+            longer[: len(self._checked)] = self._checked
+            self._checked = longer
+        return np.flatnonzero(~self._checked[ordinals])
+
+    def _check(
+        self, rows: Rows, words: Words, ordinals: Ordinals, locations: Positions, fresh: Positions
+    ) -> Positions:
+        """Which rows are as they were written; those that are not are taken back."""
+        picked = rows if len(fresh) == len(rows) else rows.take(torch.from_numpy(fresh))
+        same = _checksums(picked, words[fresh]) == self._index.sums[ordinals[fresh]]
+        self._checked[ordinals[fresh[same]]] = True
+        if same.all():
+            return np.arange(len(rows))
+        wrong = fresh[~same]
+        self.corrupt += len(wrong)
+        with self.lock():
+            still = self._index.locations[ordinals[wrong]] == locations[wrong]
+            self._index.locations[ordinals[wrong[still]]] = 0
+            self.board.count_rows(self.file, -int(np.count_nonzero(still)))
+        return np.setdiff1d(np.arange(len(rows)), wrong)
+
+    # Claims
+
+    def claim(
+        self, words: Words, member: int, passed: frozenset[int]
+    ) -> tuple[Ticket | None, Ordinals, Positions]:
+        """Claim those of some distinct keys that have no row, and that nobody else has claimed.
+
+        Parameters
+        ----------
+        words : ndarray of uint64, shape (n, 2)
+            The keys.
+        member : int
+            Who claims them.
+        passed : frozenset of int
+            Claims that are held, and do not count any more.
+
+        Returns
+        -------
+        ticket : Ticket or None
+            What they are claimed with; None if nothing could be claimed.
+        ordinals, locations : ndarray of int64
+            Of each key; an ordinal is -1 where there was no room for one.
+        """
+        self._index.prepare(len(words))
+        with self.lock():
+            ordinals, locations = self._index.enter(words)
+            held = self.board.held(locations)
+            if passed:
+                held &= ~np.isin(locations, list(passed))
+            open_ = np.flatnonzero((ordinals >= 0) & (locations <= 0) & ~held)
+            ticket = self.board.take_ticket(member) if len(open_) else None
+            if ticket is not None:
+                self._index.locations[ordinals[open_]] = locations[open_] = ticket.word
+            elif len(open_):
+                ordinals[open_] = -1
+        return ticket, ordinals, locations
+
+    @property
+    def locations(self) -> Positions:
+        """Of all ordinals that there are now; the array goes on showing what becomes of them."""
+        return self._index.locations
+
+    def is_readable(self, locations: Positions) -> Array:
+        """Which locations are of rows, and of a schema that this process knows."""
+        is_row: Array = locations > 0
+        numbers = self._chunks.schemas_of(locations[is_row])
+        unknown = [number for number in set(numbers.tolist()) if self._chunks.schema(number) is None]
+        if unknown:
+            is_row[np.flatnonzero(is_row)[np.isin(numbers, unknown)]] = False
+        return is_row
+
+
+def _checksums(rows: Rows, words: Words) -> Array:
+    """xxh3-64 of each row, column after column, with its key as the seed."""
+    sums: list[int] = words[:, 0].tolist()
+    for column in rows.columns:
+        sums = list(map(xxh3_64_intdigest, as_bytes(column).numpy(), sums))
+    return np.array(sums, np.uint64)
