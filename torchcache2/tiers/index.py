@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchcache2.core.arrays import Array, Ordinals, Words
+from torchcache2.core.arrays import Ordinals, Words
 
 __all__ = ["KeyIndex", "KeyTable"]
 
@@ -88,7 +88,7 @@ class KeyTable:
         return ordinals, places
 
     def place(self, ordinals: Ordinals) -> int:
-        """Write ordinals that are in no slot yet into free or removed slots; how many of these were removed ones."""
+        """Write ordinals that are in no slot yet into free or removed slots; how many were removed ones."""
         mask = len(self.slots) - 1
         slots, tags = self._home(self.keys[ordinals])
         values = tags | ordinals
@@ -146,7 +146,7 @@ class KeyIndex(KeyTable):
         if count > self.room:
             self.slots = np.zeros(self._slots_for(count), np.int64)
         elif self._count + self._removed + count > len(self.slots) * 3 // 4:
-            self.slots.fill(_FREE)  # every probe goes on past removed slots
+            self.slots.fill(_FREE)  # removed slots make every search longer
         else:
             return
         self._removed = 0
