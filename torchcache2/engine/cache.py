@@ -193,7 +193,7 @@ class Cache:
 
     def _of_others(self, batch: Batch, misses: Misses, claim: Claim) -> Steps[Parts]:
         """Rows of the distinct misses that others have claimed; what they give up is computed here."""
-        if batch.whole is not None:  # the forward could only compute everything
+        if batch.whole is not None and len(claim.others):  # the forward could only compute everything
             batch.misses += len(claim.others)
             return [(claim.others, batch.whole.take(torch.from_numpy(misses.distinct[claim.others])))]
         parts: Parts = []
