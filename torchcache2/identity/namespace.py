@@ -19,6 +19,7 @@ from torchcache2.identity.describe import describe
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.mixing import UnsteadyLayer, unsteady
 from torchcache2.identity.modulewalk import Fingerprint, Walk
+from torchcache2.identity.sharded import ShardedError, sharding
 from torchcache2.identity.tensorwatch import TensorWatch
 from torchcache2.identity.watch import Watch
 
@@ -52,6 +53,7 @@ class Facts(NamedTuple):
     is_uncounted: bool = False  # tensors without version counters are too large to be compared at every call
     is_parametrized: bool = False  # a part of it is
     unsteady: UnsteadyLayer | None = None  # the first of its layers that draws at random or mixes items
+    sharded: str | None = None  # which part of it needs other processes to compute; it is then not walked
 
 
 class History:
@@ -102,6 +104,7 @@ class NamespaceKeeper:
         """Forget what has been seen: the next look reads everything."""
         with self._lock():
             self._watch: Watch | None = None
+            self._sharded: Callable[[], nn.Module | None] = _nothing  # the part that was found to be sharded
             self._tensors = TensorWatch({})
             self._facts = Facts()
             self._parts: dict[str, bytes] = {}
@@ -120,9 +123,11 @@ class NamespaceKeeper:
         return any(map(_requires_grad, self._tensors.tensors))
 
     def look(self, root: Any) -> Seen:
-        """The namespace as of now."""
+        """The namespace as of now; of a sharded module, the one before it was."""
         with self._lock():
             self._notice_structure(root)
+            if self._facts.sharded is not None:
+                return Seen(self.fingerprint.namespace, self._tensors, self._tensors.generation)
             return self.look_at_tensors()
 
     def look_at_tensors(self) -> Seen:
@@ -172,9 +177,17 @@ class NamespaceKeeper:
         module = _module(root)
         if self._watch is not None and not self._tensors.has_lazy and self._watch.same(module):
             return
+        is_sharded = self._facts.sharded is not None
+        if is_sharded and (part := self._sharded()) is not None and sharding(part) is not None:
+            return
         self._watch = None  # in case the walk is interrupted
         self.walks += 1
-        walk = Walk(root, self._tokens, self._texts)
+        try:
+            walk = Walk(root, self._tokens, self._texts)
+        except ShardedError as stop:
+            self._facts, self._sharded = Facts(sharded=str(stop)), stop.part
+            self._tensors = TensorWatch({})  # a tensor that is watched cannot be freed
+            return
         self._parts = {name: digest([data]) for name, data in walk.parts.items()}
         plain = [name for name in walk.parts if name.startswith(_PLAIN_PARTS)]
         self._values = {name: text for name in plain if (text := describe(walk.parts[name])) is not None}
@@ -227,6 +240,10 @@ class NamespaceKeeper:
 
     def _tell(self, log: Callable[[str, str, str], None], text: str) -> None:
         self._told(text, "%s: %s", self.name, text, log=log)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _module(root: Any) -> nn.Module | None:
