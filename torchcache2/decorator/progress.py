@@ -53,7 +53,7 @@ class WarmupStats:
 class Progress:
     """Counts the items of a warmup by the counters of its cache.
 
-    If it `is_shown`, there is a bar, as far as tqdm is installed, and one line of cost when the rate is known.
+    If it `is_shown`, there is a bar, as far as tqdm is installed, and one line of cost when that is known.
     """
 
     def __init__(
