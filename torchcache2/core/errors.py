@@ -5,7 +5,7 @@
     TorchcacheError
     ├── OptionError (ValueError)          an unknown option, or a value that it cannot take
     ├── DecorationError (TypeError)       the decorated thing is neither module nor function
-    └── NotCachedError (RuntimeError)     under ``strict=True``: a call that cannot be cached
+    └── NotCachedError (RuntimeError)     under ``strict=True`` and in a warmup: a call that cannot be cached
         ├── InputError (ValueError)       ... it has no batch, or batches that differ
         ├── UnhashableArgumentError (TypeError)  ... an argument cannot be put in a key
         └── OutputError (ValueError)      ... its output is not batched, or cannot be kept
@@ -51,7 +51,7 @@ class DecorationError(TorchcacheError, TypeError):
 
 
 class NotCachedError(TorchcacheError, RuntimeError):
-    """A call that cannot be cached, where ``strict=True`` asks for an error."""
+    """A call that cannot be cached, where ``strict=True`` or a warmup makes that an error."""
 
     __module__ = "torchcache2"
 

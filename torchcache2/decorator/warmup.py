@@ -37,6 +37,7 @@ class Warmable(Protocol):
     settings: CacheSettings
     keeper: NamespaceKeeper
     _bypass: str | None
+    _reasons: dict[str, str]
     _closed: bool
     _counters: Counters
     _tiers: TierStack
@@ -51,7 +52,6 @@ class Warmable(Protocol):
 
     def _living_root(self) -> Any: ...
     def _name(self) -> str: ...
-    def _why_not_cached(self) -> str | None: ...
 
 
 def warm_up(
@@ -112,20 +112,26 @@ def warm_up(
     >>> backbone.cache_instance.stats().hits
     10
     """
-    name, where = self._name(), place()
+    root, name, where = self._living_root(), self._name(), place()
     if self._closed:
         raise NotCachedError(f"{name}: its cache is closed, so nothing would be kept")
     share = share_of(data, where, batch_size, num_workers)
     if not self.settings.enabled or disabled_by_environment():
         logger.info("%s: nothing is warmed up, because caching is turned off", name)
         return WarmupStats(0, 0, 0.0, 0)
+    if where.rank == 0 and getattr(root, "training", False):
+        logger.warning(
+            "%s: it is warmed up in training mode, and its rows will be found in that mode only; "
+            "call .eval() first if it is to be used in that mode",
+            name,
+        )
     progress = Progress(name, self._counters, self._tiers, share, is_shown=where.rank == 0)
     generator = getattr(share.batches, "generator", None)
     random = RandomState([*self.keeper.generators, *([] if generator is None else [generator])])
     try:
         with torch.no_grad():
             for batch in share.batches:
-                _warm(self, batch, inputs, progress)
+                _warm(self, root, batch, inputs, progress)
     finally:
         random.restore()
         progress.close()
@@ -135,9 +141,11 @@ def warm_up(
     return progress.stats()
 
 
-def _warm(cache: Warmable, batch: Any, inputs: Callable[[Any], Any] | None, progress: Progress) -> None:
+def _warm(
+    cache: Warmable, root: Any, batch: Any, inputs: Callable[[Any], Any] | None, progress: Progress
+) -> None:
     """Have the items of one batch computed, those that are not there."""
-    root, name = cache._living_root(), cache._name()
+    name = cache._name()
     args, kwargs = _arguments(batch, inputs)
     if progress.items == 0:
         _check_arguments(name, root, batch, args, kwargs)
@@ -147,15 +155,17 @@ def _warm(cache: Warmable, batch: Any, inputs: Callable[[Any], Any] | None, prog
     except BypassError as stop:
         if stop.reason != "lazy":  # the first call will make the parameters
             raise stop.as_error(name) from None
-    for _ in range(2):  # the first call may set something up, and not be cached for that
+    for is_last in (False, True):  # the first call may set something up, and not be cached for that
         if isinstance(root, nn.Module):
             output = root(*args, **kwargs)
         else:
             output = run_steps(cache.call, root, args, kwargs)
-        if cache._bypass is None:
+        reason = cache._bypass
+        if reason is None:
             progress.update(output, cache.settings.cache_dtype)
             return
-    raise NotCachedError(f"{name}: not cached ({cache._why_not_cached()})")
+        if is_last:
+            raise BypassError(reason, cache._reasons[reason]).as_error(name)
 
 
 def _arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -194,7 +204,7 @@ def _outline(batch: Any) -> str:
         return f"a dict of {listed([repr(key) for key in batch])}"
     if isinstance(batch, (tuple, list)):
         return f"a {type(batch).__name__} of {listed([type(element).__name__ for element in batch])}"
-    return f"a {type(batch).__name__}"
+    return f"of type {type(batch).__name__}"
 
 
 def _moved(arguments: Any, root: Any) -> Any:
