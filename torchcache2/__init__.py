@@ -18,6 +18,7 @@ if _typing.TYPE_CHECKING:
     )
     from torchcache2.core.keys import Keys
     from torchcache2.core.settings import CacheSettings
+    from torchcache2.decorator.progress import WarmupStats
     from torchcache2.decorator.torchcache import torchcache
     from torchcache2.engine.cache import Cache
     from torchcache2.engine.stats import CacheStats
@@ -34,6 +35,7 @@ __all__ = [
     "OutputError",
     "TorchcacheError",
     "UnhashableArgumentError",
+    "WarmupStats",
     "__version__",
     "set_logger_config",
     "torchcache",
@@ -46,6 +48,7 @@ _FILES = {
     "CacheSettings": "core.settings",
     "CacheStats": "engine.stats",
     "Keys": "core.keys",
+    "WarmupStats": "decorator.progress",
     "torchcache": "decorator.torchcache",
 }
 

@@ -11,7 +11,7 @@
         └── OutputError (ValueError)
 
 The first two are a programmer's mistakes, and are raised at once. The others are raised only under
-``strict=True``: otherwise a call that cannot be cached is passed to the plain forward, with one warning.
+``strict=True`` and in a warmup: otherwise a call that cannot be cached is passed to the plain forward, with one warning.
 Faults of storage or network are never exceptions: they are counted misses and one warning.
 """
 
@@ -48,7 +48,7 @@ class DecorationError(TorchcacheError, TypeError):
 
 
 class NotCachedError(TorchcacheError, RuntimeError):
-    """A call cannot be cached, and ``strict=True`` asks for an error."""
+    """A call cannot be cached, and ``strict=True``, or a warmup, makes that an error."""
 
     __module__ = "torchcache2"
 

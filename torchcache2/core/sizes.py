@@ -11,7 +11,7 @@ import torch
 
 from torchcache2.core.errors import OptionError
 
-__all__ = ["Size", "free_disk", "free_memory", "parse_size"]
+__all__ = ["Size", "free_disk", "free_memory", "parse_size", "size_text"]
 
 Size = int | float | str
 
@@ -74,3 +74,12 @@ def free_disk(folder: str) -> int | None:
         return shutil.disk_usage(folder).free
     except OSError:
         return None
+
+
+def size_text(count: float) -> str:
+    """A number of bytes for people, such as ``1.5 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"

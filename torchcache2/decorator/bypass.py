@@ -78,6 +78,11 @@ REASONS = {
     "parametrize": Reason("module", "call it outside of that context"),
     "subclass": Reason("arguments", "pass dense tensors of torch's own type to have the call cached"),
     "lazy": Reason("module", "the next call can be cached"),
+    "sharded": Reason(
+        "module",
+        "a rank that finds all items would skip a forward in which others wait. Cache a module that is whole "
+        "on each rank, such as a frozen one outside of the model that is sharded",
+    ),
     "output": Reason("forward"),
 }
 _LAYERS = {  # reason and text by what an `UnsteadyLayer` does
@@ -130,6 +135,8 @@ def not_stored(reason: str, output: Any, why: str = "") -> NotStoredError:
 def ask_module(keeper: NamespaceKeeper, root: Any) -> None:
     """Raise if no call of the module can be cached now, whatever its arguments are."""
     facts = keeper.facts(root)
+    if facts.sharded is not None:
+        raise BypassError.because("sharded", facts.sharded)
     if facts.is_parametrized and parametrize._cache_enabled:
         raise BypassError.because("parametrize", "parametrize.cached() keeps weights that may have changed")
     if torch.is_grad_enabled() and keeper.requires_grad():

@@ -22,6 +22,7 @@ from torchcache2.decorator.probes import DEPENDENT, Kind, ProbePlan, Probes
 from torchcache2.decorator.randomness import RandomContexts
 from torchcache2.decorator.shortcuts import Glance, Shortcuts, glance
 from torchcache2.decorator.tracing import Runner, is_traced
+from torchcache2.decorator.warmup import warm_up
 from torchcache2.engine.batch import NotStoredError
 from torchcache2.engine.cache import Cache, now
 from torchcache2.engine.stack import TierStack
@@ -112,6 +113,8 @@ class ModuleCache(Cache):
         return explained(
             self._name(), self._class(), now, before, calls, self._why_not_cached(), directory, self._made
         )
+
+    warmup = warm_up
 
     def _why_not_cached(self) -> str | None:
         """Why the last call was not cached; None if it was."""

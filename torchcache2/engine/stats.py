@@ -7,6 +7,7 @@ import html
 from collections.abc import Mapping
 
 from torchcache2.core.locks import ProcessLock
+from torchcache2.core.sizes import size_text
 
 __all__ = ["CacheStats", "Counters"]
 
@@ -92,7 +93,7 @@ class CacheStats:
             ("misses", f"{self.misses:,}"),
             ("bypasses", bypasses or "0"),
             ("evictions", f"{self.evictions:,}"),
-            ("memory", f"{self.memory_rows:,} rows, {_bytes(self.memory_bytes)}"),
+            ("memory", f"{self.memory_rows:,} rows, {size_text(self.memory_bytes)}"),
             *self._disk_lines(),
             ("computed", f"{self.seconds_computed:.2f} s"),
             ("saved", _UNKNOWN if self.seconds_saved is None else f"{self.seconds_saved:.2f} s (estimated)"),
@@ -110,7 +111,7 @@ class CacheStats:
             )
             lines.append(("waited for", text + taken))
         if self.disk_rows or self.disk_bytes:
-            size = f"{_bytes(self.disk_bytes)} in the directory" if self.disk_bytes else "not sealed yet"
+            size = f"{size_text(self.disk_bytes)} in the directory" if self.disk_bytes else "not sealed yet"
             lines.append(("disk", f"{self.disk_rows:,} rows, {size}"))
         if self.disk_evictions:
             lines.append(("deleted", f"{self.disk_evictions:,} rows on disk, to make room"))
@@ -185,11 +186,3 @@ class Counters:
                 seconds_computed=self.seconds_computed,
                 seconds_saved=None if is_unknown else saved,
             )
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} TB"

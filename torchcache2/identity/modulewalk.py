@@ -30,6 +30,7 @@ from torchcache2.identity.encoding import (
 from torchcache2.identity.marks import INIT_ATTRIBUTE, cache_options, original
 from torchcache2.identity.objectwalk import ObjectWalk
 from torchcache2.identity.readable import readable
+from torchcache2.identity.sharded import check_whole
 from torchcache2.identity.torchcode import SCRIPT_FIELDS, ScriptState, script_code
 from torchcache2.identity.writeonly import assigned_by_forward
 
@@ -89,7 +90,7 @@ class Walk(ObjectWalk):
     """Everything that a module or function computes with, as named parts.
 
     `tokens` and `texts` are as for `ObjectWalk`. A walk inside of another one gets the `labels` of what that
-    has met, by id.
+    has met, by id. Raises `ShardedError` if it meets a sharded module.
     """
 
     def __init__(
@@ -182,6 +183,7 @@ class Walk(ObjectWalk):
             self.is_foreign = before
 
     def _new_module(self, module: nn.Module, path: str) -> bytes:
+        check_whole(module)
         reference = self.label(module, f"module {path}")
         path = reference.decode().removeprefix("module ")  # labels are unique, so this path is unique too
         kind = type(module)

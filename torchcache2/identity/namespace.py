@@ -12,13 +12,16 @@ from torch import Tensor, nn
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce, listed, logger
 from torchcache2.core.modes import autocast_keeps_weights
+from torchcache2.core.ranks import place
 from torchcache2.core.settings import CacheSettings
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import Attributes
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.mixing import UnsteadyLayer, unsteady
 from torchcache2.identity.modulewalk import Fingerprint, Walk
+from torchcache2.identity.perrank import per_rank
 from torchcache2.identity.readable import readable
+from torchcache2.identity.sharded import ShardedError, sharding
 from torchcache2.identity.tensorwatch import TensorWatch
 from torchcache2.identity.watch import Watch
 
@@ -51,6 +54,7 @@ class Facts(NamedTuple):
     is_uncounted: bool = False  # tensors without version counters are too large to compare at every call
     is_parametrized: bool = False  # a submodule is
     unsteady: UnsteadyLayer | None = None  # the first layer that draws random numbers or mixes items
+    sharded: str | None = None  # which part of it needs other processes to compute; it is then not walked
 
 
 class History:
@@ -101,6 +105,7 @@ class NamespaceKeeper:
         """Forget everything that has been read, so that the next look reads it anew."""
         with self._lock():
             self._watch: Watch | None = None
+            self._sharded: Callable[[], nn.Module | None] = _nothing  # the part that was found to be sharded
             self._tensors = TensorWatch({})
             self._facts = Facts()
             self._parts: dict[str, bytes] = {}
@@ -119,9 +124,11 @@ class NamespaceKeeper:
         return any(map(_requires_grad, self._tensors.tensors))
 
     def look(self, root: Any) -> Seen:
-        """The namespace as of now."""
+        """The namespace as of now; of a sharded module, the one before it was."""
         with self._lock():
             self._notice_structure(root)
+            if self._facts.sharded is not None:
+                return Seen(self.fingerprint.namespace, self._tensors, self._tensors.generation)
             return self.look_at_tensors()
 
     def look_at_tensors(self) -> Seen:
@@ -171,9 +178,17 @@ class NamespaceKeeper:
         module = _module(root)
         if self._watch is not None and not self._tensors.has_lazy and self._watch.same(module):
             return
+        is_sharded = self._facts.sharded is not None
+        if is_sharded and (part := self._sharded()) is not None and sharding(part) is not None:
+            return
         self._watch = None  # in case the walk is interrupted
         self.walks += 1
-        walk = Walk(root, self._tokens, self._texts)
+        try:
+            walk = Walk(root, self._tokens, self._texts)
+        except ShardedError as stop:
+            self._facts, self._sharded = Facts(sharded=str(stop)), stop.part
+            self._tensors = TensorWatch({})  # a tensor that is watched cannot be freed
+            return
         self._parts = {name: digest([data]) for name, data in walk.parts.items()}
         plain = [name for name in walk.parts if name.startswith(_PLAIN_PARTS)]
         self._values = {name: text for name in plain if (text := readable(walk.parts[name])) is not None}
@@ -191,6 +206,14 @@ class NamespaceKeeper:
         )
         for name in sorted(walk.assigned):
             self._tell(logger.info, f"{name} is assigned by forward and not part of the key")
+        if self._settings.persistent_module_hash is None and (own := per_rank(self._values, place())):
+            listing = ", ".join(f"{name}: {value}" for name, value in own.items())
+            self._tell(
+                logger.warning,
+                f"{listing}: this seems to be another one on each rank, and then no rank finds the rows of "
+                "another. Use the device of the input instead, keep it out of the module, or set "
+                "persistent_module_hash",
+            )
         if walk.unread and self._settings.persistent_module_hash is None:
             names = listed(sorted(set(walk.unread)))
             self._tell(
@@ -226,6 +249,10 @@ class NamespaceKeeper:
 
     def _tell(self, log: Callable[[str, str, str], None], text: str) -> None:
         self._told(text, "%s: %s", self.name, text, log=log)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _module(root: Any) -> nn.Module | None:

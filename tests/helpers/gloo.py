@@ -1,0 +1,32 @@
+"""Ranks of one job: processes that run a script and talk to each other over gloo."""
+
+from tests.helpers import warm
+
+PREAMBLE = """
+import os, sys
+import torch
+from torch import nn
+from torch.utils import data
+from torchcache2 import torchcache
+
+STORE, *ARGUMENTS = sys.argv[1:]
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def join():
+    torch.distributed.init_process_group("gloo", init_method=f"file://{STORE}", rank=RANK, world_size=WORLD)
+
+
+"""
+
+
+def run_ranks(script, folder, *args, count=2):
+    """Run a script behind `PREAMBLE` in every rank of a job; the processes, when all have ended well."""
+    text = PREAMBLE + warm.dedented(script)
+    store = folder / "store"
+    store.unlink(missing_ok=True)
+    ranks = []
+    for rank in range(count):
+        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+        ranks.append(warm.start(text, store, *args, env=env))
+    return [rank.done() for rank in ranks]

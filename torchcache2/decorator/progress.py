@@ -1,0 +1,142 @@
+"""`Progress` of a warmup: counts its items, and shows how far it is and what it will cost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import importlib
+import math
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchcache2.core.sizes import size_text
+from torchcache2.decorator.shares import Share
+from torchcache2.engine.stack import TierStack
+from torchcache2.engine.stats import Counters
+
+__all__ = ["Progress", "WarmupStats"]
+
+_INDEX_BYTES = 43  # of memory for each row, besides the row
+_SHOWN_EVERY, _LOGGED_EVERY = 0.2, 30.0  # seconds, on a terminal and in a file
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmupStats:
+    """What a warmup has done, on this rank.
+
+    Attributes
+    ----------
+    computed : int
+        Items that were not there.
+    found : int
+        Items that were there, or were there twice in this warmup.
+    seconds : float
+        That it took.
+    bytes : int
+        Of the rows of all these items, in memory.
+    """
+
+    __module__ = "torchcache2"
+
+    computed: int
+    found: int
+    seconds: float
+    bytes: int
+
+
+class Progress:
+    """Counts the items of a warmup by the counters of its cache.
+
+    If it `is_shown`, there is a bar, as far as tqdm is installed, and one line of cost when that is known.
+    """
+
+    def __init__(
+        self, name: str, counters: Counters, tiers: TierStack, share: Share, *, is_shown: bool
+    ) -> None:
+        self.items = 0
+        self._name, self._counters, self._tiers, self._share = name, counters, tiers, share
+        self._is_shown = is_shown
+        self._before = counters.hits, counters.misses
+        self._start = time.perf_counter()
+        self._last = self._start
+        self._row_bytes = 0
+        self._rate = 0.0
+        self._bar: Any = None
+        if is_shown:
+            with contextlib.suppress(ImportError):
+                tqdm = importlib.import_module("tqdm").tqdm
+                quiet = type("Bar", (tqdm,), {"monitor_interval": 0})  # without a thread
+                every = _SHOWN_EVERY if sys.stderr.isatty() else _LOGGED_EVERY
+                self._bar = quiet(total=share.items, desc=name, unit=" items", mininterval=every)
+
+    def update(self, output: Any, cache_dtype: torch.dtype | None) -> None:
+        """The output of a batch has come back."""
+        before, (found, computed) = self.items, self._done()
+        self.items = found + computed
+        if before == 0 < self.items:
+            self._row_bytes = _stored_bytes(output, cache_dtype) // self.items
+        now = time.perf_counter()
+        # The first batch also starts workers, reads the weights and probes, so the next one tells the rate.
+        if before > 0 == self._rate:
+            self._say_cost((self.items - before) / (now - self._last))
+        self._last = now
+        if self._bar is not None:
+            self._bar.update(self.items - before)
+
+    def close(self) -> None:
+        """Show no more."""
+        if self.items > 0 == self._rate:
+            self._say_cost(self.items / (self._last - self._start))
+        if self._bar is not None:
+            self._bar.close()
+
+    def stats(self) -> WarmupStats:
+        """What was done until now."""
+        found, computed = self._done()
+        return WarmupStats(computed, found, time.perf_counter() - self._start, self.items * self._row_bytes)
+
+    def _done(self) -> tuple[int, int]:
+        return self._counters.hits - self._before[0], self._counters.misses - self._before[1]
+
+    def _say_cost(self, rate: float) -> None:
+        self._rate = rate
+        line = f"{self._name}: {self._cost(rate)}"
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)
+        elif self._is_shown:
+            print(line, file=sys.stderr)
+
+    def _cost(self, rate: float) -> str:
+        """What all items will take, as far as it is known by now."""
+        each = f"{size_text(self._row_bytes)} an item, {rate:,.0f} items/s"
+        mine, total = self._share.items, self._share.total
+        if mine is None or total is None:
+            return f"{each}; how many items there are is not known"
+        lines, is_enough = [], {}
+        for tier in self._tiers.tiers:
+            # Ranks fill a folder together, and their memory each by itself.
+            need = total * self._row_bytes if tier.is_lasting else mine * (self._row_bytes + _INDEX_BYTES)
+            budget = getattr(tier, "budget", math.inf)
+            is_enough[tier.name] = need <= budget
+            lines.append(f"{tier.name} {size_text(need)} of {size_text(budget)}")
+        left = str(datetime.timedelta(seconds=math.ceil(mine / rate)))
+        counts = f"{total:,} items" + (f", {mine:,} on this rank" if mine < total else "")
+        text = f"{counts}: {', '.join(lines)}; about {left} ({each})"
+        if not any(is_enough.values()):
+            text += ". What does not fit is computed at each call: raise the budgets, or set cache_dtype"
+        elif not all(is_enough.values()):
+            text += ". What does not fit in memory is read from the disk"
+        return text
+
+
+def _stored_bytes(output: Any, cache_dtype: torch.dtype | None) -> int:
+    """Bytes of the rows of an output, as they are kept."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    dtypes = [cache_dtype if cache_dtype and leaf.is_floating_point() else leaf.dtype for leaf in leaves]
+    return sum(leaf.numel() * dtype.itemsize for leaf, dtype in zip(leaves, dtypes, strict=True))
