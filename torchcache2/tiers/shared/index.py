@@ -24,7 +24,7 @@ __all__ = ["SharedIndex"]
 _TABLE, _TAKEN = 0, 1  # words of the head: slots of the table, and entries that were given out
 _RANGES = {"keys": 16, "locations": 8, "sums": 8}  # bytes of an entry in each
 _LEAST = PAGE // 8  # entries and slots at first; both fill whole pages
-_MOST_AT_ONCE = 65_536  # entries are made by doubling, up to so many
+_MOST_AT_ONCE = 16_384  # entries are made by doubling, up to so many
 
 
 class SharedIndex:
@@ -81,7 +81,8 @@ class SharedIndex:
         self.refresh()
         entries = self._table.find(words)
         locations = self.locations.take(entries, mode="clip")
-        locations[entries < 0] = 0
+        if entries.min(initial=0) < 0:
+            locations[entries < 0] = 0
         return entries, locations
 
     def prepare(self, count: int) -> bool:
@@ -94,8 +95,8 @@ class SharedIndex:
             if not all([self._space.grow(name, width * entries) for name, width in _RANGES.items()]):
                 return False
         slots = len(self._table.slots)
-        if needed > slots * 5 // 8:
-            while needed > slots * 5 // 8:
+        if needed > slots * 9 // 16:
+            while needed > slots * 9 // 16:
                 slots *= 2
             return self._replace(slots)
         return True
@@ -113,7 +114,7 @@ class SharedIndex:
         entries, locations = self.find(words)
         absent = np.flatnonzero(entries < 0)
         first = len(self)
-        room = min(len(self.locations), len(self._table.slots) * 5 // 8) - first
+        room = min(len(self.locations), len(self._table.slots) * 9 // 16) - first
         absent = absent[: max(0, room)]
         if len(absent):
             added = np.arange(first, first + len(absent))
