@@ -30,7 +30,6 @@ from torchcache2.tiers.shared.space import Space
 __all__ = ["Chunks"]
 
 _CHUNKS, _SCHEMAS, _TEXT_END, _DATA_END = 2, 3, 4, 5  # words of the head
-_OFFSET, _KIND = 0, 1  # of a chunk: its kind is schema << 32 | rows
 _TEXT, _LENGTH, _CURRENT, _TOTAL = range(4)  # of a schema: current is chunk << 32 | rows that were given out
 _ROW = (1 << 32) - 1
 _SLAB = 64 << 20  # bytes that a chunk has at most, if it has more rows than are needed now
@@ -45,7 +44,8 @@ class Chunks:
         self._known: list[Schema | None] = []  # by number; None: its classes are unknown here
         self._numbers: dict[tuple[Schema, tuple[bool, ...]], int] = {}
         self._populated: dict[int, int] = {}  # rows of a chunk whose pages are mapped
-        self._chunks, self._schemas = self._view("chunks", 2), self._view("schemas", 4)
+        self._schemas = self._schema_rows()
+        self._see_chunks()
 
     @staticmethod
     def make(space: Space) -> None:
@@ -89,7 +89,7 @@ class Chunks:
 
     def _learn(self) -> None:
         """See which schemas there are."""
-        self._schemas = self._view("schemas", 4)
+        self._schemas = self._schema_rows()
         for number in range(len(self._known), int(self._head[_SCHEMAS])):
             schema = self._read(number) if number else None
             self._known.append(schema)
@@ -116,26 +116,27 @@ class Chunks:
 
     def schemas_of(self, locations: Positions) -> Positions:
         """The number of the schema of each row."""
-        kinds: Positions = self._kinds(locations)[1] >> 32
-        return kinds
+        numbers: Positions = self._of_chunks(locations)[1] >> 32
+        return numbers
 
     # Rows
 
     def take(self, number: int, count: int) -> Positions:
         """Locations for up to `count` rows of a schema, of those that are there; under the lock."""
-        self._schemas = self._view("schemas", 4)
+        self._schemas = self._schema_rows()
         current = int(self._schemas[number, _CURRENT])
         if current == 0:
             return np.empty(0, np.int64)
-        self._chunks = self._view("chunks", 2)
-        left = (int(self._chunks[current >> 32, _KIND]) & _ROW) - (current & _ROW)
+        self._see_chunks()
+        left = self._left(current)
         count = min(count, left)
         self._schemas[number, _CURRENT] = current + count
         return np.arange(current, current + count)
 
     def add(self, number: int, schema: Schema, count: int) -> Positions:
         """Locations for up to `count` rows of a schema in a new chunk. Not under the lock."""
-        if not self._space.grow("chunks", 16 * (int(self._head[_CHUNKS]) + 64)):
+        needed = 8 * (int(self._head[_CHUNKS]) + 64)
+        if not (self._space.grow("offsets", needed) and self._space.grow("kinds", needed)):
             return np.empty(0, np.int64)
         with self._space.lock():
             total = int(self._schemas[number, _TOTAL])
@@ -164,15 +165,15 @@ class Chunks:
 
     def _list(self, number: int, offset: int, rows: int, taken: int) -> Positions:
         """Write down a new chunk, of which some rows are taken at once; under the lock."""
-        self._chunks, chunk = self._view("chunks", 2), int(self._head[_CHUNKS])
-        if chunk >= len(self._chunks):
+        self._see_chunks()
+        chunk = int(self._head[_CHUNKS])
+        if chunk >= len(self._kinds):
             return np.empty(0, np.int64)  # many others were faster: the bytes are lost
-        self._chunks[chunk] = offset, number << 32 | rows
+        self._offsets[chunk], self._kinds[chunk] = offset, number << 32 | rows
         self._head[_CHUNKS] = chunk + 1
         self._schemas[number, _TOTAL] += rows
         current = int(self._schemas[number, _CURRENT])
-        left = (int(self._chunks[current >> 32, _KIND]) & _ROW) - (current & _ROW)
-        if current == 0 or rows - taken > left:
+        if current == 0 or rows - taken > self._left(current):
             self._schemas[number, _CURRENT] = chunk << 32 | taken
         return np.arange(taken) + (chunk << 32)
 
@@ -211,8 +212,8 @@ class Chunks:
     def populate(self, schema: Schema, locations: Positions) -> None:
         """Map the pages of rows that are read for the first time, and of those that came with them."""
         for chunk in np.unique(locations >> 32).tolist():
-            first, rows = self._populated.get(chunk, 0), int(self._chunks[chunk, _KIND]) & _ROW
-            number = int(self._chunks[chunk, _KIND]) >> 32
+            number, rows = divmod(int(self._kinds[chunk]), _ROW + 1)
+            first = self._populated.get(chunk, 0)
             if rows * schema.row_bytes < _POPULATED or first == rows:
                 continue
             current = int(self._schemas[number, _CURRENT])
@@ -225,16 +226,15 @@ class Chunks:
                     self._space.region.populate(start + first * leaf.row_bytes, start + end * leaf.row_bytes)
                 self._populated[chunk] = end
 
-    def _kinds(self, locations: Positions) -> tuple[Positions, Positions]:
+    def _of_chunks(self, locations: Positions) -> tuple[Positions, Positions]:
         chunks = locations >> 32
-        if chunks.max(initial=0) >= len(self._chunks):
-            self._chunks = self._view("chunks", 2)
-        found = self._chunks.take(chunks, axis=0)
-        return found[:, _OFFSET], found[:, _KIND]
+        if chunks.max(initial=0) >= len(self._kinds):
+            self._see_chunks()
+        return self._offsets.take(chunks), self._kinds.take(chunks)
 
     def _places(self, schema: Schema, locations: Positions) -> Iterator[Positions]:
         """Which rows of the region these are, for each column."""
-        end, kinds = self._kinds(locations)
+        end, kinds = self._of_chunks(locations)
         capacities, rows = kinds & _ROW, locations & _ROW
         for leaf in schema.leaves:
             width = leaf.row_bytes
@@ -242,5 +242,15 @@ class Chunks:
             yield first + rows
             end = (first + capacities) * width if width else end
 
-    def _view(self, name: str, columns: int) -> Array:
-        return self._space.array(name, "<i8").reshape(-1, columns)
+    def _left(self, current: int) -> int:
+        """How many rows of a chunk were not given out."""
+        return (int(self._kinds[current >> 32]) & _ROW) - (current & _ROW)
+
+    def _see_chunks(self) -> None:
+        """See what other processes have made since."""
+        self._offsets: Positions = self._space.array("offsets", "<i8")
+        kinds: Positions = self._space.array("kinds", "<i8")  # schema << 32 | rows; this range grows last
+        self._kinds = kinds
+
+    def _schema_rows(self) -> Array:
+        return self._space.array("schemas", "<i8").reshape(-1, 4)

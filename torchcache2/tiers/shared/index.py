@@ -24,7 +24,7 @@ __all__ = ["SharedIndex"]
 _TABLE, _TAKEN = 0, 1  # words of the head: slots of the table, and ordinals that were given out
 _RANGES = {"keys": 16, "locations": 8, "sums": 8}  # bytes of an ordinal in each
 _LEAST = PAGE // 8  # ordinals and slots at first; both fill whole pages
-_MOST_AT_ONCE = 65_536  # ordinals are made by doubling, up to so many
+_MOST_AT_ONCE = 16_384  # ordinals are made by doubling, up to so many
 
 
 class SharedIndex:
@@ -77,11 +77,12 @@ class SharedIndex:
         return int(self._head[_TAKEN])
 
     def find(self, words: Words) -> tuple[Ordinals, Positions]:
-        """Entry of each key, or -1, and its location, or 0. Needs no lock."""
+        """Ordinal of each key, or -1, and its location, or 0. Needs no lock."""
         self.refresh()
         ordinals = self._table.find(words)
         locations = self.locations.take(ordinals, mode="clip")
-        locations[ordinals < 0] = 0
+        if ordinals.min(initial=0) < 0:
+            locations[ordinals < 0] = 0
         return ordinals, locations
 
     def prepare(self, count: int) -> bool:
@@ -94,8 +95,8 @@ class SharedIndex:
             if not all([self._space.grow(name, width * ordinals) for name, width in _RANGES.items()]):
                 return False
         slots = len(self._table.slots)
-        if needed > slots * 5 // 8:
-            while needed > slots * 5 // 8:
+        if needed > slots * 9 // 16:
+            while needed > slots * 9 // 16:
                 slots *= 2
             return self._replace(slots)
         return True
@@ -113,7 +114,7 @@ class SharedIndex:
         ordinals, locations = self.find(words)
         absent = np.flatnonzero(ordinals < 0)
         first = len(self)
-        room = min(len(self.locations), len(self._table.slots) * 5 // 8) - first
+        room = min(len(self.locations), len(self._table.slots) * 9 // 16) - first
         absent = absent[: max(0, room)]
         if len(absent):
             added = np.arange(first, first + len(absent))

@@ -23,7 +23,8 @@ _SHARES = {
     "locations": 0.25,
     "sums": 0.25,
     "slots": 2.0,
-    "chunks": 0.5,
+    "offsets": 0.25,
+    "kinds": 0.25,
     "schemas": 0.5,
     "texts": 1.0,
 }

@@ -89,33 +89,38 @@ class SharedTable:
         if len(positions) == 0:
             return []
         if len(positions) < len(words):
-            ordinals, locations = ordinals[positions], locations[positions]
+            ordinals, locations, words = ordinals[positions], locations[positions], words[positions]
         numbers = self._chunks.schemas_of(locations)
-        parts = []
         if (numbers == numbers[0]).all():
-            chosen = [(int(numbers[0]), np.arange(len(positions)))]
-        else:
-            order = np.argsort(numbers, kind="stable")
-            distinct, starts = np.unique(numbers[order], return_index=True)
-            chosen = list(zip(distinct.tolist(), np.split(order, starts[1:]), strict=True))
-        for number, these in chosen:
-            schema = self._chunks.schema(number)
-            if schema is None:
-                continue
-            if len(these) < len(positions):
-                where, of, at = positions[these], ordinals[these], locations[these]
-            else:
-                where, of, at = positions, ordinals, locations
-            fresh = self._fresh(of)
-            if len(fresh):
-                self._chunks.populate(schema, at[fresh])
-            rows = self._chunks.gather(schema, at, runtime)
-            if len(fresh):
-                good = self._check(rows, words[where], of, at, fresh)
-                where, rows = where[good], rows.take(torch.from_numpy(good)) if len(good) < len(of) else rows
-            if len(where):
-                parts.append((where, rows))
+            part = self._part(int(numbers[0]), words, ordinals, locations, runtime)
+            return (
+                [] if part is None else [(positions[part[0]] if part[0] is not None else positions, part[1])]
+            )
+        parts = []
+        order = np.argsort(numbers, kind="stable")
+        distinct, starts = np.unique(numbers[order], return_index=True)
+        for number, these in zip(distinct.tolist(), np.split(order, starts[1:]), strict=True):
+            part = self._part(number, words[these], ordinals[these], locations[these], runtime)
+            if part is not None:
+                parts.append((positions[these if part[0] is None else these[part[0]]], part[1]))
         return parts
+
+    def _part(
+        self, number: int, words: Words, ordinals: Ordinals, locations: Positions, runtime: Runtime | None
+    ) -> tuple[Positions | None, Rows] | None:
+        """Rows of one schema, and which they are if they are not all."""
+        schema = self._chunks.schema(number)
+        if schema is None:
+            return None
+        if self._is_checked(ordinals):
+            return None, self._chunks.gather(schema, locations, runtime)
+        fresh = np.flatnonzero(~self._checked[ordinals])
+        self._chunks.populate(schema, locations[fresh])
+        rows = self._chunks.gather(schema, locations, runtime)
+        good = self._check(rows, words, ordinals, locations, fresh)
+        if len(good) == len(rows):
+            return None, rows
+        return (good, rows.take(torch.from_numpy(good))) if len(good) else None
 
     def put(self, words: Words, rows: Rows) -> tuple[int, bool]:
         """Keep rows, on the host, under distinct keys that may be here already.
@@ -173,17 +178,17 @@ class SharedTable:
             self._index.sums[ordinals] = sums
             self._index.locations[ordinals] = places
             self.board.count_rows(self.file, len(ordinals))
-        self._fresh(ordinals)  # makes room for them
+        self._is_checked(ordinals)  # this makes room for them
         self._checked[ordinals] = True
         return len(ordinals)
 
-    def _fresh(self, ordinals: Ordinals) -> Positions:
-        """Which of some ordinals have rows that this process reads for the first time."""
+    def _is_checked(self, ordinals: Ordinals) -> bool:
+        """Whether this process has read the rows of all of some ordinals before."""
         if len(self._checked) < len(self._index.sums):
             longer = np.zeros(len(self._index.sums), bool)
             longer[: len(self._checked)] = self._checked
             self._checked = longer
-        return np.flatnonzero(~self._checked[ordinals])
+        return bool(self._checked.take(ordinals).all())
 
     def _check(
         self, rows: Rows, words: Words, ordinals: Ordinals, locations: Positions, fresh: Positions
