@@ -111,7 +111,8 @@ def test_devices_are_those_of_the_machine():
         ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4, 3)),
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, (3, 4, 1)),
         ({"RANK": "3"}, (0, 1, 0)),
-        ({"RANK": "none", "WORLD_SIZE": "4"}, (0, 4, 0)),
+        ({"RANK": "none", "WORLD_SIZE": "4"}, (0, 1, 0)),
+        ({"WORLD_SIZE": "4", "LOCAL_RANK": "2"}, (0, 1, 2)),  # as some launchers do: then every rank is alone
     ],
 )
 def test_ranks_are_read_from_the_environment(environment, expected, monkeypatch):

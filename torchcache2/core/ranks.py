@@ -24,8 +24,8 @@ def place() -> Place:
     if distributed.is_available() and distributed.is_initialized():
         rank, world_size = distributed.get_rank(), distributed.get_world_size()
     else:
-        rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
-    if not 0 <= rank < world_size:  # this process is not of the group, or one variable was left behind
+        rank, world_size = _number("RANK", -1), _number("WORLD_SIZE", 1)
+    if not 0 <= rank < world_size:  # this process is not of the group, or some variables are set, others not
         rank, world_size = 0, 1
     return Place(rank, world_size, _number("LOCAL_RANK", rank))
 

@@ -114,7 +114,7 @@ class ModuleCache(Cache):
             self._name(), self._class(), now, before, calls, self._why_not_cached(), directory, self._made
         )
 
-    warmup = warm_up
+    warmup = warm_up  # a method, which is documented where it is written
 
     def _why_not_cached(self) -> str | None:
         """Why the last call was not cached; None if it was."""

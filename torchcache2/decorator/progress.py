@@ -59,6 +59,7 @@ class Progress:
     def __init__(
         self, name: str, counters: Counters, tiers: TierStack, share: Share, *, is_shown: bool
     ) -> None:
+        self.batches = 0
         self.items = 0
         self._name, self._counters, self._tiers, self._share = name, counters, tiers, share
         self._is_shown = is_shown
@@ -79,6 +80,7 @@ class Progress:
         """The output of a batch has come back."""
         before, (found, computed) = self.items, self._done()
         self.items = found + computed
+        self.batches += 1
         if before == 0 < self.items:
             self._row_bytes = _stored_bytes(output, cache_dtype) // self.items
         now = time.perf_counter()

@@ -46,17 +46,18 @@ def share_of(data: Any, where: Place, batch_size: int, num_workers: int) -> Shar
             f"data is of type {type(data).__name__}, which is no dataset: give one of its values, or "
             "iter([data]) if it is a batch of samples"
         )
+    is_text = isinstance(data, (str, bytes))
     if isinstance(data, DataLoader):
         share = _of_loader(data, where)
     elif isinstance(data, IterableDataset):
         stream = _Turns(data, where) if where.world_size > 1 else data
         loader: Any = DataLoader(stream, batch_size, num_workers=num_workers, collate_fn=_collated)
         share = Share(loader, *_counts(data, where))
-    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__") and not is_text:
         turns = range(where.rank, len(data), where.world_size)
         loader = DataLoader(data, batch_size, sampler=turns, num_workers=num_workers, collate_fn=_collated)
         share = Share(loader, len(turns), len(data))
-    elif isinstance(data, Iterable):
+    elif isinstance(data, Iterable) and not is_text:
         share = Share(data, None, None)
     else:
         raise OptionError(

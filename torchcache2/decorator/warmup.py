@@ -127,7 +127,8 @@ def warm_up(
         )
     progress = Progress(name, self._counters, self._tiers, share, is_shown=where.rank == 0)
     generator = getattr(share.batches, "generator", None)
-    random = RandomState([*self.keeper.generators, *([] if generator is None else [generator])])
+    generators = [generator] if isinstance(generator, torch.Generator) else []
+    random = RandomState([*self.keeper.generators, *generators])
     try:
         with torch.no_grad():
             for batch in share.batches:
@@ -135,7 +136,7 @@ def warm_up(
     finally:
         random.restore()
         progress.close()
-    if progress.items == 0 and share.items != 0 and where.rank == 0:
+    if progress.batches == 0 and share.items != 0 and where.rank == 0:
         raise OptionError("data is empty: it has given no batch. Has somebody else read it to its end?")
     self.flush()
     return progress.stats()
@@ -147,7 +148,7 @@ def _warm(
     """Have the items of one batch computed, those that are not there."""
     name = cache._name()
     args, kwargs = _arguments(batch, inputs)
-    if progress.items == 0:
+    if progress.batches == 0:
         _check_arguments(name, root, batch, args, kwargs)
     args, kwargs = _moved((args, kwargs), root)
     try:
