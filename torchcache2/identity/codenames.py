@@ -11,6 +11,7 @@ from torchcache2.identity.compiled import code_objects, names_in
 __all__ = ["Names", "names_of"]
 
 _SKIPPED = ("CACHE", "EXTENDED_ARG", "PUSH_NULL", "PRECALL", "KW_NAMES")
+_TAKING = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"))
 _BY_NAME = ("getattr", "vars")
 _IMPORTING = ("import_module", "__import__")
 # Attributes that lead to code which is not named.
@@ -45,6 +46,8 @@ class _Scan:
         self.unfollowed: set[str] = set()
 
     def code(self, code: types.CodeType) -> None:
+        if _TAKING.isdisjoint(code.co_code[::2]):  # most small functions take no name, and `dis` is slow
+            return
         chain: list[str] = []
         lookup = ""  # the function that the chain is an argument of
         imported = ""
