@@ -33,8 +33,8 @@ _TAGGED = (*_SEQUENCES.values(), *_MAPPINGS.values(), collections.defaultdict, c
 def schema_to_json(schema: Schema) -> dict[str, Any]:
     """A schema as a value for ``json.dumps``; equal schemas give equal values.
 
-    `UnserialisableError` if the output has a class that cannot be found by its name, if a node keeps more than
-    plain values and node classes, or if the schema is too large.
+    `UnserialisableError` if the output has a class that cannot be found by its name, if a node keeps more
+    than plain values and node classes, or if the schema is too large.
     """
     data = {
         "structure": _Writer().node(schema.structure, "output", 0),
