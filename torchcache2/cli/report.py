@@ -49,7 +49,7 @@ class Namespace:
         return self.row_bytes / self.stored_bytes if self.stored_bytes else None
 
     def to_json(self) -> dict[str, Any]:
-        """This report for ``json.dumps``."""
+        """The report for ``json.dumps``."""
         return {
             "namespace": self.id,
             "class": self.name,
