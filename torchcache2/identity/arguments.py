@@ -175,7 +175,7 @@ class Signature:
         else:
             arguments = dict(zip(self._positional, args, strict=False))
         encoder = ArgumentEncoder()
-        parts = []
+        parts: list[bytes] = []
         for name, parameter in self._signature.parameters.items():
             value = arguments.get(name, _MISSING)
             if value is _MISSING and name in self._defaults:
