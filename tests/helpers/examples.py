@@ -22,7 +22,6 @@ LIBRARIES = (
     "transformers.models.clip.modeling_clip",
     "transformers.trainer",
     "accelerate",
-    "lightning",
     "sphinx.application",
     "myst_parser.sphinx_ext.main",
     "pytest",

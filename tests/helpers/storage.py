@@ -71,15 +71,20 @@ def put(tier, names, width=4, namespace=NAMESPACES[0]):
     return tier.put(keys_of(names, namespace), rows_of(names, width))
 
 
-def found(tier, names, width=4, namespace=NAMESPACES[0]):
+def check_values(output, names, width):
+    """Assert that an output is what `rows_of` has put under these names."""
+    for row, name in zip(output, names, strict=True):
+        assert torch.equal(row, value_of(name, width))
+
+
+def found(tier, names, width=4, namespace=NAMESPACES[0], *, check=check_values):
     """The names that are there, each checked against its value."""
     names, here = list(names), []
     for positions, rows in tier.get(keys_of(names, namespace)).parts:
         assert list(positions) == sorted(set(positions.tolist()))
-        output = rows.to_pytree(device=CPU)
-        for position, row in zip(positions.tolist(), output, strict=True):
-            assert torch.equal(row, value_of(names[position], width))
-            here.append(names[position])
+        these = [names[position] for position in positions.tolist()]
+        check(rows.to_pytree(device=CPU), these, width)
+        here += these
     return sorted(here)
 
 

@@ -250,6 +250,8 @@ def _run_and_leave(path, names):
         _run(path, names)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if code != stop.code and stop.code is not None:
+            print(stop.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = 1

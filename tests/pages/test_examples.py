@@ -35,7 +35,7 @@ def test_linear_probe_goes_on_from_a_folder(tmp_path):
     items, test_items = 64, TEST_ITEMS
     arguments = ["--items", items, "--size", SIZE, "--cache-dir", tmp_path / "rows"]
     arguments += ["--plot", tmp_path / "epochs.png"]
-    # It is killed when some rows have been sealed, long before it has done so many epochs.
+    # Killed in the middle, when some rows have been sealed: it has more epochs to do than it can by then.
     killed = start("linear_probe.py", "--epochs", 100_000, *arguments)
     deadline = time.monotonic() + 300
     while not list(tmp_path.glob("rows/*/*.safetensors")):
@@ -67,3 +67,9 @@ def test_linear_probe_refuses_a_single_epoch():
     done = run("linear_probe.py", "--epochs", 1)
     assert done.returncode == 2
     assert "at least 2 epochs" in done.stderr
+
+
+def test_linear_probe_refuses_a_size_that_patches_do_not_fill():
+    done = run("linear_probe.py", "--size", 20)
+    assert done.returncode == 2
+    assert "a multiple of 8 pixels" in done.stderr

@@ -56,3 +56,9 @@ def test_text_embeddings_refuses_a_length_that_the_model_does_not_have():
     done = run("text_embeddings.py", "--length", 513)
     assert done.returncode == 2
     assert "3 to 512 tokens" in done.stderr
+
+
+def test_text_embeddings_refuses_a_folder_without_sentences(tmp_path):
+    done = run("text_embeddings.py", "--random", "--library", tmp_path)
+    assert done.returncode == 1
+    assert f"no docstring of a Python file in {tmp_path} has a sentence" in done.stderr

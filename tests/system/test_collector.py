@@ -18,7 +18,7 @@ def rows_of(*numbers):
     return Rows.from_pytree(output, len(numbers), device=torch.device("cpu"))
 
 
-def found(tier, keys):
+def count_found(tier, keys):
     return sum(len(positions) for positions, _ in tier.get(keys).parts)
 
 
@@ -59,7 +59,7 @@ def test_a_tier_is_flushed_or_closed_while_it_writes_a_segment(tmp_path, name, w
     assert called.wait(60)
     in_time(tier.close)
     reopened = DiskTier(tmp_path / "cache")
-    assert found(reopened, keys_of([1, 2])) == 2
+    assert count_found(reopened, keys_of([1, 2])) == 2
     reopened.close()
 
 
@@ -74,7 +74,7 @@ def test_a_tier_is_used_while_its_tables_change(tmp_path, name):
         with tier._lock():
             getattr(tier, name)(*arguments)
             # Nothing has happened yet, in the middle of what this thread does.
-            assert found(tier, keys_of([1, 2])) == 2 and found(tier, keys_of([3], OTHER)) == 1
+            assert count_found(tier, keys_of([1, 2])) == 2 and count_found(tier, keys_of([3], OTHER)) == 1
 
     in_time(work)
     in_time(tier.close)
@@ -82,6 +82,6 @@ def test_a_tier_is_used_while_its_tables_change(tmp_path, name):
         if thread is not threading.current_thread() and thread.daemon:
             thread.join(60)
     reopened = DiskTier(tmp_path / "cache")
-    assert found(reopened, keys_of([1, 2])) == 2
-    assert found(reopened, keys_of([3], OTHER)) == (0 if name == "drop" else 1)
+    assert count_found(reopened, keys_of([1, 2])) == 2
+    assert count_found(reopened, keys_of([3], OTHER)) == (0 if name == "drop" else 1)
     reopened.close()

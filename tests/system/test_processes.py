@@ -117,7 +117,7 @@ os._exit(0)
 """
 
 
-def found(path, count, scale=1.0):
+def found_by_another(path, count, scale=1.0):
     """The items below `count` that another process finds."""
     return list(map(int, warm.run(NET + AGAIN, path, scale, count).words))
 
@@ -229,7 +229,7 @@ def test_every_codec_works_at_exit(path):
         check(net, range(600))
     """
     warm.start(NET + warm.dedented(script), path, whole=True).done()
-    assert [len(found(path, 600, scale)) for scale in (1.0, 2.0, 4.0)] == [600] * 3
+    assert [len(found_by_another(path, 600, scale)) for scale in (1.0, 2.0, 4.0)] == [600] * 3
 
 
 @pytest.mark.parametrize("last", ["os._exit(4)", "os.kill(os.getpid(), 9)", "os.abort()"])
@@ -243,7 +243,7 @@ def test_what_waits_is_forgotten_when_a_process_is_cut_off(path, last):
     """
     code = {"os._exit(4)": 4, "os.abort()": -signal.SIGABRT}.get(last, -signal.SIGKILL)
     warm.start(NET + warm.dedented(script), path).done(code)
-    assert found(path, 20) == list(range(8))
+    assert found_by_another(path, 20) == list(range(8))
     assert leftovers(path) == []
 
 
@@ -268,7 +268,7 @@ def test_handlers_that_run_at_exit_may_still_call_the_module(path):
     process = warm.start(NET + AT_EXIT, path, whole=True).done()
     assert process.words == ["late", "4", "late", "12"]
     assert process.err == ""
-    assert found(path, 12) == list(range(12))
+    assert found_by_another(path, 12) == list(range(12))
 
 
 FIRST_AT_EXIT = """
@@ -290,7 +290,7 @@ atexit.register(late)
 def test_a_module_that_is_first_called_at_exit_works(path):
     process = warm.start(NET + FIRST_AT_EXIT, path, whole=True).done()
     assert process.words == ["8", "8"] and process.err == ""
-    assert set(found(path, 8)) <= set(range(8))
+    assert set(found_by_another(path, 8)) <= set(range(8))
 
 
 DAEMON = """
@@ -320,7 +320,7 @@ def test_daemon_threads_that_go_on_do_not_delay_the_end(path, last):
     process = warm.start(NET + DAEMON.replace("{last}", last), path, 2)
     process.done({"": 0, "sys.exit(3)": 3, "1 / 0": 1}[last])
     assert leftovers(path) == []
-    assert found(path, 400) == list(range(400))
+    assert found_by_another(path, 400) == list(range(400))
 
 
 FAST_PRODUCER = """
@@ -382,7 +382,7 @@ def test_ctrl_c_ends_a_run_and_the_next_one_goes_on(path, what, times):
             break
     assert process.wait() in (-signal.SIGINT, 128 + signal.SIGINT, 1), process.err
     assert "KeyboardInterrupt" in process.err
-    assert found(path, 8) == list(range(8))
+    assert found_by_another(path, 8) == list(range(8))
     assert leftovers(path) == []
 
 
@@ -418,7 +418,7 @@ print(interrupts)
 
 def test_a_session_goes_on_after_any_number_of_interrupts(path):
     warm.start(NET + INTERRUPTED, path, 20_000 if SOAK else 400).done(timeout=LONG)
-    assert found(path, 600) == list(range(600))
+    assert found_by_another(path, 600) == list(range(600))
     assert leftovers(path) == []
 
 
@@ -442,8 +442,8 @@ class Unsynced(FileSystem):
 
 ACTS = {
     "put": lambda tier: put(tier, range(5, 10)),
-    "get": lambda tier: found(tier, range(5)),
-    "get what another one has sealed": lambda tier: found(tier, range(20, 25)),
+    "get": lambda tier: found_by_another(tier, range(5)),
+    "get what another one has sealed": lambda tier: found_by_another(tier, range(20, 25)),
     "flush": lambda tier: tier.flush(),
     "drop": lambda tier: tier.drop(b"first namespace."),
     "stats": lambda tier: tier.stats(),
@@ -486,21 +486,21 @@ def attempt(act, n, folder):
 
     def other():
         put(tier, range(10, 15))
-        found(tier, range(25))
+        found_by_another(tier, range(25))
         tier.flush()
-        found(tier, range(25))
+        found_by_another(tier, range(25))
         is_through.set()
 
     thread = threading.Thread(target=other, daemon=True)
     thread.start()
     assert is_through.wait(10), f"another thread hangs after an interrupt at {where}"
     # An interrupt of `close` may come before or after it takes effect.
-    assert act == "close" or found(tier, range(10, 15)) == list(range(10, 15)), where
+    assert act == "close" or found_by_another(tier, range(10, 15)) == list(range(10, 15)), where
     assert faults(tier) == (0, 0), (where, tier.stats())
     put(tier, range(25))  # what was forgotten, but nothing that only seems to be kept
     tier.close()
     again = DiskTier(folder, fs=Unsynced(), delay=NEVER)
-    here = found(again, range(25))
+    here = found_by_another(again, range(25))
     assert act == "close" or here == list(range(25)), (where, here)
     assert faults(again) == (0, 0), where
     again.close()
@@ -659,7 +659,7 @@ def test_the_end_of_a_process_may_come_while_its_workers_live(path):
     # Python ends them with SIGTERM: what waits in them is forgotten.
     process = warm.start(NET + SPAWNED, path, "fork", 2, True, whole=True).done()
     assert process.words == ["end"]
-    assert set(found(path, 64)) >= set(range(8))
+    assert set(found_by_another(path, 64)) >= set(range(8))
 
 
 FORKED_LOADER = """
@@ -732,7 +732,7 @@ def test_children_of_a_process_that_writes_neither_hang_nor_err(path):
     rounds = 500 if SOAK else 12
     warm.start(NET + BUSY, path, rounds).done(timeout=LONG)
     assert leftovers(path) == []
-    assert set(found(path, 8)) == set(range(8))
+    assert set(found_by_another(path, 8)) == set(range(8))
 
 
 FORKED_WHILE_WRITING = """
@@ -763,12 +763,12 @@ assert reached.wait(20)
 pid = os.fork()
 if pid == 0:
     goes_on.set()
-    assert found(tier, range(5)) == []  # they are the parent's
+    assert found_by_another(tier, range(5)) == []  # they are the parent's
     os.write(tell_parent, b"1")
     os.read(to_child, 1)
-    assert found(tier, range(5)) == list(range(5))
+    assert found_by_another(tier, range(5)) == list(range(5))
     put(tier, range(3, 8))
-    os._exit(0 if found(tier, range(8)) == list(range(8)) else 1)
+    os._exit(0 if found_by_another(tier, range(8)) == list(range(8)) else 1)
 os.read(to_parent, 1)
 goes_on.set()
 tier.flush()
@@ -827,7 +827,7 @@ def test_eight_processes_share_a_directory_and_no_sealed_row_is_lost(path):
     assert leftovers(path) == []
     assert {scale: set(numbers) for scale, numbers in sealed(path).items()} == touched
     for scale, numbers in touched.items():
-        assert found(path, 400, scale) == sorted(numbers)
+        assert found_by_another(path, 400, scale) == sorted(numbers)
 
 
 def test_eight_processes_share_a_directory_of_which_one_deletes_all_the_time(path):
@@ -838,7 +838,7 @@ def test_eight_processes_share_a_directory_of_which_one_deletes_all_the_time(pat
     assert leftovers(path) == []
     left = sealed(path)
     for scale in (1.0, 2.0, 4.0, 8.0, 16.0):
-        assert found(path, 400, scale) == sorted(set(left.get(scale, [])))
+        assert found_by_another(path, 400, scale) == sorted(set(left.get(scale, [])))
 
 
 USING = """
@@ -870,7 +870,7 @@ def test_rows_that_another_process_uses_stay_until_it_ends(path, tmp_path):
     assert other.err.count("is full") == 1
     left = sealed(path)
     assert 1.0 not in left and len(left[4.0]) == int(other.words[1]) > 100
-    assert found(path, 400, 4.0) == left[4.0]
+    assert found_by_another(path, 400, 4.0) == left[4.0]
 
 
 def test_a_process_that_is_killed_uses_nothing_any_more(path):

@@ -37,20 +37,27 @@ def test_sixteen_threads_on_one_module_get_no_wrong_output(policy, budget, calls
     calls = (200_000 if SOAK else calls) // 16
     start = threading.Barrier(16)
 
-    def work(number):
+    def batches(number):
+        """What a thread calls with, and the outputs: they are made before, so that the threads only call."""
         generator = torch.Generator().manual_seed(number)
+        counts = torch.randint(1, 9, (calls,), generator=generator).tolist()
+        scales = torch.randint(1, 3, (calls,), generator=generator).tolist()
+        numbers = torch.randint(len(items), (sum(counts),), generator=generator).split(counts)
+        tables = {scale: plain(items, float(scale)) for scale in (1, 2)}
+        for some, scale in zip(numbers, scales, strict=True):
+            yield items[some], float(scale), {name: rows[some] for name, rows in tables[scale].items()}
+
+    def work(batches):
         start.wait()
         wrong = 0
-        for _ in range(calls):
-            count = int(torch.randint(1, 9, (), generator=generator))
-            x = items[torch.randint(len(items), (count,), generator=generator)]
-            scale = float(torch.randint(1, 3, (), generator=generator))
-            output, expected = module(x, scale), plain(x, scale)
+        for x, scale, expected in batches:
+            output = module(x, scale)
             wrong += not all(torch.equal(output[name], expected[name]) for name in ("y", "x"))
         return wrong
 
+    jobs = [list(batches(number)) for number in range(16)]
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        assert sum(pool.map(work, range(16))) == 0
+        assert sum(pool.map(work, jobs)) == 0
     stats = module.cache_instance.stats()
     assert stats.memory_bytes <= budget and stats.hits > 0
     assert stats.hits + stats.misses + sum(stats.bypasses.values()) > 16 * calls

@@ -1,5 +1,6 @@
 """The memory tier against a plain dict that may forget, and its budget against the system's."""
 
+import functools
 import gc
 import pathlib
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.helpers.storage import CPU, DTYPES, keys_of, value_of
+from tests.helpers import storage
+from tests.helpers.storage import CPU, DTYPES, check_values, keys_of, value_of
 from tests.helpers.storage import NAMESPACES as ALL_NAMESPACES
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
@@ -29,16 +31,12 @@ def put(tier, names, width=4, namespace=NAMESPACES[0]):
     return tier.put(keys_of(names, namespace), rows_of(names, width))
 
 
-def found(tier, names, width=4, namespace=NAMESPACES[0]):
-    """The names that are there, each checked against its value."""
-    here = []
-    for positions, rows in tier.get(keys_of(names, namespace)).parts:
-        output = rows.to_pytree(device=CPU)
-        assert output["n"] == width and output["z"] is None
-        for position, row in zip(positions, output["y"], strict=True):
-            assert torch.equal(row, value_of(names[position], width))
-            here.append(names[position])
-    return sorted(here)
+def check_outputs(output, names, width):
+    assert output["n"] == width and output["z"] is None
+    check_values(output["y"], names, width)
+
+
+found = functools.partial(storage.found, check=check_outputs)
 
 
 @pytest.fixture(params=["reserved", "moved"])

@@ -180,6 +180,20 @@ def test_rows_from_before_compiling_are_found(make):
     assert counts(cached) == (12, 12)
 
 
+@pytest.mark.parametrize("make", [as_class, as_instance])
+def test_what_lightning_keeps_of_compiling_is_no_part_of_the_module(make):
+    cached, graphs = make(), Graphs()
+    compiled = torch.compile(cached, backend=graphs)
+    compiled._compile_kwargs = {"backend": graphs}  # Lightning does this whenever anything is compiled
+    assert vars(cached)["_compile_kwargs"] == {"backend": graphs}
+    for _ in range(2):
+        assert_same(compiled(X), Net()(X))
+    assert counts(cached) == (6, 6) and len(graphs) == 1
+    before = cached.cache_instance.module_hash
+    del cached._compile_kwargs
+    assert cached.cache_instance.module_hash == before
+
+
 def test_changed_weights_are_noticed():
     cached, plain = as_class(), Net()
     compiled = torch.compile(cached, backend="eager")

@@ -22,7 +22,7 @@ from torchcache2.tiers.make import check_folder, make_tiers
 
 __all__ = ["Parts", "TierStack"]
 
-_MOST_DESCRIBED = 256
+_MOST_DESCRIBED = _MOST_DROPS = 256
 Parts = list[tuple[Positions, Rows]]
 
 
@@ -87,7 +87,8 @@ class TierStack:
         self._lock = ProcessLock(threading.RLock)  # the garbage collector may close a cache at any point
         self._users = Users()  # tiers refer to these only: they would keep a stack alive
         self._tiers: Sequence[Tier] = ()
-        self._last_drop = object()  # a new object after each drop
+        self._drops: dict[bytes, object] = {}  # a new object after each drop of a namespace
+        self._drops_forgotten = object()  # a new object each time that `_drops` is emptied
         self._finalizer: Any = None
         check_folder(settings)
 
@@ -115,7 +116,7 @@ class TierStack:
 
         Each tier is asked for what the faster ones do not have, and what it has is offered to them.
         """
-        tiers, before = self.tiers, self._last_drop
+        tiers, before = self.tiers, self._last_drop(keys.namespace)
         parts = list(tiers[0].get(keys).parts)
         for depth, tier in enumerate(tiers[1:], start=1):
             if sum(len(rows) for _, rows in parts) == len(keys):
@@ -126,10 +127,12 @@ class TierStack:
             wanted = np.flatnonzero(missing)
             asked = keys.take(wanted) if len(wanted) < len(keys) else keys
             for positions, rows in tier.get(asked).parts:
-                if self._last_drop is before:
+                if self._last_drop(keys.namespace) == before:
                     _offer(tiers[:depth], asked.take(positions), rows)
                 parts.append((wanted[positions], rows))
-            if self._last_drop is not before:  # rows that were dropped meanwhile may have been offered
+            if (
+                self._last_drop(keys.namespace) != before
+            ):  # rows that were dropped meanwhile may have been offered
                 for faster in tiers[:depth]:
                     faster.drop(keys.namespace)
         return Found(_merged(parts))
@@ -173,7 +176,14 @@ class TierStack:
         # tier already, which comes next, or are not offered any more.
         for tier in reversed(self.tiers):
             tier.drop(namespace)
-            self._last_drop = object()
+            if len(self._drops) >= _MOST_DROPS:
+                self._drops_forgotten = object()  # first, as `_last_drop` reads it last
+                self._drops = {}
+            self._drops[namespace] = object()
+
+    def _last_drop(self, namespace: bytes) -> tuple[object, object]:
+        """A value that is another one after each drop of a namespace."""
+        return self._drops.get(namespace), self._drops_forgotten
 
     def flush(self) -> None:
         """Return when what was put is as durable as the tiers make it."""

@@ -110,7 +110,7 @@ def _is_struct_sequence(cls: Any) -> bool:
 
 
 def check_fields(cls: Any, name: str, fields: Any, children: int) -> None:
-    """Whether a class has the fields that it had when it was written."""
+    """Raise if a class has other fields than when it was written."""
     if fields is not None and not all(type(field) is str for field in list_of(fields)):
         raise DamagedError("fields that are not names")
     known = fields_of(cls)

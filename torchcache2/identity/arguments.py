@@ -32,7 +32,8 @@ __all__ = ["BoundCall", "Signature", "UncachedArgumentError"]
 
 _DEFAULT = b"default"
 _KINDS = inspect.Parameter
-_UNCHANGING = (Tensor, torch.nn.Parameter, type(None), bool, int, float, complex, str, bytes, torch.dtype)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
+_UNCHANGING = (Tensor, torch.nn.Parameter, *_PLAIN)
 _MISSING = object()
 _VARIADIC = (_KINDS.VAR_POSITIONAL, _KINDS.VAR_KEYWORD)
 
@@ -138,6 +139,9 @@ class Signature:
             elif parameter.kind == _KINDS.VAR_KEYWORD:
                 self._keywords = parameter.name
         self._positional = tuple(positional)
+        # Large models have dozens of parameters with such defaults, so these are not encoded at each call.
+        plain = [parameter for parameter in parameters if type(parameter.default) in _PLAIN]
+        self._defaults = {p.name: (p.name.encode(), self._encode_default(p)) for p in plain}
         # How many arguments have to be given by position if none is given by name.
         required = [p for p in parameters if p.default is _KINDS.empty and p.kind not in _VARIADIC]
         is_simple = all(p.kind is not _KINDS.KEYWORD_ONLY for p in required)
@@ -171,10 +175,12 @@ class Signature:
         else:
             arguments = dict(zip(self._positional, args, strict=False))
         encoder = ArgumentEncoder()
-        parts = []
+        parts: list[bytes] = []
         for name, parameter in self._signature.parameters.items():
             value = arguments.get(name, _MISSING)
-            if value is _MISSING:
+            if value is _MISSING and name in self._defaults:
+                parts += self._defaults[name]
+            elif value is _MISSING:
                 if parameter.default is _KINDS.empty:
                     continue  # *args or **kwargs without any
                 data = self._encode_default(parameter)

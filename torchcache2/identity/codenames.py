@@ -11,6 +11,7 @@ from torchcache2.identity.compiled import code_objects, names_in
 __all__ = ["Names", "names_of"]
 
 _SKIPPED = ("CACHE", "EXTENDED_ARG", "PUSH_NULL", "PRECALL", "KW_NAMES")
+_TAKING = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"))
 _BY_NAME = ("getattr", "vars")
 _IMPORTING = ("import_module", "__import__")
 # Through these attributes code reaches other code that it does not name.
@@ -45,6 +46,8 @@ class _Scan:
         self.unfollowed: set[str] = set()
 
     def code(self, code: types.CodeType) -> None:
+        if _TAKING.isdisjoint(code.co_code[::2]):  # most small functions take no name, and `dis` is slow
+            return
         chain: list[str] = []
         lookup = ""  # the function of which the chain is an argument
         imported = ""

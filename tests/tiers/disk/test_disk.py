@@ -262,6 +262,31 @@ def test_a_caller_waits_for_a_slow_disk_and_then_goes_on(make):
     assert found(tier, range(500), 1000) == list(range(500))
 
 
+@pytest.mark.parametrize("what", ["flush", "put"])
+def test_who_waits_for_the_disk_may_be_interrupted_right_after_the_lock_was_released(make, what):
+    def interrupt(frame, event, argument):
+        if event == "c_return" and argument.__name__ == "_release_save":
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    fs = Gated()
+    tier = make(codec="none", queue=1000, fs=fs)
+    fs.close("sync")
+    others = threading.Thread(target=put, args=(tier, [0], 1000))
+    others.start()
+    try:
+        wait_until(lambda: "sync" in fs.entered)
+        sys.setprofile(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tier.flush() if what == "flush" else put(tier, [1], 1000)
+    finally:
+        sys.setprofile(None)
+        fs.open_all()
+        others.join(60)
+    tier.flush()
+    assert found(tier, range(2), 1000) == list(range(1 if what == "flush" else 2))
+
+
 def test_flush_does_not_wait_for_rows_that_come_later(make):
     class Feeding(Unsynced):
         """Whenever a segment is written, others put enough rows for the next one."""

@@ -1,6 +1,5 @@
 """Models of diffusers, tiny."""
 
-import diffusers
 import torch
 from torch import nn
 
@@ -36,16 +35,22 @@ def packed_noise(count):
 
 
 def autoencoder():
+    import diffusers
+
     kinds = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
     return diffusers.AutoencoderKL(latent_channels=4, **kinds, **BLOCKS)
 
 
 def vq():
+    import diffusers
+
     kinds = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
     return diffusers.VQModel(latent_channels=3, num_vq_embeddings=16, **kinds, **BLOCKS)
 
 
 def unet():
+    import diffusers
+
     return diffusers.UNet2DConditionModel(
         sample_size=8,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -57,6 +62,8 @@ def unet():
 
 
 def pixart():
+    import diffusers
+
     return diffusers.PixArtTransformer2DModel(
         sample_size=8,
         num_layers=1,
@@ -75,6 +82,8 @@ def pixart_noise(count):
 
 
 def flux():
+    import diffusers
+
     return diffusers.FluxTransformer2DModel(
         in_channels=4,
         num_layers=1,

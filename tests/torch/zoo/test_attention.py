@@ -4,17 +4,16 @@ import importlib.util
 import sys
 
 import torch
-from transformers import AttentionInterface, BertConfig, BertModel
-from transformers.models.bert import modeling_bert
+import transformers
 
 from torchcache2 import torchcache
 
 
 def bert():
     sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16}
-    config = BertConfig(num_hidden_layers=1, num_attention_heads=2, **sizes)
+    config = transformers.BertConfig(num_hidden_layers=1, num_attention_heads=2, **sizes)
     torch.manual_seed(0)
-    return BertModel(config, add_pooling_layer=False).eval()
+    return transformers.BertModel(config, add_pooling_layer=False).eval()
 
 
 def own_attention(module, query, key, value, attention_mask, **kwargs):
@@ -22,6 +21,7 @@ def own_attention(module, query, key, value, attention_mask, **kwargs):
 
 
 def test_attention_of_transformers_that_is_patched_counts(monkeypatch, tmp_path):
+    modeling_bert, interface = transformers.models.bert.modeling_bert, transformers.AttentionInterface
     model = bert()
     model.set_attn_implementation("eager")
     ids = torch.randint(0, 11, (2, 5))
@@ -33,7 +33,7 @@ def test_attention_of_transformers_that_is_patched_counts(monkeypatch, tmp_path)
     assert torch.equal(cached(ids)[0], before)
     assert cached.cache_instance.module_hash == first
     found = []
-    monkeypatch.setattr(AttentionInterface, "_global_mapping", dict(AttentionInterface._global_mapping))
+    monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
     for scale in (2, 2, 3):
         head = "def mine(module, query, key, value, *args, **kwargs):\n"
         text = f"{head}    return value.transpose(1, 2) * {scale}, None\n"
@@ -44,7 +44,7 @@ def test_attention_of_transformers_that_is_patched_counts(monkeypatch, tmp_path)
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, "written_attention", module)
         spec.loader.exec_module(module)
-        AttentionInterface.register("mine", module.mine)
+        interface.register("mine", module.mine)
         found.append(cached.cache_instance.module_hash)
     assert found[0] == found[1] != found[2]
     assert first not in found

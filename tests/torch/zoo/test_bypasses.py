@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 
-import diffusers
 import pytest
 import torch
 import transformers
@@ -117,6 +116,8 @@ def test_a_loss_of_the_whole_batch_is_passed_through():
 
 
 def test_a_loss_of_codes_is_passed_through():
+    import diffusers
+
     kinds = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
     plain = seeded(lambda: diffusers.VQModel(latent_channels=3, num_vq_embeddings=16, **kinds, **BLOCKS))
     cached = cached_copy(plain)

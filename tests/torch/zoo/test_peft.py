@@ -2,7 +2,6 @@
 
 import copy
 
-import peft
 import pytest
 import torch
 
@@ -17,11 +16,15 @@ pytestmark = [
 
 
 def lora(rank=2, **options):
+    import peft
+
     return peft.LoraConfig(r=rank, init_lora_weights=False, **options)
 
 
 def adapted():
     """A model with two adapters, of which the first is on."""
+    import peft
+
     torch.manual_seed(SEED)
     model = peft.get_peft_model(bert(), lora(target_modules=["query", "value"]))
     model.add_adapter("second", lora(rank=3, target_modules=["value"]))
@@ -29,6 +32,8 @@ def adapted():
 
 
 def layers(model):
+    import peft
+
     return [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
 
 
@@ -130,6 +135,8 @@ def test_a_merged_model_is_cached_when_it_is_unloaded():
 
 @pytest.mark.parametrize("build", [distilbert, gpt2])
 def test_each_item_can_have_an_adapter_of_its_own(build):
+    import peft
+
     torch.manual_seed(SEED)
     targets = ["c_attn"] if build is gpt2 else ["q_lin", "v_lin"]
     options = {"target_modules": targets, "fan_in_fan_out": build is gpt2}

@@ -123,7 +123,7 @@ class Writer:
             while self._is_full() and not self._ending and self._is_alive():
                 if not self._ready and not self._writing:
                     self._close_all()
-                self._changed.wait(1.0)
+                self._wait()
             if self._ending or not self._is_full():
                 return
         self.flush()  # the thread is gone, so this one writes
@@ -137,7 +137,7 @@ class Writer:
             pass
         with self._lock:
             while self._is_alive() and any(p in waiting and not p.done for p in self._writing):
-                self._changed.wait(1.0)
+                self._wait()
 
     def writes_here(self) -> bool:
         """Whether the caller is the thread that writes, or in the middle of writing a segment itself."""
@@ -156,6 +156,14 @@ class Writer:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and self._is_alive():
             thread.join()
+
+    def _wait(self) -> None:
+        """Return when something has changed, or after a second; with the lock held, be it interrupted."""
+        try:
+            self._changed.wait(1.0)
+        finally:
+            if not self._lock._is_owned():  # the interrupt came right after the lock was released
+                self._lock.acquire()
 
     def _is_full(self) -> bool:
         """Whether more than `limit` bytes wait; with the lock held."""
