@@ -11,7 +11,8 @@
         └── OutputError (ValueError)
 
 The first two are a programmer's mistakes, and are raised at once. The others are raised only under
-``strict=True`` and in a warmup: otherwise a call that cannot be cached is passed to the plain forward, with one warning.
+``strict=True`` and in a warmup: otherwise a call that cannot be cached is passed to the plain forward, with
+one warning.
 Faults of storage or network are never exceptions: they are counted misses and one warning.
 """
 

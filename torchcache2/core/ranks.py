@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Place", "place"]
+__all__ = ["Place", "has_ranks", "place", "ranks_here"]
 
 
 class Place(NamedTuple):
@@ -28,6 +28,21 @@ def place() -> Place:
     if not 0 <= rank < world_size:  # this process is not of the group, or some variables are set, others not
         rank, world_size = 0, 1
     return Place(rank, world_size, _number("LOCAL_RANK", rank))
+
+
+def has_ranks() -> bool:
+    """Whether this process is one of several ranks, as far as is known now."""
+    distributed = torch.distributed
+    return (
+        _number("LOCAL_WORLD_SIZE", 1) > 1
+        or ("LOCAL_RANK" in os.environ and _number("WORLD_SIZE", 1) > 1)  # Lightning says no more
+        or (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
+    )
+
+
+def ranks_here() -> int:
+    """How many ranks this machine has; at most, where the launcher says how many there are in all."""
+    return max(1, _number("LOCAL_WORLD_SIZE", place().world_size))
 
 
 def _number(variable: str, default: int) -> int:

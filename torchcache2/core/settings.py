@@ -19,6 +19,7 @@ __all__ = ["CacheSettings", "disabled_by_environment", "require", "strict_by_env
 
 Policy = Literal["mru", "lru"]
 MissBatch = Literal["exact", "pad"]
+Distributed = Literal["auto", "off", "node"]
 Compression = Literal["brotli", "blosc2", "none"]
 
 _MOST_QUALITY = {"brotli": 11, "blosc2": 9, "none": 11}
@@ -84,6 +85,12 @@ class CacheSettings:
         compiled again for each new size, of which ``"pad"`` leaves few.
     verify : float
         Share of hits, in [0, 1], that are computed again and compared.
+    distributed : {"auto", "off", "node"}
+        What the ranks of a job share, which are processes on one machine. ``"node"``: one memory tier of
+        `max_memory_cache_size` in all, and an item that one rank computes is not computed by another. Needs
+        Linux, ``policy="mru"`` and ``memory_cache_device="cpu"``. ``"off"``: each process has its own.
+        ``"auto"``: ``"node"`` where a launcher or `torch.distributed` says that there are several ranks, and
+        the other options allow it.
 
     Raises
     ------
@@ -111,6 +118,7 @@ class CacheSettings:
     strict: bool = False
     miss_batch: MissBatch = "exact"
     verify: float = 0.0
+    distributed: Distributed = "auto"
 
     def __post_init__(self) -> None:
         self._require("enabled", isinstance(self.enabled, bool), "True or False")
@@ -149,6 +157,16 @@ class CacheSettings:
         is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
         self._require("verify", is_number and 0 <= share <= 1, "a share of hits from 0.0 to 1.0")
         object.__setattr__(self, "verify", float(share))
+        self._check_distributed()
+
+    def _check_distributed(self) -> None:
+        self._require("distributed", self.distributed in ("auto", "off", "node"), "'auto', 'off' or 'node'")
+        if self.distributed == "node" and not self.can_be_shared:
+            raise OptionError(
+                "distributed='node' needs policy='mru' and memory_cache_device='cpu', but these are "
+                f"{self.policy!r} and {str(self.memory_cache_device)!r}: rows that processes share lie in "
+                "memory of the CPU, and are not evicted"
+            )
 
     def _check_persistence(self) -> None:
         is_known = self.persistent is None or isinstance(self.persistent, bool)
@@ -186,6 +204,11 @@ class CacheSettings:
             raise OptionError(f"{option}={getattr(self, option)!r}: expected {expected}")
 
     @property
+    def can_be_shared(self) -> bool:
+        """Whether processes can share a memory tier with these options."""
+        return self.policy == "mru" and str(self.memory_cache_device) == "cpu"
+
+    @property
     def is_persistent(self) -> bool:
         """Whether rows are kept on disk: as `persistent` says or, if it is None, if there is a folder."""
         return self.persistent_cache_dir is not None if self.persistent is None else self.persistent
@@ -196,7 +219,12 @@ class CacheSettings:
 
     def shares_tiers_with(self, other: CacheSettings) -> bool:
         """Whether caches with these and the other settings can have one budget."""
+        return self.of_tiers() == other.of_tiers()
+
+    def of_tiers(self) -> tuple[Any, ...]:
+        """The values of the options that say which tiers there are."""
         names = (
+            "distributed",
             "max_memory_cache_size",
             "memory_cache_device",
             "policy",
@@ -206,7 +234,7 @@ class CacheSettings:
             "compression",
             "compression_quality",
         )
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+        return tuple(getattr(self, name) for name in names)
 
     def memory_budget(self) -> int:
         """`max_memory_cache_size` in bytes, as of now."""

@@ -24,9 +24,10 @@ _PREFIX = "torchcache_"
 class Binding:
     """One use of the decorator: its options, and what all of its caches share."""
 
-    def __init__(self, settings: CacheSettings) -> None:
+    def __init__(self, settings: CacheSettings, name: str) -> None:
         self.settings = settings
-        self.tiers = TierStack(settings)
+        self.name = name
+        self.tiers = TierStack(settings, name)
         self.probes = Probes()
         self.histories: dict[type, History] = {}
         self.creation = ProcessLock(threading.RLock)
@@ -42,7 +43,8 @@ class Binding:
                     if name.startswith(_PREFIX)
                 }
         settings = self.settings.replace(options)
-        tiers = self.tiers if settings.shares_tiers_with(self.settings) else None
+        is_shared = settings.shares_tiers_with(self.settings)
+        tiers = self.tiers if is_shared else TierStack(settings, self.name)
         history = self.histories.setdefault(type(root), History())
         cache = ModuleCache(settings, tiers, history, self.probes)
         cache.bind(root, plain)

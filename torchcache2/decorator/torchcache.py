@@ -26,6 +26,7 @@ from torchcache2.decorator.instances import decorate_instance
 from torchcache2.decorator.modulecache import ModuleCache
 from torchcache2.decorator.tracing import is_exported, with_own_code
 from torchcache2.engine.steps import Steps, run_steps
+from torchcache2.identity.encoding import qualified_name
 from torchcache2.identity.marks import ORIGINAL_ATTRIBUTE
 
 __all__ = ["torchcache"]
@@ -111,7 +112,7 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
     settings = CacheSettings(**options)
 
     def decorate(target: Any) -> Any:
-        binding = Binding(settings)
+        binding = Binding(settings, qualified_name(type(target) if isinstance(target, nn.Module) else target))
         forward = getattr(target, "forward", target)
         if any(is_deferred(forward) for is_deferred in _DEFERRED):
             raise DecorationError(

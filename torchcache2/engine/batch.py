@@ -114,8 +114,6 @@ class Batch:
         Items that were computed because they were not found.
     computed : int
         Items that the forward has computed, padding included; an item counts each time that it is computed.
-    waited : int
-        Items that were missing, and that others have computed meanwhile.
     seconds : float
         Time spent in the forward.
     whole : Rows, optional
@@ -137,7 +135,6 @@ class Batch:
         self.dtypes = dtypes
         self.dtype = settings.cache_dtype
         self.misses = 0
-        self.waited = 0
         self.computed = 0
         self.seconds = 0.0
         self.whole: Rows | None = None

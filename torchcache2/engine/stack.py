@@ -17,7 +17,7 @@ from torchcache2.core.locks import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.tiers.base import Claim, Found, NoClaim, Tier
+from torchcache2.tiers.base import Claim, Found, Tier
 from torchcache2.tiers.make import check_folder, make_tiers
 
 __all__ = ["Parts", "TierStack"]
@@ -82,8 +82,9 @@ class TierStack:
         If the cache directory is a file, or a folder with somebody else's files.
     """
 
-    def __init__(self, settings: CacheSettings) -> None:
+    def __init__(self, settings: CacheSettings, name: str = "") -> None:
         self.settings = settings
+        self.name = name
         self._lock = ProcessLock(threading.RLock)  # the garbage collector may close a cache at any point
         self._users = Users()  # tiers refer to these only: they would keep a stack alive
         self._tiers: Sequence[Tier] = ()
@@ -100,7 +101,9 @@ class TierStack:
             with self._lock():
                 tiers = self._tiers
                 if not tiers:
-                    tiers = make_tiers(self.settings, self._users.namespaces, self._users.description)
+                    tiers = make_tiers(
+                        self.settings, self._users.namespaces, self._users.description, name=self.name
+                    )
                     self._finalizer = weakref.finalize(self, _close, tiers)
                     self._finalizer.atexit = False  # tiers that must be closed at exit do it themselves
                     self._tiers = tiers
@@ -138,9 +141,8 @@ class TierStack:
         return Found(_merged(parts))
 
     def claim(self, keys: Keys) -> Claim:
-        """Which of these distinct keys, all missing, the caller computes, and which others do."""
-        claims = (tier.claim(keys) for tier in self.tiers)
-        return next((claim for claim in claims if claim is not None), NoClaim(len(keys)))
+        """Say which of these distinct keys, which `get` has missed, the caller computes."""
+        return self.tiers[0].claim(keys)
 
     def put(self, cache: NamespaceUser, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys, in every tier; how many were kept in any."""
@@ -167,8 +169,7 @@ class TierStack:
     def forget(self, namespace: bytes) -> None:
         """Let go of the rows of a namespace that would not outlive the caches."""
         for tier in self._tiers:
-            if not tier.is_lasting:
-                tier.drop(namespace)
+            tier.let_go(namespace)
 
     def drop(self, namespace: bytes) -> None:
         """Delete the rows of a namespace everywhere."""

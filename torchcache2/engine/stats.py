@@ -25,10 +25,9 @@ class CacheStats:
     misses : int
         Items that were computed and offered to the cache.
     waited : int
-        Those of the hits that another process of the node has computed while this one waited for them.
+        Hits that another rank has computed while this one waited, by all caches that share the budget.
     taken_over : int
-        Items that this process has computed in place of another one, which had claimed them and then ended
-        or hung.
+        Items that another rank had begun to compute, and then ended or failed, so that this one has.
     bypasses : mapping of str to int
         Items that were computed and not stored, by reason.
     evictions : int
@@ -105,11 +104,8 @@ class CacheStats:
     def _disk_lines(self) -> list[tuple[str, str]]:
         lines = []
         if self.waited or self.taken_over:
-            text = f"{self.waited:,} items that others computed"
-            taken = (
-                f", and {self.taken_over:,} taken over from those that had ended" if self.taken_over else ""
-            )
-            lines.append(("waited for", text + taken))
+            text = f"{self.waited:,} rows that other ranks computed; {self.taken_over:,} were taken over"
+            lines.append(("waited", text))
         if self.disk_rows or self.disk_bytes:
             size = f"{size_text(self.disk_bytes)} in the directory" if self.disk_bytes else "not sealed yet"
             lines.append(("disk", f"{self.disk_rows:,} rows, {size}"))
@@ -138,7 +134,6 @@ class Counters:
         self._lock = ProcessLock()
         self.hits = 0
         self.misses = 0
-        self.waited = 0
         self.bypasses: dict[str, int] = {}
         self.verified = 0
         self.mismatched = 0
@@ -146,14 +141,11 @@ class Counters:
         self.seconds_spent = 0.0
         self._rows_computed = 0
 
-    def count(
-        self, *, hits: int, misses: int, waited: int, computed: int, seconds: float, spent: float
-    ) -> None:
+    def count(self, *, hits: int, misses: int, computed: int, seconds: float, spent: float) -> None:
         """Add one batch: `computed` rows in `seconds`, and `spent` seconds on caching them."""
         with self._lock():
             self.hits += hits
             self.misses += misses
-            self.waited += waited
             self._rows_computed += computed
             self.seconds_computed += seconds
             self.seconds_spent += spent
@@ -178,7 +170,6 @@ class Counters:
             return CacheStats(
                 hits=self.hits,
                 misses=self.misses,
-                waited=self.waited,
                 bypasses=dict(self.bypasses),
                 **tiers,
                 verified=self.verified,

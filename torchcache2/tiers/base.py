@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -19,7 +19,9 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.files.directory import CacheDirectory
 
-__all__ = ["Claim", "Found", "NoClaim", "Tier", "TierStats"]
+_NOWHERE: Positions = np.empty(0, np.int64)
+
+__all__ = ["Claim", "Found", "Tier", "TierStats"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,46 +61,39 @@ class TierStats:
     faults: int = 0
 
 
-class Claim(Protocol):
-    """Which of some missing keys the caller computes, and which others are computing; see `Tier.claim`.
+class Claim:
+    """What one call computes of a batch of distinct keys, and what it waits for. Not for several threads.
 
     Attributes
     ----------
-    mine : ndarray of int64, shape (m,)
-        Positions of the keys that the caller computes now, ascending.
-    others : ndarray of int64, shape (o,)
-        Positions of the keys that others compute, or have put meanwhile, ascending.
+    mine : ndarray of int64
+        Positions in the batch that the call computes.
+    others : ndarray of int64
+        Those that somebody else computes, or has computed already; `wait` decides about them.
+    appeared : ndarray of int64
+        Those whose rows were there when `wait` returned, since it was called before. A tier may forget:
+        what it does not find after all is to be computed, without a claim.
     """
-
-    mine: Positions
-    others: Positions
-
-    def wait(self) -> Positions:
-        """Return when some of `others` are decided, which are then others no more.
-
-        The positions that the caller has to compute now, as who had claimed them has given up. Those that
-        are decided otherwise have been put. What the caller still claims is released first.
-        """
-        ...
-
-    def release(self) -> None:
-        """Give up what is claimed and was not put; may be called again."""
-        ...
-
-
-class NoClaim:
-    """The caller computes everything: nobody else could."""
 
     def __init__(self, count: int) -> None:
         self.mine: Positions = np.arange(count)
-        self.others: Positions = np.empty(0, np.int64)
+        self.others = self.appeared = _NOWHERE
 
     def wait(self) -> Positions:
-        """Nothing is waited for."""
-        return self.others
+        """Block until all of `others` have rows, or some of them were given up.
+
+        What this call has claimed before is given up, unless its rows were put.
+
+        Returns
+        -------
+        ndarray of int64
+            Positions that were given up: this call computes them now. They are not in `others` any more,
+            nor is what has `appeared`.
+        """
+        return _NOWHERE
 
     def release(self) -> None:
-        """Nothing is claimed."""
+        """Give up what was claimed and not put. May be called again, and by the garbage collector."""
 
 
 class Tier(abc.ABC):
@@ -127,9 +122,9 @@ class Tier(abc.ABC):
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys, or only some of them, or none; returns how many were kept."""
 
-    def claim(self, keys: Keys) -> Claim | None:
-        """Claim distinct keys that are missing here; None if the tier has no claims, as nobody shares it."""
-        return None
+    def claim(self, keys: Keys) -> Claim:
+        """Say which of some distinct keys, missed by `get`, the caller computes: all, unless others do."""
+        return Claim(len(keys))
 
     def offer(self, keys: Keys, rows: Rows) -> int:
         """Keep rows as `put` does, but forget no row that is in use for them: a slower tier has them too."""
@@ -138,6 +133,11 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace."""
+
+    def let_go(self, namespace: bytes) -> None:
+        """Forget what nobody in this process uses any more, if it is of no use to other processes."""
+        if not self.is_lasting:
+            self.drop(namespace)
 
     @abc.abstractmethod
     def flush(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import logger
+from torchcache2.core.ranks import has_ranks, ranks_here
 from torchcache2.core.settings import CacheSettings
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import NewerFormatError
@@ -19,6 +21,9 @@ from torchcache2.tiers.base import Tier
 from torchcache2.tiers.disk.scratch import Scratch
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.memory.tier import MemoryTier
+from torchcache2.tiers.shared.job import job_name
+from torchcache2.tiers.shared.region import SharingError
+from torchcache2.tiers.shared.tier import SharedTier
 
 __all__ = ["check_folder", "make_tiers"]
 
@@ -35,28 +40,29 @@ def check_folder(settings: CacheSettings) -> None:
             CacheDirectory(str(settings.persistent_cache_dir), FileSystem()).check()
 
 
-def make_tiers(settings: CacheSettings, in_use: InUse, description: Description) -> list[Tier]:
+def make_tiers(
+    settings: CacheSettings, in_use: InUse, description: Description, *, name: str = ""
+) -> list[Tier]:
     """The tiers of one budget, fastest first.
+
+    Ranks of a job share what they make under one `name` with equal options.
 
     `in_use()` are the namespaces that something alive in this process uses. `description(namespace)` says
     what a namespace stands for, for people and later runs.
     """
     budget = settings.memory_budget()
+    job = None
+    if settings.can_be_shared and (
+        settings.distributed == "node" or (settings.distributed == "auto" and has_ranks())
+    ):
+        job = job_name(os.environ, name, repr(settings.of_tiers()))
+    ranks = 1 if job is None else ranks_here()
     # Rows that wait to be written count as memory, too.
-    queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4)) if settings.is_persistent else 0
-    device = settings.memory_cache_device
-    tiers: list[Tier] = [
-        MemoryTier(
-            max(0, budget - queue),
-            settings.policy,
-            None if device is None else torch.device(device),
-            in_use,
-            spills=settings.is_persistent,
-        )
-    ]
+    queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4)) // ranks if settings.is_persistent else 0
+    tiers = [_memory(settings, max(0, budget - queue * ranks), in_use, job)]
     if settings.is_persistent:
         try:
-            tiers.append(_disk(settings, queue, in_use, description))
+            tiers.append(_disk(settings, queue, in_use, description, job))
         except OSError as error:
             logger.warning("there is no temporary folder: rows stay in memory (%s)", str(error))
         except OptionError as error:  # the folder was accepted when the decorator ran, and has changed since
@@ -64,8 +70,21 @@ def make_tiers(settings: CacheSettings, in_use: InUse, description: Description)
     return tiers
 
 
-def _disk(settings: CacheSettings, queue: int, in_use: InUse, description: Description) -> DiskTier:
-    scratch = Scratch() if settings.persistent_cache_dir is None else None
+def _memory(settings: CacheSettings, budget: int, in_use: InUse, job: bytes | None) -> Tier:
+    if job is not None:
+        try:
+            return SharedTier(job, budget, in_use)
+        except SharingError as error:
+            logger.warning("the ranks do not share memory: each has its own (%s)", str(error))
+    device = settings.memory_cache_device
+    device = None if device is None else torch.device(device)
+    return MemoryTier(budget, settings.policy, device, in_use, spills=settings.is_persistent)
+
+
+def _disk(
+    settings: CacheSettings, queue: int, in_use: InUse, description: Description, job: bytes | None
+) -> DiskTier:
+    scratch = Scratch(job) if settings.persistent_cache_dir is None else None
     path = scratch.path if scratch is not None else str(settings.persistent_cache_dir)
     used = 0
     if isinstance(settings.max_persistent_cache_size, float):

@@ -1,4 +1,7 @@
-"""`Scratch`: a temporary cache directory, deleted at exit. It also deletes those of runs that were killed."""
+"""`Scratch`: a temporary cache directory, deleted at exit. It also deletes those of runs that were killed.
+
+The ranks of a job share one, which the last of them deletes.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import time
 
 from torchcache2.core.exits import AtExit
 from torchcache2.files.filesystem import Descriptor, FileSystem
@@ -15,22 +19,30 @@ __all__ = ["Scratch"]
 _EXIT_PRIORITY = 0  # lower than the writer's, which still writes into the folder
 _PREFIX = "torchcache2-"
 _CACHE = "cache"
-_ALIVE = ".alive"  # a file in the folder; it is locked as long as the run that made the folder goes on
+_ALIVE = ".alive"  # a file in the folder; every process that uses the folder has it locked
+_BETWEEN_TRIES = 0.005  # seconds
 
 
 class Scratch:
-    """A folder that exists until `remove` is called or the process ends; `OSError` if none can be made."""
+    """A folder that exists until `remove` is called or the process ends; `OSError` if none can be made.
 
-    def __init__(self) -> None:
-        fs = FileSystem()
+    The processes of a `job`, 16 bytes, have one together. It exists until all of them have left.
+    """
+
+    def __init__(self, job: bytes | None = None) -> None:
+        self._fs = fs = FileSystem()
         self._remove_leftovers(fs)
-        self._pid = os.getpid()
+        self._pid, self._is_shared = os.getpid(), job is not None
         self._alive: Descriptor | None = None
         while self._alive is None:
-            self._top = tempfile.mkdtemp(prefix=_PREFIX)
-            alive = fs.create(os.path.join(self._top, _ALIVE))
-            if fs.lock(alive, exclusive=True) is not False and fs.links(alive):
-                self._alive = alive  # else another run has deleted the folder before the lock
+            if job is None:
+                self._top = tempfile.mkdtemp(prefix=_PREFIX)
+                alive = fs.create(os.path.join(self._top, _ALIVE))
+            else:
+                self._top, alive = _of_job(fs, job)
+            # Another run may have taken the folder for one that was left over, and may have deleted it.
+            if fs.lock(alive, exclusive=False) is not False and fs.links(alive):
+                self._alive = alive
         self._exit = AtExit(self.remove, _EXIT_PRIORITY)
 
     @property
@@ -39,10 +51,13 @@ class Scratch:
         return os.path.join(self._top, _CACHE)
 
     def remove(self) -> None:
-        """Delete the folder; a forked child leaves it to its parent."""
-        if os.getpid() == self._pid:
+        """Delete the folder if no other process uses it; a forked child leaves it to its parent."""
+        if os.getpid() == self._pid and self._alive is not None:
             self._exit.cancel()
-            _delete(self._top)
+            # Of several that leave at once the last one can lock it alone, as the locks of the others end here.
+            is_alone = self._fs.lock(self._alive, exclusive=True)
+            if is_alone or (is_alone is None and not self._is_shared):
+                _delete(self._top)
             self._alive = None
 
     @staticmethod
@@ -60,6 +75,25 @@ class Scratch:
                     alive = fs.open(os.path.join(top, _ALIVE))
                     if fs.lock(alive, exclusive=True):
                         _delete(top)
+
+
+def _of_job(fs: FileSystem, job: bytes) -> tuple[str, Descriptor]:
+    """The folder that the processes of a job share, and its ``.alive``; `OSError` if it is another user's."""
+    top = os.path.join(tempfile.gettempdir(), f"{_PREFIX}{job.hex()}")
+    path = os.path.join(top, _ALIVE)
+    while True:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(top, 0o700)
+        if os.lstat(top).st_uid != os.getuid():
+            raise PermissionError(f"{top} belongs to another user")
+        try:
+            return top, fs.create(path)
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):
+                return top, fs.open(path)
+        except FileNotFoundError:  # the last process of the job has just deleted the folder
+            pass
+        time.sleep(_BETWEEN_TRIES)
 
 
 def _delete(top: str) -> None:

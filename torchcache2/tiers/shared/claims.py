@@ -17,49 +17,15 @@ import numpy as np
 
 from torchcache2.core.arrays import Array, Positions
 from torchcache2.core.keys import Keys
+from torchcache2.tiers.base import Claim
 from torchcache2.tiers.shared.board import Ticket
 from torchcache2.tiers.shared.table import SharedTable
 
-__all__ = ["Claim", "Claims", "SharedClaim"]
+__all__ = ["Claims", "SharedClaim"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3  # seconds
 _LOOK = 0.05  # seconds between looks at the processes that are waited for
 _NOWHERE: Positions = np.empty(0, np.int64)
-
-
-class Claim:
-    """What one call computes of a batch of distinct keys, and what it waits for. Not for several threads.
-
-    Attributes
-    ----------
-    mine : ndarray of int64
-        Positions in the batch that the call computes.
-    others : ndarray of int64
-        Those that somebody else computes, or has computed already; `wait` decides about them.
-    appeared : ndarray of int64
-        Those whose rows were there when `wait` returned, since it was called before. A tier may forget:
-        what it does not find after all is to be computed, without a claim.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.mine: Positions = np.arange(count)
-        self.others = self.appeared = _NOWHERE
-
-    def wait(self) -> Positions:
-        """Block until all of `others` have rows, or some of them were given up.
-
-        What this call has claimed before is given up, unless its rows were put.
-
-        Returns
-        -------
-        ndarray of int64
-            Positions that were given up: this call computes them now. They are not in `others` any more,
-            nor is what has `appeared`.
-        """
-        return _NOWHERE
-
-    def release(self) -> None:
-        """Give up what was claimed and not put. May be called again, and by the garbage collector."""
 
 
 class Claims:

@@ -27,8 +27,8 @@ from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows
 from torchcache2.core.transfer import CUDA, Runtime, to_host
 from torchcache2.files.errors import UnserialisableError
-from torchcache2.tiers.base import Found, Tier, TierStats
-from torchcache2.tiers.shared.claims import Claim, Claims, SharedClaim
+from torchcache2.tiers.base import Claim, Found, Tier, TierStats
+from torchcache2.tiers.shared.claims import Claims, SharedClaim
 from torchcache2.tiers.shared.job import Job
 from torchcache2.tiers.shared.lock import LockTimeoutError
 from torchcache2.tiers.shared.table import SharedTable
