@@ -1,0 +1,337 @@
+"""Ranks of one machine: real processes that share memory, of which each item is computed by one."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from tests.helpers import warm
+from torchcache2 import CacheSettings, OptionError
+
+PREAMBLE = """
+import json, os, sys, threading, time
+import torch
+from torch import nn
+from torchcache2 import torchcache
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+ITEMS = torch.arange(192.0)[:, None] * torch.tensor([1.0, -0.5, 0.25])
+
+
+class Backbone(nn.Module):
+    \"\"\"Counts the items that it computes; may take its time, or fail.\"\"\"
+
+    def __init__(self, seconds=0.0):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        with torch.no_grad():
+            self.layer.weight.copy_(torch.arange(12.0).view(4, 3))
+            self.layer.bias.zero_()
+        self.requires_grad_(False).eval()
+
+    def forward(self, x):
+        pause(len(x))
+        return self.layer(x)
+
+
+SECONDS = 0.0
+PAUSED = []
+
+
+def pause(count):
+    PAUSED.append(count)
+    time.sleep(SECONDS * count)
+
+
+def expected(x):
+    return x @ torch.arange(12.0).view(4, 3).T
+
+
+def epoch(net, seed, size=16, shares=True):
+    order = torch.randperm(len(ITEMS), generator=torch.Generator().manual_seed(seed))
+    for indices in (order[RANK::WORLD] if shares else order).split(size):
+        assert torch.equal(net(ITEMS[indices]), expected(ITEMS[indices]))
+
+
+def report(net, **more):
+    stats = net.cache_instance.stats()
+    names = ("hits", "misses", "waited", "taken_over", "memory_rows", "memory_bytes", "disk_rows", "faults")
+    print(json.dumps({name: getattr(stats, name) for name in names} | {"bypasses": dict(stats.bypasses)} | more))
+
+
+"""
+
+
+def start(script, job, *args, ranks=2, **env):
+    """Start the ranks of a job, each with a script behind `PREAMBLE`."""
+    text = PREAMBLE + warm.dedented(script)
+    started = []
+    for rank in range(ranks):
+        of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        of_rank = {name: str(value) for name, value in of_rank.items()}
+        started.append(warm.start(text, *args, env=of_rank | {"TORCHCACHE_JOB": job} | env))
+    return started
+
+
+def run(script, job, *args, **options):
+    """What each rank has reported, when all have ended well."""
+    return [json.loads(rank.done().out.splitlines()[-1]) for rank in start(script, job, *args, **options)]
+
+
+@pytest.fixture
+def job(tmp_path):
+    return str(tmp_path)
+
+
+EPOCHS = """
+net = torchcache(**json.loads(sys.argv[1]))(Backbone())
+for seed in range(3):
+    epoch(net, seed)
+report(net, computed=sum(PAUSED))
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_item_is_computed_once_for_all_ranks(job, ranks):
+    reports = run(EPOCHS, job, json.dumps({"probe": False}), ranks=ranks)
+    assert sum(one["misses"] for one in reports) == 192
+    assert sum(one["computed"] for one in reports) == 192
+    assert sum(one["hits"] for one in reports) == 2 * 192
+    assert all(one["faults"] == 0 and one["bypasses"] == {} for one in reports)
+
+
+def test_each_rank_has_its_own_with_off(job):
+    reports = run(EPOCHS, job, json.dumps({"probe": False, "distributed": "off"}))
+    assert sum(one["misses"] for one in reports) > 1.4 * 192
+    assert all(one["memory_rows"] == one["misses"] and one["waited"] == 0 for one in reports)
+
+
+def test_ranks_that_go_through_the_same_items_share_the_work(job):
+    script = """
+    SECONDS = 0.001
+    net = torchcache(probe=False)(Backbone())
+    epoch(net, RANK, shares=False)
+    report(net, computed=sum(PAUSED))
+    """
+    reports = run(script, job, ranks=3)
+    # The first call of a kind may compute a whole batch.
+    assert 192 <= sum(one["computed"] for one in reports) <= 192 + 3 * 16
+    assert all(one["hits"] + one["misses"] == 192 for one in reports)
+
+
+def test_equal_batches_are_waited_for(job):
+    script = """
+    SECONDS = 0.02
+    net = torchcache(probe=False)(Backbone())
+    net(-ITEMS[: 2 + RANK])  # the first call of a kind is done
+    for batch in ITEMS.split(16):
+        assert torch.equal(net(batch), expected(batch))
+    report(net, computed=sum(PAUSED))
+    """
+    reports = run(script, job)
+    assert sum(one["misses"] for one in reports) <= 192 + 5
+    assert sum(one["waited"] for one in reports) > 0
+    assert all(one["taken_over"] == 0 for one in reports)
+
+
+def test_memory_is_that_of_all_ranks_under_one_budget(job):
+    script = """
+    net = torchcache(probe=False, max_memory_cache_size="3MB")(Backbone())
+    epoch(net, 0)
+    while net.cache_instance.stats().memory_rows < 192:
+        time.sleep(0.01)
+    report(net)
+    time.sleep(0.2)
+    """
+    first, second = run(script, job)
+    assert first["memory_rows"] == second["memory_rows"] == 192
+    assert first["memory_bytes"] == second["memory_bytes"] <= 3_000_000
+
+
+WAITING = """
+SECONDS = 0.0
+net = torchcache(probe=False)(Backbone())
+net(-ITEMS[: 2 + RANK])
+go = sys.argv[1]
+if RANK == 0:
+    def pause(count):
+        if os.path.exists(go):
+            return
+        open(go, "w").close()
+        FIRST()
+else:
+    while not os.path.exists(go):
+        time.sleep(0.001)
+"""
+
+
+def test_what_one_rank_fails_to_compute_is_computed_by_who_waits(job, tmp_path):
+    script = (
+        WAITING
+        + """
+def FIRST():
+    time.sleep(0.3)
+    raise ValueError("no")
+
+began = time.monotonic()
+try:
+    assert torch.equal(net(ITEMS[:8]), expected(ITEMS[:8])) and RANK == 1
+except ValueError:
+    assert RANK == 0
+report(net, seconds=time.monotonic() - began)
+"""
+    )
+    first, second = run(script, job, tmp_path / "go")
+    assert second["misses"] == 8 + 3 and second["taken_over"] == 8
+    assert second["seconds"] < 5
+
+
+def test_a_rank_that_is_killed_in_its_forward_is_not_waited_for(job, tmp_path):
+    script = (
+        WAITING
+        + """
+def FIRST():
+    time.sleep(600)
+
+began = time.monotonic()
+assert torch.equal(net(ITEMS[:8]), expected(ITEMS[:8]))
+print("done", flush=True)
+"""
+    )
+    first, second = start(script, job, tmp_path / "go")
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "go").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    time.sleep(0.3)
+    assert second.out == ""  # it waits
+    killed = time.monotonic()
+    first.send(signal.SIGKILL)
+    while "done" not in second.out:
+        assert time.monotonic() - killed < 10
+        time.sleep(0.005)
+    assert time.monotonic() - killed < 1.0
+    assert first.poll(10) == -signal.SIGKILL
+    second.done()
+
+
+def test_a_bypass_gives_up_what_was_claimed(job, tmp_path):
+    script = (
+        WAITING
+        + """
+def FIRST():
+    time.sleep(0.2)
+    net.layer.changed = torch.zeros(1)  # a forward that changes the module has no rows
+
+assert torch.equal(net(ITEMS[:8]), expected(ITEMS[:8]))
+assert torch.equal(net(ITEMS[:8]), expected(ITEMS[:8]))
+report(net)
+"""
+    )
+    first, second = run(script, job, tmp_path / "go")
+    assert second["misses"] == 8 + 3
+
+
+def test_ranks_write_one_folder_that_serves_any_number_of_them(job, tmp_path):
+    script = """
+    net = torchcache(probe=False, persistent_cache_dir=sys.argv[1])(Backbone())
+    epoch(net, 0)
+    net.cache_instance.flush()
+    report(net)
+    """
+    folder = tmp_path / "rows"
+    reports = run(script, job + "/1", folder, ranks=3)
+    assert sum(one["misses"] for one in reports) == 192
+    for ranks in (1, 2):
+        reports = run(script, f"{job}/again {ranks}", folder, ranks=ranks)
+        assert sum(one["misses"] for one in reports) == 0
+        assert sum(one["hits"] for one in reports) == 192
+
+
+def test_ranks_without_a_folder_share_a_temporary_one(job, tmp_path):
+    script = """
+    import glob, tempfile
+    net = torchcache(probe=False, persistent=True)(Backbone())
+    epoch(net, 0)
+    folders = glob.glob(tempfile.gettempdir() + "/torchcache2-*")
+    assert [str(net.cache_instance.cache_dir)] == [folders[0] + "/cache"] and len(folders) == 1
+    report(net)
+    """
+    reports = run(script, job, TMPDIR=str(tmp_path))
+    assert sum(one["misses"] for one in reports) == 192
+    assert list(tmp_path.glob("torchcache2-*")) == []
+
+
+def test_other_jobs_share_nothing(tmp_path):
+    script = """
+    net = torchcache(probe=False)(Backbone())
+    epoch(net, 0, shares=False)
+    report(net)
+    """
+    ranks = [*start(script, f"{tmp_path} 1", ranks=1), *start(script, f"{tmp_path} 2", ranks=1)]
+    assert [json.loads(rank.done().out)["misses"] for rank in ranks] == [192, 192]
+
+
+def test_runs_of_a_sweep_share_if_they_say_so(job):
+    script = """
+    net = torchcache(probe=False, distributed="node")(Backbone())
+    net(-ITEMS[: 2 + int(sys.argv[1])])
+    epoch(net, 0, shares=False)
+    report(net)
+    time.sleep(0.5)
+    """
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}
+    text = PREAMBLE + warm.dedented(script)
+    runs = [warm.start(text, number, env=alone | {"TORCHCACHE_JOB": job}) for number in range(2)]
+    reports = [json.loads(run.done().out) for run in runs]
+    assert sum(one["misses"] for one in reports) <= 192 + 5
+
+
+def test_where_memory_cannot_be_shared_each_rank_has_its_own_and_says_so(job, tmp_path):
+    (tmp_path / f"torchcache2_ranks_{os.getuid()}").mkdir(mode=0o755)
+    script = """
+    net = torchcache(probe=False)(Backbone())
+    epoch(net, 0)
+    report(net)
+    """
+    ranks = start(script, job, TMPDIR=str(tmp_path))
+    for rank in ranks:
+        assert json.loads(rank.done().out)["misses"] == 96
+        assert rank.err.count("the ranks do not share memory: each has its own") == 1
+
+
+def test_threads_of_ranks_wait_for_each_other_and_not_for_themselves(job):
+    script = """
+    SECONDS = 0.002
+    net = torchcache(probe=False)(Backbone())
+    net(-ITEMS[: 2 + RANK])
+    outer = torchcache(probe=False)(nn.Sequential(net))
+
+    def work(seed):
+        with torch.no_grad():
+            epoch(outer if seed % 2 else net, seed, shares=False)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    report(net)
+    """
+    reports = run(script, job)
+    assert sum(one["misses"] for one in reports) < 2 * 192
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"distributed": "node", "policy": "lru"}, "policy='mru'"),
+        ({"distributed": "node", "memory_cache_device": None}, "memory_cache_device='cpu'"),
+        ({"distributed": "nodes"}, "'auto', 'off' or 'node'"),
+    ],
+)
+def test_options_that_do_not_go_together(options, text):
+    with pytest.raises(OptionError, match=text):
+        CacheSettings(**options)

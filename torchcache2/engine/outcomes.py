@@ -1,0 +1,174 @@
+"""`Outcomes`: how the output of a batch comes about. Find, claim, compute, keep, put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchcache2.core.arrays import Positions
+from torchcache2.core.keys import Keys
+from torchcache2.core.logs import logger
+from torchcache2.core.rows import Rows
+from torchcache2.core.settings import CacheSettings
+from torchcache2.engine.batch import Batch, Hits, Misses
+from torchcache2.engine.stack import Parts, TierStack
+from torchcache2.engine.stats import Counters
+from torchcache2.engine.steps import Steps
+from torchcache2.engine.verify import differences
+from torchcache2.tiers.base import Claim
+
+__all__ = ["Outcomes"]
+
+_NOWHERE: Positions = np.empty(0, np.int64)
+
+
+class Outcomes:
+    """What a `Cache` does with a batch."""
+
+    namespace: bytes
+
+    def __init__(self, settings: CacheSettings, tiers: TierStack) -> None:
+        self.settings = settings
+        self._tiers = tiers
+        self._counters = Counters()
+        self._closed = False
+        self._random_shares = np.random.default_rng()
+
+    def description(self, namespace: bytes) -> dict[str, Any]:
+        """What a namespace of this cache stands for, as JSON, for people and `explain`."""
+        raise NotImplementedError
+
+    def _outcome(self, batch: Batch) -> Steps[Any]:
+        """The output of a batch: find, claim, compute, keep, put together."""
+        if self._closed:
+            return (yield from batch.compute_all())
+        hits = self._find(batch)
+        if hits is None:
+            return self._not_stacked((yield from batch.compute_all()))
+        if hits.rows is not None and len(hits.positions) == len(batch.keys) and len(hits.checked) == 0:
+            return (yield from batch.output(hits.rows))
+        misses = Misses.of(batch.keys, hits)
+        claim = self._tiers.claim(batch.keys.take(misses.distinct))
+        try:
+            return (yield from self._claimed(batch, hits, misses, claim))
+        finally:
+            claim.release()
+
+    def _claimed(self, batch: Batch, hits: Hits, misses: Misses, claim: Claim) -> Steps[Any]:
+        """The output of a batch with misses: some are computed here, and `claim` says what others compute."""
+        mine = misses.distinct[claim.mine]
+        asked = np.union1d(mine, hits.checked) if len(hits.checked) else mine
+        parts: Parts = []
+        if len(asked) or not len(claim.others):
+            output, rows = yield from batch.compute(asked)
+            batch.misses += len(mine)
+            if len(hits.checked):
+                if not self._verify(batch, hits, asked, rows):
+                    return (yield from self._start_over(batch))
+                rows = rows.take(torch.from_numpy(np.searchsorted(asked, mine)))
+            self._keep(batch.keys.take(mine), rows)
+            if len(mine) == len(batch.keys):
+                return output if batch.dtype is None else (yield from batch.output(rows))
+            parts.append((claim.mine, rows))
+        parts += yield from self._of_others(batch, misses, claim)
+        if any(rows.schema != parts[0][1].schema for _, rows in parts):
+            return self._not_stacked((yield from batch.compute_all()))
+        if len(parts) > 1:
+            rows = Rows.scatter(parts, len(misses.distinct), device=batch.device)
+        else:
+            ((_, rows),) = parts
+        return (yield from self._put_together(batch, hits, misses, rows))
+
+    def _of_others(self, batch: Batch, misses: Misses, claim: Claim) -> Steps[Parts]:
+        """Rows of the distinct misses that others have claimed; what they give up is computed here."""
+        parts: Parts = []
+        while len(claim.others):
+            pending = claim.others
+            if batch.whole is not None:  # the forward could only compute everything
+                batch.misses += len(pending)
+                parts.append((pending, batch.whole.take(torch.from_numpy(misses.distinct[pending]))))
+                break
+            given_up = claim.wait()
+            decided = np.setdiff1d(pending, np.union1d(claim.others, given_up), assume_unique=True)
+            keys = batch.keys.take(misses.distinct[decided])
+            found = self._tiers.get(keys).parts
+            parts += [(decided[positions], rows) for positions, rows in found]
+            left = np.setdiff1d(decided, np.concatenate([_NOWHERE, *(where for where, _ in parts)]))
+            left = np.union1d(left, given_up)  # a row may be damaged, or gone again
+            if len(left):
+                positions = misses.distinct[left]
+                _, rows = yield from batch.compute(positions)
+                batch.misses += len(left)
+                self._keep(batch.keys.take(positions), rows)
+                parts.append((left, rows))
+        return parts
+
+    def _find(self, batch: Batch) -> Hits | None:
+        """The rows that the tiers have; None if some are of different schemas, which do not stack."""
+        parts = self._tiers.get(batch.keys).parts
+        if len(parts) > 1:
+            return None
+        positions, rows = parts[0] if parts else (_NOWHERE, None)
+        checked, share = _NOWHERE, self.settings.verify
+        if batch.probes:  # all items are computed, so all rows that are found can be compared
+            checked = positions
+        elif share > 0.0:  # this generator is the cache's own: the caller's generators must not move
+            checked = positions[self._random_shares.random(len(positions)) < share]
+        return Hits(positions, rows, checked)
+
+    def _verify(self, batch: Batch, hits: Hits, asked: Positions, rows: Rows) -> bool:
+        """Whether the hits to check equal the `rows` computed at the positions `asked`; warns if not."""
+        assert hits.rows is not None
+        before = hits.rows.take(torch.from_numpy(np.searchsorted(hits.positions, hits.checked)))
+        again = rows.take(torch.from_numpy(np.searchsorted(asked, hits.checked)))
+        apart = differences(before, again, batch.dtypes)
+        mismatched, worst = int(np.count_nonzero(apart)), apart.argmax()
+        self._counters.verify(verified=len(apart), mismatched=mismatched)
+        if mismatched:
+            logger.warning(
+                "%s: %d of %d hits that were verified differ from what the forward computes now; most at "
+                "position %d of the batch, by %.3g. The batch is computed again. Either something has "
+                "changed that is not noticed, or the forward is not deterministic",
+                *(self._name(), mismatched, len(apart), hits.checked[worst], apart[worst]),
+            )
+        return not mismatched
+
+    def _start_over(self, batch: Batch) -> Steps[Any]:
+        """Compute the whole batch, and drop the namespace: one row was wrong, so none can be trusted."""
+        try:
+            return (yield from batch.compute_all())
+        finally:
+            self._distrust()
+            self._tiers.drop(batch.keys.namespace)
+
+    def _keep(self, keys: Keys, rows: Rows) -> None:
+        """Put computed rows into the tiers."""
+        self._tiers.put(self, keys, rows)
+        if self._closed:  # another thread has closed it while this one computed
+            self._tiers.forget(keys.namespace)
+
+    def _put_together(self, batch: Batch, hits: Hits, misses: Misses, rows: Rows) -> Steps[Any]:
+        """The output of the batch in its order: of hits, and of the rows computed for distinct misses."""
+        if len(misses.positions) == 0:
+            assert hits.rows is not None
+            return (yield from batch.output(hits.rows))
+        if misses.inverse is not None:
+            rows = rows.take(torch.from_numpy(misses.inverse))
+        if hits.rows is None:
+            return (yield from batch.output(rows))
+        if hits.rows.schema != rows.schema:
+            return self._not_stacked((yield from batch.compute_all()))
+        parts = [(hits.positions, hits.rows), (misses.positions, rows)]
+        return (yield from batch.output(Rows.scatter(parts, len(batch.keys), device=batch.device)))
+
+    def _not_stacked(self, output: Any) -> Any:
+        """The output of a batch whose rows are of different schemas; a subclass may refuse it."""
+        return output
+
+    def _distrust(self) -> None:
+        """Called when a row was wrong and all are dropped; a subclass may then check its namespace."""
+
+    def _name(self) -> str:
+        return repr(self)
