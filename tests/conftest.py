@@ -4,12 +4,16 @@ import gc
 import logging
 import sys
 
+import hypothesis
 import pytest
 import torch
 
 from tests.helpers.storage import NEVER, Unsynced
 from torchcache2.tiers.disk import catalog as located_module
 from torchcache2.tiers.disk.tier import DiskTier
+
+hypothesis.settings.register_profile("suite", deadline=None)  # a slow machine is no fault
+hypothesis.settings.load_profile("suite")
 
 # Tests that take long, or that share processes which do.
 _FIRST = ("tests/pages/", "tests/project/test_sphinx.py", "tests/torch/zoo/test_names.py")

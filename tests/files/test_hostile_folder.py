@@ -359,9 +359,7 @@ def test_a_forked_child_counts_what_it_has_from_its_parent(path, limit):
 
 
 def test_many_namespaces_take_few_files(path, limit, monkeypatch):
-    monkeypatch.setattr(
-        located_module, "_HOLD_EVERY", 0.0
-    )  # a lost hold is taken again at once
+    monkeypatch.setattr(located_module, "_HOLD_EVERY", 0.0)  # a lost hold is taken again at once
     while Descriptors.spare():
         pass  # what tiers of other tests still have open
     before = open_files()

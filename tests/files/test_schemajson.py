@@ -792,7 +792,7 @@ def _nodes(inner):
     )
 
 
-@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.settings(max_examples=150)
 @hypothesis.given(st.recursive(st.sampled_from([x(1), x(), 1, "a", None]), _nodes, max_leaves=10))
 def test_any_output_of_plain_nodes_comes_back(output):
     schema = schema_of(output)

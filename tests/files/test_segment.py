@@ -419,7 +419,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("segments")
 
 
-@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.settings(max_examples=100)
 @hypothesis.given(
     data=st.data(),
     spec=OUTPUTS,
@@ -865,7 +865,7 @@ def test_a_range_of_zeros_is_found(tmp_path, name):
     assert all(row in (None, right) for row, right in zip(rows, rows_in(batches), strict=True))
 
 
-@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.settings(max_examples=200)
 @hypothesis.given(st.binary(max_size=300))
 def test_garbage_is_damage(folder, data):
     for more in (data, len(data).to_bytes(8, "little") + data, b"\x02" + bytes(7) + b"{}" + data):
@@ -1011,7 +1011,7 @@ OTHERS += [
 OTHERS += [[2**40, 2**40], [0, 2**47, 2**47], [None] * 30, "cuda:0", "meta", "0" * 32, "f" * 31]
 
 
-@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.settings(max_examples=200)
 @hypothesis.given(data=st.data(), name=st.sampled_from(TINY), extra=st.sampled_from([0, 0, 0, -8, 8, 4096]))
 def test_headers_that_lie_do_no_harm(folder, data, name, extra):
     header, body = BASES[name]
@@ -1071,7 +1071,7 @@ def layouts(draw):
     )
 
 
-@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.settings(max_examples=200)
 @hypothesis.given(data=st.data(), layout=layouts(), lies=st.sampled_from([0.0, 0.0, 0.3, 1.0]))
 def test_files_that_lie_throughout_do_no_harm(folder, data, layout, lies):
     rng = random.Random(data.draw(st.integers(0, 10**6)))

@@ -64,6 +64,7 @@ def installed(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
         importlib.invalidate_caches()
         module = importlib.import_module(name)
+        del sys.modules[name]  # so that it goes with the test
         monkeypatch.setitem(sys.modules, name, module)
         return module
 

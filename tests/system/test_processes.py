@@ -442,8 +442,8 @@ class Unsynced(FileSystem):
 
 ACTS = {
     "put": lambda tier: put(tier, range(5, 10)),
-    "get": lambda tier: found_by_another(tier, range(5)),
-    "get what another one has sealed": lambda tier: found_by_another(tier, range(20, 25)),
+    "get": lambda tier: found(tier, range(5)),
+    "get what another one has sealed": lambda tier: found(tier, range(20, 25)),
     "flush": lambda tier: tier.flush(),
     "drop": lambda tier: tier.drop(b"first namespace."),
     "stats": lambda tier: tier.stats(),
@@ -486,21 +486,21 @@ def attempt(act, n, folder):
 
     def other():
         put(tier, range(10, 15))
-        found_by_another(tier, range(25))
+        found(tier, range(25))
         tier.flush()
-        found_by_another(tier, range(25))
+        found(tier, range(25))
         is_through.set()
 
     thread = threading.Thread(target=other, daemon=True)
     thread.start()
     assert is_through.wait(10), f"another thread hangs after an interrupt at {where}"
     # An interrupt of `close` may come before or after it takes effect.
-    assert act == "close" or found_by_another(tier, range(10, 15)) == list(range(10, 15)), where
+    assert act == "close" or found(tier, range(10, 15)) == list(range(10, 15)), where
     assert faults(tier) == (0, 0), (where, tier.stats())
     put(tier, range(25))  # what was forgotten, but nothing that only seems to be kept
     tier.close()
     again = DiskTier(folder, fs=Unsynced(), delay=NEVER)
-    here = found_by_another(again, range(25))
+    here = found(again, range(25))
     assert act == "close" or here == list(range(25)), (where, here)
     assert faults(again) == (0, 0), where
     again.close()
@@ -763,12 +763,12 @@ assert reached.wait(20)
 pid = os.fork()
 if pid == 0:
     goes_on.set()
-    assert found_by_another(tier, range(5)) == []  # they are the parent's
+    assert found(tier, range(5)) == []  # they are the parent's
     os.write(tell_parent, b"1")
     os.read(to_child, 1)
-    assert found_by_another(tier, range(5)) == list(range(5))
+    assert found(tier, range(5)) == list(range(5))
     put(tier, range(3, 8))
-    os._exit(0 if found_by_another(tier, range(8)) == list(range(8)) else 1)
+    os._exit(0 if found(tier, range(8)) == list(range(8)) else 1)
 os.read(to_parent, 1)
 goes_on.set()
 tier.flush()
