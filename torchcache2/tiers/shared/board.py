@@ -133,7 +133,7 @@ class Board:
 
     @property
     def changes(self) -> int:
-        """Goes on when a file comes or goes."""
+        """Goes on when a file comes."""
         return int(self._head[_CHANGES])
 
     def file_of(self, namespace: bytes) -> int | None:
@@ -185,10 +185,14 @@ class Board:
         self._holders[mine, _FILE] = 0
         self._free_if_unheld(file)
 
-    def drop(self, file: int) -> None:
-        """Nobody finds anything in a file any more; its memory goes when all have let go of it."""
-        self._files[file, _STATE] = _DEAD
-        self._head[_CHANGES] += 1
+    def drop(self, namespace: bytes) -> None:
+        """Nobody finds a namespace's rows any more; their memory goes when all have let go of it.
+
+        This needs no lock: wrong rows must be dropped even where the lock cannot be had.
+        """
+        file = self.file_of(namespace)
+        if file is not None:
+            self._files[file, _STATE] = _DEAD
 
     def _free_if_unheld(self, file: int) -> None:
         members = self._holders[self._holders[:, _FILE] == file + 1, _MEMBER]
@@ -196,7 +200,6 @@ class Board:
             self._holders[self._holders[:, _FILE] == file + 1, _FILE] = 0
             self._files[file, _STATE] = 0
             self._head[_FULL] = 0
-            self._head[_CHANGES] += 1
 
     # The budget
 

@@ -24,7 +24,6 @@ __all__ = ["SharedIndex"]
 _TABLE, _TAKEN = 0, 1  # words of the head: slots of the table, and entries that were given out
 _RANGES = {"keys": 16, "locations": 8, "sums": 8}  # bytes of an entry in each
 _LEAST = PAGE // 8  # entries and slots at first; both fill whole pages
-_MOST_AT_ONCE = 16_384  # entries are made by doubling, up to so many
 
 
 class SharedIndex:
@@ -90,7 +89,7 @@ class SharedIndex:
         self.refresh()
         needed = len(self) + count
         if needed > len(self.locations):
-            entries = max(needed, min(2 * len(self.locations), len(self.locations) + _MOST_AT_ONCE))
+            entries = max(needed, len(self.locations) * 33 // 32)
             entries = -(-entries // _LEAST) * _LEAST
             if not all([self._space.grow(name, width * entries) for name, width in _RANGES.items()]):
                 return False

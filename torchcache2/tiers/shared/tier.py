@@ -197,9 +197,7 @@ class SharedTier(Tier):
             self._tables.clear()
             self._leaving()
             return
-        if self._is_off:
-            return
-        if os.getpid() != self._job.pid:
+        if os.getpid() != self._job.pid and not self._is_off:
             self._lock.was_torn()
             self._tables, self._absent = {}, {}  # another thread of the parent may have been changing them
             self._job.rejoin()
@@ -207,7 +205,7 @@ class SharedTier(Tier):
         while self._asked:
             action, namespace = self._asked.popleft()
             action(namespace)
-        if self._job.board.pressure != self._pressure:
+        if self._job.board.pressure != self._pressure and not self._is_off:
             self._pressure = self._job.board.pressure
             self._let_unused_go(b"")
 
@@ -232,6 +230,7 @@ class SharedTier(Tier):
             if table.is_live:
                 return table
             self._forget(namespace)
+            table = None
         board = self._job.board
         if not create and self._absent.get(namespace) == board.changes:
             return None
@@ -311,10 +310,7 @@ class SharedTier(Tier):
                 self._job.board.let_go(table.file, self._job.slot)
 
     def _drop(self, namespace: bytes) -> None:
-        with self._job.lock():
-            file = self._job.board.file_of(namespace)
-            if file is not None:
-                self._job.board.drop(file)
+        self._job.board.drop(namespace)
         self._forget(namespace)
 
 
