@@ -2,9 +2,8 @@
 
 import pytest
 
+from tests.tiers.shared.scripts import JOB
 from torchcache2.tiers.shared.tier import SharedTier
-
-JOB = b"a job of 16 byte"
 
 
 @pytest.fixture
