@@ -12,12 +12,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from torchcache2.core.arrays import Positions
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.files.directory import CacheDirectory
 
-__all__ = ["Found", "Tier", "TierStats"]
+__all__ = ["Claim", "Found", "Tier", "TierStats"]
+
+_NOWHERE: Positions = np.empty(0, np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +61,43 @@ class TierStats:
     faults: int = 0
 
 
+class Claim:
+    """What one call computes of a batch of distinct keys, and what it waits for.
+
+    This one computes all: nobody else puts rows where it does. It belongs to one thread.
+
+    Attributes
+    ----------
+    mine : ndarray of int64
+        Positions in the batch that the call computes.
+    others : ndarray of int64
+        Those that somebody else computes, or has computed since they were missed; `wait` decides about them.
+    appeared : ndarray of int64
+        Those whose rows were there when `wait` returned last. As a tier may forget, what it does not find
+        after all is to be computed without a claim.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.mine: Positions = np.arange(count)
+        self.others = self.appeared = _NOWHERE
+
+    def wait(self) -> Positions:
+        """Block until all of `others` have rows, or some of them were given up.
+
+        What this call has claimed is given up before, unless its rows were put.
+
+        Returns
+        -------
+        ndarray of int64
+            Positions that were given up: this call computes them now. They are not in `others` any more,
+            and neither is what has `appeared`.
+        """
+        return _NOWHERE
+
+    def release(self) -> None:
+        """Give up what was claimed and not put; may be called again."""
+
+
 class Tier(abc.ABC):
     """A store of rows by key.
 
@@ -87,9 +128,18 @@ class Tier(abc.ABC):
         """Keep rows that a slower tier has too, as `put` does, if no row in use has to go for them."""
         return self.put(keys, rows)
 
+    def claim(self, keys: Keys) -> Claim:
+        """Say which of some distinct keys, missed by `get`, this call computes; `release` it in the end."""
+        return Claim(len(keys))
+
     @abc.abstractmethod
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace."""
+
+    def let_go(self, namespace: bytes) -> None:
+        """Nothing in this process uses a namespace any more: forget what would not outlive it anyway."""
+        if not self.is_lasting:
+            self.drop(namespace)
 
     @abc.abstractmethod
     def flush(self) -> None:

@@ -173,8 +173,6 @@ def test_room_that_was_made_ends_being_full(join):
     held.release()
 
 
-
-
 def test_rows_that_cannot_be_read_elsewhere_are_not_shared_and_not_claimed(two, log):
     first, second = two
     local = type("Local", (), {})

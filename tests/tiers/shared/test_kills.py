@@ -2,7 +2,6 @@
 
 import random
 import signal
-
 from pathlib import Path
 
 from tests.helpers import warm
@@ -196,6 +195,8 @@ def test_memory_is_back_when_all_are_killed(tmp_path):
         process.send(signal.SIGKILL)
         process.wait()
     wait_until(lambda: shmem() < before + 10_000_000)  # other tests may use some at this time
-    words = warm.run(JOINING + "t = join(); print(*found(t, range(10), 1000), t.stats().bytes)", tmp_path).words
+    words = warm.run(
+        JOINING + "t = join(); print(*found(t, range(10), 1000), t.stats().bytes)", tmp_path
+    ).words
     assert words == ["0"]
     assert list(tmp_path.iterdir()) == []

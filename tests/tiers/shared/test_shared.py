@@ -189,7 +189,7 @@ def test_a_flipped_byte_is_a_miss_when_it_is_first_read(join, log):
     first, second, third = join(), join(), join()
     put(first, range(10), 100)
     (table,) = first._tables.values()
-    entries, locations = table._index.find(keys_of([3]).words)
+    _, locations = table._index.find(keys_of([3]).words)
     data = table.region.rows(400)
     place = next(iter(table._chunks._places(table._chunks.schema(1), locations)))
     data[place[0], 77] ^= 4
@@ -226,15 +226,17 @@ def test_the_folder_is_this_users_alone(tmp_path, monkeypatch):
 
 
 def test_what_killed_jobs_have_left_is_deleted(join, tmp_path):
-    old = tmp_path / os.urandom(16).hex()
-    old.write_bytes(np.array([os.getpid(), 1, 5, 7], np.int64).tobytes())  # a pid that is another's by now
-    torn = tmp_path / "torn"
-    torn.write_bytes(b"not a list")
     held = SharedTier(os.urandom(16), 10**7, folder=str(tmp_path))
+    (file,) = tmp_path.iterdir()
+    machine = file.name.partition("-")[0]
+    dead = np.array([os.getpid(), 1, 5, 7], np.int64).tobytes()  # the pid is another's by now
+    for name, content in [(machine, dead), ("another", dead), (f"{machine}-torn", b"x")]:
+        (tmp_path / f"{name}-job").write_bytes(content)
     join()
-    assert not old.exists() and torn.exists() and len(list(tmp_path.iterdir())) == 3
+    names = {path.name for path in tmp_path.iterdir()}
+    assert len(names) == 4 and {file.name, "another-job", f"{machine}-torn-job"} < names
     held.close()
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_list_that_is_damaged_is_begun_anew(join, tmp_path):
@@ -393,7 +395,9 @@ class Dict(RuleBasedStateMachine):
         if hasattr(self, "tiers"):
             counted = self.tiers[0].stats().bytes + self.tiers[0]._job.board.region.size
             assert resident(*self.tiers) <= counted <= self.budget
-            assert [tier.stats().faults + tier.stats().corrupt for tier in self.tiers] == [0] * len(self.tiers)
+            assert [tier.stats().faults + tier.stats().corrupt for tier in self.tiers] == [0] * len(
+                self.tiers
+            )
 
     def teardown(self):
         if hasattr(self, "tiers"):
@@ -405,5 +409,3 @@ class Dict(RuleBasedStateMachine):
 
 TestDict = Dict.TestCase
 TestDict.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
-
-

@@ -266,6 +266,9 @@ class Board:
         """A ticket for one claim; None if there are too many."""
         free = np.flatnonzero(self._tickets[:, _SERIAL] == 0)
         if len(free) == 0:
+            self.remove_dead()  # which may have held some
+            free = np.flatnonzero(self._tickets[:, _SERIAL] == 0)
+        if len(free) == 0:
             return None
         slot = int(free[0])
         row = self._tickets[slot]

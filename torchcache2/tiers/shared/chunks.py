@@ -1,9 +1,9 @@
 """`Chunks`: where rows lie in a namespace's region, and what they look like.
 
-Rows of one schema lie in chunks, column by column. A column begins at a multiple of its row bytes, counted from
-the beginning of the region: so the region is one array of rows for each width, and one `gather` takes rows
-from all chunks. The first chunk of a schema has room for just the rows that were put, the next ones double up
-to 64 MB: a row of a rare shape is a chunk of one.
+Rows of one schema lie in chunks, column by column. A column begins at a multiple of its row bytes, counted
+from the beginning of the region: so the region is one array of rows for each width, and one `gather` takes
+rows from all chunks. The first chunk of a schema has room for just the rows that were put, the next ones
+double up to 64 MB: a row of a rare shape is a chunk of one.
 
 A location is the number of a chunk and of a row in it. Rows are given out under the lock, and never twice.
 What is written about a chunk or a schema is written before its number is known to anybody.
@@ -22,7 +22,7 @@ from torchcache2.core.gather import gather, write
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Schema
 from torchcache2.core.transfer import Runtime
-from torchcache2.files.errors import DamagedError, UnknownClassError
+from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.schemajson import schema_from_json, schema_to_json
 from torchcache2.tiers.shared.region import PAGE, pages
 from torchcache2.tiers.shared.space import Space
@@ -56,31 +56,34 @@ class Chunks:
     # Schemas
 
     def number_of(self, schema: Schema) -> int | None:
-        """The number of a schema, which is made known to others; None if there is no room. Not under the lock.
+        """The number of a schema, after which others know it too; None if there is no room for it.
 
-        `UnserialisableError` if it cannot be made known.
+        Not under the lock. `UnserialisableError` if others cannot know it.
         """
         name = schema, schema.layout
         if name not in self._numbers:
+            self._numbers[name] = 0
             text = json.dumps(schema_to_json(schema)).encode()
-            if not self._space.grow("schemas", 32 * (int(self._head[_SCHEMAS]) + 64)):
-                return None
-            end = int(self._head[_TEXT_END])
-            if not self._space.grow("texts", end + len(text) + 4 * PAGE):
-                return None
-            with self._space.lock():
-                self._learn()
-                if name not in self._numbers and not self._teach(text):
+            is_taught = False
+            while not is_taught:
+                needed = int(self._head[_TEXT_END]) + len(text) + PAGE
+                has_room = self._space.grow("schemas", 32 * (int(self._head[_SCHEMAS]) + 64))
+                if not has_room or not self._space.grow("texts", needed):
+                    del self._numbers[name]
                     return None
-                self._learn()
-            self._numbers.setdefault(name, 0)
-        return self._numbers[name] or None
+                with self._space.lock():
+                    self._learn()
+                    is_taught = self._numbers[name] > 0 or self._teach(text)
+                    self._learn()
+        if self._numbers[name] == 0:
+            raise UnserialisableError("the schema of the output has no text from which it can be made again")
+        return self._numbers[name]
 
     def _teach(self, text: bytes) -> bool:
         number, start = int(self._head[_SCHEMAS]), int(self._head[_TEXT_END])
         end = start + len(text)
         if number >= len(self._schemas) or end > self._space.length("texts"):
-            return False  # others were faster
+            return False  # others have taken the room meanwhile
         self._head[_TEXT_END] = end
         self._texts(start, len(text))[:] = np.frombuffer(text, np.uint8)
         self._schemas[number] = start, len(text), 0, 0
@@ -100,7 +103,7 @@ class Chunks:
         start, length = self._schemas[number, :_CURRENT].tolist()
         try:
             return schema_from_json(json.loads(self._texts(start, length).tobytes()))
-        except (DamagedError, UnknownClassError):
+        except (DamagedError, UnknownClassError, ValueError):
             return None
 
     def _texts(self, start: int, length: int) -> Array:
@@ -156,7 +159,7 @@ class Chunks:
                 self._space.board.charge(self._space.file, -size)
                 return np.empty(0, np.int64)
             self._head[_DATA_END] = max(offset, end)
-        reserved = all([self._space.reserve(start, end - start) for start, end in ranges])
+        reserved = all(self._space.reserve(start, end - start) for start, end in ranges)
         with self._space.lock():
             if not reserved:
                 self._space.board.charge(self._space.file, -size)
@@ -219,11 +222,10 @@ class Chunks:
             current = int(self._schemas[number, _CURRENT])
             end = current & _ROW if current >> 32 == chunk else rows
             if end > first:
-                for leaf, (place,) in zip(
-                    schema.leaves, self._places(schema, locations[:1] * 0 + (chunk << 32)), strict=True
-                ):
+                places = self._places(schema, np.array([chunk << 32 | first]))
+                for leaf, (place,) in zip(schema.leaves, places, strict=True):
                     start = int(place) * leaf.row_bytes
-                    self._space.region.populate(start + first * leaf.row_bytes, start + end * leaf.row_bytes)
+                    self._space.region.populate(start, start + (end - first) * leaf.row_bytes)
                 self._populated[chunk] = end
 
     def _of_chunks(self, locations: Positions) -> tuple[Positions, Positions]:
@@ -235,12 +237,14 @@ class Chunks:
     def _places(self, schema: Schema, locations: Positions) -> Iterator[Positions]:
         """Which rows of the region these are, for each column."""
         end, kinds = self._of_chunks(locations)
-        capacities, rows = kinds & _ROW, locations & _ROW
+        capacities, rows, first, width = kinds & _ROW, locations & _ROW, end, 0
         for leaf in schema.leaves:
-            width = leaf.row_bytes
-            first = -(-end // width) if width else end
+            if leaf.row_bytes:
+                if width:
+                    end = (first + capacities) * width
+                width = leaf.row_bytes
+                first = -(-end // width)
             yield first + rows
-            end = (first + capacities) * width if width else end
 
     def _left(self, current: int) -> int:
         """How many rows of a chunk were not given out."""

@@ -1,9 +1,9 @@
-"""`Claim`: "this call computes these keys now", so that others wait for the rows.
+"""`SharedClaim`: "this call computes these keys now", so that others wait for the rows.
 
 A claim stands where the location of a row will be, under a ticket of the board. It ends when the row is
 published, or when the ticket is returned, whatever was claimed with it: that is one write. Whoever waits
-looks at the locations: he holds no claim meanwhile, so that no two wait for each other. What was given up, by
-a process that has ended or is stuck too, he claims himself.
+looks at the locations again and again, and holds no claim meanwhile, so that no two wait for each other. What
+was given up, also by a process that has ended or is stuck, is claimed by one of those who wait for it.
 """
 
 from __future__ import annotations
@@ -17,49 +17,15 @@ import numpy as np
 
 from torchcache2.core.arrays import Array, Positions
 from torchcache2.core.keys import Keys
+from torchcache2.tiers.base import Claim
 from torchcache2.tiers.shared.board import Ticket
 from torchcache2.tiers.shared.table import SharedTable
 
-__all__ = ["Claim", "Claims", "SharedClaim"]
+__all__ = ["Claims", "SharedClaim"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3  # seconds
 _LOOK = 0.05  # seconds between looks at the processes that are waited for
 _NOWHERE: Positions = np.empty(0, np.int64)
-
-
-class Claim:
-    """What one call computes of a batch of distinct keys, and what it waits for. Not for several threads.
-
-    Attributes
-    ----------
-    mine : ndarray of int64
-        Positions in the batch that the call computes.
-    others : ndarray of int64
-        Those that somebody else computes, or has computed already; `wait` decides about them.
-    appeared : ndarray of int64
-        Those whose rows were there when `wait` returned, since it was called before. A tier may forget:
-        what it does not find after all is to be computed, without a claim.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.mine: Positions = np.arange(count)
-        self.others = self.appeared = _NOWHERE
-
-    def wait(self) -> Positions:
-        """Block until all of `others` have rows, or some of them were given up.
-
-        What this call has claimed before is given up, unless its rows were put.
-
-        Returns
-        -------
-        ndarray of int64
-            Positions that were given up: this call computes them now. They are not in `others` any more,
-            nor is what has `appeared`.
-        """
-        return _NOWHERE
-
-    def release(self) -> None:
-        """Give up what was claimed and not put. May be called again, and by the garbage collector."""
 
 
 class Claims:
@@ -84,11 +50,11 @@ class Claims:
         self.held: set[tuple[int, bytes]] = set()
 
     def joined(self, member: int) -> None:
-        """This is another process now: it holds none."""
+        """Begin without claims, in a process that was forked from one that may have some."""
         self.member, self.held = member, set()
 
     def may_wait(self, namespace: bytes) -> bool:
-        """Whether this thread holds no claim of a namespace: two that do, and wait, may wait for each other."""
+        """Whether this thread holds no claim of a namespace: two that do may wait for each other."""
         return (threading.get_ident(), namespace) not in self.held
 
 
@@ -102,7 +68,8 @@ class SharedClaim(Claim):
         self._ticket: Ticket | None = None
         self._entries = np.full(len(keys), -1)
         self.mine = self._take(self.mine, frozenset())
-        self.others = np.setdiff1d(np.arange(len(keys)), self.mine)
+        if len(self.mine) < len(keys):
+            self.others = np.setdiff1d(np.arange(len(keys)), self.mine)
 
     def wait(self) -> Positions:  # noqa: D102
         self.release()
@@ -148,9 +115,9 @@ class SharedClaim(Claim):
             self._ticket = ticket
             self._claims.held.add(self._name)
         self._entries[positions], self._locations = entries, table.locations
-        is_mine = (entries < 0) | ((locations > 0) & ~table.is_readable(locations))
-        if ticket is not None:
-            is_mine |= locations == ticket.word
+        is_mine = (entries < 0) if ticket is None else (entries < 0) | (locations == ticket.word)
+        if (locations > 0).any():
+            is_mine |= (locations > 0) & ~table.is_readable(locations)
         return positions[is_mine]
 
     def _decided(self, is_row: Array, taken: Positions) -> Positions:

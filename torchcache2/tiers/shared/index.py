@@ -63,7 +63,6 @@ class SharedIndex:
         if seen == self._seen:
             return
         count = seen[0]
-        # A table of n slots begins n slots after the range does, so that tables of all sizes have room.
         slots = self._space.region.array("<i8", self._space.start("slots") + 8 * count, count)
         entries = seen[1] // 8  # of the three ranges, this one grows last
         keys: Words = self._space.array("keys", "<u8")[: 2 * entries].reshape(-1, 2)
@@ -91,13 +90,14 @@ class SharedIndex:
         if needed > len(self.locations):
             entries = max(needed, len(self.locations) * 33 // 32)
             entries = -(-entries // _LEAST) * _LEAST
-            if not all([self._space.grow(name, width * entries) for name, width in _RANGES.items()]):
+            if not all(self._space.grow(name, width * entries) for name, width in _RANGES.items()):
                 return False
         slots = len(self._table.slots)
         if needed > slots * 9 // 16:
             while needed > slots * 9 // 16:
                 slots *= 2
-            return self._replace(slots)
+            # A table of n slots begins n slots after the range does, so that tables of all sizes have room.
+            return self._space.may_be("slots", 16 * slots) and self._replace(slots)
         return True
 
     def enter(self, words: Words, location: int = 0) -> tuple[Entries, Positions]:

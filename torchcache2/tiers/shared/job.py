@@ -2,8 +2,11 @@
 
 A job has a small file in a folder that only its user can enter. The file is what the processes lock, and it
 lists those that have the job's `Board` open: pid, start time, descriptor, inode. Who joins opens the board
-of any of them that lives; if there is none, what the file says is old, and a new board is made. Descriptions
-of the dead are left out when the file is next written, and files of dead jobs are deleted by who joins another.
+of any of them that lives; if there is none, what the file says is old, and a new board is made. The dead are
+left out when the file is next written. Who joins also deletes the files of other jobs that are dead.
+
+Pids mean something to the processes of one container or machine only. Another one may see the same folder: so
+the names of files say which it is, and files of others are left alone.
 """
 
 from __future__ import annotations
@@ -42,13 +45,11 @@ def job_name(environ: Mapping[str, str], *parts: str) -> bytes:
     else:
         parent = os.getppid()
         job = ["parent", str(parent), str(start_time(parent))]
-    return digest(
-        [_boot(), str(len(job)).encode(), *[text.encode("utf-8", "replace") for text in (*job, *parts)]]
-    )
+    return digest([str(len(job)).encode(), *[text.encode("utf-8", "replace") for text in (*job, *parts)]])
 
 
 class Job:
-    """This process's part in a job, from when it is made until `leave`.
+    """The part of this process in a job, from when it is made until `leave`.
 
     Raises
     ------
@@ -70,7 +71,7 @@ class Job:
             raise SharingError("memory can be shared on Linux only, where /proc is mounted")
         self._name, self._budget = name, budget
         self._folder = _own_folder() if folder is None else folder
-        self._path = os.path.join(self._folder, name.hex())
+        self._path = os.path.join(self._folder, f"{_machine()}-{name.hex()}")
         try:
             self._join()
         except (OSError, LockTimeoutError) as error:
@@ -141,7 +142,7 @@ class Job:
         """Delete the files of jobs that have ended without leaving."""
         with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
             for entry, _ in zip(entries, range(_MOST_LOOKED_AT), strict=False):
-                if entry.path != self._path:
+                if entry.path != self._path and entry.name.startswith(f"{_machine()}-"):
                     with contextlib.suppress(OSError, ValueError):
                         _remove_if_dead(entry.path)
 
@@ -176,10 +177,11 @@ def _own_folder() -> str:
     return path
 
 
-def _boot() -> bytes:
-    """What tells this start of this machine from others, which may see the same folder."""
-    try:
+def _machine() -> str:
+    """What tells those processes whose pids this one sees from others, which may see the same folder."""
+    parts = [os.uname().nodename.encode()]
+    with contextlib.suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            return file.read()
-    except OSError:
-        return os.uname().nodename.encode()
+            parts.append(file.read())
+        parts.append(str(os.stat("/proc/self/ns/pid").st_ino).encode())
+    return digest(parts).hex()[:12]

@@ -51,6 +51,7 @@ class NodeLock:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
+        """Hold the lock; not again by who holds it already."""
         try:
             self._acquire()
             yield

@@ -1,4 +1,4 @@
-"""`SharedTable`: the rows of one namespace, which the processes of a job put and find without copies of their own.
+"""`SharedTable`: the rows of one namespace, in memory that the processes of a job map.
 
 **Why readers need no lock.** A row is found in three steps, each of which another process has finished before
 it let anybody see the next one:
@@ -92,33 +92,29 @@ class SharedTable:
             entries, locations, words = entries[positions], locations[positions], words[positions]
         numbers = self._chunks.schemas_of(locations)
         if (numbers == numbers[0]).all():
-            part = self._part(int(numbers[0]), words, entries, locations, runtime)
-            return [] if part is None else [(positions[part[0]] if part[0] is not None else positions, part[1])]
+            groups = [(int(numbers[0]), np.arange(len(positions)))]
+        else:
+            order = np.argsort(numbers, kind="stable")
+            distinct, starts = np.unique(numbers[order], return_index=True)
+            groups = list(zip(distinct.tolist(), np.split(order, starts[1:]), strict=True))
         parts = []
-        order = np.argsort(numbers, kind="stable")
-        distinct, starts = np.unique(numbers[order], return_index=True)
-        for number, these in zip(distinct.tolist(), np.split(order, starts[1:]), strict=True):
-            part = self._part(number, words[these], entries[these], locations[these], runtime)
-            if part is not None:
-                parts.append((positions[these if part[0] is None else these[part[0]]], part[1]))
+        for number, these in groups:
+            schema = self._chunks.schema(number)
+            if schema is None:  # of classes that this process does not know
+                continue
+            of, at = (entries, locations) if len(groups) == 1 else (entries[these], locations[these])
+            if self._is_checked(of):
+                parts.append((positions[these], self._chunks.gather(schema, at, runtime)))
+                continue
+            fresh = np.flatnonzero(~self._checked[of])
+            self._chunks.populate(schema, at[fresh])
+            rows = self._chunks.gather(schema, at, runtime)
+            good = self._check(rows, words[these], of, at, fresh)
+            if len(good) < len(rows):
+                these, rows = these[good], rows.take(torch.from_numpy(good))
+            if len(these):
+                parts.append((positions[these], rows))
         return parts
-
-    def _part(
-        self, number: int, words: Words, entries: Entries, locations: Positions, runtime: Runtime | None
-    ) -> tuple[Positions | None, Rows] | None:
-        """Rows of one schema, and which they are if they are not all."""
-        schema = self._chunks.schema(number)
-        if schema is None:
-            return None
-        if self._is_checked(entries):
-            return None, self._chunks.gather(schema, locations, runtime)
-        fresh = np.flatnonzero(~self._checked[entries])
-        self._chunks.populate(schema, locations[fresh])
-        rows = self._chunks.gather(schema, locations, runtime)
-        good = self._check(rows, words, entries, locations, fresh)
-        if len(good) == len(rows):
-            return None, rows
-        return (good, rows.take(torch.from_numpy(good))) if len(good) else None
 
     def put(self, words: Words, rows: Rows) -> tuple[int, bool]:
         """Keep rows, on the host, under distinct keys that may be here already.

@@ -1,9 +1,9 @@
-"""`SharedTier`: rows in memory that the processes of a job share, under one budget, and claims of those to come.
+"""`SharedTier`: rows in memory that the processes of a job share, under one budget, and claims of rows.
 
-Each namespace has a file in memory; see `torchcache2.tiers.shared.table` for what holds there, and why readers
-need no lock. Rows are kept as they come, and stay where they are, until nobody uses their namespace: a process
-that lets go of it gives up its part, and the memory goes with the last part. When there is no room, every
-process lets go of the namespaces that nothing alive in it uses, at its next call. `drop` is for all processes.
+Each namespace has a file in memory; see `torchcache2.tiers.shared.table` for what holds there, and why
+readers need no lock. Rows are kept as they come, and stay where they are. A process that lets go of a
+namespace gives up its part, and the memory goes with the last part. When there is no room, every process lets
+go of the namespaces that nothing alive in it uses, at its next call. `drop` is for all processes.
 
 Safe under threads, which take turns; under fork, where the child takes part under its own name; and under
 signals that kill: what a process leaves unfinished is seen by nobody. A lock that is not given back for 10
@@ -27,16 +27,18 @@ from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows
 from torchcache2.core.transfer import CUDA, Runtime, to_host
 from torchcache2.files.errors import UnserialisableError
-from torchcache2.tiers.base import Found, Tier, TierStats
-from torchcache2.tiers.shared.claims import Claim, Claims, SharedClaim
+from torchcache2.tiers.base import Claim, Found, Tier, TierStats
+from torchcache2.tiers.shared.claims import Claims, SharedClaim
 from torchcache2.tiers.shared.job import Job
 from torchcache2.tiers.shared.lock import LockTimeoutError
+from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.table import SharedTable
 
 __all__ = ["SharedTier"]
 
 _T = TypeVar("_T")
 _BETWEEN_LOOKS = 1.0  # seconds, when it is full, between looks for room that others have given up
+_MOST_TABLES = 64  # each takes two descriptors, of which a process often has 1024
 _MOST_ABSENT = 1000  # namespaces that are remembered to have no file
 _AT_EXIT = 1.0  # seconds to wait for the lock when the process ends
 
@@ -122,14 +124,17 @@ class SharedTier(Tier):
             return 0
         if any(map(self._runtime.owns, rows.columns)):
             self._pins = True
-        rows = Rows(rows.schema, to_host(rows.columns, self._runtime), len(rows))
-        return self._guarded(lambda: self._keep(keys, rows)) or 0
+
+        def kept() -> int:
+            return self._keep(keys, Rows(rows.schema, to_host(rows.columns, self._runtime), len(rows)))
+
+        return self._guarded(kept) or 0
 
     def claim(self, keys: Keys) -> Claim:
         """Say which of some distinct keys, missed by `get`, this call computes.
 
-        It claims those that nobody has, and may wait for the others. A full tier gives no claims, and a thread
-        that holds a claim of the namespace gets no other: it computes all.
+        It claims those that nobody has claimed, and may wait for the others. A full tier gives no claims. A
+        thread that holds a claim of the namespace gets no other: it computes all.
         """
 
         def claimed() -> Claim | None:
@@ -143,8 +148,9 @@ class SharedTier(Tier):
         return self._guarded(claimed) or Claim(len(keys))
 
     def drop(self, namespace: bytes) -> None:
-        """Forget every row of a namespace, for all processes, now or before the next call."""
-        self._ask(self._drop, namespace)
+        """Forget every row of a namespace, for all processes, now."""
+        self._job.board.drop(namespace)
+        self._ask(self._forget_dropped, namespace)
 
     def let_go(self, namespace: bytes) -> None:
         """Give up this process's part in a namespace, now or before the next call; others keep its rows."""
@@ -185,7 +191,7 @@ class SharedTier(Tier):
 
     def _fault(self, error: Exception) -> None:
         self._faults += 1
-        if isinstance(error, LockTimeoutError):
+        if isinstance(error, (LockTimeoutError, SharingError)):
             self._is_off = True
             self._tables.clear()
         self._told("fault", "shared memory cannot be used: what it has is computed here (%r)", error)
@@ -198,7 +204,6 @@ class SharedTier(Tier):
             self._leaving()
             return
         if os.getpid() != self._job.pid and not self._is_off:
-            self._lock.was_torn()
             self._tables, self._absent = {}, {}  # another thread of the parent may have been changing them
             self._job.rejoin()
             self._claims.joined(self._job.slot)
@@ -231,6 +236,8 @@ class SharedTier(Tier):
                 return table
             self._forget(namespace)
             table = None
+        if len(self._tables) >= _MOST_TABLES:
+            self._let_unused_go(namespace)
         board = self._job.board
         if not create and self._absent.get(namespace) == board.changes:
             return None
@@ -309,9 +316,10 @@ class SharedTier(Tier):
             with self._job.lock():
                 self._job.board.let_go(table.file, self._job.slot)
 
-    def _drop(self, namespace: bytes) -> None:
-        self._job.board.drop(namespace)
-        self._forget(namespace)
+    def _forget_dropped(self, namespace: bytes) -> None:
+        table = self._tables.get(namespace)
+        if table is not None and not table.is_live:
+            self._forget(namespace)
 
 
 def _leave(job: Job) -> None:
