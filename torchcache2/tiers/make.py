@@ -19,6 +19,8 @@ from torchcache2.tiers.base import Tier
 from torchcache2.tiers.disk.scratch import Scratch
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.memory.tier import MemoryTier
+from torchcache2.tiers.shared.region import SharingError
+from torchcache2.tiers.shared.tier import SharedTier
 
 __all__ = ["check_folder", "make_tiers"]
 
@@ -35,25 +37,18 @@ def check_folder(settings: CacheSettings) -> None:
             CacheDirectory(str(settings.persistent_cache_dir), FileSystem()).check()
 
 
-def make_tiers(settings: CacheSettings, in_use: InUse, description: Description) -> list[Tier]:
+def make_tiers(
+    settings: CacheSettings, in_use: InUse, description: Description, job: bytes | None = None
+) -> list[Tier]:
     """The tiers of one budget, fastest first.
 
     `in_use` gives the namespaces that something alive in this process uses, and `description` what a
-    namespace stands for, for people and later runs.
+    namespace stands for, for people and later runs. The processes of a `job` share their memory.
     """
     budget = settings.memory_budget()
     # Rows that wait to be written count as memory, too.
     queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4)) if settings.is_persistent else 0
-    device = settings.memory_cache_device
-    tiers: list[Tier] = [
-        MemoryTier(
-            max(0, budget - queue),
-            settings.policy,
-            None if device is None else torch.device(device),
-            in_use,
-            spills=settings.is_persistent,
-        )
-    ]
+    tiers = [_memory(settings, max(0, budget - queue), in_use, job)]
     if settings.is_persistent:
         try:
             tiers.append(_disk(settings, queue, in_use, description))
@@ -62,6 +57,16 @@ def make_tiers(settings: CacheSettings, in_use: InUse, description: Description)
         except OptionError as error:  # the folder was good when something was decorated
             logger.warning("%s; rows stay in memory", str(error))
     return tiers
+
+
+def _memory(settings: CacheSettings, budget: int, in_use: InUse, job: bytes | None) -> Tier:
+    if job is not None:
+        try:
+            return SharedTier(job, budget, in_use, spills=settings.is_persistent)
+        except SharingError as error:
+            logger.warning("each rank has a memory cache of its own, as they cannot share: %s", str(error))
+    device = None if settings.memory_cache_device is None else torch.device(settings.memory_cache_device)
+    return MemoryTier(budget, settings.policy, device, in_use, spills=settings.is_persistent)
 
 
 def _disk(settings: CacheSettings, queue: int, in_use: InUse, description: Description) -> DiskTier:

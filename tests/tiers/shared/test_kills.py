@@ -1,5 +1,6 @@
 """Processes that are killed or stopped in the middle of anything: the others go on, and no row is wrong."""
 
+import os
 import random
 import signal
 from pathlib import Path
@@ -8,6 +9,7 @@ from tests.helpers import warm
 from tests.helpers.storage import wait_until
 from tests.tiers.shared.scripts import JOINING
 
+STEP = 3 if os.environ.get("SOAK") else 149  # lines between two kills
 AT_EACH_LINE = (
     JOINING
     + """
@@ -68,7 +70,7 @@ print(killed, line)
 
 
 def test_a_process_may_be_killed_at_any_line(tmp_path):
-    killed, lines = map(int, warm.run(AT_EACH_LINE, tmp_path, 149, random.randrange(149)).words)
+    killed, lines = map(int, warm.run(AT_EACH_LINE, tmp_path, STEP, random.randrange(STEP)).words)
     assert killed > 5 and lines > 400
 
 

@@ -218,6 +218,10 @@ class Board:
         """Rows in all files."""
         return int(self._files[self._files[:, _STATE] == _LIVE, _ROWS].sum())
 
+    def rows_of(self, file: int) -> int:
+        """Rows in a file."""
+        return int(self._files[file, _ROWS])
+
     @property
     def free(self) -> int:
         """Bytes that are left."""

@@ -68,14 +68,13 @@ class SharedTable:
         if size > board.free:
             return None
         region = Region.create(Space.size(board.budget))
-        file = board.add_file(namespace, region, member, size)
-        if file is None:
-            return None
-        space = Space(region, board, file, lock)
         region.reserve(0, PAGE)
+        space = Space(region, board, -1, lock)
         SharedIndex.make(space)
         Chunks.make(space)
-        return cls(region, board, file, lock)
+        # Nobody knows of it before this, so that what is not finished goes with this process.
+        file = board.add_file(namespace, region, member, size)
+        return None if file is None else cls(region, board, file, lock)
 
     @property
     def is_live(self) -> bool:
@@ -129,28 +128,22 @@ class SharedTable:
         entries, locations = self._enter(words)
         absent = np.flatnonzero((entries >= 0) & (locations <= 0))
         fits = bool((entries >= 0).all())
-        places: list[Positions] = []
-        kept = 0
-        if len(absent):
-            with self.lock():
-                places.append(self._chunks.take(number, len(absent)))
-            kept = len(places[0])
-        while kept < len(absent):
-            places.append(self._chunks.add(number, schema, len(absent) - kept))
-            kept += len(places[-1])
-            if len(places[-1]) == 0:
-                break
-        if kept == 0:
-            return 0, fits and len(absent) == 0
+        if len(absent) == 0:
+            return 0, fits
+        places = self._chunks.take(number, schema, len(absent))
+        kept = sum(map(len, places))
         fits &= kept == len(absent)
         absent = absent[:kept]
         if kept < len(words):
             rows = rows.take(torch.from_numpy(absent))
         first = 0
-        for place in filter(len, places):
+        for place in places:
             piece = Rows(schema, [column[first : first + len(place)] for column in rows.columns], len(place))
-            self._chunks.write(schema, place, piece)
+            if not self._chunks.write(schema, place, piece):
+                return 0, False
             first += len(place)
+        if kept == 0:
+            return 0, fits
         sums = _checksums(rows, words[absent])
         return self._publish(entries[absent], np.concatenate(places), sums), fits
 

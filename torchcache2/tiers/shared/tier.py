@@ -58,6 +58,8 @@ class SharedTier(Tier):
         Where the processes find each other; default: this user's, among temporary files.
     runtime : Runtime
         Of the accelerator that rows may come from.
+    spills : bool
+        Whether there is a tier below that keeps what does not fit here.
 
     Raises
     ------
@@ -75,10 +77,11 @@ class SharedTier(Tier):
         *,
         folder: str | None = None,
         runtime: Runtime = CUDA,
+        spills: bool = False,
     ) -> None:
         self._job = Job(job, budget, folder)
         self._leaving = weakref.finalize(self, _leave, self._job)
-        self._in_use, self._runtime = in_use, runtime
+        self._in_use, self._runtime, self._spills = in_use, runtime, spills
         self._lock = ProcessLock()
         self._claims = Claims(self._job.slot, self._guarded)
         self._tables: dict[bytes, SharedTable] = {}
@@ -194,7 +197,8 @@ class SharedTier(Tier):
         if isinstance(error, (LockTimeoutError, SharingError)):
             self._is_off = True
             self._tables.clear()
-        self._told("fault", "shared memory cannot be used: what it has is computed here (%r)", error)
+        # As text: a log record that keeps the error would keep what its frames refer to.
+        self._told("fault", "shared memory cannot be used: what it has is computed here (%s)", repr(error))
 
     def _catch_up(self) -> None:
         """Do what was asked for meanwhile, by others too."""
@@ -268,12 +272,13 @@ class SharedTier(Tier):
             kept += more
         if not fits:
             self._job.board.fill()
-            self._told(
-                "full",
-                "the memory cache that the ranks share is full (%d bytes): new items are computed at every "
-                "call. Raise max_memory_cache_size, or set cache_dtype",
-                self.budget,
-            )
+            if not self._spills:
+                self._told(
+                    "full",
+                    "the memory cache that the ranks share is full (%d bytes): new items are computed at "
+                    "every call. Raise max_memory_cache_size, or set cache_dtype",
+                    self.budget,
+                )
         return kept
 
     def _try_to_keep(self, keys: Keys, rows: Rows) -> tuple[int, bool]:
@@ -305,10 +310,11 @@ class SharedTier(Tier):
         if self._in_use is not None:
             used = {namespace, *self._in_use()}
             for name in [name for name in self._tables if name not in used]:
-                table, rows = self._tables[name], self._job.board.rows
+                table = self._tables[name]
+                rows = self._job.board.rows_of(table.file)
                 self._forget(name)
                 if not table.is_live:
-                    self._evictions += rows - self._job.board.rows
+                    self._evictions += rows
 
     def _forget(self, namespace: bytes) -> None:
         table = self._tables.pop(namespace, None)
