@@ -12,7 +12,6 @@ the names of files say which it is, and files of others are left alone.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
 import tempfile
@@ -21,6 +20,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from torchcache2.core.arrays import Array
+from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.identity.encoding import digest
 from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.lock import LockTimeoutError, NodeLock
@@ -38,9 +38,9 @@ def job_name(environ: Mapping[str, str], *parts: str) -> bytes:
 
     It is what ``TORCHCACHE_JOB`` says, else where the ranks meet, else the parent process.
     """
-    if _JOB in environ:
+    if environ.get(_JOB):
         job = [environ[_JOB]]
-    elif any(name in environ for name in _RENDEZVOUS):
+    elif any(environ.get(name) for name in _RENDEZVOUS):
         job = ["ranks", *[environ.get(name, "") for name in _RENDEZVOUS]]
     else:
         parent = os.getppid()
@@ -94,13 +94,13 @@ class Job:
                     self._write(others)
                 else:
                     os.unlink(self._path)
-        self.lock.close()
 
     def _join(self) -> None:
         self._remove_leftovers()
         self.pid, self.start = os.getpid(), start_time(os.getpid())
         while True:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            file = Descriptor(os.open(self._path, flags, 0o600))
             self.lock = NodeLock(file)
             with self.lock():
                 if not _is_at(file, self._path):
@@ -148,20 +148,17 @@ class Job:
 
 
 def _remove_if_dead(path: str) -> None:
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        lines = np.frombuffer(os.read(file, 1 << 20), np.int64).reshape(-1, 4).tolist()
+    file = Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+    if FileSystem().lock(file, exclusive=True):
+        lines = np.frombuffer(os.read(file.number, 1 << 20), np.int64).reshape(-1, 4).tolist()
         if _is_at(file, path) and not any(is_alive(pid, start) for pid, start, *_ in lines):
             os.unlink(path)
-    finally:
-        os.close(file)
 
 
-def _is_at(file: int, path: str) -> bool:
+def _is_at(file: Descriptor, path: str) -> bool:
     """Whether an open file still has a name."""
     try:
-        return os.path.samestat(os.fstat(file), os.stat(path))
+        return os.path.samestat(os.fstat(file.number), os.stat(path))
     except FileNotFoundError:
         return False
 

@@ -330,5 +330,5 @@ class SharedTier(Tier):
 
 def _leave(job: Job) -> None:
     job.lock.patience = min(job.lock.patience, _AT_EXIT)
-    with contextlib.suppress(LockTimeoutError, OSError, ValueError):
+    with contextlib.suppress(LockTimeoutError, OSError):
         job.leave()
