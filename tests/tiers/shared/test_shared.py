@@ -254,6 +254,19 @@ def test_a_list_that_is_damaged_is_begun_anew(join, tmp_path):
     assert found(first, [1, 2]) == [1]
 
 
+def test_nobody_joins_those_who_lock_another_file(join, tmp_path):
+    """A list that was deleted comes back when a child of the old processes writes it."""
+    first = join()
+    put(first, [1])
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    second = join()
+    put(second, [2])
+    first._job.rejoin()
+    third = join()
+    assert found(third, [1, 2]) == [2] and found(first, [1, 2]) == [1]
+
+
 @pytest.mark.parametrize("what", ["memfd_create", "proc", "hidden", "folder"])
 def test_a_system_that_cannot_share_says_so(join, monkeypatch, tmp_path, what):
     if what == "memfd_create":

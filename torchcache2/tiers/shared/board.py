@@ -5,11 +5,11 @@ last, and taken back first: whatever a killed process leaves unfinished does not
 the job's lock, but for the release of a ticket and for the words of the head, where the last one wins.
 
 ==================  =====================================================================================
-head                magic, the job's name, and the words `BUDGET` … `CHANGES`
+head                magic, the job's name, and the words `LOCK` … `CHANGES`
 members             the processes: pid, start time
 files               one for each namespace: state, inode, bytes, rows, flags, the namespace
 holders             who has which file open: file + 1, member, descriptor
-tickets             claims: serial number (0: free), the last one, member, thread, since when
+tickets             claims: serial number (0: free), the last one, member, since when
 ==================  =====================================================================================
 """
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 import time
 from collections.abc import Iterator
 
@@ -30,14 +29,14 @@ __all__ = ["Board", "Ticket"]
 
 _MAGIC = 0x31_6B6E_6172_6374  # "tcrank1"
 _MEMBERS, _FILES, _HOLDERS, _TICKETS = 512, 512, 2048, 1024  # rows; a ticket's number has 10 bits
-_SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (_TICKETS, 5)]
+_SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (_TICKETS, 4)]
 _SIZE = PAGE + sum(pages(8 * rows * columns) for rows, columns in _SHAPES)
 
-_NAME, _BUDGET, _LONGEST, _FULL, _PRESSURE, _CHANGES = 1, 3, 4, 5, 6, 7  # words of the head
+_NAME, _LOCK, _BUDGET, _LONGEST, _FULL, _PRESSURE, _CHANGES = 1, 3, 4, 5, 6, 7, 8  # words of the head
 _PID, _START = range(2)
 _STATE, _INODE, _BYTES, _ROWS, _UNCLAIMED, _NAMESPACE = range(6)
 _FILE, _MEMBER, _DESCRIPTOR = range(3)
-_SERIAL, _LAST, _OWNER, _THREAD, _SINCE = range(5)
+_SERIAL, _LAST, _OWNER, _SINCE = range(4)
 _LIVE, _DEAD = 1, 2
 
 _LEAST_STUCK = 60_000_000_000  # ns
@@ -67,11 +66,13 @@ class Board:
         Where they are; None: nowhere yet.
     name : bytes
         The job's, 16 bytes.
+    lock : int
+        Inode of the file that is locked. Who has locked another one must not write here.
     budget : int
         Of all its processes together, in bytes; that of the first one counts.
     """
 
-    def __init__(self, region: Region | None, name: bytes, budget: int) -> None:
+    def __init__(self, region: Region | None, name: bytes, lock: int, budget: int) -> None:
         is_new = region is None
         self.region = Region.create(_SIZE) if region is None else region
         self._head = self.region.array("<i8", 0, PAGE // 8)
@@ -83,16 +84,16 @@ class Board:
         if is_new:
             self.region.reserve(0, _SIZE)
             self._head[_NAME : _NAME + 2] = np.frombuffer(name, np.int64)
-            self._head[_BUDGET] = budget
+            self._head[_LOCK], self._head[_BUDGET] = lock, budget
             self._head[0] = _MAGIC
 
     @staticmethod
-    def is_one(region: Region, name: bytes) -> bool:
+    def is_one(region: Region, name: bytes, lock: int) -> bool:
         """Whether a region has the board of a job."""
         if region.size != _SIZE:
             return False
-        head = region.array("<i8", 0, 3)
-        return head[0] == _MAGIC and head[1:].tobytes() == name
+        head = region.array("<i8", 0, _BUDGET)
+        return head[0] == _MAGIC and head[_NAME:_LOCK].tobytes() == name and head[_LOCK] == lock
 
     # Members
 
@@ -277,7 +278,7 @@ class Board:
         slot = int(free[0])
         row = self._tickets[slot]
         serial = int(row[_LAST]) + 1
-        row[_LAST:] = serial, member, threading.get_native_id(), time.monotonic_ns()
+        row[_LAST:] = serial, member, time.monotonic_ns()
         row[_SERIAL] = serial
         return Ticket(slot, serial, os.getpid())
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from torchcache2.core.arrays import Array
+from torchcache2.core.version import __version__
 from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.identity.encoding import digest
 from torchcache2.tiers.shared.board import Board
@@ -45,7 +46,13 @@ def job_name(environ: Mapping[str, str], *parts: str) -> bytes:
     else:
         parent = os.getppid()
         job = ["parent", str(parent), str(start_time(parent))]
-    return digest([str(len(job)).encode(), *[text.encode("utf-8", "replace") for text in (*job, *parts)]])
+    return digest(
+        [
+            __version__.encode(),
+            str(len(job)).encode(),
+            *[text.encode("utf-8", "replace") for text in (*job, *parts)],
+        ]
+    )
 
 
 class Job:
@@ -105,8 +112,10 @@ class Job:
             with self.lock():
                 if not _is_at(file, self._path):
                     continue  # the last one has just left
-                region = next(filter(None, map(self._opened, self._listed().tolist())), None)
-                self.board = Board(region, self._name, self._budget)
+                inode = os.fstat(file.number).st_ino
+                regions = (self._opened(line, inode) for line in self._listed().tolist())
+                region = next(filter(None, regions), None)
+                self.board = Board(region, self._name, inode, self._budget)
                 self._enter()
                 return
 
@@ -119,10 +128,10 @@ class Job:
         mine = np.array([[self.pid, self.start, region.descriptor, region.inode]])
         self._write(np.concatenate([self._listed(), mine]))
 
-    def _opened(self, line: list[int]) -> Region | None:
+    def _opened(self, line: list[int], lock: int) -> Region | None:
         pid, start, descriptor, inode = line
         region = Region.open(pid, descriptor, inode) if is_alive(pid, start) else None
-        return region if region is not None and Board.is_one(region, self._name) else None
+        return region if region is not None and Board.is_one(region, self._name, lock) else None
 
     def _listed(self) -> Array:
         """Pid, start time, descriptor and inode of each process that is alive."""
