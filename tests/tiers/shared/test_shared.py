@@ -3,6 +3,8 @@
 import os
 import stat
 import tempfile
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -317,6 +319,27 @@ def test_other_users_are_refused(join):
         except PermissionError:
             os._exit(0 if Region.open(parent, region.descriptor, region.inode) is None else 2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_lock_whose_holder_goes_on_is_waited_for(join):
+    first, second = join(), join()
+    second._job.lock.patience = 0.1
+    done = threading.Event()
+
+    def hold():
+        with first._job.lock():
+            end = time.monotonic() + 0.5
+            while time.monotonic() < end:
+                first._job.board.go_on()
+                time.sleep(0.02)
+        done.set()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    time.sleep(0.05)
+    assert put(second, [1]) == 1 and done.wait(5)
+    thread.join()
+    assert second.stats().faults == 0
 
 
 def test_a_fault_is_counted_and_told_once(join, monkeypatch, log):

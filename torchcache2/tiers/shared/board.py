@@ -5,7 +5,7 @@ last, and taken back first: whatever a killed process leaves unfinished does not
 the job's lock, but for the release of a ticket and for the words of the head, where the last one wins.
 
 ==================  =====================================================================================
-head                magic, the job's name, and the words `LOCK` … `CHANGES`
+head                magic, the job's name, and the words `LOCK` … `PROGRESS`
 members             the processes: pid, start time
 files               one for each namespace: state, inode, bytes, rows, flags, the namespace
 holders             who has which file open: file + 1, member, descriptor
@@ -32,7 +32,8 @@ _MEMBERS, _FILES, _HOLDERS, _TICKETS = 512, 512, 2048, 1024  # rows; a ticket's 
 _SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (_TICKETS, 4)]
 _SIZE = PAGE + sum(pages(8 * rows * columns) for rows, columns in _SHAPES)
 
-_NAME, _LOCK, _BUDGET, _LONGEST, _FULL, _PRESSURE, _CHANGES = 1, 3, 4, 5, 6, 7, 8  # words of the head
+# Words of the head.
+_NAME, _LOCK, _BUDGET, _LONGEST, _FULL, _PRESSURE, _CHANGES, _PROGRESS = 1, 3, 4, 5, 6, 7, 8, 9
 _PID, _START = range(2)
 _STATE, _INODE, _BYTES, _ROWS, _UNCLAIMED, _NAMESPACE = range(6)
 _FILE, _MEMBER, _DESCRIPTOR = range(3)
@@ -94,6 +95,14 @@ class Board:
             return False
         head = region.array("<i8", 0, _BUDGET)
         return head[0] == _MAGIC and head[_NAME:_LOCK].tobytes() == name and head[_LOCK] == lock
+
+    def read_progress(self) -> int:
+        """Goes on while the holder of the lock does something that takes long."""
+        return int(self._head[_PROGRESS])
+
+    def go_on(self) -> None:
+        """Tell those who try to get the lock that its holder has not stopped."""
+        self._head[_PROGRESS] += 1
 
     # Members
 

@@ -23,6 +23,7 @@ __all__ = ["SharedIndex"]
 
 _TABLE, _TAKEN = 0, 1  # words of the head: slots of the table, and entries that were given out
 _RANGES = {"keys": 16, "locations": 8, "sums": 8}  # bytes of an entry in each
+_PART = 1 << 20  # slots that are placed at once
 _LEAST = PAGE // 8  # entries and slots at first; both fill whole pages
 
 
@@ -142,7 +143,9 @@ class SharedIndex:
                 return reserved
             new = KeyTable(space.region.array("<i8", start, slots), self._table.keys)
             new.slots.fill(0)  # a killed process may have begun the same
-            new.place(old[old > 0] & 0xFFFFFFFF)
+            for part in np.split(old, range(_PART, len(old), _PART)):
+                new.place(part[part > 0] & 0xFFFFFFFF)
+                space.board.go_on()
             self._head[_TABLE] = slots
             space.region.discard(space.start("slots") + old.nbytes, pages(old.nbytes))
             space.board.charge(space.file, -old.nbytes)

@@ -116,6 +116,7 @@ class Job:
                 regions = (self._opened(line, inode) for line in self._listed().tolist())
                 region = next(filter(None, regions), None)
                 self.board = Board(region, self._name, inode, self._budget)
+                self.lock.progress = self.board.read_progress
                 self._enter()
                 return
 

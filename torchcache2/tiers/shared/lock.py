@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torchcache2.files.filesystem import Descriptor, FileSystem
 
@@ -36,11 +36,14 @@ class NodeLock:
     Attributes
     ----------
     patience : float
-        Seconds after which trying ends.
+        Seconds after which trying ends, if there was no progress.
+    progress : callable
+        A number that changes while the holder does something that takes long.
     """
 
     def __init__(self, file: Descriptor) -> None:
         self.patience = 10.0
+        self.progress: Callable[[], int] = int
         self._file, self._pid, self._fs = file, os.getpid(), FileSystem()
         own = weakref.ref(self)
 
@@ -63,10 +66,12 @@ class NodeLock:
     def _acquire(self) -> None:
         if os.getpid() != self._pid:  # it was forked in a way that Python does not know of
             self._reopen()
-        deadline, pause = time.monotonic() + self.patience, _FIRST_PAUSE
+        deadline, pause, seen = time.monotonic() + self.patience, _FIRST_PAUSE, self.progress()
         while not self._fs.lock(self._file, exclusive=True):
             if time.monotonic() > deadline:
-                raise LockTimeoutError(f"the lock that the ranks share was not free for {self.patience:g} s")
+                if self.progress() == seen:
+                    raise LockTimeoutError(f"the lock of the ranks was not free for {self.patience:g} s")
+                deadline, seen = time.monotonic() + self.patience, self.progress()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 

@@ -217,6 +217,8 @@ class SharedTable:
         entries, locations : ndarray of int64
             Of each key; an entry is -1 where there was no room for one.
         """
+        if not self.is_live:
+            return None, np.full(len(words), -1), np.zeros(len(words), np.int64)
         self._index.prepare(len(words))
         with self.lock():
             entries, locations = self._index.enter(words)
