@@ -6,8 +6,6 @@ import random
 import signal
 import time
 
-import pytest
-
 from tests.helpers import warm
 from tests.tiers.shared.scripts import JOINING
 
@@ -45,12 +43,11 @@ print(rounds, computed)
 )
 
 
-@pytest.mark.parametrize("budget", [600_000, 10**8], ids=["small", "large"])
-def test_processes_that_do_anything_at_any_time(tmp_path, budget):
-    processes = [warm.start(AT_RANDOM, tmp_path, number, 0.5, budget) for number in range(4)]
+def test_processes_that_do_anything_at_any_time(tmp_path):
+    processes = [warm.start(AT_RANDOM, tmp_path, number, 0.5, 10**8) for number in range(4)]
     rounds = [int(process.done().words[1]) for process in processes]
     assert min(rounds) > 3
-    assert all(process.err.replace("WARNING", "").count("cannot be used") == 0 for process in processes)
+    assert [process.err for process in processes] == [""] * 4
     assert list(tmp_path.iterdir()) == []
 
 
