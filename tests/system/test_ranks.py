@@ -58,7 +58,8 @@ def epoch(net, seed, size=16, shares=True):
 def report(net, **more):
     stats = net.cache_instance.stats()
     names = ("hits", "misses", "waited", "taken_over", "memory_rows", "memory_bytes", "disk_rows", "faults")
-    print(json.dumps({name: getattr(stats, name) for name in names} | {"bypasses": dict(stats.bypasses)} | more))
+    counts = {name: getattr(stats, name) for name in names} | {"bypasses": dict(stats.bypasses)}
+    print(json.dumps(counts | more))
 
 
 """
@@ -183,7 +184,7 @@ except ValueError:
 report(net, seconds=time.monotonic() - began)
 """
     )
-    first, second = run(script, job, tmp_path / "go")
+    _, second = run(script, job, tmp_path / "go")
     assert second["misses"] == 8 + 3 and second["taken_over"] == 8
     assert second["seconds"] < 5
 
@@ -230,7 +231,7 @@ assert torch.equal(net(ITEMS[:8]), expected(ITEMS[:8]))
 report(net)
 """
     )
-    first, second = run(script, job, tmp_path / "go")
+    _, second = run(script, job, tmp_path / "go")
     assert second["misses"] == 8 + 3
 
 
@@ -299,7 +300,7 @@ def test_where_memory_cannot_be_shared_each_rank_has_its_own_and_says_so(job, tm
     ranks = start(script, job, TMPDIR=str(tmp_path))
     for rank in ranks:
         assert json.loads(rank.done().out)["misses"] == 96
-        assert rank.err.count("the ranks do not share memory: each has its own") == 1
+        assert rank.err.count("each rank has a memory cache of its own, as they cannot share") == 1
 
 
 def test_threads_of_ranks_wait_for_each_other_and_not_for_themselves(job):

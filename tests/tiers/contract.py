@@ -297,6 +297,26 @@ class TierContract:
         _, back = only(tier.get(keys_of(range(3))))
         assert not back.requires_grad and torch.equal(back, output.detach() * 2)
 
+    def test_claims_are_free_when_nobody_else_has_one(self, tier):
+        keys = keys_of(range(5))
+        claim = tier.claim(keys)
+        assert claim.mine.tolist() == [0, 1, 2, 3, 4] and len(claim.others) == 0
+        put(tier, range(3))
+        assert len(claim.wait()) == 0
+        claim.release()
+        claim.release()
+        assert tier.claim(keys_of([3, 4])).mine.tolist() == [0, 1]
+        assert tier.claim(keys_of([])).mine.tolist() == []
+
+    def test_letting_go_of_a_namespace_leaves_the_others(self, tier, settle):
+        put(tier, [1, 2], namespace=NAMESPACES[0])
+        put(tier, [1, 2], namespace=NAMESPACES[1])
+        settle(tier)
+        tier.let_go(NAMESPACES[0])
+        tier.let_go(NAMESPACES[2])
+        assert found(tier, [1, 2], namespace=NAMESPACES[1]) == [1, 2]
+        assert found(tier, [1, 2], namespace=NAMESPACES[0]) in ([], [1, 2])
+
     def test_flush_may_be_called_again_and_again(self, tier):
         tier.flush()
         put(tier, [1])

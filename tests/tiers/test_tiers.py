@@ -25,6 +25,12 @@ class Stack(TierStack):
     def description(self, namespace):
         return {}
 
+    def claim(self, keys):
+        return self.tiers[0].claim(keys)
+
+    def let_go(self, namespace):
+        self.forget(namespace)
+
     def put(self, keys, rows):
         return super().put(self, keys, rows)
 

@@ -19,9 +19,9 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.files.directory import CacheDirectory
 
-_NOWHERE: Positions = np.empty(0, np.int64)
-
 __all__ = ["Claim", "Found", "Tier", "TierStats"]
+
+_NOWHERE: Positions = np.empty(0, np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,17 +62,19 @@ class TierStats:
 
 
 class Claim:
-    """What one call computes of a batch of distinct keys, and what it waits for. Not for several threads.
+    """What one call computes of a batch of distinct keys, and what it waits for.
+
+    This one computes all: nobody else puts rows where it does. It belongs to one thread.
 
     Attributes
     ----------
     mine : ndarray of int64
         Positions in the batch that the call computes.
     others : ndarray of int64
-        Those that somebody else computes, or has computed already; `wait` decides about them.
+        Those that somebody else computes, or has computed since they were missed; `wait` decides about them.
     appeared : ndarray of int64
-        Those whose rows were there when `wait` returned, since it was called before. A tier may forget:
-        what it does not find after all is to be computed, without a claim.
+        Those whose rows were there when `wait` returned last. As a tier may forget, what it does not find
+        after all is to be computed without a claim.
     """
 
     def __init__(self, count: int) -> None:
@@ -82,18 +84,18 @@ class Claim:
     def wait(self) -> Positions:
         """Block until all of `others` have rows, or some of them were given up.
 
-        What this call has claimed before is given up, unless its rows were put.
+        What this call has claimed is given up before, unless its rows were put.
 
         Returns
         -------
         ndarray of int64
             Positions that were given up: this call computes them now. They are not in `others` any more,
-            nor is what has `appeared`.
+            and neither is what has `appeared`.
         """
         return _NOWHERE
 
     def release(self) -> None:
-        """Give up what was claimed and not put. May be called again, and by the garbage collector."""
+        """Give up what was claimed and not put; may be called again."""
 
 
 class Tier(abc.ABC):
@@ -122,20 +124,20 @@ class Tier(abc.ABC):
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys, or only some of them, or none; returns how many were kept."""
 
-    def claim(self, keys: Keys) -> Claim:
-        """Say which of some distinct keys, missed by `get`, the caller computes: all, unless others do."""
-        return Claim(len(keys))
-
     def offer(self, keys: Keys, rows: Rows) -> int:
         """Keep rows as `put` does, but forget no row that is in use for them: a slower tier has them too."""
         return self.put(keys, rows)
+
+    def claim(self, keys: Keys) -> Claim:
+        """Say which of some distinct keys, missed by `get`, this call computes; `release` it in the end."""
+        return Claim(len(keys))
 
     @abc.abstractmethod
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace."""
 
     def let_go(self, namespace: bytes) -> None:
-        """Forget what nobody in this process uses any more, if it is of no use to other processes."""
+        """Nothing in this process uses a namespace any more: forget what would not outlive it anyway."""
         if not self.is_lasting:
             self.drop(namespace)
 

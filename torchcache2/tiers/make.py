@@ -45,18 +45,14 @@ def make_tiers(
 ) -> list[Tier]:
     """The tiers of one budget, fastest first.
 
-    Ranks of a job share what they make under one `name` with equal options.
-
     `in_use()` are the namespaces that something alive in this process uses. `description(namespace)` says
-    what a namespace stands for, for people and later runs.
+    what a namespace stands for, for people and later runs. The ranks of a job share memory with those that
+    make tiers under the same `name`, with equal options.
     """
-    budget = settings.memory_budget()
-    job = None
-    if settings.can_be_shared and (
-        settings.distributed == "node" or (settings.distributed == "auto" and has_ranks())
-    ):
-        job = job_name(os.environ, name, repr(settings.of_tiers()))
-    ranks = 1 if job is None else ranks_here()
+    budget, job, ranks = settings.memory_budget(), None, 1
+    is_shared = settings.distributed == "node" or (settings.distributed == "auto" and has_ranks())
+    if is_shared and settings.can_be_shared:
+        job, ranks = job_name(os.environ, name, repr(settings.of_tiers())), ranks_here()
     # Rows that wait to be written count as memory, too.
     queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4)) // ranks if settings.is_persistent else 0
     tiers = [_memory(settings, max(0, budget - queue * ranks), in_use, job)]
@@ -73,9 +69,9 @@ def make_tiers(
 def _memory(settings: CacheSettings, budget: int, in_use: InUse, job: bytes | None) -> Tier:
     if job is not None:
         try:
-            return SharedTier(job, budget, in_use)
+            return SharedTier(job, budget, in_use, spills=settings.is_persistent)
         except SharingError as error:
-            logger.warning("the ranks do not share memory: each has its own (%s)", str(error))
+            logger.warning("each rank has a memory cache of its own, as they cannot share: %s", str(error))
     device = settings.memory_cache_device
     device = None if device is None else torch.device(device)
     return MemoryTier(budget, settings.policy, device, in_use, spills=settings.is_persistent)

@@ -54,7 +54,7 @@ class Scratch:
         """Delete the folder if no other process uses it; a forked child leaves it to its parent."""
         if os.getpid() == self._pid and self._alive is not None:
             self._exit.cancel()
-            # Of several that leave at once the last one can lock it alone, as the locks of the others end here.
+            # Of several that leave at once the last one can lock it alone: the locks of the others end here.
             is_alone = self._fs.lock(self._alive, exclusive=True)
             if is_alone or (is_alone is None and not self._is_shared):
                 _delete(self._top)

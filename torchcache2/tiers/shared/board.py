@@ -5,11 +5,11 @@ last, and taken back first: whatever a killed process leaves unfinished does not
 the job's lock, but for the release of a ticket and for the words of the head, where the last one wins.
 
 ==================  =====================================================================================
-head                magic, the job's name, and the words `BUDGET` … `CHANGES`
+head                magic, the job's name, and the words `LOCK` … `PROGRESS`
 members             the processes: pid, start time
 files               one for each namespace: state, inode, bytes, rows, flags, the namespace
 holders             who has which file open: file + 1, member, descriptor
-tickets             claims: serial number (0: free), the last one, member, thread, since when
+tickets             claims: serial number (0: free), the last one, member, since when
 ==================  =====================================================================================
 """
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 import time
 from collections.abc import Iterator
 
@@ -30,14 +29,15 @@ __all__ = ["Board", "Ticket"]
 
 _MAGIC = 0x31_6B6E_6172_6374  # "tcrank1"
 _MEMBERS, _FILES, _HOLDERS, _TICKETS = 512, 512, 2048, 1024  # rows; a ticket's number has 10 bits
-_SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (_TICKETS, 5)]
+_SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (_TICKETS, 4)]
 _SIZE = PAGE + sum(pages(8 * rows * columns) for rows, columns in _SHAPES)
 
-_NAME, _BUDGET, _LONGEST, _FULL, _PRESSURE, _CHANGES = 1, 3, 4, 5, 6, 7  # words of the head
+# Words of the head.
+_NAME, _LOCK, _BUDGET, _LONGEST, _FULL, _PRESSURE, _CHANGES, _PROGRESS = 1, 3, 4, 5, 6, 7, 8, 9
 _PID, _START = range(2)
 _STATE, _INODE, _BYTES, _ROWS, _UNCLAIMED, _NAMESPACE = range(6)
 _FILE, _MEMBER, _DESCRIPTOR = range(3)
-_SERIAL, _LAST, _OWNER, _THREAD, _SINCE = range(5)
+_SERIAL, _LAST, _OWNER, _SINCE = range(4)
 _LIVE, _DEAD = 1, 2
 
 _LEAST_STUCK = 60_000_000_000  # ns
@@ -67,11 +67,13 @@ class Board:
         Where they are; None: nowhere yet.
     name : bytes
         The job's, 16 bytes.
+    lock : int
+        Inode of the file that is locked. Who has locked another one must not write here.
     budget : int
         Of all its processes together, in bytes; that of the first one counts.
     """
 
-    def __init__(self, region: Region | None, name: bytes, budget: int) -> None:
+    def __init__(self, region: Region | None, name: bytes, lock: int, budget: int) -> None:
         is_new = region is None
         self.region = Region.create(_SIZE) if region is None else region
         self._head = self.region.array("<i8", 0, PAGE // 8)
@@ -83,16 +85,24 @@ class Board:
         if is_new:
             self.region.reserve(0, _SIZE)
             self._head[_NAME : _NAME + 2] = np.frombuffer(name, np.int64)
-            self._head[_BUDGET] = budget
+            self._head[_LOCK], self._head[_BUDGET] = lock, budget
             self._head[0] = _MAGIC
 
     @staticmethod
-    def is_one(region: Region, name: bytes) -> bool:
+    def is_one(region: Region, name: bytes, lock: int) -> bool:
         """Whether a region has the board of a job."""
         if region.size != _SIZE:
             return False
-        head = region.array("<i8", 0, 3)
-        return head[0] == _MAGIC and head[1:].tobytes() == name
+        head = region.array("<i8", 0, _BUDGET)
+        return head[0] == _MAGIC and head[_NAME:_LOCK].tobytes() == name and head[_LOCK] == lock
+
+    def read_progress(self) -> int:
+        """Goes on while the holder of the lock does something that takes long."""
+        return int(self._head[_PROGRESS])
+
+    def go_on(self) -> None:
+        """Tell those who try to get the lock that its holder has not stopped."""
+        self._head[_PROGRESS] += 1
 
     # Members
 
@@ -133,7 +143,7 @@ class Board:
 
     @property
     def changes(self) -> int:
-        """Goes on when a file comes or goes."""
+        """Goes on when a file comes."""
         return int(self._head[_CHANGES])
 
     def file_of(self, namespace: bytes) -> int | None:
@@ -185,10 +195,14 @@ class Board:
         self._holders[mine, _FILE] = 0
         self._free_if_unheld(file)
 
-    def drop(self, file: int) -> None:
-        """Nobody finds anything in a file any more; its memory goes when all have let go of it."""
-        self._files[file, _STATE] = _DEAD
-        self._head[_CHANGES] += 1
+    def drop(self, namespace: bytes) -> None:
+        """Nobody finds a namespace's rows any more; their memory goes when all have let go of it.
+
+        This needs no lock: wrong rows must be dropped even where the lock cannot be had.
+        """
+        file = self.file_of(namespace)
+        if file is not None:
+            self._files[file, _STATE] = _DEAD
 
     def _free_if_unheld(self, file: int) -> None:
         members = self._holders[self._holders[:, _FILE] == file + 1, _MEMBER]
@@ -196,7 +210,6 @@ class Board:
             self._holders[self._holders[:, _FILE] == file + 1, _FILE] = 0
             self._files[file, _STATE] = 0
             self._head[_FULL] = 0
-            self._head[_CHANGES] += 1
 
     # The budget
 
@@ -214,6 +227,10 @@ class Board:
     def rows(self) -> int:
         """Rows in all files."""
         return int(self._files[self._files[:, _STATE] == _LIVE, _ROWS].sum())
+
+    def rows_of(self, file: int) -> int:
+        """Rows in a file."""
+        return int(self._files[file, _ROWS])
 
     @property
     def free(self) -> int:
@@ -263,11 +280,14 @@ class Board:
         """A ticket for one claim; None if there are too many."""
         free = np.flatnonzero(self._tickets[:, _SERIAL] == 0)
         if len(free) == 0:
+            self.remove_dead()  # which may have held some
+            free = np.flatnonzero(self._tickets[:, _SERIAL] == 0)
+        if len(free) == 0:
             return None
         slot = int(free[0])
         row = self._tickets[slot]
         serial = int(row[_LAST]) + 1
-        row[_LAST:] = serial, member, threading.get_native_id(), time.monotonic_ns()
+        row[_LAST:] = serial, member, time.monotonic_ns()
         row[_SERIAL] = serial
         return Ticket(slot, serial, os.getpid())
 

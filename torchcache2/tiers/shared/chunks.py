@@ -1,12 +1,13 @@
 """`Chunks`: where rows lie in a namespace's region, and what they look like.
 
-Rows of one schema lie in chunks, column by column. A column begins at a multiple of its row bytes, counted from
-the beginning of the region: so the region is one array of rows for each width, and one `gather` takes rows
-from all chunks. The first chunk of a schema has room for just the rows that were put, the next ones double up
-to 64 MB: a row of a rare shape is a chunk of one.
+Rows of one schema lie in chunks, column by column. A column begins at a multiple of its row bytes, counted
+from the beginning of the region: so the region is one array of rows for each width, and one `gather` takes
+rows from all chunks. The first chunk of a schema has room for just the rows that were put, the next ones
+double up to 64 MB: a row of a rare shape is a chunk of one.
 
 A location is the number of a chunk and of a row in it. Rows are given out under the lock, and never twice.
-What is written about a chunk or a schema is written before its number is known to anybody.
+What is written about a chunk or a schema is written before its number is known to anybody. Who is given rows
+reserves their memory, without the lock, before he writes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torchcache2.core.gather import gather, write
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Schema
 from torchcache2.core.transfer import Runtime
-from torchcache2.files.errors import DamagedError, UnknownClassError
+from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.schemajson import schema_from_json, schema_to_json
 from torchcache2.tiers.shared.region import PAGE, pages
 from torchcache2.tiers.shared.space import Space
@@ -56,31 +57,31 @@ class Chunks:
     # Schemas
 
     def number_of(self, schema: Schema) -> int | None:
-        """The number of a schema, which is made known to others; None if there is no room. Not under the lock.
+        """The number of a schema, after which others know it too; None if there is no room for it.
 
-        `UnserialisableError` if it cannot be made known.
+        Not under the lock. `UnserialisableError` if others cannot know it.
         """
         name = schema, schema.layout
         if name not in self._numbers:
-            text = json.dumps(schema_to_json(schema)).encode()
-            if not self._space.grow("schemas", 32 * (int(self._head[_SCHEMAS]) + 64)):
-                return None
-            end = int(self._head[_TEXT_END])
-            if not self._space.grow("texts", end + len(text) + 4 * PAGE):
-                return None
-            with self._space.lock():
-                self._learn()
-                if name not in self._numbers and not self._teach(text):
+            text, is_taught = json.dumps(schema_to_json(schema)).encode(), False
+            while not is_taught:
+                needed = int(self._head[_TEXT_END]) + len(text) + PAGE
+                has_room = self._space.grow("schemas", 32 * (int(self._head[_SCHEMAS]) + 64))
+                if not has_room or not self._space.grow("texts", needed):
                     return None
-                self._learn()
-            self._numbers.setdefault(name, 0)
-        return self._numbers[name] or None
+                with self._space.lock():
+                    self._learn()
+                    is_taught = name in self._numbers or self._teach(text)
+                    self._learn()
+        if self._numbers.setdefault(name, 0) == 0:
+            raise UnserialisableError("the schema of the output has no text from which it can be made again")
+        return self._numbers[name]
 
     def _teach(self, text: bytes) -> bool:
         number, start = int(self._head[_SCHEMAS]), int(self._head[_TEXT_END])
         end = start + len(text)
         if number >= len(self._schemas) or end > self._space.length("texts"):
-            return False  # others were faster
+            return False  # others have taken the room meanwhile
         self._head[_TEXT_END] = end
         self._texts(start, len(text))[:] = np.frombuffer(text, np.uint8)
         self._schemas[number] = start, len(text), 0, 0
@@ -100,7 +101,7 @@ class Chunks:
         start, length = self._schemas[number, :_CURRENT].tolist()
         try:
             return schema_from_json(json.loads(self._texts(start, length).tobytes()))
-        except (DamagedError, UnknownClassError):
+        except (DamagedError, UnknownClassError, ValueError):
             return None
 
     def _texts(self, start: int, length: int) -> Array:
@@ -121,81 +122,70 @@ class Chunks:
 
     # Rows
 
-    def take(self, number: int, count: int) -> Positions:
-        """Locations for up to `count` rows of a schema, of those that are there; under the lock."""
-        self._schemas = self._schema_rows()
-        current = int(self._schemas[number, _CURRENT])
-        if current == 0:
-            return np.empty(0, np.int64)
-        self._see_chunks()
-        left = self._left(current)
-        count = min(count, left)
-        self._schemas[number, _CURRENT] = current + count
-        return np.arange(current, current + count)
+    def take(self, number: int, schema: Schema, count: int) -> list[Positions]:
+        """Locations for rows of a schema, as many as there is room for; not under the lock.
 
-    def add(self, number: int, schema: Schema, count: int) -> Positions:
-        """Locations for up to `count` rows of a schema in a new chunk. Not under the lock."""
+        The rows of each array lie one after the other.
+        """
         needed = 8 * (int(self._head[_CHUNKS]) + 64)
-        if not (self._space.grow("offsets", needed) and self._space.grow("kinds", needed)):
-            return np.empty(0, np.int64)
+        can_add = self._space.grow("offsets", needed) and self._space.grow("kinds", needed)
         with self._space.lock():
-            total = int(self._schemas[number, _TOTAL])
-            rows = max(count, min(total, _SLAB // max(1, schema.row_bytes)))
-            ranges, size = self._ranges(schema, rows)
-            if size > self._space.board.free:
-                rows, high = 0, min(count, _ROW) + 1
-                while high - rows > 1:  # `rows` fit, and `high` do not
-                    middle = (rows + high) // 2
-                    fits = self._ranges(schema, middle)[1] <= self._space.board.free
-                    rows, high = (middle, high) if fits else (rows, middle)
-                ranges, size = self._ranges(schema, rows)
-            if rows == 0 or not self._space.board.charge(self._space.file, size):
-                return np.empty(0, np.int64)
-            offset, end = int(self._head[_DATA_END]), max([self._space.data, *[end for _, end in ranges]])
-            if end > self._space.region.size:
-                self._space.board.charge(self._space.file, -size)
-                return np.empty(0, np.int64)
-            self._head[_DATA_END] = max(offset, end)
-        reserved = all([self._space.reserve(start, end - start) for start, end in ranges])
-        with self._space.lock():
-            if not reserved:
-                self._space.board.charge(self._space.file, -size)
-                return np.empty(0, np.int64)
-            return self._list(number, offset, rows, min(count, rows))
+            self._schemas = self._schema_rows()
+            self._see_chunks()
+            current = int(self._schemas[number, _CURRENT])
+            left = (int(self._kinds[current >> 32]) & _ROW) - (current & _ROW) if current else 0
+            first = min(count, left)
+            places = [np.arange(current, current + first)]
+            self._schemas[number, _CURRENT] = current + first
+            if first < count and can_add:
+                places.append(self._add(number, schema, count - first))
+        return [place for place in places if len(place)]
 
-    def _list(self, number: int, offset: int, rows: int, taken: int) -> Positions:
-        """Write down a new chunk, of which some rows are taken at once; under the lock."""
-        self._see_chunks()
-        chunk = int(self._head[_CHUNKS])
-        if chunk >= len(self._kinds):
-            return np.empty(0, np.int64)  # many others were faster: the bytes are lost
-        self._offsets[chunk], self._kinds[chunk] = offset, number << 32 | rows
+    def _add(self, number: int, schema: Schema, count: int) -> Positions:
+        """Locations in a new chunk, of which the rest is for those who come later; under the lock."""
+        board, chunk = self._space.board, int(self._head[_CHUNKS])
+        rows = max(count, min(int(self._schemas[number, _TOTAL]), _SLAB // max(1, schema.row_bytes)))
+        if self._extent(schema, rows)[1] > board.free:
+            rows, high = 0, count + 1
+            while high - rows > 1:  # `rows` fit, and `high` do not
+                middle = (rows + high) // 2
+                rows, high = (
+                    (middle, high) if self._extent(schema, middle)[1] <= board.free else (rows, middle)
+                )
+        end, size = self._extent(schema, rows)
+        is_possible = rows > 0 and chunk < len(self._kinds) and end <= self._space.region.size
+        if not is_possible or not board.charge(self._space.file, size):
+            return np.empty(0, np.int64)
+        self._offsets[chunk], self._kinds[chunk] = self._head[_DATA_END], number << 32 | rows
+        self._head[_DATA_END] = end
         self._head[_CHUNKS] = chunk + 1
+        taken = min(count, rows)
         self._schemas[number, _TOTAL] += rows
-        current = int(self._schemas[number, _CURRENT])
-        if current == 0 or rows - taken > self._left(current):
-            self._schemas[number, _CURRENT] = chunk << 32 | taken
+        self._schemas[number, _CURRENT] = chunk << 32 | taken
         return np.arange(taken) + (chunk << 32)
 
-    def _ranges(self, schema: Schema, rows: int) -> tuple[list[tuple[int, int]], int]:
-        """Where the columns of a chunk that begins now lie, and the bytes of pages that they add."""
+    def _extent(self, schema: Schema, rows: int) -> tuple[int, int]:
+        """Where a chunk that begins now would end, and the bytes of pages that it would add."""
         end = int(self._head[_DATA_END])
-        ranges, size, paged = [], 0, pages(end)
-        for leaf in schema.leaves:
-            if leaf.row_bytes:
-                start = -(-end // leaf.row_bytes) * leaf.row_bytes
-                end = start + rows * leaf.row_bytes
-                ranges.append((start, end))
-                size += max(0, pages(end) - max(paged, start // PAGE * PAGE))
-                paged = max(paged, pages(end))
-        return ranges, size
+        size, paged = 0, pages(end)
+        for width in [leaf.row_bytes for leaf in schema.leaves if leaf.row_bytes]:
+            start = -(-end // width) * width
+            end = start + rows * width
+            size += max(0, pages(end) - max(paged, start // PAGE * PAGE))
+            paged = max(paged, pages(end))
+        return end, size
 
-    def write(self, schema: Schema, locations: Positions, rows: Rows) -> None:
-        """Copy rows to where `take` or `add` has made room for them, one after the other."""
+    def write(self, schema: Schema, locations: Positions, rows: Rows) -> bool:
+        """Copy rows to where `take` has given room, one after the other; False if there is no memory."""
         places = self._places(schema, locations[:1])
         for leaf, place, values in zip(schema.leaves, places, rows.columns, strict=True):
-            if leaf.row_bytes:
-                write(self._space.region.rows(leaf.row_bytes), int(place[0]), values)
+            width, first = leaf.row_bytes, int(place[0])
+            if width:
+                # The chunk is counted, and its memory comes with its rows: none lies about unused.
+                if not self._space.reserve(first * width, len(rows) * width):
+                    return False
+                write(self._space.region.rows(width), first, values)
+        return True
 
     def gather(self, schema: Schema, locations: Positions, runtime: Runtime | None) -> Rows:
         """A copy of rows of one schema, as one batch."""
@@ -219,11 +209,10 @@ class Chunks:
             current = int(self._schemas[number, _CURRENT])
             end = current & _ROW if current >> 32 == chunk else rows
             if end > first:
-                for leaf, (place,) in zip(
-                    schema.leaves, self._places(schema, locations[:1] * 0 + (chunk << 32)), strict=True
-                ):
+                places = self._places(schema, np.array([chunk << 32 | first]))
+                for leaf, (place,) in zip(schema.leaves, places, strict=True):
                     start = int(place) * leaf.row_bytes
-                    self._space.region.populate(start + first * leaf.row_bytes, start + end * leaf.row_bytes)
+                    self._space.region.populate(start, start + (end - first) * leaf.row_bytes)
                 self._populated[chunk] = end
 
     def _of_chunks(self, locations: Positions) -> tuple[Positions, Positions]:
@@ -235,16 +224,14 @@ class Chunks:
     def _places(self, schema: Schema, locations: Positions) -> Iterator[Positions]:
         """Which rows of the region these are, for each column."""
         end, kinds = self._of_chunks(locations)
-        capacities, rows = kinds & _ROW, locations & _ROW
+        capacities, rows, first, width = kinds & _ROW, locations & _ROW, end, 0
         for leaf in schema.leaves:
-            width = leaf.row_bytes
-            first = -(-end // width) if width else end
+            if leaf.row_bytes:
+                if width:
+                    end = (first + capacities) * width
+                width = leaf.row_bytes
+                first = -(-end // width)
             yield first + rows
-            end = (first + capacities) * width if width else end
-
-    def _left(self, current: int) -> int:
-        """How many rows of a chunk were not given out."""
-        return (int(self._kinds[current >> 32]) & _ROW) - (current & _ROW)
 
     def _see_chunks(self) -> None:
         """See what other processes have made since."""

@@ -1,9 +1,9 @@
-"""`Claim`: "this call computes these keys now", so that others wait for the rows.
+"""`SharedClaim`: "this call computes these keys now", so that others wait for the rows.
 
 A claim stands where the location of a row will be, under a ticket of the board. It ends when the row is
 published, or when the ticket is returned, whatever was claimed with it: that is one write. Whoever waits
-looks at the locations: he holds no claim meanwhile, so that no two wait for each other. What was given up, by
-a process that has ended or is stuck too, he claims himself.
+looks at the locations again and again, and holds no claim meanwhile, so that no two wait for each other. What
+was given up, also by a process that has ended or is stuck, is claimed by one of those who wait for it.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Claims:
         self.held: set[tuple[int, bytes]] = set()
 
     def joined(self, member: int) -> None:
-        """This is another process now: it holds none."""
+        """Begin without claims, in a process that was forked from one that may have some."""
         self.member, self.held = member, set()
 
     def may_wait(self, namespace: bytes) -> bool:
-        """Whether this thread holds no claim of a namespace: two that do, and wait, may wait for each other."""
+        """Whether this thread holds no claim of a namespace: two that do may wait for each other."""
         return (threading.get_ident(), namespace) not in self.held
 
 
@@ -68,7 +68,8 @@ class SharedClaim(Claim):
         self._ticket: Ticket | None = None
         self._ordinals = np.full(len(keys), -1)
         self.mine = self._take(self.mine, frozenset())
-        self.others = np.setdiff1d(np.arange(len(keys)), self.mine)
+        if len(self.mine) < len(keys):
+            self.others = np.setdiff1d(np.arange(len(keys)), self.mine)
 
     def wait(self) -> Positions:  # noqa: D102
         self.release()
@@ -114,9 +115,9 @@ class SharedClaim(Claim):
             self._ticket = ticket
             self._claims.held.add(self._name)
         self._ordinals[positions], self._locations = ordinals, table.locations
-        is_mine = (ordinals < 0) | ((locations > 0) & ~table.is_readable(locations))
-        if ticket is not None:
-            is_mine |= locations == ticket.word
+        is_mine = (ordinals < 0) if ticket is None else (ordinals < 0) | (locations == ticket.word)
+        if (locations > 0).any():
+            is_mine |= (locations > 0) & ~table.is_readable(locations)
         return positions[is_mine]
 
     def _decided(self, is_row: Array, taken: Positions) -> Positions:

@@ -1,7 +1,7 @@
 """`SharedIndex`: keys and where their rows are, in memory that several processes map.
 
-Each key has an ordinal, and each ordinal a location: 0 for nothing, a negative number for a claim, a positive one
-for a row. Ordinals are only ever added, and never get another key. A key's slot is written after the key, and
+Each key has an ordinal, and each ordinal a location: 0 for nothing, a negative number for a claim, and a
+positive one for a row. Ordinals are only ever added, and never get another key. A key's slot is written after the key, and
 under the lock. So a reader without the lock finds the ordinal of a key, or none; of a key that is just being
 added it may see either. What a killed writer has begun is an ordinal that no slot names, which is lost.
 
@@ -23,8 +23,8 @@ __all__ = ["SharedIndex"]
 
 _TABLE, _TAKEN = 0, 1  # words of the head: slots of the table, and ordinals that were given out
 _RANGES = {"keys": 16, "locations": 8, "sums": 8}  # bytes of an ordinal in each
+_PART = 1 << 20  # slots that are placed at once
 _LEAST = PAGE // 8  # ordinals and slots at first; both fill whole pages
-_MOST_AT_ONCE = 16_384  # ordinals are made by doubling, up to so many
 
 
 class SharedIndex:
@@ -64,7 +64,6 @@ class SharedIndex:
         if seen == self._seen:
             return
         count = seen[0]
-        # A table of n slots begins n slots after the range does, so that tables of all sizes have room.
         slots = self._space.region.array("<i8", self._space.start("slots") + 8 * count, count)
         ordinals = seen[1] // 8  # of the three ranges, this one grows last
         keys: Words = self._space.array("keys", "<u8")[: 2 * ordinals].reshape(-1, 2)
@@ -90,15 +89,16 @@ class SharedIndex:
         self.refresh()
         needed = len(self) + count
         if needed > len(self.locations):
-            ordinals = max(needed, min(2 * len(self.locations), len(self.locations) + _MOST_AT_ONCE))
+            ordinals = max(needed, len(self.locations) * 33 // 32)
             ordinals = -(-ordinals // _LEAST) * _LEAST
-            if not all([self._space.grow(name, width * ordinals) for name, width in _RANGES.items()]):
+            if not all(self._space.grow(name, width * ordinals) for name, width in _RANGES.items()):
                 return False
         slots = len(self._table.slots)
         if needed > slots * 9 // 16:
             while needed > slots * 9 // 16:
                 slots *= 2
-            return self._replace(slots)
+            # A table of n slots begins n slots after the range does, so that tables of all sizes have room.
+            return self._space.may_be("slots", 16 * slots) and self._replace(slots)
         return True
 
     def enter(self, words: Words, location: int = 0) -> tuple[Ordinals, Positions]:
@@ -143,7 +143,9 @@ class SharedIndex:
                 return reserved
             new = KeyTable(space.region.array("<i8", start, slots), self._table.keys)
             new.slots.fill(0)  # a killed process may have begun the same
-            new.place(old[old > 0] & 0xFFFFFFFF)
+            for part in np.split(old, range(_PART, len(old), _PART)):
+                new.place(part[part > 0] & 0xFFFFFFFF)
+                space.board.go_on()
             self._head[_TABLE] = slots
             space.region.discard(space.start("slots") + old.nbytes, pages(old.nbytes))
             space.board.charge(space.file, -old.nbytes)

@@ -2,14 +2,16 @@
 
 A job has a small file in a folder that only its user can enter. The file is what the processes lock, and it
 lists those that have the job's `Board` open: pid, start time, descriptor, inode. Who joins opens the board
-of any of them that lives; if there is none, what the file says is old, and a new board is made. Descriptions
-of the dead are left out when the file is next written, and files of dead jobs are deleted by who joins another.
+of any of them that lives; if there is none, what the file says is old, and a new board is made. The dead are
+left out when the file is next written. Who joins also deletes the files of other jobs that are dead.
+
+Pids mean something to the processes of one container or machine only. Another one may see the same folder: so
+the names of files say which it is, and files of others are left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
 import tempfile
@@ -18,6 +20,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from torchcache2.core.arrays import Array
+from torchcache2.core.version import __version__
+from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.identity.encoding import digest
 from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.lock import LockTimeoutError, NodeLock
@@ -35,20 +39,24 @@ def job_name(environ: Mapping[str, str], *parts: str) -> bytes:
 
     It is what ``TORCHCACHE_JOB`` says, else where the ranks meet, else the parent process.
     """
-    if _JOB in environ:
+    if environ.get(_JOB):
         job = [environ[_JOB]]
-    elif any(name in environ for name in _RENDEZVOUS):
+    elif any(environ.get(name) for name in _RENDEZVOUS):
         job = ["ranks", *[environ.get(name, "") for name in _RENDEZVOUS]]
     else:
         parent = os.getppid()
         job = ["parent", str(parent), str(start_time(parent))]
     return digest(
-        [_boot(), str(len(job)).encode(), *[text.encode("utf-8", "replace") for text in (*job, *parts)]]
+        [
+            __version__.encode(),
+            str(len(job)).encode(),
+            *[text.encode("utf-8", "replace") for text in (*job, *parts)],
+        ]
     )
 
 
 class Job:
-    """This process's part in a job, from when it is made until `leave`.
+    """The part of this process in a job, from when it is made until `leave`.
 
     Raises
     ------
@@ -70,7 +78,7 @@ class Job:
             raise SharingError("memory can be shared on Linux only, where /proc is mounted")
         self._name, self._budget = name, budget
         self._folder = _own_folder() if folder is None else folder
-        self._path = os.path.join(self._folder, name.hex())
+        self._path = os.path.join(self._folder, f"{_machine()}-{name.hex()}")
         try:
             self._join()
         except (OSError, LockTimeoutError) as error:
@@ -93,19 +101,22 @@ class Job:
                     self._write(others)
                 else:
                     os.unlink(self._path)
-        self.lock.close()
 
     def _join(self) -> None:
         self._remove_leftovers()
         self.pid, self.start = os.getpid(), start_time(os.getpid())
         while True:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            file = Descriptor(os.open(self._path, flags, 0o600))
             self.lock = NodeLock(file)
             with self.lock():
                 if not _is_at(file, self._path):
                     continue  # the last one has just left
-                region = next(filter(None, map(self._opened, self._listed().tolist())), None)
-                self.board = Board(region, self._name, self._budget)
+                inode = os.fstat(file.number).st_ino
+                regions = (self._opened(line, inode) for line in self._listed().tolist())
+                region = next(filter(None, regions), None)
+                self.board = Board(region, self._name, inode, self._budget)
+                self.lock.progress = self.board.read_progress
                 self._enter()
                 return
 
@@ -118,10 +129,10 @@ class Job:
         mine = np.array([[self.pid, self.start, region.descriptor, region.inode]])
         self._write(np.concatenate([self._listed(), mine]))
 
-    def _opened(self, line: list[int]) -> Region | None:
+    def _opened(self, line: list[int], lock: int) -> Region | None:
         pid, start, descriptor, inode = line
         region = Region.open(pid, descriptor, inode) if is_alive(pid, start) else None
-        return region if region is not None and Board.is_one(region, self._name) else None
+        return region if region is not None and Board.is_one(region, self._name, lock) else None
 
     def _listed(self) -> Array:
         """Pid, start time, descriptor and inode of each process that is alive."""
@@ -141,26 +152,23 @@ class Job:
         """Delete the files of jobs that have ended without leaving."""
         with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
             for entry, _ in zip(entries, range(_MOST_LOOKED_AT), strict=False):
-                if entry.path != self._path:
+                if entry.path != self._path and entry.name.startswith(f"{_machine()}-"):
                     with contextlib.suppress(OSError, ValueError):
                         _remove_if_dead(entry.path)
 
 
 def _remove_if_dead(path: str) -> None:
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        lines = np.frombuffer(os.read(file, 1 << 20), np.int64).reshape(-1, 4).tolist()
+    file = Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+    if FileSystem().lock(file, exclusive=True):
+        lines = np.frombuffer(os.read(file.number, 1 << 20), np.int64).reshape(-1, 4).tolist()
         if _is_at(file, path) and not any(is_alive(pid, start) for pid, start, *_ in lines):
             os.unlink(path)
-    finally:
-        os.close(file)
 
 
-def _is_at(file: int, path: str) -> bool:
+def _is_at(file: Descriptor, path: str) -> bool:
     """Whether an open file still has a name."""
     try:
-        return os.path.samestat(os.fstat(file), os.stat(path))
+        return os.path.samestat(os.fstat(file.number), os.stat(path))
     except FileNotFoundError:
         return False
 
@@ -176,10 +184,11 @@ def _own_folder() -> str:
     return path
 
 
-def _boot() -> bytes:
-    """What tells this start of this machine from others, which may see the same folder."""
-    try:
+def _machine() -> str:
+    """What tells those processes whose pids this one sees from others, which may see the same folder."""
+    parts = [os.uname().nodename.encode()]
+    with contextlib.suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            return file.read()
-    except OSError:
-        return os.uname().nodename.encode()
+            parts.append(file.read())
+        parts.append(str(os.stat("/proc/self/ns/pid").st_ino).encode())
+    return digest(parts).hex()[:12]

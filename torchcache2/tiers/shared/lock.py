@@ -8,19 +8,21 @@ parent, which would outlive a parent that is killed: so the child opens the file
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+from torchcache2.files.filesystem import Descriptor, FileSystem
 
 __all__ = ["LockTimeoutError", "NodeLock"]
 
+_NONE = (1 << 31) - 1  # a number that no open file has
 _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3  # seconds
 
 
 class LockTimeoutError(Exception):
-    """Another process has held the lock for longer than anybody should."""
+    """Another process has held the lock for longer than anybody should, or there are no locks."""
 
 
 class NodeLock:
@@ -28,18 +30,21 @@ class NodeLock:
 
     Parameters
     ----------
-    descriptor : int
-        An open file, which belongs to the lock from now on.
+    file : Descriptor
+        What is locked, a file that this process has opened itself.
 
     Attributes
     ----------
     patience : float
-        Seconds after which trying ends.
+        Seconds after which trying ends, if there was no progress.
+    progress : callable
+        A number that changes while the holder does something that takes long.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, file: Descriptor) -> None:
         self.patience = 10.0
-        self._descriptor, self._pid = descriptor, os.getpid()
+        self.progress: Callable[[], int] = int
+        self._file, self._pid, self._fs = file, os.getpid(), FileSystem()
         own = weakref.ref(self)
 
         def reopen() -> None:
@@ -51,43 +56,26 @@ class NodeLock:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
+        """Hold the lock; not again by who holds it already."""
         try:
             self._acquire()
             yield
         finally:
-            with contextlib.suppress(OSError, ValueError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # does nothing if it was not acquired
-
-    def close(self) -> None:
-        """Let go of the file."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError):
-            self.close()
+            self._fs.unlock(self._file)  # which does nothing if it was not acquired
 
     def _acquire(self) -> None:
         if os.getpid() != self._pid:  # it was forked in a way that Python does not know of
             self._reopen()
-        deadline, pause = time.monotonic() + self.patience, _FIRST_PAUSE
-        while True:
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise LockTimeoutError(
-                        f"another process has held its lock for {self.patience:g} s"
-                    ) from None
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-            else:
-                return
+        deadline, pause, seen = time.monotonic() + self.patience, _FIRST_PAUSE, self.progress()
+        while not self._fs.lock(self._file, exclusive=True):
+            if time.monotonic() > deadline:
+                if self.progress() == seen:
+                    raise LockTimeoutError(f"the lock of the ranks was not free for {self.patience:g} s")
+                deadline, seen = time.monotonic() + self.patience, self.progress()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _reopen(self) -> None:
-        inherited, self._descriptor, self._pid = self._descriptor, -1, os.getpid()
-        if inherited >= 0:
-            with contextlib.suppress(OSError):  # without a file, acquiring is a fault
-                self._descriptor = os.open(f"/proc/self/fd/{inherited}", os.O_RDWR | os.O_CLOEXEC)
-            os.close(inherited)
+        inherited, self._file, self._pid = self._file, Descriptor(_NONE), os.getpid()
+        with contextlib.suppress(OSError):  # then locking fails, and the parent is not disturbed
+            self._file = Descriptor(os.open(f"/proc/self/fd/{inherited.number}", os.O_RDWR | os.O_CLOEXEC))

@@ -8,6 +8,7 @@ or written.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
@@ -25,7 +26,7 @@ _POPULATE_READ = 22  # MADV_POPULATE_READ, of Linux 5.14, which Python has no na
 
 
 class SharingError(Exception):
-    """This system, or this process, cannot share memory in the way that is needed here; and why."""
+    """Why this system, or this process, cannot share memory in the way that is needed here."""
 
 
 def pages(size: int) -> int:
@@ -121,7 +122,5 @@ class Region:
     def populate(self, start: int, end: int) -> None:
         """Map the pages of a range now, which is several times as cheap as one fault for each."""
         start = start // PAGE * PAGE
-        try:
+        with contextlib.suppress(OSError):  # an older kernel: reading faults them in
             self._map.madvise(_POPULATE_READ, start, end - start)
-        except OSError:
-            pass  # an older kernel: reading faults them in

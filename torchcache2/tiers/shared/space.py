@@ -1,9 +1,9 @@
 """`Space`: the ranges of one namespace's region, and the memory that they take within the budget.
 
 The region is as much address space as could ever be needed: each range has its place for good, and memory
-comes to it as it grows. The first page holds numbers, the head. A range that grows is counted first, under the
-lock, then reserved, without it, since that may take long, and only then the head says that it is there. A
-process that is killed in between leaves bytes that are counted and not used, and nothing else.
+comes to it as it grows. The first page holds numbers, the head. A range that grows is counted first, under
+the lock, then reserved, without it, since that may take long, and only then the head says that it is there.
+A process that is killed in between leaves bytes that are counted and not used, and nothing else.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _SHARES = {
 _DATA = 4.0  # rows begin at a multiple of their size, which wastes at most as much again
 _LEAST = 1 << 20
 _WORDS = 512  # of the head; the first ones are for other uses than the sizes of ranges
+_PLACES = {name: _WORDS - 1 - i for i, name in enumerate(_SHARES)}  # words that say how long each is
 
 
 class Space:
@@ -61,11 +62,11 @@ class Space:
 
     def length(self, name: str) -> int:
         """Bytes of a range that are there."""
-        return int(self.head[self._word(name)])
+        return int(self.head[_PLACES[name]])
 
     def set_length(self, name: str, size: int) -> None:
         """Say that so many bytes of a range are there."""
-        self.head[self._word(name)] = size
+        self.head[_PLACES[name]] = size
 
     def array(self, name: str, dtype: str) -> Array:
         """What is there of a range."""
@@ -73,6 +74,8 @@ class Space:
 
     def grow(self, name: str, size: int) -> bool:
         """Make a range at least `size` bytes long; False if there is no memory. Not under the lock."""
+        if not self.may_be(name, pages(size)):
+            return False
         with self.lock():
             before = self.length(name)
             more = pages(size) - before
@@ -90,6 +93,10 @@ class Space:
             self.board.charge(self.file, -twice)
         return reserved
 
+    def may_be(self, name: str, size: int) -> bool:
+        """Whether a range has address space for so many bytes."""
+        return size <= _length(name, self.board.budget)
+
     def reserve(self, offset: int, size: int) -> bool:
         """Give a range memory; False if the system has none."""
         try:
@@ -98,13 +105,14 @@ class Space:
             return False
         return True
 
-    def _word(self, name: str) -> int:
-        return _WORDS - 1 - list(_SHARES).index(name)
+
+def _length(name: str, budget: int) -> int:
+    return pages(int(_SHARES[name] * budget)) + _LEAST
 
 
 def _starts(budget: int) -> tuple[dict[str, int], int]:
     starts, end = {}, PAGE
-    for name, share in _SHARES.items():
+    for name in _SHARES:
         starts[name] = end
-        end += pages(int(share * budget)) + _LEAST
+        end += _length(name, budget)
     return starts, end

@@ -1,11 +1,12 @@
-"""`SharedTable`: the rows of one namespace, which the processes of a job put and find without copies of their own.
+"""`SharedTable`: the rows of one namespace, in memory that the processes of a job map.
 
 **Why readers need no lock.** A row is found in three steps, each of which another process has finished before
 it let anybody see the next one:
 
 1. The slot of a key names its ordinal. An ordinal's key is written before its slot, and never changed.
-2. An ordinal's location names a row. A row's bytes are written before its location. Between the two lie system
-   calls for the lock, which order them on machines that otherwise may not (x86 keeps the order of writes).
+2. An ordinal's location names a row. A row's bytes are written before its location. Between the two lie
+   system calls for the lock, which order them on machines that otherwise may not (x86 keeps the order of
+   writes).
 3. A location names a chunk, which was written down before any row of it was given out.
 
 Nothing of this ever changes or moves: ordinals, chunks and rows are given out once, under the lock, and first
@@ -68,14 +69,13 @@ class SharedTable:
         if size > board.free:
             return None
         region = Region.create(Space.size(board.budget))
-        file = board.add_file(namespace, region, member, size)
-        if file is None:
-            return None
-        space = Space(region, board, file, lock)
         region.reserve(0, PAGE)
+        space = Space(region, board, -1, lock)
         SharedIndex.make(space)
         Chunks.make(space)
-        return cls(region, board, file, lock)
+        # Nobody knows of it before this, so that what is not finished goes with this process.
+        file = board.add_file(namespace, region, member, size)
+        return None if file is None else cls(region, board, file, lock)
 
     @property
     def is_live(self) -> bool:
@@ -92,35 +92,29 @@ class SharedTable:
             ordinals, locations, words = ordinals[positions], locations[positions], words[positions]
         numbers = self._chunks.schemas_of(locations)
         if (numbers == numbers[0]).all():
-            part = self._part(int(numbers[0]), words, ordinals, locations, runtime)
-            return (
-                [] if part is None else [(positions[part[0]] if part[0] is not None else positions, part[1])]
-            )
+            groups = [(int(numbers[0]), np.arange(len(positions)))]
+        else:
+            order = np.argsort(numbers, kind="stable")
+            distinct, starts = np.unique(numbers[order], return_index=True)
+            groups = list(zip(distinct.tolist(), np.split(order, starts[1:]), strict=True))
         parts = []
-        order = np.argsort(numbers, kind="stable")
-        distinct, starts = np.unique(numbers[order], return_index=True)
-        for number, these in zip(distinct.tolist(), np.split(order, starts[1:]), strict=True):
-            part = self._part(number, words[these], ordinals[these], locations[these], runtime)
-            if part is not None:
-                parts.append((positions[these if part[0] is None else these[part[0]]], part[1]))
+        for number, these in groups:
+            schema = self._chunks.schema(number)
+            if schema is None:  # of classes that this process does not know
+                continue
+            of, at = (ordinals, locations) if len(groups) == 1 else (ordinals[these], locations[these])
+            if self._is_checked(of):
+                parts.append((positions[these], self._chunks.gather(schema, at, runtime)))
+                continue
+            fresh = np.flatnonzero(~self._checked[of])
+            self._chunks.populate(schema, at[fresh])
+            rows = self._chunks.gather(schema, at, runtime)
+            good = self._check(rows, words[these], of, at, fresh)
+            if len(good) < len(rows):
+                these, rows = these[good], rows.take(torch.from_numpy(good))
+            if len(these):
+                parts.append((positions[these], rows))
         return parts
-
-    def _part(
-        self, number: int, words: Words, ordinals: Ordinals, locations: Positions, runtime: Runtime | None
-    ) -> tuple[Positions | None, Rows] | None:
-        """Rows of one schema, and which they are if they are not all."""
-        schema = self._chunks.schema(number)
-        if schema is None:
-            return None
-        if self._is_checked(ordinals):
-            return None, self._chunks.gather(schema, locations, runtime)
-        fresh = np.flatnonzero(~self._checked[ordinals])
-        self._chunks.populate(schema, locations[fresh])
-        rows = self._chunks.gather(schema, locations, runtime)
-        good = self._check(rows, words, ordinals, locations, fresh)
-        if len(good) == len(rows):
-            return None, rows
-        return (good, rows.take(torch.from_numpy(good))) if len(good) else None
 
     def put(self, words: Words, rows: Rows) -> tuple[int, bool]:
         """Keep rows, on the host, under distinct keys that may be here already.
@@ -135,28 +129,22 @@ class SharedTable:
         ordinals, locations = self._enter(words)
         absent = np.flatnonzero((ordinals >= 0) & (locations <= 0))
         fits = bool((ordinals >= 0).all())
-        places: list[Positions] = []
-        kept = 0
-        if len(absent):
-            with self.lock():
-                places.append(self._chunks.take(number, len(absent)))
-            kept = len(places[0])
-        while kept < len(absent):
-            places.append(self._chunks.add(number, schema, len(absent) - kept))
-            kept += len(places[-1])
-            if len(places[-1]) == 0:
-                break
-        if kept == 0:
-            return 0, fits and len(absent) == 0
+        if len(absent) == 0:
+            return 0, fits
+        places = self._chunks.take(number, schema, len(absent))
+        kept = sum(map(len, places))
         fits &= kept == len(absent)
         absent = absent[:kept]
         if kept < len(words):
             rows = rows.take(torch.from_numpy(absent))
         first = 0
-        for place in filter(len, places):
+        for place in places:
             piece = Rows(schema, [column[first : first + len(place)] for column in rows.columns], len(place))
-            self._chunks.write(schema, place, piece)
+            if not self._chunks.write(schema, place, piece):
+                return 0, False
             first += len(place)
+        if kept == 0:
+            return 0, fits
         sums = _checksums(rows, words[absent])
         return self._publish(ordinals[absent], np.concatenate(places), sums), fits
 
@@ -230,6 +218,8 @@ class SharedTable:
         ordinals, locations : ndarray of int64
             Of each key; an ordinal is -1 where there was no room for one.
         """
+        if not self.is_live:
+            return None, np.full(len(words), -1), np.zeros(len(words), np.int64)
         self._index.prepare(len(words))
         with self.lock():
             ordinals, locations = self._index.enter(words)

@@ -1,9 +1,9 @@
-"""`SharedTier`: rows in memory that the processes of a job share, under one budget, and claims of those to come.
+"""`SharedTier`: rows in memory that the processes of a job share, under one budget, and claims of rows.
 
-Each namespace has a file in memory; see `torchcache2.tiers.shared.table` for what holds there, and why readers
-need no lock. Rows are kept as they come, and stay where they are, until nobody uses their namespace: a process
-that lets go of it gives up its part, and the memory goes with the last part. When there is no room, every
-process lets go of the namespaces that nothing alive in it uses, at its next call. `drop` is for all processes.
+Each namespace has a file in memory; see `torchcache2.tiers.shared.table` for what holds there, and why
+readers need no lock. Rows are kept as they come, and stay where they are. A process that lets go of a
+namespace gives up its part, and the memory goes with the last part. When there is no room, every process lets
+go of the namespaces that nothing alive in it uses, at its next call. `drop` is for all processes.
 
 Safe under threads, which take turns; under fork, where the child takes part under its own name; and under
 signals that kill: what a process leaves unfinished is seen by nobody. A lock that is not given back for 10
@@ -31,12 +31,14 @@ from torchcache2.tiers.base import Claim, Found, Tier, TierStats
 from torchcache2.tiers.shared.claims import Claims, SharedClaim
 from torchcache2.tiers.shared.job import Job
 from torchcache2.tiers.shared.lock import LockTimeoutError
+from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.table import SharedTable
 
 __all__ = ["SharedTier"]
 
 _T = TypeVar("_T")
 _BETWEEN_LOOKS = 1.0  # seconds, when it is full, between looks for room that others have given up
+_MOST_TABLES = 64  # each takes two descriptors, of which a process often has 1024
 _MOST_ABSENT = 1000  # namespaces that are remembered to have no file
 _AT_EXIT = 1.0  # seconds to wait for the lock when the process ends
 
@@ -56,6 +58,8 @@ class SharedTier(Tier):
         Where the processes find each other; default: this user's, among temporary files.
     runtime : Runtime
         Of the accelerator that rows may come from.
+    spills : bool
+        Whether there is a tier below that keeps what does not fit here.
 
     Raises
     ------
@@ -73,10 +77,11 @@ class SharedTier(Tier):
         *,
         folder: str | None = None,
         runtime: Runtime = CUDA,
+        spills: bool = False,
     ) -> None:
         self._job = Job(job, budget, folder)
         self._leaving = weakref.finalize(self, _leave, self._job)
-        self._in_use, self._runtime = in_use, runtime
+        self._in_use, self._runtime, self._spills = in_use, runtime, spills
         self._lock = ProcessLock()
         self._claims = Claims(self._job.slot, self._guarded)
         self._tables: dict[bytes, SharedTable] = {}
@@ -122,14 +127,17 @@ class SharedTier(Tier):
             return 0
         if any(map(self._runtime.owns, rows.columns)):
             self._pins = True
-        rows = Rows(rows.schema, to_host(rows.columns, self._runtime), len(rows))
-        return self._guarded(lambda: self._keep(keys, rows)) or 0
+
+        def kept() -> int:
+            return self._keep(keys, Rows(rows.schema, to_host(rows.columns, self._runtime), len(rows)))
+
+        return self._guarded(kept) or 0
 
     def claim(self, keys: Keys) -> Claim:
         """Say which of some distinct keys, missed by `get`, this call computes.
 
-        It claims those that nobody has, and may wait for the others. A full tier gives no claims, and a thread
-        that holds a claim of the namespace gets no other: it computes all.
+        It claims those that nobody has claimed, and may wait for the others. A full tier gives no claims. A
+        thread that holds a claim of the namespace gets no other: it computes all.
         """
 
         def claimed() -> Claim | None:
@@ -143,8 +151,9 @@ class SharedTier(Tier):
         return self._guarded(claimed) or Claim(len(keys))
 
     def drop(self, namespace: bytes) -> None:
-        """Forget every row of a namespace, for all processes, now or before the next call."""
-        self._ask(self._drop, namespace)
+        """Forget every row of a namespace, for all processes, now."""
+        self._job.board.drop(namespace)
+        self._ask(self._forget_dropped, namespace)
 
     def let_go(self, namespace: bytes) -> None:
         """Give up this process's part in a namespace, now or before the next call; others keep its rows."""
@@ -185,10 +194,11 @@ class SharedTier(Tier):
 
     def _fault(self, error: Exception) -> None:
         self._faults += 1
-        if isinstance(error, LockTimeoutError):
+        if isinstance(error, (LockTimeoutError, SharingError)):
             self._is_off = True
             self._tables.clear()
-        self._told("fault", "shared memory cannot be used: what it has is computed here (%r)", error)
+        # As text: a log record that keeps the error would keep what its frames refer to.
+        self._told("fault", "shared memory cannot be used: what it has is computed here (%s)", repr(error))
 
     def _catch_up(self) -> None:
         """Do what was asked for meanwhile, by others too."""
@@ -197,17 +207,14 @@ class SharedTier(Tier):
             self._tables.clear()
             self._leaving()
             return
-        if self._is_off:
-            return
-        if os.getpid() != self._job.pid:
-            self._lock.was_torn()
+        if os.getpid() != self._job.pid and not self._is_off:
             self._tables, self._absent = {}, {}  # another thread of the parent may have been changing them
             self._job.rejoin()
             self._claims.joined(self._job.slot)
         while self._asked:
             action, namespace = self._asked.popleft()
             action(namespace)
-        if self._job.board.pressure != self._pressure:
+        if self._job.board.pressure != self._pressure and not self._is_off:
             self._pressure = self._job.board.pressure
             self._let_unused_go(b"")
 
@@ -232,6 +239,9 @@ class SharedTier(Tier):
             if table.is_live:
                 return table
             self._forget(namespace)
+            table = None
+        if len(self._tables) >= _MOST_TABLES:
+            self._let_unused_go(namespace)
         board = self._job.board
         if not create and self._absent.get(namespace) == board.changes:
             return None
@@ -262,12 +272,13 @@ class SharedTier(Tier):
             kept += more
         if not fits:
             self._job.board.fill()
-            self._told(
-                "full",
-                "the memory cache that the ranks share is full (%d bytes): new items are computed at every "
-                "call. Raise max_memory_cache_size, or set cache_dtype",
-                self.budget,
-            )
+            if not self._spills:
+                self._told(
+                    "full",
+                    "the memory cache that the ranks share is full (%d bytes): new items are computed at "
+                    "every call. Raise max_memory_cache_size, or set cache_dtype",
+                    self.budget,
+                )
         return kept
 
     def _try_to_keep(self, keys: Keys, rows: Rows) -> tuple[int, bool]:
@@ -299,10 +310,11 @@ class SharedTier(Tier):
         if self._in_use is not None:
             used = {namespace, *self._in_use()}
             for name in [name for name in self._tables if name not in used]:
-                table, rows = self._tables[name], self._job.board.rows
+                table = self._tables[name]
+                rows = self._job.board.rows_of(table.file)
                 self._forget(name)
                 if not table.is_live:
-                    self._evictions += rows - self._job.board.rows
+                    self._evictions += rows
 
     def _forget(self, namespace: bytes) -> None:
         table = self._tables.pop(namespace, None)
@@ -310,15 +322,13 @@ class SharedTier(Tier):
             with self._job.lock():
                 self._job.board.let_go(table.file, self._job.slot)
 
-    def _drop(self, namespace: bytes) -> None:
-        with self._job.lock():
-            file = self._job.board.file_of(namespace)
-            if file is not None:
-                self._job.board.drop(file)
-        self._forget(namespace)
+    def _forget_dropped(self, namespace: bytes) -> None:
+        table = self._tables.get(namespace)
+        if table is not None and not table.is_live:
+            self._forget(namespace)
 
 
 def _leave(job: Job) -> None:
     job.lock.patience = min(job.lock.patience, _AT_EXIT)
-    with contextlib.suppress(LockTimeoutError, OSError, ValueError):
+    with contextlib.suppress(LockTimeoutError, OSError):
         job.leave()

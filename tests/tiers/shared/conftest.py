@@ -1,0 +1,20 @@
+"""Tiers of one job."""
+
+import pytest
+
+from tests.tiers.shared.scripts import JOB
+from torchcache2.tiers.shared.tier import SharedTier
+
+
+@pytest.fixture
+def join(tmp_path):
+    """Makes tiers that share, as if each were a process."""
+    tiers = []
+
+    def one(budget=10**8, in_use=None, **options):
+        tiers.append(SharedTier(JOB, budget, in_use, folder=str(tmp_path), **options))
+        return tiers[-1]
+
+    yield one
+    for tier in tiers:
+        tier.close()

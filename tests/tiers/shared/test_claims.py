@@ -1,0 +1,270 @@
+"""Claims: each key is computed by one, and nobody waits for ever."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.storage import CPU, NAMESPACES, found, keys_of, put, rows_of, warnings_of
+from torchcache2.core.rows import Rows
+from torchcache2.tiers.shared import board as board_module
+
+
+@pytest.fixture
+def two(join):
+    return join(), join()
+
+
+def claim(tier, names, namespace=NAMESPACES[0]):
+    return tier.claim(keys_of(list(names), namespace))
+
+
+def in_thread(function):
+    """Runs a function in another thread, for which nothing is claimed yet; what it returned."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join(30)
+    (result,) = results
+    return result
+
+
+def test_what_one_has_claimed_is_others_to_the_rest(two):
+    first, second = two
+    mine = claim(first, range(8))
+    assert mine.mine.tolist() == list(range(8)) and len(mine.others) == 0
+    theirs = claim(second, range(4, 12))
+    assert theirs.mine.tolist() == [4, 5, 6, 7] and theirs.others.tolist() == [0, 1, 2, 3]
+    put(second, range(8, 12))
+    put(first, range(8))
+    assert theirs.wait().tolist() == []
+    assert theirs.appeared.tolist() == [0, 1, 2, 3] and theirs.others.tolist() == []
+    assert found(second, range(12)) == list(range(12))
+    assert second.counts()["waited"] == 4 and second.counts()["taken_over"] == 0
+
+
+def test_rows_that_have_appeared_since_are_decided_at_once(two):
+    first, second = two
+    put(first, range(4))
+    theirs = claim(second, range(8))
+    assert theirs.mine.tolist() == [4, 5, 6, 7] and theirs.others.tolist() == [0, 1, 2, 3]
+    assert theirs.wait().tolist() == [] and theirs.appeared.tolist() == [0, 1, 2, 3]
+
+
+def test_a_claim_that_was_released_is_taken_over(two):
+    first, second = two
+    mine, theirs = claim(first, range(4)), claim(second, range(6))
+    put(first, [0, 1])
+    mine.release()
+    assert theirs.wait().tolist() == [2, 3]
+    assert theirs.appeared.tolist() == [0, 1] and theirs.others.tolist() == []
+    assert second.counts()["taken_over"] == 2 and second.counts()["waited"] == 2
+    again = claim(first, range(6))
+    assert again.mine.tolist() == [4, 5] and again.others.tolist() == [0, 1, 2, 3]
+
+
+def test_one_of_those_that_wait_takes_over(join):
+    tiers = [join() for _ in range(4)]
+    held = claim(tiers[0], range(20))
+    taken, lock = [], threading.Lock()
+
+    def work(tier):
+        claimed = claim(tier, range(20))
+        while len(claimed.others):
+            left = claimed.wait().tolist()
+            with lock:
+                taken.extend(left)
+            put(tier, left)
+        claimed.release()
+
+    threads = [threading.Thread(target=work, args=(tier,)) for tier in tiers[1:]]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.02)
+    put(tiers[0], range(5))
+    held.release()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(taken) == list(range(5, 20))
+
+
+def test_nobody_waits_while_holding_a_claim(two):
+    first, second = two
+    one, other = claim(first, [0, 1]), claim(second, [2, 3])
+    crossed = in_thread(lambda: claim(first, [2, 3, 4])), in_thread(lambda: claim(second, [0, 1, 5]))
+    assert [c.mine.tolist() for c in crossed] == [[2], [2]]
+    one.release()
+    other.release()
+    # Each waits for the other's first claim, and gives up its own second one before.
+    assert sorted(crossed[0].wait().tolist()) == [0, 1]
+    assert sorted(crossed[1].wait().tolist()) == [0, 1]
+
+
+def test_a_claim_goes_when_nothing_refers_to_it_any_more(two):
+    first, second = two
+    claim(first, [1])
+    assert claim(second, [1]).mine.tolist() == [0]
+
+
+def test_a_thread_that_holds_a_claim_computes_all_and_another_one_waits(join):
+    tier = join()
+    outer = claim(tier, [1, 2])
+    inner = claim(tier, [2, 3])
+    assert inner.mine.tolist() == [0, 1] and len(inner.others) == 0
+    other = in_thread(lambda: claim(tier, [2, 3]))
+    assert other.mine.tolist() == [1] and other.others.tolist() == [0]
+    assert claim(tier, [2], NAMESPACES[1]).mine.tolist() == [0]
+    put(tier, [1, 2])
+    outer.release()
+    assert other.wait().tolist() == [] and other.appeared.tolist() == [0]
+    assert claim(tier, [2, 3]).mine.tolist() == [1]
+
+
+def test_whoever_puts_serves_those_who_wait(two):
+    first, second = two
+    held = claim(first, range(4))
+    theirs = claim(second, range(4))
+    assert put(second, range(4)) == 4  # its whole batch, computed without a claim
+    assert theirs.wait().tolist() == [] and len(theirs.appeared) == 4
+    assert put(first, range(4)) == 0
+    held.release()
+    assert found(first, range(4)) == [0, 1, 2, 3] and first.stats().rows == 4
+
+
+def test_drop_ends_claims(two):
+    first, second = two
+    held, theirs = claim(first, [1, 2]), claim(second, [1, 2])
+    first.drop(NAMESPACES[0])
+    assert theirs.wait().tolist() == [0, 1]
+    held.release()
+    assert claim(second, [1, 2]).mine.tolist() == [0, 1]
+
+
+def test_close_ends_claims(two):
+    first, second = two
+    held, theirs = claim(first, [1, 2]), claim(second, [1, 2])
+    first.close()
+    assert theirs.wait().tolist() == [0, 1]
+    held.release()
+    assert first.claim(keys_of([7])).mine.tolist() == [0]
+
+
+def test_a_full_tier_gives_no_claims(join):
+    first, second = join(budget=400_000), join()
+    held = claim(first, range(100))
+    theirs = claim(second, range(100))
+    assert 0 < put(first, range(100), 1000) < 100
+    held.release()
+    assert len(theirs.wait()) + len(theirs.appeared) == 100
+    theirs.release()
+    assert len(claim(second, range(100)).mine) == 100 and len(claim(second, range(100)).others) == 0
+
+
+def test_room_that_was_made_ends_being_full(join):
+    first, second = join(budget=400_000), join()
+    put(first, range(100), 1000)
+    assert first.stats().rows < 100
+    second.drop(NAMESPACES[0])
+    found(first, [1])
+    held = claim(first, [1], NAMESPACES[1])
+    assert len(claim(second, [1], NAMESPACES[1]).others) == 1
+    held.release()
+
+
+def test_rows_that_cannot_be_read_elsewhere_are_not_shared_and_not_claimed(two, log):
+    first, second = two
+    local = type("Local", (), {})
+    torch.utils._pytree.register_pytree_node(
+        local, lambda node: ([node.x], None), lambda children, context: local()
+    )
+    node = local()
+    node.x = torch.ones(2, 3)
+    assert first.put(keys_of([1, 2]), Rows.from_pytree(node, 2, device=CPU)) == 0
+    held = claim(first, [1, 2])
+    assert claim(second, [1, 2]).mine.tolist() == [0, 1]
+    held.release()
+    assert len(warnings_of(log)) == 1 and "not shared" in log[-1].getMessage()
+
+
+def test_a_stuck_one_is_passed_by(two, monkeypatch):
+    first, second = two
+    held, theirs = claim(first, [1, 2]), claim(second, [1, 2, 3])
+    monkeypatch.setattr(board_module, "_LEAST_STUCK", 200_000_000)
+    start = time.monotonic()
+    assert theirs.wait().tolist() == [0, 1]
+    assert 0.1 < time.monotonic() - start < 5
+    put(second, [1, 2, 3])
+    assert put(first, [1, 2]) == 0  # it comes too late
+    held.release()
+    assert found(first, [1, 2, 3]) == [1, 2, 3]
+    assert first.stats().corrupt == 0
+
+
+def test_four_times_the_longest_computation_is_not_stuck(two, monkeypatch):
+    first, second = two
+    monkeypatch.setattr(board_module, "_LEAST_STUCK", 0)
+    before = claim(first, [9])
+    time.sleep(0.2)
+    before.release()
+    held, theirs = claim(first, [1]), claim(second, [1])
+    start = time.monotonic()
+    assert theirs.wait().tolist() == [0]
+    assert time.monotonic() - start > 0.5
+    held.release()
+
+
+def test_more_claims_than_tickets_compute_without(join):
+    tier, held = join(), []
+    for number in range(1100):
+        held.append(in_thread_quickly(lambda number=number: claim(tier, [number])))
+    assert all(len(c.mine) == 1 for c in held)
+    for c in held:
+        c.release()
+    assert put(tier, range(1100)) == 1100
+
+
+def in_thread_quickly(function):
+    """As if every call came from a thread that holds nothing."""
+    result = function()
+    result._claims.held.clear()
+    return result
+
+
+def test_rows_on_an_accelerator_are_there_when_put_returns(join):
+    class Remote:
+        """An accelerator whose tensors are those of one size."""
+
+        def owns(self, tensor):
+            return tensor.shape[-1] == 5
+
+        def pinned(self, shape, dtype):
+            return torch.empty(tuple(shape), dtype=dtype)
+
+        def start_copy(self, target, source):
+            self.copy = target, source
+
+        def event(self, device):
+            return self
+
+        def synchronize(self):
+            self.copy[0].copy_(self.copy[1])
+
+    first, second = join(runtime=Remote()), join()
+    theirs = None
+    held = claim(first, range(3))
+    theirs = claim(second, range(3))
+    assert first.put(keys_of(range(3)), rows_of(range(3), 5)) == 3
+    assert theirs.wait().tolist() == [] and found(second, range(3), 5) == [0, 1, 2]
+    assert found(first, range(3), 5) == [0, 1, 2]
+    held.release()
+
+
+def test_claims_of_nothing(join):
+    tier = join()
+    empty = claim(tier, [])
+    assert empty.mine.tolist() == [] and empty.others.tolist() == []
+    assert empty.wait().dtype == np.int64
+    empty.release()
+    empty.release()

@@ -1,0 +1,201 @@
+"""Several processes at once, and the ways in which one makes another."""
+
+import itertools
+import os
+import random
+import signal
+import time
+
+from tests.helpers import warm
+from tests.tiers.shared.scripts import JOINING
+
+SOAK = bool(os.environ.get("SOAK"))
+AT_RANDOM = (
+    JOINING
+    + """
+number, seconds = int(sys.argv[2]), float(sys.argv[3])
+WIDTHS = [1, 7, 300]
+rng = random.Random(number)
+tier = join(int(sys.argv[4]))
+end, computed, rounds = time.monotonic() + seconds, 0, 0
+print("joined", flush=True)
+while time.monotonic() < end:
+    kind = rng.randrange(3)
+    names = [kind + 3 * i for i in rng.sample(range(600), 24)]
+    computed += len(compute(tier, names, WIDTHS[kind]))
+    rounds += 1
+    action = rng.random()
+    if action < 0.02:
+        tier.drop(keys_of([]).namespace)
+    elif action < 0.04:
+        tier.let_go(keys_of([]).namespace)
+    elif action < 0.05:
+        tier.close()
+        tier = join(int(sys.argv[4]))
+    elif action < 0.06:
+        child = forked(lambda: [compute(tier, names, WIDTHS[kind]) for _ in range(3)])
+        assert ended(child) == 0
+    assert tier.stats().bytes + tier._job.board.region.size <= tier.budget
+stats = tier.stats()
+assert stats.corrupt == stats.faults == 0, stats
+print(rounds, computed)
+"""
+)
+
+
+def test_processes_that_do_anything_at_any_time(tmp_path):
+    processes = [warm.start(AT_RANDOM, tmp_path, number, 0.5, 10**8) for number in range(4)]
+    rounds = [int(process.done().words[1]) for process in processes]
+    assert min(rounds) > 3
+    assert [process.err for process in processes] == [""] * 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_that_are_killed_and_stopped_at_any_time(tmp_path):
+    rng, end, started = random.Random(), time.monotonic() + (600 if SOAK else 1.5), itertools.count()
+    processes, killed = [], 0
+    while time.monotonic() < end or processes:
+        while len(processes) < 4 and time.monotonic() < end:
+            processes.append(warm.start(AT_RANDOM, tmp_path, next(started), 1.0, 600_000))
+        time.sleep(rng.random() * 0.2)
+        chosen = rng.choice(processes)
+        if rng.random() < 0.2:
+            chosen.send(signal.SIGSTOP)
+            time.sleep(0.1)
+            chosen.send(signal.SIGCONT)
+        elif rng.random() < 0.5 and chosen.poll() is None:
+            chosen.send(signal.SIGKILL)
+            killed += 1
+        for process in processes:
+            if process.poll() not in (None, -signal.SIGKILL):
+                process.done()  # and nothing that it has checked was wrong
+        processes = [process for process in processes if process.poll() is None]
+    assert killed > 0
+
+
+EACH_ONCE = (
+    JOINING
+    + """
+tier = join()
+rng, computed = random.Random(int(sys.argv[2])), []
+print("joined", flush=True)
+wait_until(lambda: os.path.exists(folder + "-go"))
+for _ in range(40):
+    names = rng.sample(range(400), 16)
+    computed += compute(tier, names)
+    time.sleep(0.002)
+print(*computed)
+print("done", flush=True)
+wait_until(lambda: os.path.exists(folder + "-end"))  # the rows go with the last process
+"""
+)
+
+
+def test_each_item_is_computed_once(tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    processes = [warm.start(EACH_ONCE, folder, number) for number in range(4)]
+    for process in processes:
+        process.until("joined")
+    (tmp_path / "job-go").touch()
+    for process in processes:
+        process.until("done")
+    (tmp_path / "job-end").touch()
+    computed = [name for process in processes for name in process.done().words[1:-1]]
+    assert len(computed) == len(set(computed)) > 390
+
+
+BUDGET = (
+    JOINING
+    + """
+tier, number = join(3_000_000), int(sys.argv[2])
+print("joined", flush=True)
+wait_until(lambda: os.path.exists(folder + "-go"))
+for start in range(0, 1200, 40):
+    width = [1, 50, 400][start // 40 % 3]
+    put(tier, [(number, name) for name in range(start, start + 40)], width)
+    size = resident(tier)
+    assert size <= tier.budget, size
+print(tier.stats().bytes, tier._job.board.region.size, resident(tier), tier._job.board.is_full)
+print("done", flush=True)
+wait_until(lambda: os.path.exists(folder + "-end"))
+"""
+)
+
+
+def test_the_budget_is_exact_with_four_writers(tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    processes = [warm.start(BUDGET, folder, number) for number in range(4)]
+    for process in processes:
+        process.until("joined")
+    (tmp_path / "job-go").touch()
+    for process in processes:
+        process.until("done")
+    (tmp_path / "job-end").touch()
+    for process in processes:
+        counted, board, resident, is_full = process.done().words[1:-1]
+        assert 1_500_000 < int(resident) <= int(counted) + int(board) <= 3_000_000
+        assert is_full == "True"
+
+
+DROPS = (
+    JOINING
+    + """
+tier = join(200_000_000)
+reader, names = join(200_000_000), list(range(600))
+
+
+def read():
+    end, seen = time.monotonic() + 1.0, 0
+    while time.monotonic() < end:
+        seen += len(found(reader, names, 2000))  # each row is compared
+    assert seen > 600, seen
+    assert reader.stats().corrupt == reader.stats().faults == 0
+
+
+put(tier, names, 2000)
+pid = forked(read)
+drops = 0
+while os.waitpid(pid, os.WNOHANG) == (0, 0):
+    tier.drop(keys_of([]).namespace)
+    put(tier, names, 2000)
+    drops += 1
+print(drops)
+"""
+)
+
+
+def test_dropping_while_another_process_gathers(tmp_path):
+    assert int(warm.run(DROPS, tmp_path).words[0]) > 3
+
+
+HOW_PROCESSES_ARE_MADE = """
+import multiprocessing, os, sys
+from tests.helpers.storage import found, put
+from tests.tiers.shared.scripts import JOB, child
+from torchcache2.tiers.shared.tier import SharedTier
+
+if __name__ == "__main__":
+    tier = SharedTier(JOB, 10**8, folder=sys.argv[1])
+    put(tier, range(20))
+    queues, processes = [], []
+    for number, method in enumerate(["fork", "spawn", "forkserver"]):
+        context = multiprocessing.get_context(method)
+        queues.append(context.Queue())
+        mine = (tier if method == "fork" else None, sys.argv[1])
+        processes.append(context.Process(target=child, args=(queues[-1], number, *mine)))
+        processes[-1].start()
+    for number, (queue, process) in enumerate(zip(queues, processes)):
+        pid, there = queue.get(timeout=60)
+        process.join(60)
+        assert process.exitcode == 0 and pid == process.pid
+        assert there == list(range(20)), there
+        names = [(number, i) for i in range(5)]
+        assert found(tier, names) == names
+    print(tier.stats().rows, tier.stats().faults, len(tier._job._listed()))
+"""
+
+
+def test_children_of_fork_spawn_and_forkserver_take_part(tmp_path):
+    assert warm.run(HOW_PROCESSES_ARE_MADE, tmp_path).words == ["35", "0", "1"]

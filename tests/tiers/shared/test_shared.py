@@ -1,0 +1,474 @@
+"""What processes see of each other's rows, and the memory that these take."""
+
+import os
+import stat
+import tempfile
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.helpers.storage import CPU, NAMESPACES, found, keys_of, put, value_of, warnings_of
+from torchcache2.core.rows import Rows
+from torchcache2.core.settings import CacheSettings
+from torchcache2.tiers.make import make_tiers
+from torchcache2.tiers.memory.tier import MemoryTier
+from torchcache2.tiers.shared import job as job_module
+from torchcache2.tiers.shared.job import job_name
+from torchcache2.tiers.shared.region import Region, SharingError
+from torchcache2.tiers.shared.tier import SharedTier
+
+SOAK = bool(os.environ.get("SOAK"))
+
+
+def files_of(tier):
+    """The job's files in memory that a tier has open, the board too."""
+    return [tier._job.board.region, *[table.region for table in tier._tables.values()]]
+
+
+def resident(*tiers):
+    """Bytes that the system has given to the files of some tiers of one job."""
+    sizes = {}
+    for region in [region for tier in tiers for region in files_of(tier)]:
+        sizes[region.inode] = os.fstat(region.descriptor).st_blocks * 512
+    return sum(sizes.values())
+
+
+def test_what_one_puts_the_others_find(join):
+    first, second = join(), join()
+    put(first, range(50), 9)
+    assert found(second, range(60), 9) == list(range(50))
+    put(second, range(50, 60), 9)
+    assert found(first, range(60), 9) == list(range(60))
+    late = join()
+    assert found(late, range(60), 9) == list(range(60))
+    assert first.stats() == second.stats() == late.stats()
+    assert late.stats().rows == 60
+
+
+def test_rows_are_kept_once(join):
+    first, second = join(), join()
+    assert put(first, range(10)) == 10
+    assert put(second, range(5, 15)) == 5
+    assert first.stats().rows == 15
+
+
+def test_other_jobs_see_nothing(join, tmp_path):
+    tier = join()
+    put(tier, [1])
+    other = SharedTier(b"another job, yes", 10**8, folder=str(tmp_path))
+    assert found(other, [1]) == [] and other.stats().rows == 0
+    other.close()
+    assert found(tier, [1]) == [1]
+
+
+def test_the_first_one_says_how_large_the_budget_is(join):
+    first = join(budget=5_000_000)
+    assert join(budget=10**9).budget == first.budget == 5_000_000
+
+
+def test_the_job_is_named_by_the_environment():
+    torchrun = {"MASTER_ADDR": "host", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "1"}
+    environs = [
+        {},
+        torchrun,
+        torchrun | {"MASTER_PORT": "29501"},
+        torchrun | {"TORCHCACHE_JOB": "sweep"},
+        {"TORCHCACHE_JOB": "other"},
+    ]
+    names = [job_name(environ, *parts) for environ in environs for parts in [("a", "b"), ("ab",), ("a", "c")]]
+    assert len(set(names)) == 15 and {len(name) for name in names} == {16}
+    assert job_name({"TORCHCACHE_JOB": "sweep"}, "a", "b") == job_name(environs[3], "a", "b")
+
+
+def test_letting_go_is_for_one_and_dropping_for_all(join):
+    first, second = join(), join()
+    put(first, [1, 2])
+    assert found(second, [1, 2]) == [1, 2]
+    first.let_go(NAMESPACES[0])
+    assert found(second, [1, 2]) == [1, 2] and found(first, [1, 2]) == [1, 2]
+    first.drop(NAMESPACES[0])
+    assert found(second, [1, 2]) == [] and found(first, [1, 2]) == []
+    assert put(second, [1, 2], 7) == 2
+    assert found(first, [1, 2], 7) == [1, 2]
+
+
+def test_one_who_has_not_asked_yet_can_drop(join):
+    first, second = join(), join()
+    put(first, [1, 2])
+    second.drop(NAMESPACES[0])
+    assert found(first, [1, 2]) == [] and first.stats().rows == 0
+
+
+def test_memory_goes_when_the_last_one_lets_go(join):
+    first, second = join(), join()
+    put(first, range(100), 1000)
+    assert found(second, [1], 1000) == [1]
+    size = first.stats().bytes
+    assert size > 400_000
+    first.let_go(NAMESPACES[0])
+    assert second.stats().bytes == size and found(second, range(100), 1000) == list(range(100))
+    second.close()
+    assert first.stats().bytes == 0 and first.stats().rows == 0
+
+
+def test_dropped_rows_are_counted_until_all_have_let_go(join):
+    first, second = join(), join()
+    put(first, range(100), 1000)
+    found(second, [1], 1000)
+    size = first.stats().bytes
+    first.drop(NAMESPACES[0])
+    assert (first.stats().rows, first.stats().bytes) == (0, size)
+    assert found(second, [1], 1000) == []
+    assert first.stats().bytes == 0
+
+
+def test_namespaces_that_nobody_uses_go_first(join):
+    used = [set(NAMESPACES[:2]), set(NAMESPACES[:2])]
+    first = join(1_000_000, lambda: used[0])
+    second = join(1_000_000, lambda: used[1])
+    assert put(first, range(100), 1000) == 100
+    assert found(second, [1], 1000) == [1]
+    assert put(first, range(80), 1000, NAMESPACES[1]) == 80
+    used[0] = {NAMESPACES[1], NAMESPACES[2]}
+    assert put(first, range(100), 1000, NAMESPACES[2]) < 100  # `second` uses the first namespace
+    used[1] = {NAMESPACES[1], NAMESPACES[2]}
+    assert found(second, [1], 1000, NAMESPACES[1]) == [1]  # here it lets go
+    assert put(first, range(100), 1000, NAMESPACES[2]) > 0
+    assert found(first, range(100), 1000, NAMESPACES[2]) == list(range(100))
+    assert found(first, range(80), 1000, NAMESPACES[1]) == list(range(80))
+    assert found(first, range(100), 1000, NAMESPACES[0]) == []
+    assert first.stats().evictions + second.stats().evictions == 100
+
+
+def test_the_budget_is_exact(join):
+    budget = 2_000_000
+    tiers = [join(budget) for _ in range(3)]
+    rng = np.random.default_rng(0)
+    for step in range(250):
+        tier, width = tiers[rng.integers(3)], int(rng.choice([1, 3, 50, 400]))
+        names = [f"{i}/{width}" for i in rng.choice(3000, rng.integers(1, 40), replace=False)]
+        if rng.random() < 0.6:
+            put(tier, names, width, NAMESPACES[rng.integers(2)])
+        else:
+            found(tier, names, width, NAMESPACES[rng.integers(2)])
+        if step % 10 == 0:
+            counted = tier.stats().bytes + tier._job.board.region.size
+            assert resident(*tiers) <= counted <= budget
+    assert counted > 0.8 * budget
+
+
+def test_an_index_takes_at_most_64_bytes_a_row(join):
+    tier = join()
+    most = 0
+    for start in range(0, 60_000, 1500):
+        data = np.random.default_rng(start).integers(0, 256, (1500, 16), dtype=np.uint8)
+        keys = keys_of([])
+        tier.put(type(keys)(keys.namespace, data), Rows.from_pytree(torch.zeros(1500, 0), 1500, device=CPU))
+        if start >= 20_000:
+            most = max(most, tier.stats().bytes / tier.stats().rows)
+    assert most <= 64 and tier.stats().rows == 60_000
+
+
+def test_ragged_rows_take_two_descriptors_a_namespace(join):
+    first, second = join(), join()
+    before = len(os.listdir("/proc/self/fd"))
+    for width in range(1000):
+        output = {"tokens": torch.full((1, width % 250, 1 + width // 250), float(width)), "width": width}
+        assert first.put(keys_of([width]), Rows.from_pytree(output, 1, device=CPU)) == 1
+    parts = second.get(keys_of(range(1000))).parts
+    assert len(parts) == 1000
+    for (position,), rows in parts:
+        output = rows.to_pytree(device=CPU)
+        assert output["width"] == position and (output["tokens"] == float(position)).all()
+        assert output["tokens"].shape == (1, position % 250, 1 + position // 250)
+    assert len(os.listdir("/proc/self/fd")) <= before + 4  # two for each of the tiers
+    assert first.stats().bytes < 3_000_000  # of which 1.3 MB are rows
+
+
+def test_a_flipped_byte_is_a_miss_when_it_is_first_read(join, log):
+    first, second, third = join(), join(), join()
+    put(first, range(10), 100)
+    (table,) = first._tables.values()
+    _, locations = table._index.find(keys_of([3]).words)
+    data = table.region.rows(400)
+    place = next(iter(table._chunks._places(table._chunks.schema(1), locations)))
+    data[place[0], 77] ^= 4
+    assert found(second, range(10), 100) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    assert second.stats().corrupt == 1 and second.stats().rows == 9
+    assert len(warnings_of(log)) == 1
+    assert found(second, [3, 4], 100) == [4]
+    assert put(third, [3, 4], 100) == 1
+    assert found(second, range(10), 100) == found(third, range(10), 100) == list(range(10))
+
+
+def test_a_row_under_another_key_is_a_miss(join):
+    first, second = join(), join()
+    put(first, range(2), 100)
+    (table,) = first._tables.values()
+    entries, locations = table._index.find(keys_of([0, 1]).words)
+    table._index.locations[entries] = locations[::-1]
+    assert found(second, [0, 1], 100) == []
+    assert second.stats().corrupt == 2
+
+
+def test_the_folder_is_this_users_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tier = SharedTier(os.urandom(16), 10**7)
+    (folder,) = tmp_path.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    (file,) = folder.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    tier.close()
+    assert list(folder.iterdir()) == []
+    folder.chmod(0o755)
+    with pytest.raises(SharingError, match="alone can enter"):
+        SharedTier(os.urandom(16), 10**7)
+
+
+def test_what_killed_jobs_have_left_is_deleted(join, tmp_path):
+    held = SharedTier(os.urandom(16), 10**7, folder=str(tmp_path))
+    (file,) = tmp_path.iterdir()
+    machine = file.name.partition("-")[0]
+    dead = np.array([os.getpid(), 1, 5, 7], np.int64).tobytes()  # the pid is another's by now
+    for name, content in [(machine, dead), ("another", dead), (f"{machine}-torn", b"x")]:
+        (tmp_path / f"{name}-job").write_bytes(content)
+    join()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert len(names) == 4 and {file.name, "another-job", f"{machine}-torn-job"} < names
+    held.close()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_list_that_is_damaged_is_begun_anew(join, tmp_path):
+    first = join()
+    put(first, [1])
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(b"\x99" * 77)
+    second = join()
+    assert found(second, [1]) == []
+    put(second, [2])
+    assert found(first, [1, 2]) == [1]
+
+
+def test_nobody_joins_those_who_lock_another_file(join, tmp_path):
+    """A list that was deleted comes back when a child of the old processes writes it."""
+    first = join()
+    put(first, [1])
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    second = join()
+    put(second, [2])
+    first._job.rejoin()
+    third = join()
+    assert found(third, [1, 2]) == [2] and found(first, [1, 2]) == [1]
+
+
+@pytest.mark.parametrize("what", ["memfd_create", "proc", "hidden", "folder"])
+def test_a_system_that_cannot_share_says_so(join, monkeypatch, tmp_path, what):
+    if what == "memfd_create":
+        monkeypatch.delattr(os, "memfd_create")
+    elif what == "proc":
+        monkeypatch.setattr(job_module, "start_time", lambda pid: 0)
+    elif what == "hidden":
+        monkeypatch.setattr(Region, "open", classmethod(lambda *args: None))
+    else:
+        tmp_path.rmdir()
+    with pytest.raises(SharingError):
+        join()
+    tmp_path.mkdir(exist_ok=True)
+
+
+def test_ranks_that_cannot_share_have_memory_of_their_own(monkeypatch, log):
+    monkeypatch.delattr(os, "memfd_create")
+    (tier,) = make_tiers(
+        CacheSettings(max_memory_cache_size="1MB"), set, lambda namespace: {}, os.urandom(16)
+    )
+    assert isinstance(tier, MemoryTier) and tier.budget == 10**6
+    assert len(warnings_of(log)) == 1 and "on Linux only" in log[-1].getMessage()
+
+
+def test_ranks_share_the_memory_of_a_job(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    job, settings = os.urandom(16), CacheSettings(max_memory_cache_size="1MB")
+    (first,), (second,) = [make_tiers(settings, set, lambda namespace: {}, job) for _ in range(2)]
+    assert put(first, [1]) == 1 and found(second, [1]) == [1]
+    first.close()
+    second.close()
+
+
+@pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="only root can become another user")
+def test_other_users_are_refused(join):
+    tier = join()
+    put(tier, [1])
+    region = tier._job.board.region
+    path = f"/proc/{os.getpid()}/fd/{region.descriptor}"
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            os.close(os.open(path, os.O_RDWR))
+            os._exit(1)
+        except PermissionError:
+            os._exit(0 if Region.open(parent, region.descriptor, region.inode) is None else 2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_lock_whose_holder_goes_on_is_waited_for(join):
+    first, second = join(), join()
+    second._job.lock.patience = 0.1
+    done = threading.Event()
+
+    def hold():
+        with first._job.lock():
+            end = time.monotonic() + 0.5
+            while time.monotonic() < end:
+                first._job.board.go_on()
+                time.sleep(0.02)
+        done.set()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    time.sleep(0.05)
+    assert put(second, [1]) == 1 and done.wait(5)
+    thread.join()
+    assert second.stats().faults == 0
+
+
+def test_a_fault_is_counted_and_told_once(join, monkeypatch, log):
+    tier = join()
+
+    def fail(*args):
+        raise OSError("no memory")
+
+    monkeypatch.setattr(Region, "create", fail)
+    assert put(tier, [1]) == 0 and found(tier, [1]) == [] and put(tier, [1]) == 0
+    assert len(tier.claim(keys_of([1])).mine) == 1
+    assert tier.stats().faults == 3 and len(warnings_of(log)) == 1
+    monkeypatch.undo()
+    assert put(tier, [1]) == 1 and found(tier, [1]) == [1]
+
+
+def test_memory_that_the_system_does_not_have_is_no_room(join, monkeypatch):
+    tier = join()
+    put(tier, [1])
+    monkeypatch.setattr(Region, "reserve", lambda *args: (_ for _ in ()).throw(OSError("no space")))
+    size = tier.stats().bytes
+    assert put(tier, range(2, 600)) == 0
+    assert tier.stats().bytes < size + 20_000  # room for the rows is given out, and comes to nothing
+    monkeypatch.undo()
+    assert put(tier, range(2, 600)) > 0
+    assert found(tier, range(1, 600)) == list(range(1, 600))
+
+
+class Dict(RuleBasedStateMachine):
+    """Several processes see one dict, which may forget."""
+
+    names = st.lists(st.integers(0, 60), min_size=1, max_size=30, unique=True)
+    namespaces = st.sampled_from(NAMESPACES[:2])
+    who = st.integers(0, 3)
+
+    @initialize(count=st.integers(2, 4), budget=st.sampled_from([200_000, 400_000, 10**8]))
+    def make(self, count, budget):
+        self.folder = tempfile.TemporaryDirectory()
+        self.job, self.budget = os.urandom(16), budget
+        self.live = [set(NAMESPACES[:2]) for _ in range(count)]
+        self.tiers = [self.joined(i) for i in range(count)]
+        self.known, self.claims = {}, []
+
+    def joined(self, i):
+        return SharedTier(self.job, self.budget, lambda: self.live[i], folder=self.folder.name)
+
+    def tier(self, who):
+        return self.tiers[who % len(self.tiers)]
+
+    def value(self, namespace, name, width):
+        return value_of((namespace, name), width)
+
+    def put_names(self, tier, names, namespace, width):
+        names = [name for name in names if self.known.get((namespace, name), width) == width]
+        if names:
+            output = {"x": torch.stack([self.value(namespace, name, width) for name in names]), "n": width}
+            kept = tier.put(keys_of(names, namespace), Rows.from_pytree(output, len(names), device=CPU))
+            assert 0 <= kept <= len(names)
+            self.known |= {(namespace, name): width for name in names}
+
+    @rule(who=who, names=names, namespace=namespaces, width=st.sampled_from([0, 1, 7, 900]))
+    def put(self, who, names, namespace, width):
+        self.put_names(self.tier(who), names, namespace, width)
+
+    @rule(who=who, names=names, namespace=namespaces)
+    def get(self, who, names, namespace):
+        here = set()
+        for positions, rows in self.tier(who).get(keys_of(names, namespace)).parts:
+            output = rows.to_pytree(device=CPU)
+            for position, row in zip(positions.tolist(), output["x"], strict=True):
+                assert self.known[namespace, names[position]] == output["n"]
+                assert torch.equal(row, self.value(namespace, names[position], output["n"]))
+                here.add(names[position])
+        if self.budget == 10**8:
+            assert here == {name for name in names if (namespace, name) in self.known}
+
+    @rule(who=who, names=names, namespace=namespaces, width=st.sampled_from([1, 900]))
+    def claim_and_put(self, who, names, namespace, width):
+        tier = self.tier(who)
+        claim = tier.claim(keys_of(names, namespace))
+        assert sorted([*claim.mine.tolist(), *claim.others.tolist()]) == list(range(len(names)))
+        if self.budget == 10**8:  # no claim is left from before: what others have, they have put
+            assert {names[i] for i in claim.others} == {n for n in names if (namespace, n) in self.known}
+        self.put_names(tier, [names[i] for i in claim.mine], namespace, width)
+        assert claim.wait().tolist() == []
+        claim.release()
+
+    @rule(who=who, namespace=namespaces)
+    def drop(self, who, namespace):
+        self.tier(who).drop(namespace)
+        self.known = {name: width for name, width in self.known.items() if name[0] != namespace}
+
+    @precondition(lambda self: self.budget < 10**8)
+    @rule(who=who, namespace=namespaces)
+    def let_go(self, who, namespace):
+        self.tier(who).let_go(namespace)
+
+    @precondition(lambda self: self.budget < 10**8)
+    @rule(who=who, namespace=namespaces)
+    def use(self, who, namespace):
+        self.live[who % len(self.tiers)] ^= {namespace}
+
+    @precondition(lambda self: self.budget < 10**8)
+    @rule(who=who)
+    def begin_anew(self, who):
+        self.tier(who).close()
+        self.tiers[who % len(self.tiers)] = self.joined(who % len(self.tiers))
+
+    @invariant()
+    def the_budget_holds(self):
+        if hasattr(self, "tiers"):
+            counted = self.tiers[0].stats().bytes + self.tiers[0]._job.board.region.size
+            assert resident(*self.tiers) <= counted <= self.budget
+            assert [tier.stats().faults + tier.stats().corrupt for tier in self.tiers] == [0] * len(
+                self.tiers
+            )
+
+    def teardown(self):
+        if hasattr(self, "tiers"):
+            for tier in self.tiers:
+                tier.close()
+            assert os.listdir(self.folder.name) == []
+            self.folder.cleanup()
+
+
+TestDict = Dict.TestCase
+TestDict.settings = settings(
+    max_examples=2000 if SOAK else 30,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=not SOAK,
+)
