@@ -37,12 +37,16 @@ class Backbone(nn.Module):
 
 
 SECONDS = 0.0
-PAUSED = []
+COUNTER = os.memfd_create("")  # a list that counts would be a state of the forward
 
 
 def pause(count):
-    PAUSED.append(count)
+    os.write(COUNTER, bytes(count))
     time.sleep(SECONDS * count)
+
+
+def computed():
+    return os.lseek(COUNTER, 0, os.SEEK_CUR)
 
 
 def expected(x):
@@ -90,7 +94,7 @@ EPOCHS = """
 net = torchcache(**json.loads(sys.argv[1]))(Backbone())
 for seed in range(3):
     epoch(net, seed)
-report(net, computed=sum(PAUSED))
+report(net, computed=computed())
 """
 
 
@@ -114,7 +118,7 @@ def test_ranks_that_go_through_the_same_items_share_the_work(job):
     SECONDS = 0.001
     net = torchcache(probe=False)(Backbone())
     epoch(net, RANK, shares=False)
-    report(net, computed=sum(PAUSED))
+    report(net, computed=computed())
     """
     reports = run(script, job, ranks=3)
     # The first call of a kind may compute a whole batch.
@@ -129,7 +133,7 @@ def test_equal_batches_are_waited_for(job):
     net(-ITEMS[: 2 + RANK])  # the first call of a kind is done
     for batch in ITEMS.split(16):
         assert torch.equal(net(batch), expected(batch))
-    report(net, computed=sum(PAUSED))
+    report(net, computed=computed())
     """
     reports = run(script, job)
     assert sum(one["misses"] for one in reports) <= 192 + 5
@@ -152,87 +156,56 @@ def test_memory_is_that_of_all_ranks_under_one_budget(job):
 
 
 WAITING = """
-SECONDS = 0.0
+import random
+
+def pause(count):  # the same code in all ranks: it is a part of the namespace
+    if os.environ["RANK"] == "0" and count == 8 and not os.path.exists(os.environ["GO"]):
+        open(os.environ["GO"], "w").close()
+        act()
+
+def act():
+    {act}
+
 net = torchcache(probe=False)(Backbone())
-net(-ITEMS[: 2 + RANK])
-go = sys.argv[1]
-if RANK == 0:
-    def pause(count):
-        if os.path.exists(go):
-            return
-        open(go, "w").close()
-        FIRST()
-else:
-    while not os.path.exists(go):
-        time.sleep(0.001)
-"""
-
-
-def test_what_one_rank_fails_to_compute_is_computed_by_who_waits(job, tmp_path):
-    script = (
-        WAITING
-        + """
-def FIRST():
-    time.sleep(0.3)
-    raise ValueError("no")
-
+net(-ITEMS[RANK][None])  # the first call of a kind
+while RANK == 1 and not os.path.exists(os.environ["GO"]):
+    time.sleep(0.001)
 began = time.monotonic()
 try:
-    assert torch.equal(net(ITEMS[:8]), expected(ITEMS[:8])) and RANK == 1
+    assert torch.equal(net(ITEMS[:8]), expected(ITEMS[:8])) and RANK == {right}
 except ValueError:
     assert RANK == 0
 report(net, seconds=time.monotonic() - began)
+sys.stdout.flush()
 """
-    )
-    _, second = run(script, job, tmp_path / "go")
-    assert second["misses"] == 8 + 3 and second["taken_over"] == 8
-    assert second["seconds"] < 5
+
+
+@pytest.mark.parametrize(
+    ("act", "right"), [("time.sleep(0.3); raise ValueError", 1), ("time.sleep(0.3); torch.rand(1)", "RANK")]
+)
+def test_what_one_rank_gives_up_is_computed_by_who_waits(job, tmp_path, act, right):
+    script = WAITING.format(act=act, right=right)
+    first, second = run(script, job, GO=str(tmp_path / "go"))
+    assert first["misses"] == 1
+    assert (second["misses"], second["waited"], second["taken_over"]) == (1 + 8, 0, 8)
+    assert 0.2 < second["seconds"] < 5
 
 
 def test_a_rank_that_is_killed_in_its_forward_is_not_waited_for(job, tmp_path):
-    script = (
-        WAITING
-        + """
-def FIRST():
-    time.sleep(600)
-
-began = time.monotonic()
-assert torch.equal(net(ITEMS[:8]), expected(ITEMS[:8]))
-print("done", flush=True)
-"""
-    )
-    first, second = start(script, job, tmp_path / "go")
+    go = tmp_path / "go"
+    first, second = start(WAITING.format(act="time.sleep(600)", right="RANK"), job, GO=str(go))
     deadline = time.monotonic() + 30
-    while not (tmp_path / "go").exists():
+    while not go.exists():
         assert time.monotonic() < deadline
         time.sleep(0.005)
     time.sleep(0.3)
     assert second.out == ""  # it waits
     killed = time.monotonic()
     first.send(signal.SIGKILL)
-    while "done" not in second.out:
-        assert time.monotonic() - killed < 10
-        time.sleep(0.005)
+    second.until("taken_over", 10)
     assert time.monotonic() - killed < 1.0
     assert first.poll(10) == -signal.SIGKILL
-    second.done()
-
-
-def test_a_bypass_gives_up_what_was_claimed(job, tmp_path):
-    script = (
-        WAITING
-        + """
-def FIRST():
-    time.sleep(0.2)
-    net.layer.changed = torch.zeros(1)  # a forward that changes the module has no rows
-
-assert torch.equal(net(ITEMS[:8]), expected(ITEMS[:8]))
-assert torch.equal(net(ITEMS[:8]), expected(ITEMS[:8]))
-report(net)
-"""
-    )
-    _, second = run(script, job, tmp_path / "go")
-    assert second["misses"] == 8 + 3
+    assert json.loads(second.done().out)["misses"] == 1 + 8
 
 
 def test_ranks_write_one_folder_that_serves_any_number_of_them(job, tmp_path):
