@@ -120,6 +120,7 @@ WRONG = [
     ("probe", [None, 1, "yes"], "True or False"),
     ("strict", [None, 1, "yes"], "True or False"),
     ("miss_batch", [None, "", "padded", "PAD", True, 2], "'exact' or 'pad'"),
+    ("distributed", [None, "on", True, 2, ["node"]], "'auto', 'off' or 'node'"),
     ("verify", [None, "0.1", True, -0.1, 1.1, float("nan"), 2, [0.5]], "a share of hits from 0.0 to 1.0"),
 ]
 WRONG_CASES = [(option, value, expected) for option, values, expected in WRONG for value in values]
@@ -192,6 +193,7 @@ def test_every_option_has_its_documented_default():
         "strict": False,
         "miss_batch": "exact",
         "verify": 0.0,
+        "distributed": "auto",
     }
 
 

@@ -52,7 +52,7 @@ def tiers():
 
 @pytest.fixture
 def stack(tiers, monkeypatch):
-    monkeypatch.setattr(stack_module, "make_tiers", lambda settings, in_use, describe: tiers)
+    monkeypatch.setattr(stack_module, "make_tiers", lambda settings, in_use, describe, job: tiers)
     return TierStack(CacheSettings())
 
 

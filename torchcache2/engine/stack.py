@@ -18,7 +18,7 @@ from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.tiers.base import Claim, Found, Tier
-from torchcache2.tiers.make import check_folder, make_tiers
+from torchcache2.tiers.make import check_folder, job_of, make_tiers
 
 __all__ = ["Parts", "TierStack"]
 
@@ -101,9 +101,8 @@ class TierStack:
             with self._lock():
                 tiers = self._tiers
                 if not tiers:
-                    tiers = make_tiers(
-                        self.settings, self._users.namespaces, self._users.description, name=self.name
-                    )
+                    job = job_of(self.settings, self.name)
+                    tiers = make_tiers(self.settings, self._users.namespaces, self._users.description, job)
                     self._finalizer = weakref.finalize(self, _close, tiers)
                     self._finalizer.atexit = False  # tiers that must be closed at exit do it themselves
                     self._tiers = tiers

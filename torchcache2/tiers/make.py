@@ -25,7 +25,7 @@ from torchcache2.tiers.shared.job import job_name
 from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.tier import SharedTier
 
-__all__ = ["check_folder", "make_tiers"]
+__all__ = ["check_folder", "job_of", "make_tiers"]
 
 _LEAST_QUEUED, _MOST_QUEUED = 16 << 20, 256 << 20
 
@@ -40,19 +40,23 @@ def check_folder(settings: CacheSettings) -> None:
             CacheDirectory(str(settings.persistent_cache_dir), FileSystem()).check()
 
 
+def job_of(settings: CacheSettings, name: str) -> bytes | None:
+    """The job whose ranks share what they make under one name with equal options; None: nothing is shared."""
+    is_asked = settings.distributed == "node" or (settings.distributed == "auto" and has_ranks())
+    return (
+        job_name(os.environ, name, repr(settings.of_tiers())) if is_asked and settings.can_be_shared else None
+    )
+
+
 def make_tiers(
-    settings: CacheSettings, in_use: InUse, description: Description, *, name: str = ""
+    settings: CacheSettings, in_use: InUse, description: Description, job: bytes | None = None
 ) -> list[Tier]:
     """The tiers of one budget, fastest first.
 
     `in_use()` are the namespaces that something alive in this process uses. `description(namespace)` says
-    what a namespace stands for, for people and later runs. The ranks of a job share memory with those that
-    make tiers under the same `name`, with equal options.
+    what a namespace stands for, for people and later runs. The processes of a `job` share their memory.
     """
-    budget, job, ranks = settings.memory_budget(), None, 1
-    is_shared = settings.distributed == "node" or (settings.distributed == "auto" and has_ranks())
-    if is_shared and settings.can_be_shared:
-        job, ranks = job_name(os.environ, name, repr(settings.of_tiers())), ranks_here()
+    budget, ranks = settings.memory_budget(), 1 if job is None else ranks_here()
     # Rows that wait to be written count as memory, too.
     queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4)) // ranks if settings.is_persistent else 0
     tiers = [_memory(settings, max(0, budget - queue * ranks), in_use, job)]
