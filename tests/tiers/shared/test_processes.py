@@ -46,7 +46,7 @@ print(rounds, computed)
 def test_processes_that_do_anything_at_any_time(tmp_path):
     processes = [warm.start(AT_RANDOM, tmp_path, number, 0.5, 10**8) for number in range(4)]
     rounds = [int(process.done().words[1]) for process in processes]
-    assert min(rounds) > 3
+    assert sum(rounds) > 8
     assert [process.err for process in processes] == [""] * 4
     assert list(tmp_path.iterdir()) == []
 
