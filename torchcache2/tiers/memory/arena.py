@@ -127,9 +127,9 @@ class Arena:
         first, count = len(self), len(rows)
         self._begin()
         for column, values in zip(self._columns, rows.laid_out_as(self.schema).columns, strict=True):
-            write(column.view(first + count), first, values)
+            column.write(first, values)
         self._end()
-        write(self._ticks.view(first + count), first, torch.full((count,), tick, device="cpu"))
+        self._ticks.write(first, torch.full((count,), tick, device="cpu"))
         # This comes last, so that there is never a key without its row.
         self._index.add(keys.view("<u8"))
 
@@ -196,6 +196,9 @@ class _Column:
 
     def gather(self, positions: Tensor, runtime: Runtime | None) -> Tensor:
         return self._data.index_select(0, positions)
+
+    def write(self, first: int, values: Tensor) -> None:
+        write(self._data, first, values)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         source, target = source.to(self._device), target.to(self._device)

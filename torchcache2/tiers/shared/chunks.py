@@ -201,7 +201,7 @@ class Chunks:
 
     def populate(self, schema: Schema, locations: Positions) -> None:
         """Map the pages of rows that are read for the first time, and of those that came with them."""
-        for chunk in np.unique(locations >> 32).tolist():
+        for chunk in set((locations >> 32).tolist()):
             number, rows = divmod(int(self._kinds[chunk]), _ROW + 1)
             first = self._populated.get(chunk, 0)
             if rows * schema.row_bytes < _POPULATED or first == rows:

@@ -68,8 +68,7 @@ class SharedClaim(Claim):
         self._ticket: Ticket | None = None
         self._ordinals = np.full(len(keys), -1)
         self.mine = self._take(self.mine, frozenset())
-        if len(self.mine) < len(keys):
-            self.others = np.setdiff1d(np.arange(len(keys)), self.mine)
+        self.others = self._without(np.arange(len(keys)), self.mine)
 
     def wait(self) -> Positions:  # noqa: D102
         self.release()
@@ -84,7 +83,8 @@ class SharedClaim(Claim):
                 passed |= set(board.hopeless(locations[board.held(locations)]))
                 look = time.monotonic() + _LOOK
             is_open = ~is_row & ~board.held(locations)
-            is_open |= np.isin(locations, list(passed))
+            if passed:
+                is_open |= np.isin(locations, list(passed))
             if not self._table.is_live:
                 return self._decided(is_row, self.others[~is_row])
             if is_open.any():
@@ -120,9 +120,15 @@ class SharedClaim(Claim):
             is_mine |= (locations > 0) & ~table.is_readable(locations)
         return positions[is_mine]
 
+    def _without(self, positions: Positions, some: Positions) -> Positions:
+        left = np.zeros(len(self._words), bool)
+        left[positions] = True
+        left[some] = False
+        return np.flatnonzero(left)
+
     def _decided(self, is_row: Array, taken: Positions) -> Positions:
         self.appeared = self.others[is_row]
-        self.others = np.setdiff1d(self.others[~is_row], taken)
+        self.others = self._without(self.others[~is_row], taken)
         self._claims.waited += len(self.appeared)
         self._claims.taken_over += len(taken)
         return taken

@@ -95,8 +95,8 @@ class SharedTable:
             groups = [(int(numbers[0]), np.arange(len(positions)))]
         else:
             order = np.argsort(numbers, kind="stable")
-            distinct, starts = np.unique(numbers[order], return_index=True)
-            groups = list(zip(distinct.tolist(), np.split(order, starts[1:]), strict=True))
+            starts = np.flatnonzero(np.diff(numbers[order])) + 1
+            groups = [(int(numbers[these[0]]), these) for these in np.split(order, starts)]
         parts = []
         for number, these in groups:
             schema = self._chunks.schema(number)
@@ -193,7 +193,9 @@ class SharedTable:
             still = self._index.locations[ordinals[wrong]] == locations[wrong]
             self._index.locations[ordinals[wrong[still]]] = 0
             self.board.count_rows(self.file, -int(np.count_nonzero(still)))
-        return np.setdiff1d(np.arange(len(rows)), wrong)
+        good = np.ones(len(rows), bool)
+        good[wrong] = False
+        return np.flatnonzero(good)
 
     # Claims
 
