@@ -208,6 +208,27 @@ def test_a_rank_that_is_killed_in_its_forward_is_not_waited_for(job, tmp_path):
     assert json.loads(second.done().out)["misses"] == 1 + 8
 
 
+def test_a_probe_does_not_take_rows_of_others_for_its_own(job):
+    script = """
+    class Centred(nn.Module):
+        def forward(self, x):
+            pause(len(x))
+            return x - x.mean(0, keepdim=True)
+
+    def pause(count):
+        time.sleep(0.7 if count == 1 else 0.0)  # a batch of one cannot be probed
+
+    net = torchcache()(Centred())
+    if RANK < 2:
+        net(ITEMS[RANK][None])
+    else:
+        time.sleep(0.3)
+        assert torch.equal(net(ITEMS[:2]), ITEMS[:2] - ITEMS[:2].mean(0, keepdim=True))
+    report(net)
+    """
+    assert run(script, job, ranks=3)[2]["bypasses"] == {"batch": 2}
+
+
 def test_ranks_write_one_folder_that_serves_any_number_of_them(job, tmp_path):
     script = """
     net = torchcache(probe=False, persistent_cache_dir=sys.argv[1])(Backbone())

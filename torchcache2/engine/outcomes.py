@@ -58,7 +58,9 @@ class Outcomes:
 
     def _claimed(self, batch: Batch, hits: Hits, misses: Misses, claim: Claim) -> Steps[Any]:
         """The output of a batch with misses: some are computed here, and `claim` says what others compute."""
-        mine = misses.distinct[claim.mine]
+        # A probe looks at the whole batch, so it waits for nobody: rows of others would not be compared.
+        wanted = np.arange(len(misses.distinct)) if batch.probes else claim.mine
+        mine = misses.distinct[wanted]
         asked = np.union1d(mine, hits.checked) if len(hits.checked) else mine
         parts: Parts = []
         if len(asked) or not len(claim.others):
@@ -71,8 +73,9 @@ class Outcomes:
             self._keep(batch.keys.take(mine), rows)
             if len(mine) == len(batch.keys):
                 return output if batch.dtype is None else (yield from batch.output(rows))
-            parts.append((claim.mine, rows))
-        parts += yield from self._of_others(batch, misses, claim)
+            parts.append((wanted, rows))
+        if len(wanted) < len(misses.distinct):
+            parts += yield from self._of_others(batch, misses, claim)
         if any(rows.schema != parts[0][1].schema for _, rows in parts):
             return self._not_stacked((yield from batch.compute_all()))
         if len(parts) > 1:

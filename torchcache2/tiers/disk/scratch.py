@@ -43,6 +43,8 @@ class Scratch:
             # Another run may have taken the folder for one that was left over, and may have deleted it.
             if fs.lock(alive, exclusive=False) is not False and fs.links(alive):
                 self._alive = alive
+            else:
+                time.sleep(_BETWEEN_TRIES)
         self._exit = AtExit(self.remove, _EXIT_PRIORITY)
 
     @property
@@ -84,15 +86,14 @@ def _of_job(fs: FileSystem, job: bytes) -> tuple[str, Descriptor]:
     while True:
         with contextlib.suppress(FileExistsError):
             os.mkdir(top, 0o700)
-        if os.lstat(top).st_uid != os.getuid():
-            raise PermissionError(f"{top} belongs to another user")
-        try:
-            return top, fs.create(path)
-        except FileExistsError:
-            with contextlib.suppress(FileNotFoundError):
+        # The last process of the job may delete the folder at any point: then it is made again.
+        with contextlib.suppress(FileNotFoundError):
+            if os.lstat(top).st_uid != os.getuid():
+                raise PermissionError(f"{top} belongs to another user")
+            try:
+                return top, fs.create(path)
+            except FileExistsError:
                 return top, fs.open(path)
-        except FileNotFoundError:  # the last process of the job has just deleted the folder
-            pass
         time.sleep(_BETWEEN_TRIES)
 
 
