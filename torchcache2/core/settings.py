@@ -15,7 +15,7 @@ import torch
 from torchcache2.core.errors import OptionError
 from torchcache2.core.sizes import Size, free_disk, free_memory, parse_size
 
-__all__ = ["CacheSettings", "disabled_by_environment", "require", "strict_by_environment"]
+__all__ = ["CacheSettings", "require"]
 
 Policy = Literal["mru", "lru"]
 MissBatch = Literal["exact", "pad"]
@@ -289,21 +289,6 @@ def require(library: str, extra: str, wanted: str) -> Any:
         raise OptionError(
             f'{wanted} needs a library that is not installed: pip install "torchcache2[{extra}]" ({error})'
         ) from None
-
-
-def disabled_by_environment() -> bool:
-    """Whether ``TORCHCACHE_DISABLE`` turns caching off for this run."""
-    return _is_on("TORCHCACHE_DISABLE")
-
-
-def strict_by_environment() -> bool:
-    """Whether ``TORCHCACHE_STRICT`` makes calls that cannot be cached errors in this run."""
-    return _is_on("TORCHCACHE_STRICT")
-
-
-def _is_on(variable: str) -> bool:
-    value = os.environ.get(variable)
-    return value is not None and value.strip().lower() not in ("", "0", "false", "no")
 
 
 def _is_name(path: str) -> bool:

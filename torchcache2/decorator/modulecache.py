@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from torchcache2.core.environment import disabled_by_environment, strict_by_environment
 from torchcache2.core.keys import Keys
-from torchcache2.core.settings import CacheSettings, disabled_by_environment, strict_by_environment
+from torchcache2.core.settings import CacheSettings
 from torchcache2.decorator import bypass
 from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.explain import CallSeen, explained
@@ -217,8 +218,7 @@ class ModuleCache(Cache):
         return item_keys(namespace, call.context, call.leaves, entries, subsample_count=count)
 
     def _cached(self, computation: Computation, start: float) -> Steps[Any]:
-        keys, plan = computation.keys, computation.plan
-        probes = bool(plan.kinds)
+        keys, plan, probes = computation.keys, computation.plan, bool(computation.plan.kinds)
         dtypes = computation.dtypes() if self.settings.verify or probes else ()
         try:
             output = yield from self.steps(

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torchcache2.core.environment import disabled_by_environment
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import listed, logger
 from torchcache2.core.ranks import place
-from torchcache2.core.settings import CacheSettings, disabled_by_environment
+from torchcache2.core.settings import CacheSettings
 from torchcache2.decorator.bypass import BypassError, ask_module
 from torchcache2.decorator.progress import Progress, WarmupStats
 from torchcache2.decorator.randomness import RandomState

@@ -39,8 +39,8 @@ __all__ = ["GLOBAL_HOOKS", "Fingerprint", "Walk", "argument_digests"]
 _FORMAT = 2
 _INTERNAL = {*vars(nn.Module()), INIT_ATTRIBUTE, "cache_instance", "_replicate_for_data_parallel"}
 _COMPILED = (  # attributes that the compiler, and Lightning around it, put on modules and tensors
-    *("_dynamo", "_torchdynamo", "_is_torch_compile", "_compiled_call_impl", "dynamo_ctx"),
-    *("get_compiler_config", "_compile_kwargs"),
+    *("_dynamo", "_torchdynamo", "_is_torch_compile", "_compiled_call_impl", "_compile_kwargs"),
+    *("dynamo_ctx", "get_compiler_config"),
 )
 _NOISE = ("torchcache_", *_COMPILED)
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
