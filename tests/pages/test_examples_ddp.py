@@ -22,7 +22,7 @@ def torchrun(*arguments):
     """What two ranks and their launcher have printed, when all have ended well."""
     env = {"TORCHCACHE_JOB": "", "OMP_NUM_THREADS": "1"}
     arguments = [EXAMPLES / SCRIPT, "--size", 8, "--items", 66, "--batch-size", 16, *arguments]
-    return warm.run(TORCHRUN, *arguments, env=env, imports=LIBRARIES[:4])
+    return warm.run(TORCHRUN, *arguments, env=env, imports=LIBRARIES)
 
 
 def test_the_ranks_of_torchrun_compute_each_image_once():
@@ -58,6 +58,6 @@ def test_after_a_warmup_no_epoch_computes_anything():
 )
 def test_arguments_are_checked_before_the_ranks_meet(arguments, ranks, text):
     env = {} if ranks is None else {"RANK": "0", "WORLD_SIZE": str(ranks)}
-    process = warm.start(EXAMPLES / SCRIPT, *arguments, env=env, imports=LIBRARIES[:4])
+    process = warm.start(EXAMPLES / SCRIPT, *arguments, env=env, imports=LIBRARIES)
     assert process.wait() == 2
     assert text in " ".join(process.err.split())

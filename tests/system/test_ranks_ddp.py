@@ -51,7 +51,7 @@ def trainings(tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks")
     reports = []
     for folder in ("", path / "rows", path / "rows"):
-        ranks = run_ranks(TRAINING, path, folder)
+        ranks = run_ranks(TRAINING, path, folder, imports=("torch._dynamo",))
         reports.append([json.loads(rank.out.splitlines()[-1]) for rank in ranks])
     return reports
 
