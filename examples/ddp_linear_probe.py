@@ -100,9 +100,8 @@ def train(options: argparse.Namespace) -> None:
         say(f"{epoch:5} {loss:10.4f} {seconds:9.3f} s   {counts(new)}")
 
     stats = cache.stats()
-    say(
-        f"\nbackbone: {computed.sum():,.0f} images computed, of {len(train_set):,}, in {options.epochs} epochs"
-    )
+    total = f"{computed.sum():,.0f} images computed, of {len(train_set):,}, in {options.epochs} epochs"
+    say(f"\nbackbone: {total}")
     say(f"memory of all ranks: {stats.memory_rows:,} rows, {stats.memory_bytes / 1e6:.1f} MB")
     images, labels = (part[rank::world] for part in test_set.tensors)
     with torch.no_grad():

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torchcache2.core.ranks import ranks_here
 from torchcache2.core.sizes import size_text
 from torchcache2.decorator.shares import Share
 from torchcache2.engine.stack import TierStack
@@ -122,8 +123,9 @@ class Progress:
             return f"{each}; how many items there are is not known"
         lines, is_enough = [], {}
         for tier in self._tiers.tiers:
-            # Ranks fill a folder together, and their memory each by itself.
-            need = total * self._row_bytes if tier.is_lasting else mine * (self._row_bytes + _INDEX_BYTES)
+            # All ranks fill a folder together, and those of a machine a memory that they share.
+            here = min(total, mine * ranks_here()) if tier.is_shared else mine
+            need = total * self._row_bytes if tier.is_lasting else here * (self._row_bytes + _INDEX_BYTES)
             budget = getattr(tier, "budget", math.inf)
             is_enough[tier.name] = need <= budget
             lines.append(f"{tier.name} {size_text(need)} of {size_text(budget)}")

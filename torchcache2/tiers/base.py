@@ -108,12 +108,15 @@ class Tier(abc.ABC):
     is_lasting : bool
         Whether rows stay when the cache that put them is closed. Their namespaces are then described, for
         whoever finds the rows later.
+    is_shared : bool
+        Whether the ranks of a machine have its budget and its rows together.
     directory : CacheDirectory or None
         The folder where its rows are; None if they are in no folder.
     """
 
     name: ClassVar[str]
     is_lasting: ClassVar[bool] = False
+    is_shared: ClassVar[bool] = False
     directory: CacheDirectory | None = None
 
     @abc.abstractmethod

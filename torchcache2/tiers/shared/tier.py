@@ -68,6 +68,7 @@ class SharedTier(Tier):
     """
 
     name = "memory"
+    is_shared = True
 
     def __init__(
         self,
