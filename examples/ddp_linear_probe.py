@@ -3,16 +3,18 @@
     torchrun --nproc-per-node 2 examples/ddp_linear_probe.py
 
 This is the training of ``linear_probe.py`` under `DistributedDataParallel`, on CPUs. A `DistributedSampler`
-gives each rank another half of the images in each epoch. With a cache of its own, a rank would find only those
-that it has met before. But the ranks of a machine share what their caches hold, so from the second epoch on
-every image is found, whichever rank computed it. Nothing in the loop says so: ``@torchcache`` on the class of
-the backbone is all, as the launcher says that there are several ranks.
+gives each rank another share of the images in each epoch. With a cache of its own, a rank would find only
+those that it has met before. But the ranks of a machine share what their caches hold, so from the second
+epoch on every image is found, whichever rank computed it. Nothing in the loop says so: ``@torchcache`` on the
+class of the backbone is all, as the launcher says that there are several ranks.
 
 The backbone stays outside of the model that `DistributedDataParallel` wraps: it is frozen, so there are no
-gradients to exchange. All ranks give it the same weights by the same seed. Weights that differ would have
-rows that differ, and nothing would be shared.
+gradients to exchange. All ranks give it the same weights by the same seed. With other weights a rank would
+compute other features, and find none of the others'.
 
-With ``--warmup``, the ranks compute all images before the first epoch, each its share.
+With ``--warmup``, the ranks compute all images before the first epoch, each its share. What is counted are
+images that were not found. In its first batch, a rank also computes some images once more, to check that the
+features of an image do not depend on its batch; these are not counted.
 """
 
 from __future__ import annotations
@@ -56,39 +58,12 @@ def train_epoch(
     return torch.stack(losses).mean().item()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=3, help="at least 2 (default: %(default)s)")
-    parser.add_argument(
-        "--batch-size", type=int, default=32, metavar="N", help="of a rank (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--items", type=int, default=TRAIN_ITEMS, metavar="N", help="to train on (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--size",
-        type=int,
-        default=64,
-        metavar="N",
-        help="pixels of a side; fewer are faster (default: %(default)s)",
-    )
-    parser.add_argument("--warmup", action="store_true", help="compute all images before the first epoch")
-    options = parser.parse_args()
-    if "RANK" not in os.environ:
-        parser.error(
-            "it is for several ranks: run it as torchrun --nproc-per-node 2 examples/ddp_linear_probe.py"
-        )
-    world, batch = int(os.environ["WORLD_SIZE"]), options.batch_size
-    if options.epochs < 2 or batch < 2 or not batch * world <= options.items <= TRAIN_ITEMS:
-        parser.error(
-            "expected at least 2 epochs, batches of at least 2 images, and items for a batch of each of the "
-            f"{world} ranks, at most {TRAIN_ITEMS}"
-        )
-    if options.size < PATCH or options.size % PATCH:
-        parser.error(f"expected a size that is a multiple of {PATCH} pixels")
+def counts(values: Tensor) -> str:
+    return " + ".join(f"{value:,.0f}" for value in values.tolist())
 
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+
+def train(options: argparse.Namespace) -> None:
+    rank, world, batch = dist.get_rank(), dist.get_world_size(), options.batch_size
 
     def say(text: str) -> None:
         if rank == 0:
@@ -125,20 +100,50 @@ def main() -> None:
         say(f"{epoch:5} {loss:10.4f} {seconds:9.3f} s   {counts(new)}")
 
     stats = cache.stats()
-    say(
-        f"\nbackbone: {computed.sum():,.0f} forwards for {len(train_set):,} images in {options.epochs} epochs"
-    )
+    total = f"{computed.sum():,.0f} images computed, of {len(train_set):,}, in {options.epochs} epochs"
+    say(f"\nbackbone: {total}")
     say(f"memory of all ranks: {stats.memory_rows:,} rows, {stats.memory_bytes / 1e6:.1f} MB")
     images, labels = (part[rank::world] for part in test_set.tensors)
     with torch.no_grad():
         right = (head.eval()(backbone(images)).argmax(dim=1) == labels).sum().item()
     accuracy = of_all_ranks(right).sum() / len(test_set)
     say(f"final loss {loss:.4f}, test accuracy {accuracy:.1%}")
-    dist.destroy_process_group()
 
 
-def counts(values: Tensor) -> str:
-    return " + ".join(f"{value:,.0f}" for value in values.tolist())
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=3, help="at least 2 (default: %(default)s)")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, metavar="N", help="of a rank (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--items", type=int, default=TRAIN_ITEMS, metavar="N", help="to train on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--size",
+        type=int,
+        default=64,
+        metavar="N",
+        help="pixels of a side; fewer are faster (default: %(default)s)",
+    )
+    parser.add_argument("--warmup", action="store_true", help="compute all images before the first epoch")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error(
+            "it is for several ranks: run it as torchrun --nproc-per-node 2 examples/ddp_linear_probe.py"
+        )
+    world = int(os.environ["WORLD_SIZE"])
+    if options.epochs < 2 or not 2 <= options.batch_size <= options.items // world <= TRAIN_ITEMS // world:
+        parser.error(
+            "expected at least 2 epochs, batches of at least 2 images, and items for a batch of each of the "
+            f"{world} ranks, at most {TRAIN_ITEMS}"
+        )
+    if options.size < PATCH or options.size % PATCH:
+        parser.error(f"expected a size that is a multiple of {PATCH} pixels")
+
+    dist.init_process_group("gloo")
+    train(options)
+    dist.destroy_process_group()  # when no model is left that uses it
 
 
 if __name__ == "__main__":

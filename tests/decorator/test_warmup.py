@@ -344,6 +344,20 @@ def test_the_line_counts_the_items_of_all_ranks(capfd, monkeypatch):
     assert "Net: 100 items, 25 on this rank: memory 1.3 kB of 1.0 GB; " in capfd.readouterr().err
 
 
+def test_the_line_counts_what_the_ranks_of_a_machine_put_into_the_memory_that_they_share(
+    capfd, monkeypatch, tmp_path
+):
+    for name, value in {
+        "WORLD_SIZE": 4,
+        "RANK": 0,
+        "LOCAL_WORLD_SIZE": 2,
+        "TORCHCACHE_JOB": tmp_path,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    warmup(instance(), X)
+    assert "Net: 100 items, 25 on this rank: memory 2.5 kB of 1.0 GB; " in capfd.readouterr().err
+
+
 def test_random_numbers_are_afterwards_as_before():
     generator = torch.Generator()
     loader = data.DataLoader(X, batch_size=9, shuffle=True, generator=generator)

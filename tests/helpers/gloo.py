@@ -20,7 +20,7 @@ def join():
 """
 
 
-def run_ranks(script, folder, *args, count=2):
+def run_ranks(script, folder, *args, count=2, **options):
     """Run a script behind `PREAMBLE` in every rank of a job; the processes, when all have ended well."""
     text = PREAMBLE + warm.dedented(script)
     store = folder / "store"
@@ -28,5 +28,5 @@ def run_ranks(script, folder, *args, count=2):
     ranks = []
     for rank in range(count):
         env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-        ranks.append(warm.start(text, store, *args, env=env))
+        ranks.append(warm.start(text, store, *args, env=env, **options))
     return [rank.done() for rank in ranks]

@@ -132,6 +132,7 @@ torchcache(
     cache_dtype=torch.bfloat16,
     policy="mru",
     shared_args=("mask", "table"),
+    distributed="node",
 )
 torchcache(
     subsample_count=None,
@@ -150,6 +151,7 @@ torchcache(persistent_module_hash=5)  # type: ignore[call-overload]
 torchcache(max_memory_cache_size=None)  # type: ignore[call-overload]
 torchcache(memory_cache_device=1.5)  # type: ignore[call-overload]
 torchcache(cache_dtype="bfloat16")  # type: ignore[call-overload]
+torchcache(distributed="nodes")  # type: ignore[call-overload]
 torchcache(policy="fifo")  # type: ignore[call-overload]
 torchcache(shared_args="mask")  # type: ignore[call-overload]
 torchcache(nn.Linear(3, 5), policy="lru")  # type: ignore[call-overload]
@@ -181,6 +183,8 @@ def use(cache: Cache, keys: Keys) -> CacheStats:
 stats = use(Cache(bytes(16)), Keys(bytes(16), torch.zeros(4, 16, dtype=torch.uint8).numpy()))
 assert_type(stats.hits, int)
 assert_type(stats.misses, int)
+assert_type(stats.waited, int)
+assert_type(stats.taken_over, int)
 assert_type(stats.evictions, int)
 assert_type(stats.memory_rows, int)
 assert_type(stats.memory_bytes, int)

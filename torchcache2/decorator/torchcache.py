@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from torchcache2.core.errors import DecorationError
-from torchcache2.core.settings import CacheSettings, Compression, MissBatch, Policy
+from torchcache2.core.settings import CacheSettings, Compression, Distributed, MissBatch, Policy
 from torchcache2.core.sizes import Size
 from torchcache2.decorator.classes import decorate_class
 from torchcache2.decorator.decoration import Binding
@@ -60,6 +60,7 @@ def torchcache(
     strict: bool = False,
     miss_batch: MissBatch = "exact",
     verify: float = 0.0,
+    distributed: Distributed = "auto",
 ) -> Callable[[T], T]: ...
 
 
@@ -83,7 +84,7 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
         `enabled`, `subsample_count`, `persistent`, `persistent_cache_dir`, `persistent_module_hash`,
         `max_memory_cache_size`, `max_persistent_cache_size`, `compression`, `compression_quality`,
         `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`, `item_args`, `probe`, `strict`,
-        `miss_batch`, `verify`.
+        `miss_batch`, `verify`, `distributed`.
 
     Returns
     -------

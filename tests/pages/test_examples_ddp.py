@@ -1,0 +1,63 @@
+"""The example of several ranks, as `torchrun` starts it."""
+
+import re
+
+import pytest
+
+from tests.helpers import warm
+from tests.helpers.examples import EXAMPLES, LIBRARIES, number
+
+SCRIPT = "ddp_linear_probe.py"
+EPOCH = re.compile(r"^ +(\d+) +(\d+\.\d+) +\d+\.\d+ s   (\d+) \+ (\d+)$", re.MULTILINE)
+# The ranks are forked from the launcher, which saves each of them its imports.
+TORCHRUN = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+from torch.distributed.run import main
+main(["--standalone", "--nproc-per-node", "2", "--start-method", "fork", "--run-path", *sys.argv[1:]])
+"""
+
+
+def torchrun(*arguments):
+    """What two ranks and their launcher have printed, when all have ended well."""
+    env = {"TORCHCACHE_JOB": "", "OMP_NUM_THREADS": "1"}
+    arguments = [EXAMPLES / SCRIPT, "--size", 8, "--items", 66, "--batch-size", 16, *arguments]
+    return warm.run(TORCHRUN, *arguments, env=env, imports=LIBRARIES)
+
+
+def test_the_ranks_of_torchrun_compute_each_image_once():
+    done = torchrun()
+    assert "torchcache2" not in done.err  # no warning
+    assert "64 images, 2 ranks, batches of 16 on each" in done.out
+    epochs = EPOCH.findall(done.out)
+    computed = [(epoch, *counts) for epoch, _, *counts in epochs]
+    assert computed == [("1", "32", "32"), ("2", "0", "0"), ("3", "0", "0")]
+    losses = [float(loss) for _, loss, *_ in epochs]
+    assert losses[2] < losses[0]
+    assert number(r"final loss ([\d.]+),", done.out) == losses[2]
+    assert number(r"test accuracy ([\d.]+)%", done.out) > 20
+    assert number(r"^backbone: ([\d,]+) images computed, of 64,", done.out) == 64
+    assert number(r"^memory of all ranks: ([\d,]+) rows", done.out) == 64
+
+
+def test_after_a_warmup_no_epoch_computes_anything():
+    done = torchrun("--warmup", "--epochs", 2)
+    assert re.search(r"^warmup: \d+\.\d+ s, images computed by each rank: 32 \+ 32$", done.out, re.MULTILINE)
+    assert [counts for _, _, *counts in EPOCH.findall(done.out)] == [["0", "0"], ["0", "0"]]
+    assert number(r"^backbone: ([\d,]+) images computed, of 64,", done.out) == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "text"),
+    [
+        ([], None, "run it as torchrun"),
+        (["--epochs", 1], 2, "at least 2 epochs"),
+        (["--items", 100, "--batch-size", 64], 2, "a batch of each of the 2 ranks"),
+        (["--size", 20], 2, "a multiple of 8 pixels"),
+    ],
+)
+def test_arguments_are_checked_before_the_ranks_meet(arguments, ranks, text):
+    env = {} if ranks is None else {"RANK": "0", "WORLD_SIZE": str(ranks)}
+    process = warm.start(EXAMPLES / SCRIPT, *arguments, env=env, imports=LIBRARIES)
+    assert process.wait() == 2
+    assert text in " ".join(process.err.split())
