@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from tests.benchmarks import codecs, compiled, costs, disk, hits, losing, sizes, verify
+from tests.benchmarks import codecs, compiled, costs, disk, hits, losing, ranks, sizes, verify
 from tests.benchmarks.report import Report, command, machine
 
 SECTIONS = {
@@ -17,6 +17,7 @@ SECTIONS = {
     "verify": verify.run,
     "codecs": codecs.run,
     "disk": disk.run,
+    "ranks": ranks.run,
 }
 
 

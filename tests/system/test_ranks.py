@@ -91,9 +91,18 @@ def job(tmp_path):
 
 
 EPOCHS = """
+import glob
+
+def meet(name):
+    path = f"{os.environ['TORCHCACHE_JOB']}/{name} "
+    open(path + str(RANK), "w").close()
+    while len(glob.glob(path + "*")) < WORLD:
+        time.sleep(0.001)
+
 net = torchcache(**json.loads(sys.argv[1]))(Backbone())
 for seed in range(3):
     epoch(net, seed)
+    meet(seed)  # a rank that is late computes the whole batch in its first call
 report(net, computed=computed())
 """
 
@@ -229,6 +238,25 @@ def test_a_probe_does_not_take_rows_of_others_for_its_own(job):
     assert run(script, job, ranks=3)[2]["bypasses"] == {"batch": 2}
 
 
+def test_hits_are_verified_while_others_compute_all_the_misses(job):
+    script = """
+    def pause(count):
+        time.sleep(0.7 if count == 8 else 0.0)
+
+    net = torchcache(probe=False, verify=1.0)(Backbone())
+    net(ITEMS[:4])
+    net(-ITEMS[: 2 + RANK])
+    if RANK == 0:
+        net(ITEMS[8:16])
+    else:
+        time.sleep(0.4)
+        assert torch.equal(net(ITEMS[:16:2]), expected(ITEMS[:16:2]))
+        assert torch.equal(net(ITEMS[[0, 1, 2, *range(8, 16)]]), expected(ITEMS[[0, 1, 2, *range(8, 16)]]))
+    report(net)
+    """
+    assert [one["faults"] for one in run(script, job)] == [0, 0]
+
+
 def test_ranks_write_one_folder_that_serves_any_number_of_them(job, tmp_path):
     script = """
     net = torchcache(probe=False, persistent_cache_dir=sys.argv[1])(Backbone())
@@ -256,6 +284,25 @@ def test_ranks_without_a_folder_share_a_temporary_one(job, tmp_path):
     """
     reports = run(script, job, TMPDIR=str(tmp_path))
     assert sum(one["misses"] for one in reports) == 192
+    assert list(tmp_path.glob("torchcache2-*")) == []
+
+
+def test_a_shared_temporary_folder_stays_as_long_as_anybody_uses_it(job, tmp_path):
+    script = """
+    from torchcache2.tiers.disk.scratch import Scratch
+
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        scratch = Scratch(b"j" * 16)
+        file = os.path.join(scratch.path, str(os.getpid()))
+        os.makedirs(scratch.path, exist_ok=True)
+        open(file, "w").close()
+        time.sleep(0.001 * (os.urandom(1)[0] % 2))
+        assert os.path.exists(file)
+        scratch.remove()
+    """
+    for rank in start(script, job, ranks=4, TMPDIR=str(tmp_path)):
+        rank.done()
     assert list(tmp_path.glob("torchcache2-*")) == []
 
 

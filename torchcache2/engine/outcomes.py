@@ -73,7 +73,8 @@ class Outcomes:
             self._keep(batch.keys.take(mine), rows)
             if len(mine) == len(batch.keys):
                 return output if batch.dtype is None else (yield from batch.output(rows))
-            parts.append((wanted, rows))
+            if len(wanted) or not len(claim.others):
+                parts.append((wanted, rows))
         if len(wanted) < len(misses.distinct):
             parts += yield from self._of_others(batch, misses, claim)
         if any(rows.schema != parts[0][1].schema for _, rows in parts):

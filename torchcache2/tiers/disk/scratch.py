@@ -58,7 +58,9 @@ class Scratch:
             self._exit.cancel()
             # Of several that leave at once the last one can lock it alone: the locks of the others end here.
             is_alone = self._fs.lock(self._alive, exclusive=True)
-            if is_alone or (is_alone is None and not self._is_shared):
+            is_ours = is_alone if self._is_shared else is_alone is not False
+            # Where it has no name any more, others have deleted it, and perhaps made the folder anew.
+            if is_ours and self._fs.links(self._alive):
                 _delete(self._top)
             self._alive = None
 
@@ -75,7 +77,8 @@ class Scratch:
                     if not _is_scratch(fs, top):
                         continue
                     alive = fs.open(os.path.join(top, _ALIVE))
-                    if fs.lock(alive, exclusive=True):
+                    # A job that ended meanwhile may have been followed by one that has made the folder anew.
+                    if fs.lock(alive, exclusive=True) and fs.links(alive):
                         _delete(top)
 
 
