@@ -167,9 +167,11 @@ def warnings_of(log):
 
 
 def flip(file, position, mask=0x10):
-    data = bytearray(Path(file).read_bytes())
-    data[position] ^= mask
-    Path(file).write_bytes(data)
+    with Path(file).open("r+b", buffering=0) as opened:
+        opened.seek(position, os.SEEK_END if position < 0 else os.SEEK_SET)
+        (byte,) = opened.read(1)
+        opened.seek(-1, os.SEEK_CUR)
+        opened.write(bytes([byte ^ mask]))
 
 
 CALLS = [

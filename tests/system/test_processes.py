@@ -468,9 +468,7 @@ def attempt(act, n, folder):
                 where = f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
                 raise KeyboardInterrupt
 
-    with_others = DiskTier(folder, fs=Unsynced(), codec="none", delay=NEVER)
-    put(with_others, range(20, 25))
-    with_others.close()
+    shutil.copytree(of_others, folder)
     tier = DiskTier(folder, fs=Unsynced(), codec="none", delay=NEVER)
     put(tier, range(5))
     if act == "get":
@@ -508,6 +506,10 @@ def attempt(act, n, folder):
 
 
 act, step = sys.argv[1], int(sys.argv[2])
+of_others = tempfile.mkdtemp() + "/rows"
+others = DiskTier(of_others, fs=Unsynced(), codec="none", delay=NEVER)
+put(others, range(20, 25))
+others.close()
 n = points = 0
 while n == 0 or where:
     n += step

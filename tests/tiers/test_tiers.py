@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from tests.helpers.storage import Unsynced
 from tests.tiers.contract import TierContract
 from torchcache2 import CacheSettings
 from torchcache2.engine.stack import TierStack
@@ -61,7 +62,7 @@ class TestTiers(TierContract):
         tiers = []
 
         def one(**options):
-            tiers.append(KINDS[request.param](tmp_path / "cache", **options))
+            tiers.append(KINDS[request.param](tmp_path / "cache", **{"fs": Unsynced()} | options))
             return tiers[-1]
 
         yield one

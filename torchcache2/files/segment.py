@@ -121,7 +121,12 @@ class Segment:
         if self._shapes is None:
             yield self.layout.schema, np.arange(len(rows))
             return
-        distinct, inverse = np.unique(self._shapes[rows], axis=0, return_inverse=True)
+        shapes = self._shapes[rows]
+        if (shapes == shapes[:1]).all():  # this costs far less than finding out how many there are
+            if len(rows):
+                yield self._schema_of(shapes[0].tolist()), np.arange(len(rows))
+            return
+        distinct, inverse = np.unique(shapes, axis=0, return_inverse=True)
         for i, extents in enumerate(distinct.tolist()):
             yield self._schema_of(extents), np.flatnonzero(inverse.reshape(-1) == i)
 
@@ -129,8 +134,8 @@ class Segment:
         """Have the system read rows ahead: numbers of rows, shape ``(m,)``."""
         file = self._descriptors.get(self.path)
         if self._offsets is not None:
-            blocks = np.unique(rows // self.layout.rows_per_block)
-            ranges = list(zip(*self._ranges(blocks), strict=True))
+            blocks = np.sort(rows // self.layout.rows_per_block)
+            ranges = list(zip(*self._ranges(blocks[_firsts(blocks, 0)]), strict=True))
         else:
             runs, ranges = _runs(np.sort(rows)), []
             for leaf, start in zip(self.layout.schema.leaves, self._starts, strict=True):
@@ -199,12 +204,13 @@ class Segment:
         assert self._offsets is not None and self._block_checksums is not None
         per_block = self.layout.rows_per_block
         numbers = rows // per_block
-        firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
-        ends = np.append(firsts[1:], len(rows)).tolist()
-        blocks = numbers[firsts].tolist()
-        starts, sizes = self._ranges(numbers[firsts])
+        chosen = _firsts(numbers, 0)
+        firsts = chosen.tolist()
+        ends = [*firsts[1:], len(rows)]
+        blocks = numbers[chosen].tolist()
+        starts, sizes = self._ranges(numbers[chosen])
         checksums = self._block_checksums[blocks].tolist()
-        for i, first in enumerate(firsts.tolist()):
+        for i, first in enumerate(firsts):
             data = memoryview(bytearray(sizes[i]))
             self._fs.read_all(file, [data], starts[i])
             if xxh3_64_intdigest(data) & 0xFFFFFFFF != checksums[i]:
@@ -239,9 +245,16 @@ class Segment:
 
 def _runs(rows: Array) -> list[tuple[int, int, int]]:
     """Where runs of consecutive numbers begin and end in sorted rows, and the first number of each."""
-    firsts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
-    bounds = np.append(firsts, len(rows)).tolist()
-    return list(zip(bounds[:-1], bounds[1:], rows[firsts].tolist(), strict=True))
+    firsts = _firsts(rows, 1)
+    bounds = firsts.tolist()
+    return list(zip(bounds, [*bounds, len(rows)][1:], rows[firsts].tolist(), strict=True))
+
+
+def _firsts(numbers: Array, step: int) -> Array:
+    """Where, in sorted numbers, one is not the one before it plus `step`."""
+    is_first = np.ones(len(numbers), bool)
+    np.not_equal(numbers[1:], numbers[:-1] + step, out=is_first[1:])
+    return is_first.nonzero()[0]
 
 
 def empty_columns(schema: Schema, count: int) -> Columns:
