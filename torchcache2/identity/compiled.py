@@ -9,8 +9,8 @@ import functools
 import re
 import types
 import warnings
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from torchcache2.core.locks import ProcessLock
 
@@ -24,6 +24,7 @@ __all__ = [
     "stored_names",
 ]
 
+_T = TypeVar("_T")
 _PARSING = ProcessLock()
 _PARSED_AGAIN = 10
 _MOST_TEXTS = 1000
@@ -72,6 +73,18 @@ class CompiledTexts:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int, int], tuple[str, CompiledText | None]] = {}
+        self._read: dict[tuple[Callable[..., Any], int], tuple[tuple[Any, ...], Any]] = {}
+
+    def once(self, read: Callable[..., _T], code: types.CodeType, *more: Any) -> _T:
+        """What `read` returns for code, which is called again only if the other arguments have changed."""
+        key = read, id(code)
+        known = self._read.get(key)
+        if known is None or known[0] != (code, *more):
+            if len(self._read) >= _MOST_TEXTS:
+                self._read.clear()
+            known = self._read[key] = (code, *more), read(code, *more)
+        found: _T = known[1]
+        return found
 
     def have(self, code: types.CodeType, lines: list[str]) -> bool:
         """Whether code is what these lines of its file compile to.

@@ -68,7 +68,8 @@ def reached(module: types.ModuleType, names: Collection[str], texts: CompiledTex
                 found = {*names_in(code)}
                 queue.append((module, found))
                 package = scope.get("__package__")
-                full = [one for wanted in names_of(code).imports for one in resolved(wanted, package)]
+                imports = texts.once(names_of, code).imports
+                full = [one for wanted in imports for one in resolved(wanted, package)]
                 queue += [(sys.modules[one], found) for one in full if one in sys.modules]
             if codes is not None and isinstance(value, (types.FunctionType, type)):
                 elsewhere = [value, *(value.__mro__[1:] if isinstance(value, type) else ())]

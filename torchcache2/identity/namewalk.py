@@ -61,7 +61,7 @@ class NameWalk(Encoder):
 
     def named_globals(self, function: types.FunctionType, left_out: Collection[str], owner: str) -> None:
         """Write down what a function names: one part for each global and each import."""
-        names = names_of(function.__code__)
+        names = self._texts.once(names_of, function.__code__)
         scope = function.__globals__
         taken = names_in(function.__code__)
         self._names |= taken

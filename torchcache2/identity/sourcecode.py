@@ -153,9 +153,13 @@ def function_source(function: types.FunctionType, texts: CompiledTexts | None = 
         file_lines, start = inspect.findsource(code)
         if texts is not None and not _is_text_of(code, file_lines, texts):
             return None
-        lines = inspect.getblock(file_lines[start:])
+        return (CompiledTexts() if texts is None else texts).once(_text_at, code, file_lines, start)
     except (OSError, TypeError, IndentationError, SyntaxError, IndexError):
         return None
+
+
+def _text_at(code: types.CodeType, file_lines: list[str], start: int) -> str | None:
+    lines = inspect.getblock(file_lines[start:])
     text = textwrap.dedent("".join(lines))
     try:
         tree = parse(text)
