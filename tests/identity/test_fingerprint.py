@@ -47,7 +47,7 @@ def load(tmp_path, monkeypatch):
 
 
 def seeded(build):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return build()
 
 
@@ -246,7 +246,7 @@ class Built(nn.Module):
 
 
 def built(*args, **kwargs):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return Built(*args, **kwargs)
 
 
@@ -393,12 +393,12 @@ def test_options_of_a_decorated_instance_do_not_count(options):
 
 
 def make_project():
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return zoo.project().eval()
 
 
 def make_instance():
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return torchcache(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.GELU()).eval())
 
 
@@ -532,7 +532,7 @@ def processes():
 
 @pytest.mark.parametrize("name", [*zoo.READABLE, "bert"])
 def test_other_processes_agree(name, processes):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     module = zoo.decorated(name)
     here = [module.cache_instance.module_hash, 0]
     assert [found[name] for found in processes] == [here, here]
@@ -608,7 +608,7 @@ def test_what_a_subclass_of_our_cache_computes_counts(log):
 
 
 def test_a_model_of_transformers_is_read_and_cached(log):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     plain = zoo.bert()
     module = torchcache(copy.deepcopy(plain))
     before = module.cache_instance.module_hash

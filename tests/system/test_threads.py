@@ -67,7 +67,7 @@ def test_threads_with_modules_of_their_own_share_a_budget():
     cached = torchcache(max_memory_cache_size=30_000, policy="lru")(type("Shared", (Net,), {}))
 
     def work(number):
-        torch.manual_seed(number)
+        torch.default_generator.manual_seed(number)
         module = cached().eval().requires_grad_(False)
         weight, bias = module.fc.weight.double(), module.fc.bias.double()
         for step in range(150):

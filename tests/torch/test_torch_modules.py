@@ -235,7 +235,7 @@ PARAMETRIZATIONS = {
 
 
 def seeded(function, *args):
-    torch.manual_seed(11)
+    torch.default_generator.manual_seed(11)
     return function(*args)
 
 
@@ -849,7 +849,7 @@ def test_lazy_modules(make):
     outputs = []
     with torch.no_grad():
         for module in (cached, plain):
-            torch.manual_seed(3)
+            torch.default_generator.manual_seed(3)
             outputs.append(module(X))
         assert_same(*outputs)
         assert bypasses(cached) == {"lazy": 6}
@@ -864,7 +864,7 @@ def test_a_lazy_module_itself():
     outputs = []
     with torch.no_grad():
         for module in (cached, plain):
-            torch.manual_seed(3)
+            torch.default_generator.manual_seed(3)
             outputs.append(module(X))
         assert_same(*outputs)
         assert type(cached) is nn.Linear
