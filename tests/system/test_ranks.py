@@ -250,7 +250,6 @@ def test_hits_are_verified_while_others_compute_all_the_misses(job):
         net(ITEMS[8:16])
     else:
         time.sleep(0.4)
-        assert torch.equal(net(ITEMS[:16:2]), expected(ITEMS[:16:2]))
         assert torch.equal(net(ITEMS[[0, 1, 2, *range(8, 16)]]), expected(ITEMS[[0, 1, 2, *range(8, 16)]]))
     report(net)
     """
