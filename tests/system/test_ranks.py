@@ -137,7 +137,7 @@ def test_ranks_that_go_through_the_same_items_share_the_work(job):
 
 def test_equal_batches_are_waited_for(job):
     script = """
-    SECONDS = 0.02
+    SECONDS = 0.005
     net = torchcache(probe=False)(Backbone())
     net(-ITEMS[: 2 + RANK])  # the first call of a kind is done
     for batch in ITEMS.split(16):
