@@ -24,8 +24,9 @@ demo: $(VENV)/examples
 check test: $(VENV)/test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
-	$(RUN) -m pytest $(PARALLEL) $(if $(filter check,$@),$(QUICK))
+	$(VENV)/bin/mypy & types=$$!; \
+	$(RUN) -m pytest $(PARALLEL) $(if $(filter check,$@),$(QUICK)); tests=$$?; \
+	wait $$types && exit $$tests  # types are checked while pytest collects
 
 bench: $(VENV)/bench
 	$(RUN) -m tests.benchmarks --markdown docs/performance_tables.md --plot docs/sizes.png
