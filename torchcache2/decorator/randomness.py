@@ -68,7 +68,8 @@ class RandomState:
     def moved(self) -> bool:
         """Whether a number has been drawn since this was made, or since `disturb`."""
         (tensors, *others), (before, *others_before) = self._read()[0], self._disturbed
-        # A device that was initialised since has a new generator; the bytes behind its seed are its offset.
+        # A device that was initialised since has a new generator. Its state is a seed of 8 bytes and an
+        # offset, which is 0 until a number is drawn.
         new = tensors[len(before) :]
         return bool(
             tensors[: len(before)] != before or others != others_before or any(any(s[8:]) for s in new)

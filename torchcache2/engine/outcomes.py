@@ -50,16 +50,20 @@ class Outcomes:
         if hits.rows is not None and len(hits.positions) == len(batch.keys) and len(hits.checked) == 0:
             return (yield from batch.output(hits.rows))
         misses = Misses.of(batch.keys, hits)
-        claim = self._tiers.claim(batch.keys.take(misses.distinct))
+        keys = batch.keys.take(misses.distinct)
+        claim = self._tiers.claim(keys)
         try:
-            return (yield from self._claimed(batch, hits, misses, claim))
+            return (yield from self._claimed(batch, hits, misses, keys, claim))
         finally:
             claim.release()
 
-    def _claimed(self, batch: Batch, hits: Hits, misses: Misses, claim: Claim) -> Steps[Any]:
-        """The output of a batch with misses: some are computed here, and `claim` says what others compute."""
+    def _claimed(self, batch: Batch, hits: Hits, misses: Misses, keys: Keys, claim: Claim) -> Steps[Any]:
+        """The output of a batch with misses.
+
+        `keys` are those of its distinct misses, and `claim` says which of these are computed here.
+        """
         # A probe looks at the whole batch, so it waits for nobody: rows of others would not be compared.
-        wanted = np.arange(len(misses.distinct)) if batch.probes else claim.mine
+        wanted = np.arange(len(keys)) if batch.probes else claim.mine
         mine = misses.distinct[wanted]
         asked = np.union1d(mine, hits.checked) if len(hits.checked) else mine
         parts: Parts = []
@@ -70,42 +74,43 @@ class Outcomes:
                 if not self._verify(batch, hits, asked, rows):
                     return (yield from self._start_over(batch))
                 rows = rows.take(torch.from_numpy(np.searchsorted(asked, mine)))
-            self._keep(batch.keys.take(mine), rows)
+            self._keep(keys if len(wanted) == len(keys) else keys.take(wanted), rows)
             if len(mine) == len(batch.keys):
                 return output if batch.dtype is None else (yield from batch.output(rows))
             if len(wanted) or not len(claim.others):
                 parts.append((wanted, rows))
-        if len(wanted) < len(misses.distinct):
-            parts += yield from self._of_others(batch, misses, claim)
+        if len(wanted) < len(keys):
+            parts += yield from self._of_others(batch, misses.distinct, keys, claim)
         if any(rows.schema != parts[0][1].schema for _, rows in parts):
             return self._not_stacked((yield from batch.compute_all()))
         if len(parts) > 1:
-            rows = Rows.scatter(parts, len(misses.distinct), device=batch.device)
+            rows = Rows.scatter(parts, len(keys), device=batch.device)
         else:
             ((_, rows),) = parts
         return (yield from self._put_together(batch, hits, misses, rows))
 
-    def _of_others(self, batch: Batch, misses: Misses, claim: Claim) -> Steps[Parts]:
-        """Rows of the distinct misses that others have claimed; what they give up is computed here."""
+    def _of_others(self, batch: Batch, distinct: Positions, keys: Keys, claim: Claim) -> Steps[Parts]:
+        """Rows of the misses that others have claimed; those that they give up are computed here.
+
+        The misses have these `keys`, and are at the positions `distinct` of the batch.
+        """
         parts: Parts = []
         while len(claim.others):
-            pending = claim.others
-            if batch.whole is not None:  # the forward could only compute everything
-                batch.misses += len(pending)
-                parts.append((pending, batch.whole.take(torch.from_numpy(misses.distinct[pending]))))
+            if batch.whole is not None:  # the forward could only compute the whole batch
+                batch.misses += len(claim.others)
+                parts.append((claim.others, batch.whole.take(torch.from_numpy(distinct[claim.others]))))
                 break
-            given_up = claim.wait()
-            decided = np.setdiff1d(pending, np.union1d(claim.others, given_up), assume_unique=True)
-            keys = batch.keys.take(misses.distinct[decided])
-            found = self._tiers.get(keys).parts
-            parts += [(decided[positions], rows) for positions, rows in found]
-            left = np.setdiff1d(decided, np.concatenate([_NOWHERE, *(where for where, _ in parts)]))
-            left = np.union1d(left, given_up)  # a row may be damaged, or gone again
+            left, there = claim.wait(), claim.appeared
+            found = self._tiers.get(keys.take(there)).parts
+            parts += [(there[positions], rows) for positions, rows in found]
+            if sum(len(rows) for _, rows in found) < len(there):  # a row may be damaged, or gone again
+                left = np.union1d(
+                    left, np.setdiff1d(there, np.concatenate([_NOWHERE, *(where for where, _ in parts)]))
+                )
             if len(left):
-                positions = misses.distinct[left]
-                _, rows = yield from batch.compute(positions)
+                _, rows = yield from batch.compute(distinct[left])
                 batch.misses += len(left)
-                self._keep(batch.keys.take(positions), rows)
+                self._keep(keys.take(left), rows)
                 parts.append((left, rows))
         return parts
 

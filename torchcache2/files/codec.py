@@ -192,7 +192,7 @@ def _stream(data: memoryview, at: int, size: int) -> tuple[Bytes, int]:
         raise DamagedError(f"a brotli stream of {stored} bytes for {size}, or one with too large a window")
     decompressor = brotli.Decompressor()
     try:
-        # The limit is one byte more than wanted: at it the reader may stop short of the end of the stream.
+        # The limit is one byte too large: at the limit, brotli may stop without having seen the end.
         found = decompressor.process(data[begin:end], output_buffer_limit=size + 1)
     except brotli.error as error:
         raise DamagedError(str(error)) from None

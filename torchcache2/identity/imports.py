@@ -16,7 +16,7 @@ from torchcache2.identity import sourcecode
 
 __all__ = ["files_of", "place_of", "resolved"]
 
-# This also matches in texts and comments. That does no harm: at most, more files are read than needed.
+# The pattern also matches within texts and comments; then some files are read that need not be.
 _IMPORT = re.compile(
     rb"\bfrom[ \t]+([.\w]+)[ \t]*import\b[ \t]*(\([^)]*\)|[^\n;#]*)"
     rb"|\bimport[ \t]+([^\n;#]*)"

@@ -123,7 +123,7 @@ class ObjectWalk(OwnerWalk):
         if hasattr(type(value), ADDED_ATTRIBUTE):
             if not is_ours(value):  # somebody's subclass of `Cache` may compute something
                 return self.klass(type(value), path) + self.unreadable(value, path)
-            # This is a cache or a cached forward, which a wrapper may refer to.
+            # A wrapper may refer to a cached forward: it counts as the forward that it caches.
             return b"z" + self.encode(getattr(value, ORIGINAL_ATTRIBUTE, None), path)
         if (parts := parts_of_type(value)) is not None:
             return b"t" + self.encode(parts, path)

@@ -43,9 +43,9 @@ def check_folder(settings: CacheSettings) -> None:
 def job_of(settings: CacheSettings, name: str) -> bytes | None:
     """The job whose ranks share what they make under one name with equal options; None: nothing is shared."""
     is_asked = settings.distributed == "node" or (settings.distributed == "auto" and has_ranks())
-    return (
-        job_name(os.environ, name, repr(settings.of_tiers())) if is_asked and settings.can_be_shared else None
-    )
+    if not (is_asked and settings.can_be_shared):
+        return None
+    return job_name(os.environ, name, repr(settings.of_tiers()))
 
 
 def make_tiers(

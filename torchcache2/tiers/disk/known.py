@@ -107,7 +107,7 @@ class Known:
             located.let_go()
         dropped = self.writer.drop(namespace) if self.writer is not None else []
         if names := {pending.name for pending in dropped if pending.name}:
-            # Their files may appear for a moment, until the writing thread sees that they are dropped.
+            # The thread may still be writing these: it deletes the files once it sees that they are dropped.
             self.new(namespace).names = names
 
     def let_go(self) -> Collection[bytes] | None:

@@ -253,7 +253,7 @@ class DiskTier(Tier):
         return writes or bool(self._lock()._is_owned())
 
     def _later(self, function: Callable[..., None], *args: object) -> None:
-        # While the process ends, no thread can be started; but then the tier is closed at exit.
+        # No thread can be started while the process ends; but then the tier is closed at exit.
         with contextlib.suppress(RuntimeError):
             threading.Thread(target=function, args=args, daemon=True).start()
 

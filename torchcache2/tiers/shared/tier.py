@@ -223,7 +223,8 @@ class SharedTier(Tier):
         self._asked.append((action, namespace))
         # The garbage collector may call this in the middle of a call that holds the lock: it must not wait.
         lock = self._lock()
-        # In this form, no interrupt comes between `acquire` and `try`, as it could after an ordinary call.
+        # After an ordinary call of `acquire`, an interrupt could come before `try`, and the lock would stay
+        # locked. No interrupt comes between `map` and the body of the loop.
         for is_free in map(lock.acquire, (False,)):
             if is_free:
                 try:
