@@ -25,7 +25,7 @@ class Holder(nn.Module):
 
     def forward(self, x):
         text = f"{self.value!r} {getattr(self.value, 'note', None)}"
-        return x + zlib.crc32(text.encode()) % 9973
+        return x.double() + zlib.crc32(text.encode())
 
 
 def holder(value):

@@ -1,5 +1,7 @@
 """Tiers of one job."""
 
+import threading
+
 import pytest
 
 from tests.tiers.shared.scripts import JOB
@@ -12,8 +14,10 @@ def join(tmp_path):
     tiers = []
 
     def one(budget=10**8, in_use=None, **options):
-        tiers.append(SharedTier(JOB, budget, in_use, folder=str(tmp_path), **options))
-        return tiers[-1]
+        tier, number = SharedTier(JOB, budget, in_use, folder=str(tmp_path), **options), len(tiers)
+        tier._claims.thread = lambda: 1000 * threading.get_native_id() + number
+        tiers.append(tier)
+        return tier
 
     yield one
     for tier in tiers:

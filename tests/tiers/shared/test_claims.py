@@ -1,5 +1,7 @@
 """Claims: each key is computed by one, and nobody waits for ever."""
 
+import os
+import sys
 import threading
 import time
 
@@ -8,8 +10,10 @@ import pytest
 import torch
 
 from tests.helpers.storage import CPU, NAMESPACES, found, keys_of, put, rows_of, warnings_of
+from tests.tiers.shared.scripts import JOB
 from torchcache2.core.rows import Rows
 from torchcache2.tiers.shared import board as board_module
+from torchcache2.tiers.shared.tier import SharedTier
 
 
 @pytest.fixture
@@ -218,18 +222,66 @@ def test_four_times_the_longest_computation_is_not_stuck(two, monkeypatch):
 def test_more_claims_than_tickets_compute_without(join):
     tier, held = join(), []
     for number in range(1100):
-        held.append(in_thread_quickly(lambda number=number: claim(tier, [number])))
+        tier._claims.thread = lambda number=number: number + 1  # as if each call came from another thread
+        held.append(claim(tier, [number]))
     assert all(len(c.mine) == 1 for c in held)
     for c in held:
         c.release()
     assert put(tier, range(1100)) == 1100
 
 
-def in_thread_quickly(function):
-    """As if every call came from a thread that holds nothing."""
-    result = function()
-    result._claims.held.clear()
-    return result
+def test_a_thread_does_not_wait_for_itself_through_another_cache_of_its_process(tmp_path):
+    first, second = [SharedTier(JOB, 10**8, folder=str(tmp_path)) for _ in range(2)]
+    outer, inner = claim(first, [1, 2]), claim(second, [1, 2, 3])
+    assert inner.mine.tolist() == [0, 1, 2] and inner.others.tolist() == []
+    assert claim(second, [1], NAMESPACES[1]).mine.tolist() == [0]
+    inner.release()
+    outer.release()
+    again = claim(second, [1, 2])
+    assert in_thread(lambda: claim(first, [1, 2])).others.tolist() == [0, 1]
+    again.release()
+    first.close()
+    second.close()
+
+
+class Interrupt(KeyboardInterrupt):
+    pass
+
+
+def test_an_interrupt_at_any_line_leaves_nothing_claimed(two):
+    """What is left of the call is freed with the exception, as it is in a session that goes on."""
+    first, second = two
+    # In a file with a lock, tracing would also interrupt where no signal can: before the lock is released.
+    files = tuple(f"shared{os.sep}{name}.py" for name in ("claims", "board"))
+    claim(first, [0]).release()
+    for number in range(1, 1000):
+        seen = 0
+
+        def tracer(frame, event, _, number=number):
+            nonlocal seen
+            if not frame.f_code.co_filename.endswith(files):
+                return None
+            if event == "line":
+                seen += 1
+                if seen == number:
+                    raise Interrupt
+            return tracer
+
+        before, gave = sys.gettrace(), None
+        sys.settrace(tracer)
+        try:
+            gave = claim(first, [number])
+        except Interrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        if gave is not None:
+            break
+        other = claim(second, [number])
+        assert other.mine.tolist() == [0], number
+        other.release()
+    assert 20 < number < 999
+    gave.release()
 
 
 def test_rows_on_an_accelerator_are_there_when_put_returns(join):

@@ -384,7 +384,9 @@ class Dict(RuleBasedStateMachine):
         self.known, self.claims = {}, []
 
     def joined(self, i):
-        return SharedTier(self.job, self.budget, lambda: self.live[i], folder=self.folder.name)
+        tier = SharedTier(self.job, self.budget, lambda: self.live[i], folder=self.folder.name)
+        tier._claims.thread = lambda: i + 1  # as if each were a process
+        return tier
 
     def tier(self, who):
         return self.tiers[who % len(self.tiers)]

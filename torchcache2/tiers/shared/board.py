@@ -9,7 +9,7 @@ head                magic, the job's name, and the words `LOCK` … `PROGRESS`
 members             the processes: pid, start time
 files               one for each namespace: state, inode, bytes, rows, flags, the namespace
 holders             who has which file open: file + 1, member, descriptor
-tickets             claims: serial number (0: free), the last one, member, since when
+tickets             claims: serial number (0: free), the last one, member, thread, file, since when
 ==================  =====================================================================================
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -29,7 +29,7 @@ __all__ = ["Board", "Ticket"]
 
 _MAGIC = 0x31_6B6E_6172_6374  # "tcrank1"
 _MEMBERS, _FILES, _HOLDERS, _TICKETS = 512, 512, 2048, 1024  # rows; a ticket's number has 10 bits
-_SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (_TICKETS, 4)]
+_SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (_TICKETS, 6)]
 _SIZE = PAGE + sum(pages(8 * rows * columns) for rows, columns in _SHAPES)
 
 # Words of the head.
@@ -37,7 +37,7 @@ _NAME, _LOCK, _BUDGET, _LONGEST, _FULL, _PRESSURE, _CHANGES, _PROGRESS = 1, 3, 4
 _PID, _START = range(2)
 _STATE, _INODE, _BYTES, _ROWS, _UNCLAIMED, _NAMESPACE = range(6)
 _FILE, _MEMBER, _DESCRIPTOR = range(3)
-_SERIAL, _LAST, _OWNER, _SINCE = range(4)
+_SERIAL, _LAST, _OWNER, _THREAD, _CLAIMED, _SINCE = range(6)
 _LIVE, _DEAD = 1, 2
 
 _LEAST_STUCK = 60_000_000_000  # ns
@@ -276,8 +276,20 @@ class Board:
 
     # Claims
 
-    def take_ticket(self, member: int) -> Ticket | None:
-        """A ticket for one claim; None if there are too many."""
+    def has_ticket(self, thread: int, file: int) -> bool:
+        """Whether a thread holds a claim of a file's keys, through whichever cache of its process."""
+        tickets = self._tickets
+        held = (tickets[:, _THREAD] == thread) & (tickets[:, _CLAIMED] == file) & (tickets[:, _SERIAL] != 0)
+        return bool(held.any())
+
+    def take_ticket(
+        self, member: int, thread: int, file: int, note: Callable[[Ticket], None]
+    ) -> Ticket | None:
+        """A ticket for one claim of a thread; None if there are too many.
+
+        `note` is called with it before it counts: an interrupt may come when it does, and whoever has noted
+        it can then return it.
+        """
         free = np.flatnonzero(self._tickets[:, _SERIAL] == 0)
         if len(free) == 0:
             self.remove_dead()  # which may have held some
@@ -287,9 +299,11 @@ class Board:
         slot = int(free[0])
         row = self._tickets[slot]
         serial = int(row[_LAST]) + 1
-        row[_LAST:] = serial, member, time.monotonic_ns()
+        row[_LAST:] = serial, member, thread, file, time.monotonic_ns()
+        ticket = Ticket(slot, serial, os.getpid())
+        note(ticket)
         row[_SERIAL] = serial
-        return Ticket(slot, serial, os.getpid())
+        return ticket
 
     def return_ticket(self, ticket: Ticket) -> None:
         """Give up whatever is claimed with a ticket; needs no lock, as one number says all."""

@@ -47,25 +47,17 @@ class Claims:
     def __init__(self, member: int, guarded: Callable[[Callable[[], Positions]], Positions | None]) -> None:
         self.member, self.guarded = member, guarded
         self.waited = self.taken_over = 0
-        self.held: set[tuple[int, bytes]] = set()
-
-    def joined(self, member: int) -> None:
-        """Begin without claims, in a process that was forked from one that may have some."""
-        self.member, self.held = member, set()
-
-    def may_wait(self, namespace: bytes) -> bool:
-        """Whether this thread holds no claim of a namespace: two that do may wait for each other."""
-        return (threading.get_ident(), namespace) not in self.held
+        self.thread: Callable[[], int] = threading.get_native_id  # the number is another one in each process
 
 
 class SharedClaim(Claim):
     """A claim in a table that processes share; made by one thread of them at a time."""
 
+    _ticket: Ticket | None = None  # of the class, so that one that an interrupt left half made has it too
+
     def __init__(self, keys: Keys, table: SharedTable, claims: Claims) -> None:
         super().__init__(len(keys))
         self._words, self._table, self._claims = keys.words, table, claims
-        self._name = threading.get_ident(), keys.namespace
-        self._ticket: Ticket | None = None
         self._ordinals = np.full(len(keys), -1)
         self.mine = self._take(self.mine, frozenset())
         self.others = self._without(np.arange(len(keys)), self.mine)
@@ -102,7 +94,6 @@ class SharedClaim(Claim):
     def release(self) -> None:  # noqa: D102
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
-            self._claims.held.discard(self._name)
             self._table.board.return_ticket(ticket)
 
     __del__ = release
@@ -110,15 +101,19 @@ class SharedClaim(Claim):
     def _take(self, positions: Positions, passed: frozenset[int]) -> Positions:
         """Claim what can be; the positions that are this call's now, some perhaps without a claim."""
         table = self._table
-        ticket, ordinals, locations = table.claim(self._words[positions], self._claims.member, passed)
-        if ticket is not None:
-            self._ticket = ticket
-            self._claims.held.add(self._name)
+        ticket, ordinals, locations = table.claim(self._words[positions], self._take_ticket, passed)
         self._ordinals[positions], self._locations = ordinals, table.locations
         is_mine = (ordinals < 0) if ticket is None else (ordinals < 0) | (locations == ticket.word)
         if (locations > 0).any():
             is_mine |= (locations > 0) & ~table.is_readable(locations)
         return positions[is_mine]
+
+    def _take_ticket(self, file: int) -> Ticket | None:
+        claims = self._claims
+        return self._table.board.take_ticket(claims.member, claims.thread(), file, self._note)
+
+    def _note(self, ticket: Ticket) -> None:
+        self._ticket = ticket
 
     def _without(self, positions: Positions, some: Positions) -> Positions:
         left = np.zeros(len(self._words), bool)

@@ -200,7 +200,7 @@ class SharedTable:
     # Claims
 
     def claim(
-        self, words: Words, member: int, passed: frozenset[int]
+        self, words: Words, take_ticket: Callable[[int], Ticket | None], passed: frozenset[int]
     ) -> tuple[Ticket | None, Ordinals, Positions]:
         """Claim those of some distinct keys that have no row, and that nobody else has claimed.
 
@@ -208,8 +208,8 @@ class SharedTable:
         ----------
         words : ndarray of uint64, shape (n, 2)
             The keys.
-        member : int
-            Who claims them.
+        take_ticket : callable
+            Gives a ticket for a claim of this file's keys, or None.
         passed : frozenset of int
             Claims that are held, and do not count any more.
 
@@ -229,7 +229,7 @@ class SharedTable:
             if passed:
                 held &= ~np.isin(locations, list(passed))
             open_ = np.flatnonzero((ordinals >= 0) & (locations <= 0) & ~held)
-            ticket = self.board.take_ticket(member) if len(open_) else None
+            ticket = take_ticket(self.file) if len(open_) else None
             if ticket is not None:
                 self._index.locations[ordinals[open_]] = locations[open_] = ticket.word
             elif len(open_):

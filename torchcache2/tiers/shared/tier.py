@@ -142,10 +142,11 @@ class SharedTier(Tier):
         """
 
         def claimed() -> Claim | None:
-            if len(keys) == 0 or self._job.board.is_full or not self._claims.may_wait(keys.namespace):
+            board = self._job.board
+            table = None if len(keys) == 0 or board.is_full else self._table(keys.namespace, create=True)
+            if table is None or board.is_unclaimed(table.file):
                 return None
-            table = self._table(keys.namespace, create=True)
-            if table is None or self._job.board.is_unclaimed(table.file):
+            if board.has_ticket(self._claims.thread(), table.file):  # two that wait may wait for each other
                 return None
             return SharedClaim(keys, table, self._claims)
 
@@ -211,7 +212,7 @@ class SharedTier(Tier):
         if os.getpid() != self._job.pid and not self._is_off:
             self._tables, self._absent = {}, {}  # another thread of the parent may have been changing them
             self._job.rejoin()
-            self._claims.joined(self._job.slot)
+            self._claims.member = self._job.slot
         while self._asked:
             action, namespace = self._asked.popleft()
             action(namespace)
