@@ -244,6 +244,26 @@ def test_a_thread_does_not_wait_for_itself_through_another_cache_of_its_process(
     second.close()
 
 
+def test_room_in_the_index_that_others_use_meanwhile_is_made_again(two, monkeypatch):
+    first, second = two
+    claim(second, [0]).release()
+    index = second._tables[keys_of([]).namespace]._index
+    prepare, others = index.prepare, []
+
+    def prepare_too_early(count):
+        has_room = prepare(count)
+        if not others:
+            others.extend(range(1000, 1000 + len(index.locations) - len(index)))
+            assert put(first, others) == len(others)
+        return has_room
+
+    monkeypatch.setattr(index, "prepare", prepare_too_early)
+    mine = claim(second, range(10))
+    assert len(others) > 0 and mine.mine.tolist() == list(range(10))
+    assert in_thread(lambda: claim(first, range(10))).mine.tolist() == []
+    mine.release()
+
+
 class Interrupt(KeyboardInterrupt):
     pass
 

@@ -278,9 +278,9 @@ class Board:
 
     def has_ticket(self, thread: int, file: int) -> bool:
         """Whether a thread holds a claim of a file's keys, through whichever cache of its process."""
-        tickets = self._tickets
-        held = (tickets[:, _THREAD] == thread) & (tickets[:, _CLAIMED] == file) & (tickets[:, _SERIAL] != 0)
-        return bool(held.any())
+        # Others take tickets meanwhile. Whose a ticket is was written before it counted: so it is read after.
+        taken = self._tickets[self._tickets[:, _SERIAL] != 0]
+        return bool(((taken[:, _THREAD] == thread) & (taken[:, _CLAIMED] == file)).any())
 
     def take_ticket(
         self, member: int, thread: int, file: int, note: Callable[[Ticket], None]

@@ -154,7 +154,7 @@ class SharedTable:
             with self.lock():
                 ordinals, locations = self._index.enter(words)
             if not has_room or (ordinals >= 0).all():
-                return ordinals, locations
+                return ordinals, locations  # else others were faster to use the room
 
     def _publish(self, ordinals: Ordinals, places: Positions, sums: Array) -> int:
         """Have rows found whose bytes are written; those that others were faster with stay theirs."""
@@ -222,19 +222,22 @@ class SharedTable:
         """
         if not self.is_live:
             return None, np.full(len(words), -1), np.zeros(len(words), np.int64)
-        self._index.prepare(len(words))
-        with self.lock():
-            ordinals, locations = self._index.enter(words)
-            held = self.board.held(locations)
-            if passed:
-                held &= ~np.isin(locations, list(passed))
-            open_ = np.flatnonzero((ordinals >= 0) & (locations <= 0) & ~held)
-            ticket = take_ticket(self.file) if len(open_) else None
-            if ticket is not None:
-                self._index.locations[ordinals[open_]] = locations[open_] = ticket.word
-            elif len(open_):
-                ordinals[open_] = -1
-        return ticket, ordinals, locations
+        while True:
+            has_room = self._index.prepare(len(words))
+            with self.lock():
+                ordinals, locations = self._index.enter(words)
+                if has_room and (ordinals < 0).any():
+                    continue  # others were faster to use the room
+                held = self.board.held(locations)
+                if passed:
+                    held &= ~np.isin(locations, list(passed))
+                open_ = np.flatnonzero((ordinals >= 0) & (locations <= 0) & ~held)
+                ticket = take_ticket(self.file) if len(open_) else None
+                if ticket is not None:
+                    self._index.locations[ordinals[open_]] = locations[open_] = ticket.word
+                elif len(open_):
+                    ordinals[open_] = -1
+                return ticket, ordinals, locations
 
     @property
     def locations(self) -> Positions:
