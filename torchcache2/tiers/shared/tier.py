@@ -186,12 +186,15 @@ class SharedTier(Tier):
     def _guarded(self, function: Callable[[], _T]) -> _T | None:
         """Call a function, one thread at a time; None if it fails, or if this process takes no part."""
         with self._lock():
-            try:
-                self._catch_up()
-                if not self._closed and not self._is_off:
-                    return function()
-            except Exception as error:
-                self._fault(error)
+            return self._tried(function)
+
+    def _tried(self, function: Callable[[], _T]) -> _T | None:
+        try:
+            self._catch_up()
+            if not self._closed and not self._is_off:
+                return function()
+        except Exception as error:
+            self._fault(error)
         return None
 
     def _fault(self, error: Exception) -> None:
@@ -222,18 +225,7 @@ class SharedTier(Tier):
 
     def _ask(self, action: Callable[[bytes], None], namespace: bytes) -> None:
         self._asked.append((action, namespace))
-        # The garbage collector may call this in the middle of a call that holds the lock: it must not wait.
-        lock = self._lock()
-        # After an ordinary call of `acquire`, an interrupt could come before `try`, and the lock would stay
-        # locked. No interrupt comes between `map` and the body of the loop.
-        for is_free in map(lock.acquire, (False,)):
-            if is_free:
-                try:
-                    self._catch_up()
-                except Exception as error:
-                    self._fault(error)
-                finally:
-                    lock.release()
+        self._lock.if_free(lambda: self._tried(lambda: None))
 
     def _table(self, namespace: bytes, create: bool = False) -> SharedTable | None:
         """A namespace's rows; None if it has none, and can have none."""
