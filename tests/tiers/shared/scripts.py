@@ -52,7 +52,7 @@ def compute(tier, names, width=4):
 
 def resident(tier):
     '''Bytes that the job's files really take.'''
-    regions = [tier._job.board.region, *[table.region for table in tier._tables.values()]]
+    regions = [tier._job.board.region, *[table.region for table in tier._tables.open.values()]]
     return sum(os.fstat(region.descriptor).st_blocks * 512 for region in regions)
 
 
