@@ -106,6 +106,24 @@ def test_nobody_waits_while_holding_a_claim(two):
     assert sorted(crossed[1].wait().tolist()) == [0, 1]
 
 
+def test_a_claim_holds_though_others_take_the_room_for_its_keys(two, monkeypatch):
+    first, second = two
+    put(first, range(280))
+    (table,) = first._tables.open.values()
+    prepare = table._index.prepare
+
+    def prepared(count):
+        has_room = prepare(count)
+        left = len(table._index._table.slots) * 9 // 16 - len(table._index)
+        if not found(second, ["late"]):
+            put(second, ["late", *range(1000, 999 + left)])
+        return has_room
+
+    monkeypatch.setattr(table._index, "prepare", prepared)
+    mine, theirs = claim(first, range(2000, 2008)), claim(second, range(2000, 2008))
+    assert mine.mine.tolist() == theirs.others.tolist() == list(range(8))
+
+
 def test_a_claim_goes_when_nothing_refers_to_it_any_more(two):
     first, second = two
     claim(first, [1])

@@ -222,19 +222,22 @@ class SharedTable:
         """
         if not self.is_live:
             return None, np.full(len(words), -1), np.zeros(len(words), np.int64)
-        self._index.prepare(len(words))
-        with self.lock():
-            ordinals, locations = self._index.enter(words)
-            held = self.board.held(locations)
-            if passed:
-                held &= ~np.isin(locations, list(passed))
-            open_ = np.flatnonzero((ordinals >= 0) & (locations <= 0) & ~held)
-            ticket = take_ticket(self.file) if len(open_) else None
-            if ticket is not None:
-                self._index.locations[ordinals[open_]] = locations[open_] = ticket.word
-            elif len(open_):
-                ordinals[open_] = -1
-        return ticket, ordinals, locations
+        while True:
+            has_room = self._index.prepare(len(words))
+            with self.lock():
+                ordinals, locations = self._index.enter(words)
+                if has_room and ordinals.min(initial=0) < 0:
+                    continue  # others have taken the room meanwhile
+                held = self.board.held(locations)
+                if passed:
+                    held &= ~np.isin(locations, list(passed))
+                open_ = np.flatnonzero((ordinals >= 0) & (locations <= 0) & ~held)
+                ticket = take_ticket(self.file) if len(open_) else None
+                if ticket is not None:
+                    self._index.locations[ordinals[open_]] = locations[open_] = ticket.word
+                elif len(open_):
+                    ordinals[open_] = -1
+                return ticket, ordinals, locations
 
     @property
     def locations(self) -> Positions:
