@@ -12,7 +12,7 @@ import torch
 from tests.helpers.storage import CPU, NAMESPACES, found, keys_of, put, rows_of, warnings_of
 from tests.tiers.shared.scripts import JOB
 from torchcache2.core.rows import Rows
-from torchcache2.tiers.shared import board as board_module
+from torchcache2.tiers.shared import tickets as tickets_module
 from torchcache2.tiers.shared.tier import SharedTier
 
 
@@ -213,7 +213,7 @@ def test_rows_that_cannot_be_read_elsewhere_are_not_shared_and_not_claimed(two, 
 def test_a_stuck_one_is_passed_by(two, monkeypatch):
     first, second = two
     held, theirs = claim(first, [1, 2]), claim(second, [1, 2, 3])
-    monkeypatch.setattr(board_module, "_LEAST_STUCK", 200_000_000)
+    monkeypatch.setattr(tickets_module, "_LEAST_STUCK", 200_000_000)
     start = time.monotonic()
     assert theirs.wait().tolist() == [0, 1]
     assert 0.1 < time.monotonic() - start < 5
@@ -226,7 +226,7 @@ def test_a_stuck_one_is_passed_by(two, monkeypatch):
 
 def test_four_times_the_longest_computation_is_not_stuck(two, monkeypatch):
     first, second = two
-    monkeypatch.setattr(board_module, "_LEAST_STUCK", 0)
+    monkeypatch.setattr(tickets_module, "_LEAST_STUCK", 0)
     before = claim(first, [9])
     time.sleep(0.2)
     before.release()
@@ -270,7 +270,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_claimed(two):
     """What is left of the call is freed with the exception, as it is in a session that goes on."""
     first, second = two
     # In a file with a lock, tracing would also interrupt where no signal can: before the lock is released.
-    files = tuple(f"shared{os.sep}{name}.py" for name in ("claims", "board"))
+    files = tuple(f"shared{os.sep}{name}.py" for name in ("claims", "board", "tickets"))
     claim(first, [0]).release()
     for number in range(1, 1000):
         seen = 0

@@ -2,34 +2,33 @@
 
 Every table is of 64-bit numbers, and a row of it counts only when one number says so, which is written
 last, and taken back first: whatever a killed process leaves unfinished does not count. Rows are written under
-the job's lock, but for the release of a ticket and for the words of the head, where the last one wins.
+the job's lock. Three things need no lock: to drop a file and to give a ticket back, as each is one write, and
+to write a word of the head, where the last one wins.
 
 ==================  =====================================================================================
 head                magic, the job's name, and the words `LOCK` … `PROGRESS`
 members             the processes: pid, start time
 files               one for each namespace: state, inode, bytes, rows, flags, the namespace
 holders             who has which file open: file + 1, member, descriptor
-tickets             claims: serial number (0: free), the last one, member, thread, file, since when
+tickets             what claims are held under; see `Tickets`
 ==================  =====================================================================================
 """
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import time
-from collections.abc import Callable, Iterator
+import functools
 
 import numpy as np
 
-from torchcache2.core.arrays import Positions
+from torchcache2.core.arrays import Array
 from torchcache2.tiers.shared.region import PAGE, Region, is_alive, pages
+from torchcache2.tiers.shared.tickets import Tickets
 
-__all__ = ["Board", "Ticket"]
+__all__ = ["Board"]
 
 _MAGIC = 0x31_6B6E_6172_6374  # "tcrank1"
-_MEMBERS, _FILES, _HOLDERS, _TICKETS = 512, 512, 2048, 1024  # rows; a ticket's number has 10 bits
-_SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (_TICKETS, 6)]
+_MEMBERS, _FILES, _HOLDERS = 512, 512, 2048  # rows
+_SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (Tickets.MOST, Tickets.COLUMNS)]
 _SIZE = PAGE + sum(pages(8 * rows * columns) for rows, columns in _SHAPES)
 
 # Words of the head.
@@ -37,25 +36,7 @@ _NAME, _LOCK, _BUDGET, _LONGEST, _FULL, _PRESSURE, _CHANGES, _PROGRESS = 1, 3, 4
 _PID, _START = range(2)
 _STATE, _INODE, _BYTES, _ROWS, _UNCLAIMED, _NAMESPACE = range(6)
 _FILE, _MEMBER, _DESCRIPTOR = range(3)
-_SERIAL, _LAST, _OWNER, _THREAD, _CLAIMED, _SINCE = range(6)
 _LIVE, _DEAD = 1, 2
-
-_LEAST_STUCK = 60_000_000_000  # ns
-_TICKET_BITS = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class Ticket:
-    """What a claim is held under: a row of the table, and its serial number at this time."""
-
-    slot: int
-    serial: int
-    pid: int
-
-    @property
-    def word(self) -> int:
-        """What stands for it where a row's location will be."""
-        return -(self.serial << _TICKET_BITS | self.slot)
 
 
 class Board:
@@ -71,6 +52,13 @@ class Board:
         Inode of the file that is locked. Who has locked another one must not write here.
     budget : int
         Of all its processes together, in bytes; that of the first one counts.
+
+    Attributes
+    ----------
+    region : Region
+        Where the tables are.
+    tickets : Tickets
+        What claims are held under.
     """
 
     def __init__(self, region: Region | None, name: bytes, lock: int, budget: int) -> None:
@@ -81,7 +69,10 @@ class Board:
         for rows, columns in _SHAPES:
             tables.append(self.region.array("<i8", offset, rows * columns).reshape(rows, columns))
             offset += pages(8 * rows * columns)
-        self._members, self._files, self._holders, self._tickets = tables
+        self._members, self._files, self._holders, tickets = tables
+        # Not a bound method: `tickets` would refer to the board, and only the garbage collector free the two.
+        self._is_alive = functools.partial(_is_alive, self._members)
+        self.tickets = Tickets(tickets, self._head[_LONGEST : _LONGEST + 1], self._is_alive)
         if is_new:
             self.region.reserve(0, _SIZE)
             self._head[_NAME : _NAME + 2] = np.frombuffer(name, np.int64)
@@ -119,7 +110,7 @@ class Board:
 
     def leave(self, member: int) -> None:
         """A process takes part no more, or is dead: what it has had open, and its claims, are given up."""
-        self._tickets[(self._tickets[:, _OWNER] == member), _SERIAL] = 0
+        self.tickets.give_back_all(member)
         mine = (self._holders[:, _FILE] != 0) & (self._holders[:, _MEMBER] == member)
         files = self._holders[mine, _FILE] - 1
         self._holders[mine, _FILE] = 0
@@ -134,10 +125,6 @@ class Board:
                 self.leave(member)
         for file in np.flatnonzero(self._files[:, _STATE]).tolist():
             self._free_if_unheld(file)
-
-    def _is_alive(self, member: int) -> bool:
-        pid, start = self._members[member].tolist()
-        return pid != 0 and is_alive(pid, start)
 
     # Files
 
@@ -274,57 +261,7 @@ class Board:
         """Some rows of this file cannot be kept."""
         self._files[file, _UNCLAIMED] = 1
 
-    # Claims
 
-    def has_ticket(self, thread: int, file: int) -> bool:
-        """Whether a thread holds a claim of a file's keys, through whichever cache of its process."""
-        tickets = self._tickets
-        held = (tickets[:, _THREAD] == thread) & (tickets[:, _CLAIMED] == file) & (tickets[:, _SERIAL] != 0)
-        return bool(held.any())
-
-    def take_ticket(
-        self, member: int, thread: int, file: int, note: Callable[[Ticket], None]
-    ) -> Ticket | None:
-        """A ticket for one claim of a thread; None if there are too many.
-
-        `note` is called with it before it counts: an interrupt may come when it does, and whoever has noted
-        it can then return it.
-        """
-        free = np.flatnonzero(self._tickets[:, _SERIAL] == 0)
-        if len(free) == 0:
-            self.remove_dead()  # which may have held some
-            free = np.flatnonzero(self._tickets[:, _SERIAL] == 0)
-        if len(free) == 0:
-            return None
-        slot = int(free[0])
-        row = self._tickets[slot]
-        serial = int(row[_LAST]) + 1
-        row[_LAST:] = serial, member, thread, file, time.monotonic_ns()
-        ticket = Ticket(slot, serial, os.getpid())
-        note(ticket)
-        row[_SERIAL] = serial
-        return ticket
-
-    def return_ticket(self, ticket: Ticket) -> None:
-        """Give up whatever is claimed with a ticket; needs no lock, as one number says all."""
-        row = self._tickets[ticket.slot]
-        if row[_SERIAL] == ticket.serial and ticket.pid == os.getpid():
-            took = time.monotonic_ns() - int(row[_SINCE])
-            self._head[_LONGEST] = max(int(self._head[_LONGEST]), took)
-            row[_SERIAL] = 0
-
-    def held(self, words: Positions) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Whether the claims that stand where locations will be are held; not if they are 0."""
-        slots = -words & (1 << _TICKET_BITS) - 1
-        held: np.ndarray[tuple[int], np.dtype[np.bool_]] = (
-            self._tickets[slots, _SERIAL] == -words >> _TICKET_BITS
-        )
-        return held & (words < 0)
-
-    def hopeless(self, words: Positions) -> Iterator[int]:
-        """Those of some claims whose process has ended, or whose computation is stuck."""
-        stuck = max(_LEAST_STUCK, 4 * int(self._head[_LONGEST]))
-        for word in set(words.tolist()):
-            row = self._tickets[-word & (1 << _TICKET_BITS) - 1].tolist()
-            if time.monotonic_ns() - row[_SINCE] > stuck or not self._is_alive(row[_OWNER]):
-                yield word
+def _is_alive(members: Array, member: int) -> bool:
+    pid, start = members[member].tolist()
+    return pid != 0 and is_alive(pid, start)

@@ -18,8 +18,8 @@ import numpy as np
 from torchcache2.core.arrays import Array, Positions
 from torchcache2.core.keys import Keys
 from torchcache2.tiers.base import Claim
-from torchcache2.tiers.shared.board import Ticket
 from torchcache2.tiers.shared.table import SharedTable
+from torchcache2.tiers.shared.tickets import Ticket
 
 __all__ = ["Claims", "SharedClaim"]
 
@@ -64,7 +64,7 @@ class SharedClaim(Claim):
 
     def wait(self) -> Positions:  # noqa: D102
         self.release()
-        board, pause, look = self._table.board, _FIRST_PAUSE, time.monotonic() + _LOOK
+        tickets, pause, look = self._table.board.tickets, _FIRST_PAUSE, time.monotonic() + _LOOK
         passed: frozenset[int] = frozenset()
         while len(self.others):
             locations = self._locations[self._ordinals[self.others]]
@@ -72,9 +72,9 @@ class SharedClaim(Claim):
             if is_row.all():
                 return self._decided(is_row, _NOWHERE)
             if time.monotonic() > look:
-                passed |= set(board.hopeless(locations[board.held(locations)]))
+                passed |= set(tickets.hopeless(locations[tickets.held(locations)]))
                 look = time.monotonic() + _LOOK
-            is_open = ~is_row & ~board.held(locations)
+            is_open = ~is_row & ~tickets.held(locations)
             if passed:
                 is_open |= np.isin(locations, list(passed))
             if not self._table.is_live:
@@ -94,7 +94,7 @@ class SharedClaim(Claim):
     def release(self) -> None:  # noqa: D102
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
-            self._table.board.return_ticket(ticket)
+            self._table.board.tickets.give_back(ticket)
 
     __del__ = release
 
@@ -110,7 +110,7 @@ class SharedClaim(Claim):
 
     def _take_ticket(self, file: int) -> Ticket | None:
         claims = self._claims
-        return self._table.board.take_ticket(claims.member, claims.thread(), file, self._note)
+        return self._table.board.tickets.take(claims.member, claims.thread(), file, self._note)
 
     def _note(self, ticket: Ticket) -> None:
         self._ticket = ticket

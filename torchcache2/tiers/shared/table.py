@@ -31,11 +31,12 @@ from torchcache2.core.arrays import Array, Ordinals, Positions, Words
 from torchcache2.core.gather import as_bytes
 from torchcache2.core.rows import Rows
 from torchcache2.core.transfer import Runtime
-from torchcache2.tiers.shared.board import Board, Ticket
+from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.chunks import Chunks
 from torchcache2.tiers.shared.index import SharedIndex
 from torchcache2.tiers.shared.region import PAGE, Region
 from torchcache2.tiers.shared.space import Space
+from torchcache2.tiers.shared.tickets import Ticket
 
 __all__ = ["SharedTable"]
 
@@ -228,7 +229,7 @@ class SharedTable:
                 ordinals, locations = self._index.enter(words)
                 if has_room and ordinals.min(initial=0) < 0:
                     continue  # others have taken the room meanwhile
-                held = self.board.held(locations)
+                held = self.board.tickets.held(locations)
                 if passed:
                     held &= ~np.isin(locations, list(passed))
                 open_ = np.flatnonzero((ordinals >= 0) & (locations <= 0) & ~held)

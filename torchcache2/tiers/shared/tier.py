@@ -141,7 +141,8 @@ class SharedTier(Tier):
             table = self._tables.find(keys.namespace, create=True)
             if table is None or board.is_unclaimed(table.file):
                 return None
-            if board.has_ticket(self._claims.thread(), table.file):  # two that wait may wait for each other
+            # This thread would wait for others, which may be waiting for what it has claimed already.
+            if board.tickets.has_one(self._claims.thread(), table.file):
                 return None
             return SharedClaim(keys, table, self._claims)
 
