@@ -13,6 +13,7 @@ from tests.helpers.storage import CPU, NAMESPACES, found, keys_of, put, rows_of,
 from tests.tiers.shared.scripts import JOB
 from torchcache2.core.rows import Rows
 from torchcache2.tiers.shared import tickets as tickets_module
+from torchcache2.tiers.shared.tickets import Tickets
 from torchcache2.tiers.shared.tier import SharedTier
 
 
@@ -260,6 +261,25 @@ def test_a_thread_does_not_wait_for_itself_through_another_cache_of_its_process(
     again.release()
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_ticket_that_another_thread_takes_meanwhile_is_not_taken_for_ones_own(number):
+    table = np.zeros((Tickets.MOST, Tickets.COLUMNS), np.int64)
+    reads = []
+
+    class Read(np.ndarray):
+        def __getitem__(self, which):
+            reads.append(which)
+            if len(reads) == number + 1:
+                theirs.append(tickets.take(1, 20, 3, theirs.append))
+            return super().__getitem__(which)
+
+    theirs, tickets = [], Tickets(table, np.zeros(1, np.int64), lambda member: True)
+    tickets.give_back(tickets.take(0, 10, 3, lambda ticket: None))
+    reading = Tickets(table.view(Read), np.zeros(1, np.int64), lambda member: True)
+    assert not reading.has_one(10, 3) and len(reads) == 3 and len(theirs) == 2
+    assert reading.has_one(20, 3) and not reading.has_one(20, 4)
 
 
 class Interrupt(KeyboardInterrupt):

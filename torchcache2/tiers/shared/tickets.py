@@ -58,8 +58,8 @@ class Tickets:
     def has_one(self, thread: int, file: int) -> bool:
         """Whether a thread holds a claim of a file's keys, through whichever cache of its process."""
         table = self._table
-        held = (table[:, _THREAD] == thread) & (table[:, _FILE] == file) & (table[:, _SERIAL] != 0)
-        return bool(held.any())
+        is_held = table[:, _SERIAL] != 0  # read first: others may write to a free row before the rest is read
+        return bool((is_held & (table[:, _THREAD] == thread) & (table[:, _FILE] == file)).any())
 
     def take(self, member: int, thread: int, file: int, note: Callable[[Ticket], None]) -> Ticket | None:
         """A ticket for one claim of a thread; under the job's lock. None if there are too many.
