@@ -52,13 +52,6 @@ class Board:
         Inode of the file that is locked. Who has locked another one must not write here.
     budget : int
         Of all its processes together, in bytes; that of the first one counts.
-
-    Attributes
-    ----------
-    region : Region
-        Where the tables are.
-    tickets : Tickets
-        What claims are held under.
     """
 
     def __init__(self, region: Region | None, name: bytes, lock: int, budget: int) -> None:
@@ -88,7 +81,7 @@ class Board:
         return head[0] == _MAGIC and head[_NAME:_LOCK].tobytes() == name and head[_LOCK] == lock
 
     def read_progress(self) -> int:
-        """Goes on while the holder of the lock does something that takes long."""
+        """A number that grows while the holder of the lock does something that takes long."""
         return int(self._head[_PROGRESS])
 
     def go_on(self) -> None:
@@ -98,7 +91,7 @@ class Board:
     # Members
 
     def enter(self, pid: int, start: int) -> int:
-        """A process takes part; its number. `OSError` if there are too many."""
+        """List a process that takes part; its number. `OSError` if there are too many."""
         self.remove_dead()
         free = np.flatnonzero(self._members[:, _PID] == 0)
         if len(free) == 0:
@@ -109,7 +102,7 @@ class Board:
         return member
 
     def leave(self, member: int) -> None:
-        """A process takes part no more, or is dead: what it has had open, and its claims, are given up."""
+        """Strike out a process that takes part no more, or is dead, and what it had open, and its claims."""
         self.tickets.give_back_all(member)
         mine = (self._holders[:, _FILE] != 0) & (self._holders[:, _MEMBER] == member)
         files = self._holders[mine, _FILE] - 1
@@ -119,7 +112,7 @@ class Board:
             self._free_if_unheld(file)
 
     def remove_dead(self) -> None:
-        """Take note of the processes that have ended without leaving."""
+        """Strike out the processes that have ended without leaving."""
         for member in np.flatnonzero(self._members[:, _PID]).tolist():
             if not self._is_alive(member):
                 self.leave(member)
@@ -130,11 +123,11 @@ class Board:
 
     @property
     def changes(self) -> int:
-        """Goes on when a file comes."""
+        """A number that grows when a file is added."""
         return int(self._head[_CHANGES])
 
     def file_of(self, namespace: bytes) -> int | None:
-        """The number of a namespace's file."""
+        """The number of a namespace's file; None if it has none."""
         same = self._files[:, _NAMESPACE : _NAMESPACE + 2] == np.frombuffer(namespace, np.int64)
         found = np.flatnonzero((self._files[:, _STATE] == _LIVE) & same.all(axis=1))
         return int(found[0]) if len(found) else None
@@ -159,7 +152,7 @@ class Board:
         return file
 
     def hold(self, file: int, region: Region, member: int) -> bool:
-        """A process has a file open: False if there are too many already."""
+        """Note that a process has a file open; False if there is no row left to note it."""
         free = np.flatnonzero(self._holders[:, _FILE] == 0)
         if len(free) == 0:
             return False
@@ -168,7 +161,7 @@ class Board:
         return True
 
     def open(self, file: int) -> Region | None:
-        """A file, through a process that has it open."""
+        """Open a file through a process that has it open; None if none of them is there any more."""
         inode = int(self._files[file, _INODE])
         for _, member, descriptor in self._holders[self._holders[:, _FILE] == file + 1].tolist():
             region = Region.open(int(self._members[member, _PID]), descriptor, inode)
@@ -177,7 +170,7 @@ class Board:
         return None
 
     def let_go(self, file: int, member: int) -> None:
-        """A process has a file open no more."""
+        """Note that a process has a file open no more; the file goes with the last one."""
         mine = (self._holders[:, _FILE] == file + 1) & (self._holders[:, _MEMBER] == member)
         self._holders[mine, _FILE] = 0
         self._free_if_unheld(file)
@@ -242,23 +235,23 @@ class Board:
 
     @property
     def pressure(self) -> int:
-        """Goes on when somebody needs room: each process lets go of what it does not use."""
+        """A number that grows when a process needs room: each one then lets go of what it does not use."""
         return int(self._head[_PRESSURE])
 
     def press(self) -> None:
-        """Ask all for room."""
+        """Ask all processes for room."""
         self._head[_PRESSURE] += 1
 
     def fill(self) -> None:
-        """Nothing more fits."""
+        """Note that something has not found room."""
         self._head[_FULL] = 1
 
     def is_unclaimed(self, file: int) -> bool:
-        """Whether there is no use in claims of a file's keys, as some of their rows cannot be kept."""
+        """Whether a file's keys should not be claimed: some rows cannot be kept, nor waited for."""
         return bool(self._files[file, _UNCLAIMED])
 
     def leave_unclaimed(self, file: int) -> None:
-        """Some rows of this file cannot be kept."""
+        """Note that some rows of a file cannot be kept."""
         self._files[file, _UNCLAIMED] = 1
 
 

@@ -47,13 +47,13 @@ class Claims:
     def __init__(self, member: int, guarded: Callable[[Callable[[], Positions]], Positions | None]) -> None:
         self.member, self.guarded = member, guarded
         self.waited = self.taken_over = 0
-        self.thread: Callable[[], int] = threading.get_native_id  # the number is another one in each process
+        self.thread: Callable[[], int] = threading.get_native_id  # in no two processes the same
 
 
 class SharedClaim(Claim):
     """A claim in a table that processes share; made by one thread of them at a time."""
 
-    _ticket: Ticket | None = None  # of the class, so that one that an interrupt left half made has it too
+    _ticket: Ticket | None = None  # `__del__` needs it even if an interrupt came before `__init__`
 
     def __init__(self, keys: Keys, table: SharedTable, claims: Claims) -> None:
         super().__init__(len(keys))
@@ -65,7 +65,7 @@ class SharedClaim(Claim):
     def wait(self) -> Positions:  # noqa: D102
         self.release()
         tickets, pause, look = self._table.board.tickets, _FIRST_PAUSE, time.monotonic() + _LOOK
-        passed: frozenset[int] = frozenset()
+        passed: frozenset[int] = frozenset()  # claims that are held, but will come to nothing
         while len(self.others):
             locations = self._locations[self._ordinals[self.others]]
             is_row = locations > 0
@@ -116,12 +116,14 @@ class SharedClaim(Claim):
         self._ticket = ticket
 
     def _without(self, positions: Positions, some: Positions) -> Positions:
+        """The positions but for some of them, ascending."""
         left = np.zeros(len(self._words), bool)
         left[positions] = True
         left[some] = False
         return np.flatnonzero(left)
 
     def _decided(self, is_row: Array, taken: Positions) -> Positions:
+        """Note which of `others` have rows, and that this call computes those that it has `taken`."""
         self.appeared = self.others[is_row]
         self.others = self._without(self.others[~is_row], taken)
         self._claims.waited += len(self.appeared)
