@@ -61,7 +61,7 @@ class SharedTable:
         self._space = Space(region, board, file, lock)
         self._index = SharedIndex(self._space)
         self._chunks = Chunks(self._space)
-        self._checked = np.zeros(0, bool)  # rows that this process has read, or written
+        self._checked = np.zeros(0, bool)  # see `_seen`, which makes it longer
 
     @classmethod
     def create(cls, namespace: bytes, board: Board, member: int, lock: Lock) -> SharedTable | None:
@@ -104,10 +104,10 @@ class SharedTable:
             if schema is None:  # of classes that this process does not know
                 continue
             of, at = (ordinals, locations) if len(groups) == 1 else (ordinals[these], locations[these])
-            if self._is_checked(of):
+            if self._seen().take(of).all():
                 parts.append((positions[these], self._chunks.gather(schema, at, runtime)))
                 continue
-            fresh = np.flatnonzero(~self._checked[of])
+            fresh = np.flatnonzero(~self._seen()[of])
             self._chunks.populate(schema, at[fresh])
             rows = self._chunks.gather(schema, at, runtime)
             good = self._check(rows, words[these], of, at, fresh)
@@ -167,17 +167,14 @@ class SharedTable:
             self._index.sums[ordinals] = sums
             self._index.locations[ordinals] = places
             self.board.count_rows(self.file, len(ordinals))
-        self._is_checked(ordinals)  # this makes room for them
-        self._checked[ordinals] = True
+        self._seen()[ordinals] = True
         return len(ordinals)
 
-    def _is_checked(self, ordinals: Ordinals) -> bool:
-        """Whether this process has read the rows of all of some ordinals before."""
+    def _seen(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Of each ordinal, whether this process has written its row, or read it and found it as written."""
         if len(self._checked) < len(self._index.sums):
-            longer = np.zeros(len(self._index.sums), bool)
-            longer[: len(self._checked)] = self._checked
-            self._checked = longer
-        return bool(self._checked.take(ordinals).all())
+            self._checked = np.pad(self._checked, (0, len(self._index.sums) - len(self._checked)))
+        return self._checked
 
     def _check(
         self, rows: Rows, words: Words, ordinals: Ordinals, locations: Positions, fresh: Positions
@@ -185,7 +182,7 @@ class SharedTable:
         """Which rows are as they were written; those that are not are taken back."""
         picked = rows if len(fresh) == len(rows) else rows.take(torch.from_numpy(fresh))
         same = _checksums(picked, words[fresh]) == self._index.sums[ordinals[fresh]]
-        self._checked[ordinals[fresh[same]]] = True
+        self._seen()[ordinals[fresh[same]]] = True
         if same.all():
             return np.arange(len(rows))
         wrong = fresh[~same]

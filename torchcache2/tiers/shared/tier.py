@@ -84,7 +84,9 @@ class SharedTier(Tier):
         self._tables = Tables(self._job, in_use)
         self._asked: deque[tuple[Callable[[bytes], None], bytes]] = deque()
         self._told = ToldOnce()
-        self._pins = self._is_off = self._closed = False
+        self._pins = False  # whether rows go to an accelerator: it copies faster from pinned memory
+        self._is_off = False  # whether this process shares no more, after a fault that would come again
+        self._closed = False
         self._faults = self._corrupt = 0
 
     @property
