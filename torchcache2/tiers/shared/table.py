@@ -61,7 +61,7 @@ class SharedTable:
         self._space = Space(region, board, file, lock)
         self._index = SharedIndex(self._space)
         self._chunks = Chunks(self._space)
-        self._checked = np.zeros(0, bool)  # see `_seen`, which makes it longer
+        self._checked = np.zeros(0, bool)  # rows that this process has read, or written
 
     @classmethod
     def create(cls, namespace: bytes, board: Board, member: int, lock: Lock) -> SharedTable | None:
