@@ -1,6 +1,7 @@
 """Modules whose weights are spread over processes: a rank must not skip a forward in which others wait."""
 
 import contextlib
+import inspect
 
 import pytest
 import torch
@@ -116,7 +117,8 @@ def test_zero_is_known_by_its_mark():
     assert sharding(linear) == "Linear is sharded by ZeRO"
 
 
-FSDP = """
+FSDP = (
+    """
 import os, sys
 import torch
 import torch._dynamo
@@ -133,14 +135,9 @@ rank = int(other == 0)
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.last(self.first(x).tanh())
-
+"""
+    + inspect.getsource(Net)
+    + """
 
 class Outer(nn.Module):
     def __init__(self, inner):
@@ -175,6 +172,7 @@ for where in ("parts", "outside"):
 torch.distributed.destroy_process_group()
 assert rank or os.waitpid(other, 0)[1] == 0
 """
+)
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 6), reason="FSDP2 of this torch needs CUDA")

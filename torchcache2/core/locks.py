@@ -35,6 +35,22 @@ class ProcessLock:
         # `setdefault` is atomic, so that all threads of a child get the same lock.
         return self._locks.get(pid) or self._locks.setdefault(pid, self._make())
 
+    def if_free(self, function: Callable[[], object]) -> None:
+        """Call a function under the lock, or do nothing if somebody holds it: this never waits.
+
+        It is for work that the garbage collector may start in a thread that holds the lock, and that the
+        holder does otherwise.
+        """
+        lock = self()
+        # After an ordinary call of `acquire`, an interrupt could come before `try`, and the lock would stay
+        # locked. No interrupt comes between `map` and the body of the loop.
+        for is_free in map(lock.acquire, (False,)):
+            if is_free:
+                try:
+                    function()
+                finally:
+                    lock.release()
+
     def was_torn(self) -> bool:
         """Whether the parent held its lock when it forked: what the lock protects may then be half changed.
 

@@ -157,17 +157,15 @@ class ModuleCache(Cache):
             computation = self._computation(root, plain, args, kwargs)
             if computation is not None:
                 output = yield from self._cached(computation, start)
+                self._shortcuts.clear(kind)
+                return output
         except BypassError as stop:
-            computation = None
             self._step_aside(stop, kind, first_batch_size(args, kwargs))
         except NotStoredError as stop:
             assert computation is not None
             is_final = stop.reason != "random" or self._random.is_final(computation.context)
             self._step_aside(BypassError.of(stop, is_final=is_final), kind, len(computation.keys))
             return stop.output
-        if computation is not None:
-            self._shortcuts.clear(kind)
-            return output
         return (yield from self._runner.run(plain, args, kwargs))
 
     def _computation(

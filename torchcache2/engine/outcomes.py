@@ -67,6 +67,7 @@ class Outcomes:
         mine = misses.distinct[wanted]
         asked = np.union1d(mine, hits.checked) if len(hits.checked) else mine
         parts: Parts = []
+        # Nothing is computed if all misses are waited for; but an empty batch is, for its output.
         if len(asked) or not len(claim.others):
             output, rows = yield from batch.compute(asked)
             batch.misses += len(mine)
@@ -77,7 +78,7 @@ class Outcomes:
             self._keep(keys if len(wanted) == len(keys) else keys.take(wanted), rows)
             if len(mine) == len(batch.keys):
                 return output if batch.dtype is None else (yield from batch.output(rows))
-            if len(wanted) or not len(claim.others):
+            if len(wanted) or not len(claim.others):  # else only hits were computed, to be checked
                 parts.append((wanted, rows))
         if len(wanted) < len(keys):
             parts += yield from self._of_others(batch, misses.distinct, keys, claim)
@@ -101,12 +102,11 @@ class Outcomes:
                 parts.append((claim.others, batch.whole.take(torch.from_numpy(distinct[claim.others]))))
                 break
             left, there = claim.wait(), claim.appeared
-            found = self._tiers.get(keys.take(there)).parts
-            parts += [(there[positions], rows) for positions, rows in found]
-            if sum(len(rows) for _, rows in found) < len(there):  # a row may be damaged, or gone again
-                left = np.union1d(
-                    left, np.setdiff1d(there, np.concatenate([_NOWHERE, *(where for where, _ in parts)]))
-                )
+            is_gone = np.ones(len(there), bool)  # a row may be damaged, or forgotten again
+            for positions, rows in self._tiers.get(keys.take(there)).parts:
+                parts.append((there[positions], rows))
+                is_gone[positions] = False
+            left = np.union1d(left, there[is_gone])
             if len(left):
                 _, rows = yield from batch.compute(distinct[left])
                 batch.misses += len(left)

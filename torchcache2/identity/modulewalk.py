@@ -74,16 +74,14 @@ class Fingerprint:
     @functools.cached_property
     def code(self) -> bytes:
         """A digest of everything but the content of tensors."""
-        return _digest({name: data for name, data in self.parts.items() if not name.startswith("weights ")})
+        parts = {name: data for name, data in self.parts.items() if not name.startswith("weights ")}
+        return Fingerprint.of_parts(parts).namespace
 
     @classmethod
     def of_parts(cls, parts: Mapping[str, bytes], values: Mapping[str, str] | None = None) -> Fingerprint:
         """The fingerprint made of some parts."""
-        return cls(_digest(parts), dict(parts), values or {})
-
-
-def _digest(parts: Mapping[str, bytes]) -> bytes:
-    return digest([data for name in sorted(parts) for data in (name.encode(), parts[name])])
+        namespace = digest([data for name in sorted(parts) for data in (name.encode(), parts[name])])
+        return cls(namespace, dict(parts), values or {})
 
 
 class Walk(ObjectWalk):

@@ -33,6 +33,12 @@ def join(budget=30_000_000, patience=30.0):
     return tier
 
 
+def meet(place):
+    '''Wait for the other processes here; see `together`.'''
+    print(place, flush=True)
+    wait_until(lambda: os.path.exists(f"{folder}-{place}"))
+
+
 def compute(tier, names, width=4):
     '''What an engine does for a batch; what it computed.'''
     here = set(found(tier, names, width))
@@ -52,7 +58,7 @@ def compute(tier, names, width=4):
 
 def resident(tier):
     '''Bytes that the job's files really take.'''
-    regions = [tier._job.board.region, *[table.region for table in tier._tables.values()]]
+    regions = [tier._job.board.region, *[table.region for table in tier._tables.open.values()]]
     return sum(os.fstat(region.descriptor).st_blocks * 512 for region in regions)
 
 

@@ -12,7 +12,8 @@ import torch
 from tests.helpers.storage import CPU, NAMESPACES, found, keys_of, put, rows_of, warnings_of
 from tests.tiers.shared.scripts import JOB
 from torchcache2.core.rows import Rows
-from torchcache2.tiers.shared import board as board_module
+from torchcache2.tiers.shared import tickets as tickets_module
+from torchcache2.tiers.shared.tickets import Tickets
 from torchcache2.tiers.shared.tier import SharedTier
 
 
@@ -106,6 +107,24 @@ def test_nobody_waits_while_holding_a_claim(two):
     assert sorted(crossed[1].wait().tolist()) == [0, 1]
 
 
+def test_a_claim_holds_though_others_take_the_room_for_its_keys(two, monkeypatch):
+    first, second = two
+    put(first, range(280))
+    (table,) = first._tables.open.values()
+    prepare = table._index.prepare
+
+    def prepared(count):
+        has_room = prepare(count)
+        left = len(table._index._table.slots) * 9 // 16 - len(table._index)
+        if not found(second, ["late"]):
+            put(second, ["late", *range(1000, 999 + left)])
+        return has_room
+
+    monkeypatch.setattr(table._index, "prepare", prepared)
+    mine, theirs = claim(first, range(2000, 2008)), claim(second, range(2000, 2008))
+    assert mine.mine.tolist() == theirs.others.tolist() == list(range(8))
+
+
 def test_a_claim_goes_when_nothing_refers_to_it_any_more(two):
     first, second = two
     claim(first, [1])
@@ -195,7 +214,7 @@ def test_rows_that_cannot_be_read_elsewhere_are_not_shared_and_not_claimed(two, 
 def test_a_stuck_one_is_passed_by(two, monkeypatch):
     first, second = two
     held, theirs = claim(first, [1, 2]), claim(second, [1, 2, 3])
-    monkeypatch.setattr(board_module, "_LEAST_STUCK", 200_000_000)
+    monkeypatch.setattr(tickets_module, "_LEAST_STUCK", 200_000_000)
     start = time.monotonic()
     assert theirs.wait().tolist() == [0, 1]
     assert 0.1 < time.monotonic() - start < 5
@@ -208,7 +227,7 @@ def test_a_stuck_one_is_passed_by(two, monkeypatch):
 
 def test_four_times_the_longest_computation_is_not_stuck(two, monkeypatch):
     first, second = two
-    monkeypatch.setattr(board_module, "_LEAST_STUCK", 0)
+    monkeypatch.setattr(tickets_module, "_LEAST_STUCK", 0)
     before = claim(first, [9])
     time.sleep(0.2)
     before.release()
@@ -244,24 +263,23 @@ def test_a_thread_does_not_wait_for_itself_through_another_cache_of_its_process(
     second.close()
 
 
-def test_room_in_the_index_that_others_use_meanwhile_is_made_again(two, monkeypatch):
-    first, second = two
-    claim(second, [0]).release()
-    index = second._tables[keys_of([]).namespace]._index
-    prepare, others = index.prepare, []
+@pytest.mark.parametrize("number", range(3))
+def test_a_ticket_that_another_thread_takes_meanwhile_is_not_taken_for_ones_own(number):
+    table = np.zeros((Tickets.MOST, Tickets.COLUMNS), np.int64)
+    reads = []
 
-    def prepare_too_early(count):
-        has_room = prepare(count)
-        if not others:
-            others.extend(range(1000, 1000 + len(index.locations) - len(index)))
-            assert put(first, others) == len(others)
-        return has_room
+    class Read(np.ndarray):
+        def __getitem__(self, which):
+            reads.append(which)
+            if len(reads) == number + 1:
+                theirs.append(tickets.take(1, 20, 3, theirs.append))
+            return super().__getitem__(which)
 
-    monkeypatch.setattr(index, "prepare", prepare_too_early)
-    mine = claim(second, range(10))
-    assert len(others) > 0 and mine.mine.tolist() == list(range(10))
-    assert in_thread(lambda: claim(first, range(10))).mine.tolist() == []
-    mine.release()
+    theirs, tickets = [], Tickets(table, np.zeros(1, np.int64), lambda member: True)
+    tickets.give_back(tickets.take(0, 10, 3, lambda ticket: None))
+    reading = Tickets(table.view(Read), np.zeros(1, np.int64), lambda member: True)
+    assert not reading.has_one(10, 3) and len(reads) == 3 and len(theirs) == 2
+    assert reading.has_one(20, 3) and not reading.has_one(20, 4)
 
 
 class Interrupt(KeyboardInterrupt):
@@ -272,7 +290,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_claimed(two):
     """What is left of the call is freed with the exception, as it is in a session that goes on."""
     first, second = two
     # In a file with a lock, tracing would also interrupt where no signal can: before the lock is released.
-    files = tuple(f"shared{os.sep}{name}.py" for name in ("claims", "board"))
+    files = tuple(f"shared{os.sep}{name}.py" for name in ("claims", "board", "tickets"))
     claim(first, [0]).release()
     for number in range(1, 1000):
         seen = 0

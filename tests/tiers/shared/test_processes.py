@@ -18,7 +18,6 @@ WIDTHS = [1, 7, 300]
 rng = random.Random(number)
 tier = join(int(sys.argv[4]))
 end, computed, rounds = time.monotonic() + seconds, 0, 0
-print("joined", flush=True)
 while time.monotonic() < end:
     kind = rng.randrange(3)
     names = [kind + 3 * i for i in rng.sample(range(600), 24)]
@@ -45,7 +44,7 @@ print(rounds, computed)
 
 def test_processes_that_do_anything_at_any_time(tmp_path):
     processes = [warm.start(AT_RANDOM, tmp_path, number, 0.5, 10**8) for number in range(4)]
-    rounds = [int(process.done().words[1]) for process in processes]
+    rounds = [int(process.done().words[0]) for process in processes]
     assert sum(rounds) > 8
     assert [process.err for process in processes] == [""] * 4
     assert list(tmp_path.iterdir()) == []
@@ -73,35 +72,36 @@ def test_processes_that_are_killed_and_stopped_at_any_time(tmp_path):
     assert killed > 0
 
 
+def together(script, path, *places):
+    """What four processes print that `meet` in some places."""
+    folder = path / "job"
+    folder.mkdir()
+    processes = [warm.start(script, folder, number) for number in range(4)]
+    for place in places:
+        for process in processes:
+            process.until(place)
+        (path / f"job-{place}").touch()
+    return [[word for word in process.done().words if word not in places] for process in processes]
+
+
 EACH_ONCE = (
     JOINING
     + """
 tier = join()
 rng, computed = random.Random(int(sys.argv[2])), []
-print("joined", flush=True)
-wait_until(lambda: os.path.exists(folder + "-go"))
+meet("start")
 for _ in range(40):
     names = rng.sample(range(400), 16)
     computed += compute(tier, names)
     time.sleep(0.002)
 print(*computed)
-print("done", flush=True)
-wait_until(lambda: os.path.exists(folder + "-end"))  # the rows go with the last process
+meet("end")  # the rows go with the last process
 """
 )
 
 
 def test_each_item_is_computed_once(tmp_path):
-    folder = tmp_path / "job"
-    folder.mkdir()
-    processes = [warm.start(EACH_ONCE, folder, number) for number in range(4)]
-    for process in processes:
-        process.until("joined")
-    (tmp_path / "job-go").touch()
-    for process in processes:
-        process.until("done")
-    (tmp_path / "job-end").touch()
-    computed = [name for process in processes for name in process.done().words[1:-1]]
+    computed = [name for names in together(EACH_ONCE, tmp_path, "start", "end") for name in names]
     assert len(computed) == len(set(computed)) > 390
 
 
@@ -109,36 +109,21 @@ BUDGET = (
     JOINING
     + """
 tier, number = join(3_000_000), int(sys.argv[2])
-print("joined", flush=True)
-wait_until(lambda: os.path.exists(folder + "-go"))
+meet("start")
 for start in range(0, 1800, 40):
     width = [1, 50, 400][start // 40 % 3]
     put(tier, [(number, name) for name in range(start, start + 40)], width)
     size = resident(tier)
     assert size <= tier.budget, size
-print("done", flush=True)
-wait_until(lambda: os.path.exists(folder + "-end"))
-print(tier.stats().bytes, tier._job.board.region.size, resident(tier), tier._job.board.is_full, flush=True)
-wait_until(lambda: os.path.exists(folder + "-over"))
+meet("full")
+print(tier.stats().bytes, tier._job.board.region.size, resident(tier), tier._job.board.is_full)
+meet("end")
 """
 )
 
 
 def test_the_budget_is_exact_with_four_writers(tmp_path):
-    folder = tmp_path / "job"
-    folder.mkdir()
-    processes = [warm.start(BUDGET, folder, number) for number in range(4)]
-    for process in processes:
-        process.until("joined")
-    (tmp_path / "job-go").touch()
-    for process in processes:
-        process.until("done")
-    (tmp_path / "job-end").touch()
-    for process in processes:
-        process.until("True")
-    (tmp_path / "job-over").touch()
-    for process in processes:
-        counted, board, resident, is_full = process.done().words[2:]
+    for counted, board, resident, is_full in together(BUDGET, tmp_path, "start", "full", "end"):
         assert 1_500_000 < int(resident) <= int(counted) + int(board) <= 3_000_000
         assert is_full == "True"
 

@@ -28,7 +28,7 @@ SOAK = bool(os.environ.get("SOAK"))
 
 def files_of(tier):
     """The job's files in memory that a tier has open, the board too."""
-    return [tier._job.board.region, *[table.region for table in tier._tables.values()]]
+    return [tier._job.board.region, *[table.region for table in tier._tables.open.values()]]
 
 
 def resident(*tiers):
@@ -194,7 +194,7 @@ def test_ragged_rows_take_two_descriptors_a_namespace(join):
 def test_a_flipped_byte_is_a_miss_when_it_is_first_read(join, log):
     first, second, third = join(), join(), join()
     put(first, range(10), 100)
-    (table,) = first._tables.values()
+    (table,) = first._tables.open.values()
     _, locations = table._index.find(keys_of([3]).words)
     data = table.region.rows(400)
     place = next(iter(table._chunks._places(table._chunks.schema(1), locations)))
@@ -210,7 +210,7 @@ def test_a_flipped_byte_is_a_miss_when_it_is_first_read(join, log):
 def test_a_row_under_another_key_is_a_miss(join):
     first, second = join(), join()
     put(first, range(2), 100)
-    (table,) = first._tables.values()
+    (table,) = first._tables.open.values()
     entries, locations = table._index.find(keys_of([0, 1]).words)
     table._index.locations[entries] = locations[::-1]
     assert found(second, [0, 1], 100) == []

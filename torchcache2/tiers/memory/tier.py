@@ -110,7 +110,7 @@ class MemoryTier(Tier):
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, now or before the next call."""
         self._dropped.append(namespace)
-        self._try_to_forget()
+        self._lock.if_free(self._forget_dropped)
 
     def flush(self) -> None:
         """Wait for rows that are being copied; memory gets no more durable than that."""
@@ -119,7 +119,7 @@ class MemoryTier(Tier):
     def close(self) -> None:
         """Forget everything, now or before the next call, and keep nothing from then on."""
         self._closed = True
-        self._try_to_forget()
+        self._lock.if_free(self._forget_dropped)
 
     def stats(self) -> TierStats:
         """Rows and allocated bytes, and how many rows made room for others."""
@@ -156,18 +156,6 @@ class MemoryTier(Tier):
         columns = arriving.wait()
         if arena in self._arenas:  # otherwise its namespace has been dropped
             arena.append(keys.data, Rows(arena.schema, columns, len(keys)), self._clock)
-
-    def _try_to_forget(self) -> None:
-        # The garbage collector may call this in a thread that has the lock, so this must not wait for it.
-        lock = self._lock()
-        # After an ordinary call of `acquire`, an interrupt could come before `try`, and the lock would stay
-        # locked. No interrupt comes between `map` and the body of the loop.
-        for is_free in map(lock.acquire, (False,)):
-            if is_free:
-                try:
-                    self._forget_dropped()
-                finally:
-                    lock.release()
 
     def _forget_dropped(self) -> None:
         if self._lock.was_torn():

@@ -2,34 +2,33 @@
 
 Every table is of 64-bit numbers, and a row of it counts only when one number says so, which is written
 last, and taken back first: whatever a killed process leaves unfinished does not count. Rows are written under
-the job's lock, but for the release of a ticket and for the words of the head, where the last one wins.
+the job's lock. Three things need no lock: to drop a file and to give a ticket back, as each is one write, and
+to write a word of the head, where the last one wins.
 
 ==================  =====================================================================================
 head                magic, the job's name, and the words `LOCK` … `PROGRESS`
 members             the processes: pid, start time
 files               one for each namespace: state, inode, bytes, rows, flags, the namespace
 holders             who has which file open: file + 1, member, descriptor
-tickets             claims: serial number (0: free), the last one, member, thread, file, since when
+tickets             what claims are held under; see `Tickets`
 ==================  =====================================================================================
 """
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import time
-from collections.abc import Callable, Iterator
+import functools
 
 import numpy as np
 
-from torchcache2.core.arrays import Positions
+from torchcache2.core.arrays import Array
 from torchcache2.tiers.shared.region import PAGE, Region, is_alive, pages
+from torchcache2.tiers.shared.tickets import Tickets
 
-__all__ = ["Board", "Ticket"]
+__all__ = ["Board"]
 
 _MAGIC = 0x31_6B6E_6172_6374  # "tcrank1"
-_MEMBERS, _FILES, _HOLDERS, _TICKETS = 512, 512, 2048, 1024  # rows; a ticket's number has 10 bits
-_SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (_TICKETS, 6)]
+_MEMBERS, _FILES, _HOLDERS = 512, 512, 2048  # rows
+_SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (Tickets.MOST, Tickets.COLUMNS)]
 _SIZE = PAGE + sum(pages(8 * rows * columns) for rows, columns in _SHAPES)
 
 # Words of the head.
@@ -37,25 +36,7 @@ _NAME, _LOCK, _BUDGET, _LONGEST, _FULL, _PRESSURE, _CHANGES, _PROGRESS = 1, 3, 4
 _PID, _START = range(2)
 _STATE, _INODE, _BYTES, _ROWS, _UNCLAIMED, _NAMESPACE = range(6)
 _FILE, _MEMBER, _DESCRIPTOR = range(3)
-_SERIAL, _LAST, _OWNER, _THREAD, _CLAIMED, _SINCE = range(6)
 _LIVE, _DEAD = 1, 2
-
-_LEAST_STUCK = 60_000_000_000  # ns
-_TICKET_BITS = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class Ticket:
-    """What a claim is held under: a row of the table, and its serial number at this time."""
-
-    slot: int
-    serial: int
-    pid: int
-
-    @property
-    def word(self) -> int:
-        """What stands for it where a row's location will be."""
-        return -(self.serial << _TICKET_BITS | self.slot)
 
 
 class Board:
@@ -81,7 +62,10 @@ class Board:
         for rows, columns in _SHAPES:
             tables.append(self.region.array("<i8", offset, rows * columns).reshape(rows, columns))
             offset += pages(8 * rows * columns)
-        self._members, self._files, self._holders, self._tickets = tables
+        self._members, self._files, self._holders, tickets = tables
+        # Not a bound method: `tickets` would refer to the board, and only the garbage collector free the two.
+        self._is_alive = functools.partial(_is_alive, self._members)
+        self.tickets = Tickets(tickets, self._head[_LONGEST : _LONGEST + 1], self._is_alive)
         if is_new:
             self.region.reserve(0, _SIZE)
             self._head[_NAME : _NAME + 2] = np.frombuffer(name, np.int64)
@@ -97,7 +81,7 @@ class Board:
         return head[0] == _MAGIC and head[_NAME:_LOCK].tobytes() == name and head[_LOCK] == lock
 
     def read_progress(self) -> int:
-        """Goes on while the holder of the lock does something that takes long."""
+        """A number that grows while the holder of the lock does something that takes long."""
         return int(self._head[_PROGRESS])
 
     def go_on(self) -> None:
@@ -107,7 +91,7 @@ class Board:
     # Members
 
     def enter(self, pid: int, start: int) -> int:
-        """A process takes part; its number. `OSError` if there are too many."""
+        """List a process that takes part; its number. `OSError` if there are too many."""
         self.remove_dead()
         free = np.flatnonzero(self._members[:, _PID] == 0)
         if len(free) == 0:
@@ -118,8 +102,8 @@ class Board:
         return member
 
     def leave(self, member: int) -> None:
-        """A process takes part no more, or is dead: what it has had open, and its claims, are given up."""
-        self._tickets[(self._tickets[:, _OWNER] == member), _SERIAL] = 0
+        """Strike out a process that takes part no more, or is dead, and what it had open, and its claims."""
+        self.tickets.give_back_all(member)
         mine = (self._holders[:, _FILE] != 0) & (self._holders[:, _MEMBER] == member)
         files = self._holders[mine, _FILE] - 1
         self._holders[mine, _FILE] = 0
@@ -128,26 +112,22 @@ class Board:
             self._free_if_unheld(file)
 
     def remove_dead(self) -> None:
-        """Take note of the processes that have ended without leaving."""
+        """Strike out the processes that have ended without leaving."""
         for member in np.flatnonzero(self._members[:, _PID]).tolist():
             if not self._is_alive(member):
                 self.leave(member)
         for file in np.flatnonzero(self._files[:, _STATE]).tolist():
             self._free_if_unheld(file)
 
-    def _is_alive(self, member: int) -> bool:
-        pid, start = self._members[member].tolist()
-        return pid != 0 and is_alive(pid, start)
-
     # Files
 
     @property
     def changes(self) -> int:
-        """Goes on when a file comes."""
+        """A number that grows when a file is added."""
         return int(self._head[_CHANGES])
 
     def file_of(self, namespace: bytes) -> int | None:
-        """The number of a namespace's file."""
+        """The number of a namespace's file; None if it has none."""
         same = self._files[:, _NAMESPACE : _NAMESPACE + 2] == np.frombuffer(namespace, np.int64)
         found = np.flatnonzero((self._files[:, _STATE] == _LIVE) & same.all(axis=1))
         return int(found[0]) if len(found) else None
@@ -172,7 +152,7 @@ class Board:
         return file
 
     def hold(self, file: int, region: Region, member: int) -> bool:
-        """A process has a file open: False if there are too many already."""
+        """Note that a process has a file open; False if there is no row left to note it."""
         free = np.flatnonzero(self._holders[:, _FILE] == 0)
         if len(free) == 0:
             return False
@@ -181,7 +161,7 @@ class Board:
         return True
 
     def open(self, file: int) -> Region | None:
-        """A file, through a process that has it open."""
+        """Open a file through a process that has it open; None if none of them is there any more."""
         inode = int(self._files[file, _INODE])
         for _, member, descriptor in self._holders[self._holders[:, _FILE] == file + 1].tolist():
             region = Region.open(int(self._members[member, _PID]), descriptor, inode)
@@ -190,7 +170,7 @@ class Board:
         return None
 
     def let_go(self, file: int, member: int) -> None:
-        """A process has a file open no more."""
+        """Note that a process has a file open no more; the file goes with the last one."""
         mine = (self._holders[:, _FILE] == file + 1) & (self._holders[:, _MEMBER] == member)
         self._holders[mine, _FILE] = 0
         self._free_if_unheld(file)
@@ -255,76 +235,26 @@ class Board:
 
     @property
     def pressure(self) -> int:
-        """Goes on when somebody needs room: each process lets go of what it does not use."""
+        """A number that grows when a process needs room: each one then lets go of what it does not use."""
         return int(self._head[_PRESSURE])
 
     def press(self) -> None:
-        """Ask all for room."""
+        """Ask all processes for room."""
         self._head[_PRESSURE] += 1
 
     def fill(self) -> None:
-        """Nothing more fits."""
+        """Note that something has not found room."""
         self._head[_FULL] = 1
 
     def is_unclaimed(self, file: int) -> bool:
-        """Whether there is no use in claims of a file's keys, as some of their rows cannot be kept."""
+        """Whether a file's keys should not be claimed: some rows cannot be kept, nor waited for."""
         return bool(self._files[file, _UNCLAIMED])
 
     def leave_unclaimed(self, file: int) -> None:
-        """Some rows of this file cannot be kept."""
+        """Note that some rows of a file cannot be kept."""
         self._files[file, _UNCLAIMED] = 1
 
-    # Claims
 
-    def has_ticket(self, thread: int, file: int) -> bool:
-        """Whether a thread holds a claim of a file's keys, through whichever cache of its process."""
-        # Others take tickets meanwhile. Whose a ticket is was written before it counted: so it is read after.
-        taken = self._tickets[self._tickets[:, _SERIAL] != 0]
-        return bool(((taken[:, _THREAD] == thread) & (taken[:, _CLAIMED] == file)).any())
-
-    def take_ticket(
-        self, member: int, thread: int, file: int, note: Callable[[Ticket], None]
-    ) -> Ticket | None:
-        """A ticket for one claim of a thread; None if there are too many.
-
-        `note` is called with it before it counts: an interrupt may come when it does, and whoever has noted
-        it can then return it.
-        """
-        free = np.flatnonzero(self._tickets[:, _SERIAL] == 0)
-        if len(free) == 0:
-            self.remove_dead()  # which may have held some
-            free = np.flatnonzero(self._tickets[:, _SERIAL] == 0)
-        if len(free) == 0:
-            return None
-        slot = int(free[0])
-        row = self._tickets[slot]
-        serial = int(row[_LAST]) + 1
-        row[_LAST:] = serial, member, thread, file, time.monotonic_ns()
-        ticket = Ticket(slot, serial, os.getpid())
-        note(ticket)
-        row[_SERIAL] = serial
-        return ticket
-
-    def return_ticket(self, ticket: Ticket) -> None:
-        """Give up whatever is claimed with a ticket; needs no lock, as one number says all."""
-        row = self._tickets[ticket.slot]
-        if row[_SERIAL] == ticket.serial and ticket.pid == os.getpid():
-            took = time.monotonic_ns() - int(row[_SINCE])
-            self._head[_LONGEST] = max(int(self._head[_LONGEST]), took)
-            row[_SERIAL] = 0
-
-    def held(self, words: Positions) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Whether the claims that stand where locations will be are held; not if they are 0."""
-        slots = -words & (1 << _TICKET_BITS) - 1
-        held: np.ndarray[tuple[int], np.dtype[np.bool_]] = (
-            self._tickets[slots, _SERIAL] == -words >> _TICKET_BITS
-        )
-        return held & (words < 0)
-
-    def hopeless(self, words: Positions) -> Iterator[int]:
-        """Those of some claims whose process has ended, or whose computation is stuck."""
-        stuck = max(_LEAST_STUCK, 4 * int(self._head[_LONGEST]))
-        for word in set(words.tolist()):
-            row = self._tickets[-word & (1 << _TICKET_BITS) - 1].tolist()
-            if time.monotonic_ns() - row[_SINCE] > stuck or not self._is_alive(row[_OWNER]):
-                yield word
+def _is_alive(members: Array, member: int) -> bool:
+    pid, start = members[member].tolist()
+    return pid != 0 and is_alive(pid, start)

@@ -6,8 +6,8 @@ rows from all chunks. The first chunk of a schema has room for just the rows tha
 double up to 64 MB: a row of a rare shape is a chunk of one.
 
 A location is the number of a chunk and of a row in it. Rows are given out under the lock, and never twice.
-What is written about a chunk or a schema is written before its number is known to anybody. Who is given rows
-reserves their memory, without the lock, before he writes.
+What is written about a chunk or a schema is written before its number is known to anybody. Whoever is given
+rows reserves their memory, without the lock, before writing.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Chunks:
                     self._learn()
                     is_taught = name in self._numbers or self._teach(text)
                     self._learn()
-        if self._numbers.setdefault(name, 0) == 0:
+        if self._numbers.setdefault(name, 0) == 0:  # what was read from the text is another schema, or none
             raise UnserialisableError("the schema of the output has no text from which it can be made again")
         return self._numbers[name]
 

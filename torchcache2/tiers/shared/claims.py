@@ -18,8 +18,8 @@ import numpy as np
 from torchcache2.core.arrays import Array, Positions
 from torchcache2.core.keys import Keys
 from torchcache2.tiers.base import Claim
-from torchcache2.tiers.shared.board import Ticket
 from torchcache2.tiers.shared.table import SharedTable
+from torchcache2.tiers.shared.tickets import Ticket
 
 __all__ = ["Claims", "SharedClaim"]
 
@@ -47,13 +47,13 @@ class Claims:
     def __init__(self, member: int, guarded: Callable[[Callable[[], Positions]], Positions | None]) -> None:
         self.member, self.guarded = member, guarded
         self.waited = self.taken_over = 0
-        self.thread: Callable[[], int] = threading.get_native_id  # the number is another one in each process
+        self.thread: Callable[[], int] = threading.get_native_id  # in no two processes the same
 
 
 class SharedClaim(Claim):
     """A claim in a table that processes share; made by one thread of them at a time."""
 
-    _ticket: Ticket | None = None  # of the class, so that one that an interrupt left half made has it too
+    _ticket: Ticket | None = None  # `__del__` needs it even if an interrupt came before `__init__`
 
     def __init__(self, keys: Keys, table: SharedTable, claims: Claims) -> None:
         super().__init__(len(keys))
@@ -64,17 +64,17 @@ class SharedClaim(Claim):
 
     def wait(self) -> Positions:  # noqa: D102
         self.release()
-        board, pause, look = self._table.board, _FIRST_PAUSE, time.monotonic() + _LOOK
-        passed: frozenset[int] = frozenset()
+        tickets, pause, look = self._table.board.tickets, _FIRST_PAUSE, time.monotonic() + _LOOK
+        passed: frozenset[int] = frozenset()  # claims that are held, but will come to nothing
         while len(self.others):
             locations = self._locations[self._ordinals[self.others]]
             is_row = locations > 0
             if is_row.all():
                 return self._decided(is_row, _NOWHERE)
             if time.monotonic() > look:
-                passed |= set(board.hopeless(locations[board.held(locations)]))
+                passed |= set(tickets.hopeless(locations[tickets.held(locations)]))
                 look = time.monotonic() + _LOOK
-            is_open = ~is_row & ~board.held(locations)
+            is_open = ~is_row & ~tickets.held(locations)
             if passed:
                 is_open |= np.isin(locations, list(passed))
             if not self._table.is_live:
@@ -94,7 +94,7 @@ class SharedClaim(Claim):
     def release(self) -> None:  # noqa: D102
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
-            self._table.board.return_ticket(ticket)
+            self._table.board.tickets.give_back(ticket)
 
     __del__ = release
 
@@ -110,18 +110,20 @@ class SharedClaim(Claim):
 
     def _take_ticket(self, file: int) -> Ticket | None:
         claims = self._claims
-        return self._table.board.take_ticket(claims.member, claims.thread(), file, self._note)
+        return self._table.board.tickets.take(claims.member, claims.thread(), file, self._note)
 
     def _note(self, ticket: Ticket) -> None:
         self._ticket = ticket
 
     def _without(self, positions: Positions, some: Positions) -> Positions:
+        """The positions but for some of them, ascending."""
         left = np.zeros(len(self._words), bool)
         left[positions] = True
         left[some] = False
         return np.flatnonzero(left)
 
     def _decided(self, is_row: Array, taken: Positions) -> Positions:
+        """Note which of `others` have rows, and that this call computes those that it has `taken`."""
         self.appeared = self.others[is_row]
         self.others = self._without(self.others[~is_row], taken)
         self._claims.waited += len(self.appeared)

@@ -138,7 +138,7 @@ class SharedIndex:
             self.refresh()
             old = self._table.slots
             if not reserved or slots <= len(old):
-                if reserved and slots < len(old):  # others have been faster, twice
+                if reserved and slots < len(old):  # others have made this table since, and a larger one
                     space.region.discard(start, size)
                 space.board.charge(space.file, -size)
                 return reserved

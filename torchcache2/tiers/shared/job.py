@@ -71,6 +71,8 @@ class Job:
         Under which they write to what they share.
     pid : int
         The process that has joined: another one, forked from it, has to `rejoin`.
+    slot : int
+        The number of this process among the members on the board.
     """
 
     def __init__(self, name: bytes, budget: int, folder: str | None = None) -> None:

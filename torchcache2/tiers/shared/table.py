@@ -31,11 +31,12 @@ from torchcache2.core.arrays import Array, Ordinals, Positions, Words
 from torchcache2.core.gather import as_bytes
 from torchcache2.core.rows import Rows
 from torchcache2.core.transfer import Runtime
-from torchcache2.tiers.shared.board import Board, Ticket
+from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.chunks import Chunks
 from torchcache2.tiers.shared.index import SharedIndex
 from torchcache2.tiers.shared.region import PAGE, Region
 from torchcache2.tiers.shared.space import Space
+from torchcache2.tiers.shared.tickets import Ticket
 
 __all__ = ["SharedTable"]
 
@@ -103,10 +104,10 @@ class SharedTable:
             if schema is None:  # of classes that this process does not know
                 continue
             of, at = (ordinals, locations) if len(groups) == 1 else (ordinals[these], locations[these])
-            if self._is_checked(of):
+            if self._seen().take(of).all():
                 parts.append((positions[these], self._chunks.gather(schema, at, runtime)))
                 continue
-            fresh = np.flatnonzero(~self._checked[of])
+            fresh = np.flatnonzero(~self._seen()[of])
             self._chunks.populate(schema, at[fresh])
             rows = self._chunks.gather(schema, at, runtime)
             good = self._check(rows, words[these], of, at, fresh)
@@ -154,7 +155,7 @@ class SharedTable:
             with self.lock():
                 ordinals, locations = self._index.enter(words)
             if not has_room or (ordinals >= 0).all():
-                return ordinals, locations  # else others were faster to use the room
+                return ordinals, locations
 
     def _publish(self, ordinals: Ordinals, places: Positions, sums: Array) -> int:
         """Have rows found whose bytes are written; those that others were faster with stay theirs."""
@@ -166,17 +167,14 @@ class SharedTable:
             self._index.sums[ordinals] = sums
             self._index.locations[ordinals] = places
             self.board.count_rows(self.file, len(ordinals))
-        self._is_checked(ordinals)  # this makes room for them
-        self._checked[ordinals] = True
+        self._seen()[ordinals] = True
         return len(ordinals)
 
-    def _is_checked(self, ordinals: Ordinals) -> bool:
-        """Whether this process has read the rows of all of some ordinals before."""
+    def _seen(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Of each ordinal, whether this process has written its row, or read it and found it as written."""
         if len(self._checked) < len(self._index.sums):
-            longer = np.zeros(len(self._index.sums), bool)
-            longer[: len(self._checked)] = self._checked
-            self._checked = longer
-        return bool(self._checked.take(ordinals).all())
+            self._checked = np.pad(self._checked, (0, len(self._index.sums) - len(self._checked)))
+        return self._checked
 
     def _check(
         self, rows: Rows, words: Words, ordinals: Ordinals, locations: Positions, fresh: Positions
@@ -184,7 +182,7 @@ class SharedTable:
         """Which rows are as they were written; those that are not are taken back."""
         picked = rows if len(fresh) == len(rows) else rows.take(torch.from_numpy(fresh))
         same = _checksums(picked, words[fresh]) == self._index.sums[ordinals[fresh]]
-        self._checked[ordinals[fresh[same]]] = True
+        self._seen()[ordinals[fresh[same]]] = True
         if same.all():
             return np.arange(len(rows))
         wrong = fresh[~same]
@@ -226,9 +224,9 @@ class SharedTable:
             has_room = self._index.prepare(len(words))
             with self.lock():
                 ordinals, locations = self._index.enter(words)
-                if has_room and (ordinals < 0).any():
-                    continue  # others were faster to use the room
-                held = self.board.held(locations)
+                if has_room and ordinals.min(initial=0) < 0:
+                    continue  # others have taken the room meanwhile
+                held = self.board.tickets.held(locations)
                 if passed:
                     held &= ~np.isin(locations, list(passed))
                 open_ = np.flatnonzero((ordinals >= 0) & (locations <= 0) & ~held)

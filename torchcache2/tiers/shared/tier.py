@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
@@ -32,14 +31,11 @@ from torchcache2.tiers.shared.claims import Claims, SharedClaim
 from torchcache2.tiers.shared.job import Job
 from torchcache2.tiers.shared.lock import LockTimeoutError
 from torchcache2.tiers.shared.region import SharingError
-from torchcache2.tiers.shared.table import SharedTable
+from torchcache2.tiers.shared.tables import Tables
 
 __all__ = ["SharedTier"]
 
 _T = TypeVar("_T")
-_BETWEEN_LOOKS = 1.0  # seconds, when it is full, between looks for room that others have given up
-_MOST_TABLES = 64  # each takes two descriptors, of which a process often has 1024
-_MOST_ABSENT = 1000  # namespaces that are remembered to have no file
 _AT_EXIT = 1.0  # seconds to wait for the lock when the process ends
 
 
@@ -82,17 +78,16 @@ class SharedTier(Tier):
     ) -> None:
         self._job = Job(job, budget, folder)
         self._leaving = weakref.finalize(self, _leave, self._job)
-        self._in_use, self._runtime, self._spills = in_use, runtime, spills
+        self._runtime, self._spills = runtime, spills
         self._lock = ProcessLock()
         self._claims = Claims(self._job.slot, self._guarded)
-        self._tables: dict[bytes, SharedTable] = {}
-        self._absent: dict[bytes, int] = {}  # namespaces without a file, after so many changes
+        self._tables = Tables(self._job, in_use)
         self._asked: deque[tuple[Callable[[bytes], None], bytes]] = deque()
         self._told = ToldOnce()
-        self._pressure = self._job.board.pressure
-        self._last_look = 0.0
-        self._pins = self._is_off = self._closed = False
-        self._faults = self._corrupt = self._evictions = 0
+        self._pins = False  # whether rows go to an accelerator: it copies faster from pinned memory
+        self._is_off = False  # whether this process shares no more, after a fault that would come again
+        self._closed = False
+        self._faults = self._corrupt = 0
 
     @property
     def budget(self) -> int:
@@ -104,7 +99,7 @@ class SharedTier(Tier):
         """The rows of those keys that are here, copied into fresh memory."""
 
         def found() -> Found:
-            table = self._table(keys.namespace)
+            table = self._tables.find(keys.namespace)
             if table is None:
                 return Found([])
             before = table.corrupt
@@ -143,10 +138,13 @@ class SharedTier(Tier):
 
         def claimed() -> Claim | None:
             board = self._job.board
-            table = None if len(keys) == 0 or board.is_full else self._table(keys.namespace, create=True)
+            if len(keys) == 0 or board.is_full:
+                return None
+            table = self._tables.find(keys.namespace, create=True)
             if table is None or board.is_unclaimed(table.file):
                 return None
-            if board.has_ticket(self._claims.thread(), table.file):  # two that wait may wait for each other
+            # This thread would wait for others, which may be waiting for what it has claimed already.
+            if board.tickets.has_one(self._claims.thread(), table.file):
                 return None
             return SharedClaim(keys, table, self._claims)
 
@@ -155,11 +153,11 @@ class SharedTier(Tier):
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, for all processes, now."""
         self._job.board.drop(namespace)
-        self._ask(self._forget_dropped, namespace)
+        self._ask(self._tables.let_go_if_dropped, namespace)
 
     def let_go(self, namespace: bytes) -> None:
         """Give up this process's part in a namespace, now or before the next call; others keep its rows."""
-        self._ask(self._forget, namespace)
+        self._ask(self._tables.let_go, namespace)
 
     def flush(self) -> None:
         """Memory is as durable as it gets."""
@@ -167,7 +165,7 @@ class SharedTier(Tier):
     def close(self) -> None:
         """Give up this process's part in everything, and keep nothing from then on."""
         self._closed = True
-        self._ask(self._forget, b"")
+        self._catch_up_if_free()
 
     def stats(self) -> TierStats:
         """Rows and bytes of all processes; what else is counted has happened in this one."""
@@ -175,7 +173,7 @@ class SharedTier(Tier):
         if not self._closed:
             self._guarded(lambda: None)
             rows, size = self._job.board.rows, self._job.board.bytes
-        return TierStats(rows, size, self._evictions, self._corrupt, self._faults)
+        return TierStats(rows, size, self._tables.evictions, self._corrupt, self._faults)
 
     def counts(self) -> dict[str, int]:
         """What `CacheStats` says of this tier, whose evictions are simply ``evictions`` there."""
@@ -186,12 +184,16 @@ class SharedTier(Tier):
     def _guarded(self, function: Callable[[], _T]) -> _T | None:
         """Call a function, one thread at a time; None if it fails, or if this process takes no part."""
         with self._lock():
-            try:
-                self._catch_up()
-                if not self._closed and not self._is_off:
-                    return function()
-            except Exception as error:
-                self._fault(error)
+            return self._tried(function)
+
+    def _tried(self, function: Callable[[], _T]) -> _T | None:
+        """As `_guarded`, under the lock."""
+        try:
+            self._catch_up()
+            if not self._closed and not self._is_off:
+                return function()
+        except Exception as error:
+            self._fault(error)
         return None
 
     def _fault(self, error: Exception) -> None:
@@ -210,67 +212,25 @@ class SharedTier(Tier):
             self._leaving()
             return
         if os.getpid() != self._job.pid and not self._is_off:
-            self._tables, self._absent = {}, {}  # another thread of the parent may have been changing them
+            self._tables.clear()  # the parent's, which may have been about to change them
             self._job.rejoin()
             self._claims.member = self._job.slot
         while self._asked:
             action, namespace = self._asked.popleft()
             action(namespace)
-        if self._job.board.pressure != self._pressure and not self._is_off:
-            self._pressure = self._job.board.pressure
-            self._let_unused_go(b"")
+        if not self._is_off:
+            self._tables.answer_pressure()
 
     def _ask(self, action: Callable[[bytes], None], namespace: bytes) -> None:
         self._asked.append((action, namespace))
-        # The garbage collector may call this in the middle of a call that holds the lock: it must not wait.
-        lock = self._lock()
-        # After an ordinary call of `acquire`, an interrupt could come before `try`, and the lock would stay
-        # locked. No interrupt comes between `map` and the body of the loop.
-        for is_free in map(lock.acquire, (False,)):
-            if is_free:
-                try:
-                    self._catch_up()
-                except Exception as error:
-                    self._fault(error)
-                finally:
-                    lock.release()
+        self._catch_up_if_free()
 
-    def _table(self, namespace: bytes, create: bool = False) -> SharedTable | None:
-        """A namespace's rows; None if it has none, and can have none."""
-        table = self._tables.get(namespace)
-        if table is not None:
-            if table.is_live:
-                return table
-            self._forget(namespace)
-            table = None
-        if len(self._tables) >= _MOST_TABLES:
-            self._let_unused_go(namespace)
-        board = self._job.board
-        if not create and self._absent.get(namespace) == board.changes:
-            return None
-        with self._job.lock():
-            changes, file = board.changes, board.file_of(namespace)
-            if file is not None:
-                region = board.open(file)
-                if region is None:
-                    board.remove_dead()
-                    file = board.file_of(namespace)
-                elif board.hold(file, region, self._job.slot):
-                    table = SharedTable(region, board, file, self._job.lock)
-            if file is None and create:
-                table = SharedTable.create(namespace, board, self._job.slot, self._job.lock)
-        if table is not None:
-            self._tables[namespace] = table
-            self._absent.pop(namespace, None)
-            return table
-        if len(self._absent) >= _MOST_ABSENT:
-            self._absent.clear()
-        self._absent[namespace] = changes
-        return None
+    def _catch_up_if_free(self) -> None:
+        self._lock.if_free(lambda: self._tried(lambda: None))
 
     def _keep(self, keys: Keys, rows: Rows) -> int:
         kept, fits = self._try_to_keep(keys, rows)
-        if not fits and self._make_room(keys.namespace):
+        if not fits and self._tables.make_room(keys.namespace):
             more, fits = self._try_to_keep(keys, rows)
             kept += more
         if not fits:
@@ -285,7 +245,7 @@ class SharedTier(Tier):
         return kept
 
     def _try_to_keep(self, keys: Keys, rows: Rows) -> tuple[int, bool]:
-        table = self._table(keys.namespace, create=True)
+        table = self._tables.find(keys.namespace, create=True)
         if table is None:
             return 0, False
         try:
@@ -294,41 +254,6 @@ class SharedTier(Tier):
             self._job.board.leave_unclaimed(table.file)
             self._told("schema", "rows that other processes cannot read are not shared: %s", str(error))
             return 0, True
-
-    def _make_room(self, namespace: bytes) -> bool:
-        """Have what nobody uses forgotten; whether there is more room now."""
-        board = self._job.board
-        before = board.free
-        self._let_unused_go(namespace)
-        now = time.monotonic()
-        if now - self._last_look > _BETWEEN_LOOKS:
-            self._last_look = now
-            with self._job.lock():
-                board.remove_dead()
-                board.press()
-                self._pressure = board.pressure
-        return board.free > before
-
-    def _let_unused_go(self, namespace: bytes) -> None:
-        if self._in_use is not None:
-            used = {namespace, *self._in_use()}
-            for name in [name for name in self._tables if name not in used]:
-                table = self._tables[name]
-                rows = self._job.board.rows_of(table.file)
-                self._forget(name)
-                if not table.is_live:
-                    self._evictions += rows
-
-    def _forget(self, namespace: bytes) -> None:
-        table = self._tables.pop(namespace, None)
-        if table is not None:
-            with self._job.lock():
-                self._job.board.let_go(table.file, self._job.slot)
-
-    def _forget_dropped(self, namespace: bytes) -> None:
-        table = self._tables.get(namespace)
-        if table is not None and not table.is_live:
-            self._forget(namespace)
 
 
 def _leave(job: Job) -> None:
