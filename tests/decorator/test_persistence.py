@@ -197,7 +197,7 @@ def test_a_second_process_computes_nothing(path, tmp_path):
         script.write_text(SCRIPT)
     first = warm.run(scripts[0], path, tmp_path / "first.pt")
     assert first.err.count("computed 32\n") == 4
-    second = warm.run(scripts[1], path, tmp_path / "second.pt", seed="2", warnings=["error"], whole=True)
+    second = warm.run(scripts[1], path, tmp_path / "second.pt", seed="1", warnings=["error"], whole=True)
     assert second.err == ""
     first, second = json.loads(first.out), json.loads(second.out)
     assert set(map(tuple, first["counts"].values())) == {(0, 32, 0, 0)}

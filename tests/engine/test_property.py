@@ -10,7 +10,7 @@ from tests.helpers.trees import LEAVES, OTHERS, build, nested
 from torchcache2 import torchcache
 
 
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=75)
 @hypothesis.given(
     argument=nested(st.one_of(LEAVES, OTHERS)),
     output=nested(st.one_of(LEAVES, OTHERS)),
@@ -36,7 +36,7 @@ def test_outputs_are_those_of_the_plain_forward(argument, output, batches, optio
         assert function.cache_instance.stats().memory_bytes <= options["max_memory_cache_size"]
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(
     calls=st.lists(
         st.tuples(

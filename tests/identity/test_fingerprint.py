@@ -524,18 +524,16 @@ def test_copies_of_sets_of_modules_are_the_same_thing():
 
 
 @pytest.fixture(scope="module")
-def processes():
-    """What two other processes say of the zoo."""
-    running = [warm.start(pathlib.Path(zoo.__file__), cwd=warm.ROOT, seed=seed) for seed in ("1", "2")]
-    return [json.loads(process.done(timeout=300).out) for process in running]
+def elsewhere():
+    """What another process, with another hash seed, says of the zoo."""
+    return json.loads(warm.run(pathlib.Path(zoo.__file__), cwd=warm.ROOT, seed="1").out)
 
 
-@pytest.mark.parametrize("name", [*zoo.READABLE, "bert"])
-def test_other_processes_agree(name, processes):
+@pytest.mark.parametrize("name", zoo.READABLE)
+def test_another_process_agrees(name, elsewhere):
     torch.default_generator.manual_seed(0)
     module = zoo.decorated(name)
-    here = [module.cache_instance.module_hash, 0]
-    assert [found[name] for found in processes] == [here, here]
+    assert elsewhere[name] == [module.cache_instance.module_hash, 0]
 
 
 @pytest.mark.parametrize("name", zoo.READABLE)
@@ -561,7 +559,7 @@ def test_a_fingerprint_is_stable_and_silent(name, log):
 
 
 @pytest.mark.parametrize("name", zoo.UNREADABLE)
-def test_what_cannot_be_read_is_named_once_and_cached_here(name, log, processes):
+def test_what_cannot_be_read_is_named_once_and_cached_here(name, log, elsewhere):
     module, place = zoo.decorated(name), zoo.UNREADABLE[name][1]
     x = torch.rand(3, 4)
     plain = zoo.build(name)(x)
@@ -574,9 +572,9 @@ def test_what_cannot_be_read_is_named_once_and_cached_here(name, log, processes)
     warned = warnings_in(log)
     assert len(warned) == 1
     assert f"cannot read {place}" in warned[0]
-    elsewhere = [found[name] for found in processes]
-    assert [warnings for _, warnings in elsewhere] == [1, 1]
-    assert len({module.cache_instance.module_hash, *(found for found, _ in elsewhere)}) == 3
+    other, warnings = elsewhere[name]
+    assert warnings == 1
+    assert other != module.cache_instance.module_hash
 
 
 def test_two_unreadable_things_are_apart(log):

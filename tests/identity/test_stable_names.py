@@ -35,7 +35,7 @@ def warnings_of(log):
 def processes(tmp_path_factory):
     """What two processes say, with other hash seeds, folders and histories."""
     running = []
-    for seed, folder, history in (("1", "here", "0"), ("2", "some/where/else", "3")):
+    for seed, folder, history in (("1", "here", "0"), ("random", "some/where/else", "3")):
         place = tmp_path_factory.mktemp("stable") / folder
         place.mkdir(parents=True)
         shutil.copy(stable.__file__, place / "stable.py")

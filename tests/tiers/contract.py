@@ -362,7 +362,7 @@ class TierContract:
             namespace = NAMESPACES[number % 2]
             try:
                 barrier.wait()
-                for _ in range(40):
+                for _ in range(16):
                     names = generator.choice(300, 16, replace=False).tolist()
                     width = 8
                     here = set(found(tier, names, width, namespace))
@@ -379,7 +379,7 @@ class TierContract:
         def drop():
             try:
                 barrier.wait()
-                for _ in range(20):
+                for _ in range(8):
                     put(tier, range(50), 3, NAMESPACES[2])
                     tier.drop(NAMESPACES[2])
                     assert found(tier, range(50), 3, NAMESPACES[2]) == []

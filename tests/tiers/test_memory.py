@@ -118,7 +118,7 @@ class Dict(RuleBasedStateMachine):
 
 
 TestDict = Dict.TestCase
-TestDict.settings = hypothesis.settings(max_examples=40, stateful_step_count=30)
+TestDict.settings = hypothesis.settings(max_examples=25, stateful_step_count=30)
 
 
 def room_for(rows, width=4):

@@ -1,6 +1,6 @@
 """As a script it prints, for each model of the zoo, its namespace before and after a call, as JSON.
 
-It is run under several hash seeds, and as a copy in several folders.
+It is run as a copy in another folder, with another hash seed.
 """
 
 import json
@@ -35,7 +35,7 @@ def loaded(entry):
     return Entry(build, entry.inputs, shared=entry.shared)
 
 
-LOADED = {
+ALL = ENTRIES | {
     "loaded gpt2": loaded(models_transformers.ENTRIES["gpt2"]),
     "loaded bert": loaded(models_transformers.ENTRIES["bert"]),
     "loaded autoencoder": loaded(models_diffusers.ENTRIES["autoencoder"]),
@@ -53,7 +53,7 @@ def main():
     heard = Heard()
     logging.getLogger("torchcache2").handlers = [heard]
     found = {}
-    for name, entry in (ENTRIES | LOADED).items():
+    for name, entry in ALL.items():
         heard.texts.clear()
         try:
             found[name] = {"names": names(entry)}
