@@ -72,10 +72,10 @@ class Board:
     budget : int
         Of all its processes together, in bytes; that of the first one counts.
     rank : int
-        The bit that stands for the rank that this process is; 0: it is none.
+        The bit that stands for the rank that this process is.
     """
 
-    def __init__(self, region: Region | None, name: bytes, lock: int, budget: int, rank: int = 0) -> None:
+    def __init__(self, region: Region | None, name: bytes, lock: int, budget: int, rank: int) -> None:
         is_new = region is None
         self.rank = rank
         self.region = Region.create(_SIZE) if region is None else region
@@ -191,8 +191,7 @@ class Board:
     def strangers(self, file: int) -> list[int]:
         """The files of ranks that never had this one open, and that its ranks never had open."""
         ranks = self._files[:, _RANKS]
-        apart = (ranks != 0) & (ranks & ranks[file] == 0) & (self._files[:, _STATE] == _LIVE)
-        return np.flatnonzero(apart).tolist()
+        return np.flatnonzero((ranks & ranks[file] == 0) & (self._files[:, _STATE] == _LIVE)).tolist()
 
     def warns(self) -> bool:
         """Whether this process is the first one that warns of namespaces; under the lock."""

@@ -84,9 +84,7 @@ class Job:
             raise SharingError("memory can be shared on Linux only, where /proc is mounted")
         self._name, self._budget = name, budget
         self.launch = job_name({**os.environ, _JOB: ""})
-        self.rank, ranks = place()
-        number = int.from_bytes(self.launch[:4], "little") + self.rank
-        self._bit = 1 << number % _RANKS if ranks > 1 else 0
+        self.rank = place().rank
         self._folder = _own_folder() if folder is None else folder
         self._path = os.path.join(self._folder, f"{_machine()}-{name.hex()}")
         try:
@@ -125,7 +123,8 @@ class Job:
                 inode = os.fstat(file.number).st_ino
                 regions = (self._opened(line, inode) for line in self._listed().tolist())
                 region = next(filter(None, regions), None)
-                self.board = Board(region, self._name, inode, self._budget, self._bit)
+                bit = (int.from_bytes(self.launch[:4], "little") + self.rank) % _RANKS
+                self.board = Board(region, self._name, inode, self._budget, 1 << bit)
                 self.lock.progress = self.board.read_progress
                 self._enter()
                 return

@@ -31,7 +31,7 @@ def compare(job: Job, table: SharedTable, namespace: bytes, description: Mapping
     started together: runs of a sweep differ on purpose. All ranks together warn once.
     """
     mine = from_document(namespace.hex(), description)
-    if job.board.rank == 0 or mine is None or job.board.ranks_of(table.file) >= ranks_here():
+    if mine is None or job.board.ranks_of(table.file) >= ranks_here():
         return
     about = {"namespace": namespace.hex(), "launch": job.launch.hex(), "rank": job.rank, **description}
     table.space.tell(zlib.compress(json.dumps(about).encode()))
