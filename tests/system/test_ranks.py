@@ -376,3 +376,138 @@ def test_threads_of_ranks_wait_for_each_other_and_not_for_themselves(job):
 def test_options_that_do_not_go_together(options, text):
     with pytest.raises(OptionError, match=text):
         CacheSettings(**options)
+
+
+DIFFERING = """
+import glob
+from torchcache2.tiers.shared import tier
+
+tier._COMPARED_AFTER = float(os.environ.get("AFTER", -1.0))
+
+
+def meet(name, count):
+    path = f"{os.environ['TORCHCACHE_JOB']}/{name} "
+    while len(glob.glob(path + "*")) < count:
+        time.sleep(0.001)
+    return path
+
+
+def turn(name):
+    \"\"\"Wait for the ranks before this one; it returns what lets the next one go on.\"\"\"
+    path = meet(name, RANK)
+    return lambda: open(path + str(RANK), "w").close()
+
+
+class Net(nn.Module):
+    def __init__(self, weight=1.0, **fields):
+        super().__init__()
+        self.register_buffer("weight", torch.tensor(weight))
+        vars(self).update(fields)
+        self.eval()
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Options:
+    def __init__(self, rank):
+        self.rank = rank
+"""
+
+
+def warned(script, job, classes, **options):
+    """What ranks, one after the other, have warned of modules of some classes."""
+    text = warm.dedented(DIFFERING) + "".join(f"class {name}(Net): pass\n" for name in classes)
+    text += "\n".join(["done = turn('first')", warm.dedented(script), "done()", "meet('first', WORLD)"])
+    found = [rank.done().err.splitlines() for rank in start(text, job, **options)]
+    return sorted(line.partition("WARNING - ")[2] for lines in found for line in lines)
+
+
+def test_one_warning_names_what_makes_ranks_differ(job):
+    classes = ["AsDevice", "AsText", "InDict", "InObject", "OnOneRank"]
+    script = """
+    nets = [
+        AsDevice(device=torch.device("cuda", RANK)),
+        AsText(device=f"cuda:{RANK}"),
+        InDict(options={"name": "a", "rank": RANK}),
+        InObject(options=Options(RANK)),
+        OnOneRank(log=Options(3) if RANK == 0 else None),
+    ]
+    for net in nets:
+        torchcache(probe=False)(net)
+        for batch in ITEMS.split(64):
+            net(batch)
+
+    @torchcache(probe=False)
+    class Argument(nn.Module):
+        def __init__(self, gpu):
+            super().__init__()
+
+        def forward(self, x):
+            return x + SHIFT
+
+    SHIFT = 1.0
+    argument = Argument(RANK)
+    argument(ITEMS)
+
+    @torchcache(probe=False)
+    def function(x):
+        return x + OWN
+
+    OWN = RANK
+    function(ITEMS)
+    """
+    texts = warned(script, job, classes, ranks=3)
+    assert [text.partition(". Use the device")[0] for text in texts] == [
+        f"__main__.{name}: rank 0 and rank 1 find none of each other's rows. What differs: {what}"
+        for name, what in [
+            ("Argument", "constructor argument gpu: 0 → 1"),
+            ("AsDevice", "attribute device: cuda:0 → cuda:1"),
+            ("AsText", "attribute device: 'cuda:0' → 'cuda:1'"),
+            ("InDict", "attribute options changed"),
+            ("InObject", "attribute options changed"),
+            ("OnOneRank", "attribute log changed"),
+            ("function", "global OWN of function function: 0 → 1"),
+        ]
+    ]
+
+
+def test_ranks_that_differ_in_weights_or_for_a_while_are_not_warned_of(job):
+    classes = ["OtherWeights", "Instances", "Off", "Named", "Changed"]
+    script = """
+    def made(kind, options={}, **fields):
+        return torchcache(probe=False, **options)(kind(**fields))
+
+    nets = [
+        made(OtherWeights, weight=float(RANK), stage=RANK),
+        made(Off, {"distributed": "off"}, rank=RANK),
+        made(Named, {"persistent_module_hash": "same"}, rank=RANK),
+        *[made(Instances, layer=layer) for layer in ([3, 6] if RANK == 0 else [6, 3])],
+    ]
+    for net in nets:
+        net(ITEMS[:4])
+    changed = made(Changed)
+    for epoch in range(3 + RANK):
+        changed.epoch = epoch
+        changed(ITEMS[:4])
+    """
+    assert warned(script, job, classes) == []
+
+
+def test_ranks_have_some_seconds_until_they_are_compared(job):
+    script = """
+    net = torchcache(probe=False)(Late(rank=RANK))
+    for batch in ITEMS.split(16):
+        net(batch)
+    """
+    assert warned(script, job, ["Late"], AFTER="10.0") == []
+
+
+def test_runs_of_a_sweep_are_not_warned_of(job):
+    script = "net = torchcache(probe=False, distributed='node')(Run(rate=int(sys.argv[1])))\nnet(ITEMS)"
+    text = PREAMBLE + warm.dedented(DIFFERING) + f"class Run(Net): pass\n{script}\nmeet('end', 1)"
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "TORCHCACHE_JOB": job}
+    runs = [warm.start(text, number, env=alone) for number in range(2)]
+    time.sleep(0.3)
+    open(f"{job}/end 0", "w").close()
+    assert [run.done().err for run in runs] == ["", ""]

@@ -11,11 +11,10 @@ __all__ = ["Place", "has_ranks", "place", "ranks_here"]
 
 
 class Place(NamedTuple):
-    """The number of this process in its job, how many there are, and its number on this machine."""
+    """The number of this process in its job, and how many there are."""
 
     rank: int
     world_size: int
-    local_rank: int
 
 
 def place() -> Place:
@@ -27,7 +26,7 @@ def place() -> Place:
         rank, world_size = _number("RANK", -1), _number("WORLD_SIZE", 1)
     if not 0 <= rank < world_size:  # this process is not of the group, or some variables are set, others not
         rank, world_size = 0, 1
-    return Place(rank, world_size, _number("LOCAL_RANK", rank))
+    return Place(rank, world_size)
 
 
 def has_ranks() -> bool:

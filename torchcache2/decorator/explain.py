@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from torchcache2.files.directory import CacheDirectory
+from torchcache2.identity.differences import at_most, differences, from_document
 from torchcache2.identity.modulewalk import Fingerprint
 from torchcache2.identity.readable import form, readable, split
 
 __all__ = ["CallSeen", "explained"]
-
-_MOST_LINES = 50
-_MOST_ALIKE = 3  # more parts that differ in the same way share a line
-_SOURCES = ("class", "function")
 
 Leaf = tuple[torch.dtype, tuple[int, ...]]
 
@@ -51,7 +48,7 @@ def explained(
         lines = lines or _call_differences(*calls)
         return "\n".join(lines) or "nothing but the items differs between the last two calls"
     if before is not None:
-        lines += _fingerprint_differences(before, now)
+        lines += differences(before, now)
     if lines:
         return "\n".join(lines)
     first = f"namespace {now.namespace.hex()} is the first of {name} in this process"
@@ -62,46 +59,8 @@ def explained(
         return f"{first}, and in {directory.path}"
     if known.namespace == now.namespace:
         return f"{first}; an earlier run has left rows of it in {directory.path}"
-    lines = _fingerprint_differences(known, now)
+    lines = differences(known, now)
     return "\n".join([f"compared with {known.namespace.hex()} in {directory.path}:", *lines])
-
-
-def _fingerprint_differences(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """One line for each part that differs, or for many that differ in the same way; the weights last."""
-    alike: dict[tuple[str, str], list[str]] = {}
-    names = sorted(
-        before.parts.keys() | now.parts.keys(), key=lambda name: (name.startswith("weights "), name)
-    )
-    for name in names:
-        if before.parts.get(name) == now.parts.get(name):
-            continue
-        kind, _, path = name.partition(" ")
-        if kind == "tensor" and f"weights {path}" in names:
-            continue  # the line about its content says so too
-        alike.setdefault((kind, _difference(name, kind, before, now)), []).append(path)
-    lines = []
-    for (kind, text), paths in alike.items():
-        title = "weights:" if kind == "weights" else f"source of {kind}" if kind in _SOURCES else kind
-        shown = paths if len(paths) <= _MOST_ALIKE else paths[:1]
-        lines += [f"{title} {path}".rstrip() + text for path in shown]
-        if len(shown) < len(paths):
-            others = ", ".join(paths[1:_MOST_ALIKE])
-            lines[-1] += f", and {len(paths) - 1:,} more: {others}, …"
-    return _at_most(lines)
-
-
-def _difference(name: str, kind: str, before: Fingerprint, now: Fingerprint) -> str:
-    """The text behind the name of a part that differs."""
-    old, new = before.values.get(name), now.values.get(name)
-    if name not in before.parts:
-        return " is new" + ("" if new is None else f": {new}")
-    if name not in now.parts:
-        return " is gone" + ("" if old is None else f": {old}")
-    if old is not None and new is not None and old != new:
-        if kind == "weights" and old.partition(" ")[2] == new.partition(" ")[2]:  # only the dtype differs
-            old, new = old.partition(" ")[0], new.partition(" ")[0]
-        return f": {old} → {new}"
-    return " has another class or submodules" if kind == "module" else " changed"
 
 
 def _latest_fingerprint(
@@ -117,18 +76,9 @@ def _latest_fingerprint(
         document = directory.fingerprint(one.namespace)
         if one.namespace == namespace.hex() and str(document.get("created")) >= since:
             continue  # this run has written it
-        if document.get("class") == kind and (fingerprint := _from_document(one.namespace, document)):
+        if document.get("class") == kind and (fingerprint := from_document(one.namespace, document)):
             return fingerprint
     return None
-
-
-def _from_document(namespace: str, document: Mapping[str, Any]) -> Fingerprint | None:
-    try:
-        parts = {str(name): bytes.fromhex(text) for name, text in document["parts"].items()}
-        values = {str(name): str(text) for name, text in document.get("values", {}).items()}
-    except (KeyError, AttributeError, TypeError, ValueError):
-        return None  # somebody has edited it
-    return Fingerprint(bytes.fromhex(namespace), parts, values)
 
 
 def _call_differences(before: CallSeen, now: CallSeen) -> list[str]:
@@ -147,7 +97,7 @@ def _call_differences(before: CallSeen, now: CallSeen) -> list[str]:
             texts = [form(*leaf) if leaf else "not given" for leaf in (left, right)]
             padding = ": another padding?" if left and right and _differ_in_length(left, right) else ""
             lines.append(f"items of {path}: {texts[0]} → {texts[1]}{padding}")
-    return _at_most(lines)
+    return at_most(lines)
 
 
 def _differ_in_length(left: Leaf, right: Leaf) -> bool:
@@ -171,8 +121,3 @@ def _shown(named: Mapping[str, bytes], name: str) -> str:
     if name == "modes":
         return data.decode()
     return readable(data) or "another value"
-
-
-def _at_most(lines: list[str]) -> list[str]:
-    left_out = len(lines) - _MOST_LINES
-    return lines if left_out <= 0 else [*lines[:_MOST_LINES], f"… and {left_out:,} more"]

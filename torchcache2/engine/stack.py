@@ -67,8 +67,12 @@ class Users:
         self.described[namespace] = description
 
     def description(self, namespace: bytes) -> Mapping[str, Any]:
-        """What a namespace stands for; empty if it is not remembered."""
-        return self.described.get(namespace, {})
+        """What a namespace stands for; empty if it is neither remembered nor in use."""
+        if namespace in self.described:
+            return self.described[namespace]
+        with self._lock():
+            caches = [cache for cache in list(self._caches) if cache.namespace == namespace]
+        return caches[0].description(namespace) if caches else {}
 
 
 class TierStack:

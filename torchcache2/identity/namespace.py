@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce, listed, logger
 from torchcache2.core.modes import autocast_keeps_weights
-from torchcache2.core.ranks import place
 from torchcache2.core.settings import CacheSettings
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import Attributes
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.mixing import UnsteadyLayer, unsteady
 from torchcache2.identity.modulewalk import Fingerprint, Walk
-from torchcache2.identity.perrank import per_rank
 from torchcache2.identity.readable import readable
 from torchcache2.identity.sharded import ShardedError, sharding
 from torchcache2.identity.tensorwatch import TensorWatch
@@ -206,14 +204,6 @@ class NamespaceKeeper:
         )
         for name in sorted(walk.assigned):
             self._tell(logger.info, f"{name} is assigned by forward and not part of the key")
-        if self._settings.persistent_module_hash is None and (own := per_rank(self._values, place())):
-            listing = ", ".join(f"{name}: {value}" for name, value in own.items())
-            self._tell(
-                logger.warning,
-                f"{listing}: this seems to be another one on each rank, and then no rank finds the rows of "
-                "another. Use the device of the input instead, keep it out of the module, or set "
-                "persistent_module_hash",
-            )
         if walk.unread and self._settings.persistent_module_hash is None:
             names = listed(sorted(set(walk.unread)))
             self._tell(

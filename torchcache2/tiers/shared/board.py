@@ -6,9 +6,9 @@ the job's lock. Three things need no lock: to drop a file and to give a ticket b
 to write a word of the head, where the last one wins.
 
 ==================  =====================================================================================
-head                magic, the job's name, and the words `LOCK` … `PROGRESS`
+head                magic, the job's name, and the words `LOCK` … `WARNED`
 members             the processes: pid, start time
-files               one for each namespace: state, inode, bytes, rows, flags, the namespace
+files               one for each namespace: state, inode, bytes, rows, flags, the namespace, ranks
 holders             who has which file open: file + 1, member, descriptor
 tickets             what claims are held under; see `Tickets`
 ==================  =====================================================================================
@@ -32,9 +32,9 @@ _SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (Tickets.MOST, Tickets.COL
 _SIZE = PAGE + sum(pages(8 * rows * columns) for rows, columns in _SHAPES)
 
 # Words of the head.
-_NAME, _LOCK, _BUDGET, _LONGEST, _FULL, _PRESSURE, _CHANGES, _PROGRESS = 1, 3, 4, 5, 6, 7, 8, 9
+_NAME, _LOCK, _BUDGET, _LONGEST, _FULL, _PRESSURE, _CHANGES, _PROGRESS, _WARNED = 1, 3, 4, 5, 6, 7, 8, 9, 10
 _PID, _START = range(2)
-_STATE, _INODE, _BYTES, _ROWS, _UNCLAIMED, _NAMESPACE = range(6)
+_STATE, _INODE, _BYTES, _ROWS, _UNCLAIMED, _NAMESPACE, _, _RANKS = range(8)
 _FILE, _MEMBER, _DESCRIPTOR = range(3)
 _LIVE, _DEAD = 1, 2
 
@@ -52,10 +52,13 @@ class Board:
         Inode of the file that is locked. Who has locked another one must not write here.
     budget : int
         Of all its processes together, in bytes; that of the first one counts.
+    rank : int
+        The bit that stands for the rank that this process is.
     """
 
-    def __init__(self, region: Region | None, name: bytes, lock: int, budget: int) -> None:
+    def __init__(self, region: Region | None, name: bytes, lock: int, budget: int, rank: int) -> None:
         is_new = region is None
+        self.rank = rank
         self.region = Region.create(_SIZE) if region is None else region
         self._head = self.region.array("<i8", 0, PAGE // 8)
         tables, offset = [], PAGE
@@ -158,7 +161,22 @@ class Board:
             return False
         self._holders[free[0], 1:] = member, region.descriptor
         self._holders[free[0], _FILE] = file + 1
+        self._files[file, _RANKS] |= self.rank
         return True
+
+    def ranks_of(self, file: int) -> int:
+        """How many ranks have ever had a file open."""
+        return int(self._files[file, _RANKS]).bit_count()
+
+    def strangers(self, file: int) -> list[int]:
+        """The files of ranks that never had this one open, and that its ranks never had open."""
+        ranks = self._files[:, _RANKS]
+        return np.flatnonzero((ranks & ranks[file] == 0) & (self._files[:, _STATE] == _LIVE)).tolist()
+
+    def warns(self) -> bool:
+        """Whether this process is the first one that warns of namespaces; under the lock."""
+        before, self._head[_WARNED] = int(self._head[_WARNED]), 1
+        return before == 0
 
     def open(self, file: int) -> Region | None:
         """Open a file through a process that has it open; None if none of them is there any more."""

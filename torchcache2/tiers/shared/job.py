@@ -20,6 +20,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from torchcache2.core.arrays import Array
+from torchcache2.core.ranks import place
 from torchcache2.core.version import __version__
 from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.identity.encoding import digest
@@ -32,6 +33,7 @@ __all__ = ["Job", "job_name"]
 _FOLDER = "torchcache2_ranks_{}"  # in the folder for temporary files
 _JOB, _RENDEZVOUS = "TORCHCACHE_JOB", ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 _MOST_LOOKED_AT = 100  # files of other jobs
+_RANKS = 63  # that are told apart, as bits of a number
 
 
 def job_name(environ: Mapping[str, str], *parts: str) -> bytes:
@@ -73,12 +75,18 @@ class Job:
         The process that has joined: another one, forked from it, has to `rejoin`.
     slot : int
         The number of this process among the members on the board.
+    launch : bytes
+        What the ranks have in common that were started together: the runs of a sweep may be of one job.
+    rank : int
+        The number of this process among these.
     """
 
     def __init__(self, name: bytes, budget: int, folder: str | None = None) -> None:
         if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):
             raise SharingError("memory can be shared on Linux only, where /proc is mounted")
         self._name, self._budget = name, budget
+        self.launch = job_name({**os.environ, _JOB: ""})
+        self.rank = place().rank
         self._folder = _own_folder() if folder is None else folder
         self._path = os.path.join(self._folder, f"{_machine()}-{name.hex()}")
         try:
@@ -117,7 +125,8 @@ class Job:
                 inode = os.fstat(file.number).st_ino
                 regions = (self._opened(line, inode) for line in self._listed().tolist())
                 region = next(filter(None, regions), None)
-                self.board = Board(region, self._name, inode, self._budget)
+                bit = (int.from_bytes(self.launch[:4], "little") + self.rank) % _RANKS
+                self.board = Board(region, self._name, inode, self._budget, 1 << bit)
                 self.lock.progress = self.board.read_progress
                 self._enter()
                 return

@@ -8,6 +8,7 @@ A process that is killed in between leaves bytes that are counted and not used, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -27,6 +28,7 @@ _SHARES = {
     "kinds": 0.25,
     "schemas": 0.5,
     "texts": 1.0,
+    "about": 0.0,
 }
 _DATA = 4.0  # rows begin at a multiple of their size, which wastes at most as much again
 _LEAST = 1 << 20
@@ -92,6 +94,16 @@ class Space:
             twice = max(0, min(now, before + more) - before) if reserved else more
             self.board.charge(self.file, -twice)
         return reserved
+
+    def tell(self, text: bytes) -> None:
+        """Leave a text about the namespace, if there is none yet. It does not count: a full tier takes it."""
+        with self.lock():
+            if len(text) <= _LEAST and self.told()[:1] == b"\0":
+                os.pwrite(self.region.descriptor, text, self._starts["about"])
+
+    def told(self) -> bytes:
+        """The text that somebody has left, and zeros behind it; reading it takes no memory."""
+        return os.pread(self.region.descriptor, _LEAST, self._starts["about"])
 
     def may_be(self, name: str, size: int) -> bool:
         """Whether a range has address space for so many bytes."""

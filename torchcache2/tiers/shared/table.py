@@ -20,6 +20,7 @@ taken back, and a miss.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -52,15 +53,19 @@ class SharedTable:
         Its number on the board.
     corrupt : int
         Rows that differed from their checksums.
+    space : Space
+        Its memory.
+    since : float
+        When this process has opened it, of `time.monotonic`; infinite if it was compared with others since.
     """
 
     def __init__(self, region: Region, board: Board, file: int, lock: Lock) -> None:
         self.region, self.board, self.file = region, board, file
         self.lock = lock
-        self.corrupt = 0
-        self._space = Space(region, board, file, lock)
-        self._index = SharedIndex(self._space)
-        self._chunks = Chunks(self._space)
+        self.corrupt, self.since = 0, time.monotonic()
+        self.space = Space(region, board, file, lock)
+        self._index = SharedIndex(self.space)
+        self._chunks = Chunks(self.space)
         self._checked = np.zeros(0, bool)  # rows that this process has read, or written
 
     @classmethod

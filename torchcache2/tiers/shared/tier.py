@@ -13,11 +13,13 @@ seconds, since its holder was stopped, is a fault, after which this process comp
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
-from typing import TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 from torchcache2.core.gather import with_ordinary_tensors
 from torchcache2.core.keys import Keys
@@ -30,12 +32,14 @@ from torchcache2.tiers.base import Claim, Found, Tier, TierStats
 from torchcache2.tiers.shared.claims import Claims, SharedClaim
 from torchcache2.tiers.shared.job import Job
 from torchcache2.tiers.shared.lock import LockTimeoutError
+from torchcache2.tiers.shared.peers import compare
 from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.tables import Tables
 
 __all__ = ["SharedTier"]
 
 _T = TypeVar("_T")
+_COMPARED_AFTER = 10.0  # seconds that a rank has had a namespace: others had time to have it, too
 _AT_EXIT = 1.0  # seconds to wait for the lock when the process ends
 
 
@@ -50,6 +54,8 @@ class SharedTier(Tier):
         Bytes that the files of all processes never exceed; that of the first process counts.
     in_use : callable, optional
         The namespaces that something alive in this process uses; default: all.
+    description : callable, optional
+        What a namespace stands for, to be compared with what other ranks have.
     folder : str, optional
         Where the processes find each other; default: this user's, among temporary files.
     runtime : Runtime
@@ -71,6 +77,7 @@ class SharedTier(Tier):
         job: bytes,
         budget: int,
         in_use: Callable[[], Collection[bytes]] | None = None,
+        description: Callable[[bytes], Mapping[str, Any]] | None = None,
         *,
         folder: str | None = None,
         runtime: Runtime = CUDA,
@@ -79,6 +86,7 @@ class SharedTier(Tier):
         self._job = Job(job, budget, folder)
         self._leaving = weakref.finalize(self, _leave, self._job)
         self._runtime, self._spills = runtime, spills
+        self._description = description
         self._lock = ProcessLock()
         self._claims = Claims(self._job.slot, self._guarded)
         self._tables = Tables(self._job, in_use)
@@ -248,6 +256,10 @@ class SharedTier(Tier):
         table = self._tables.find(keys.namespace, create=True)
         if table is None:
             return 0, False
+        if self._description is not None and time.monotonic() - table.since > _COMPARED_AFTER:
+            table.since = math.inf
+            with contextlib.suppress(OSError):  # such as too many open files
+                compare(self._job, table, keys.namespace, self._description(keys.namespace))
         try:
             return table.put(keys.words, rows)
         except UnserialisableError as error:

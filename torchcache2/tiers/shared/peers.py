@@ -1,0 +1,62 @@
+"""`compare`: why a rank finds no rows of another, if only what modules keep differs between the two.
+
+Each rank does this once for each namespace, and no rank waits. It leaves what its namespace stands for, and
+reads what others have left before: so of two ranks the later one sees the earlier one's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torchcache2.core.logs import listed, logger
+from torchcache2.core.ranks import ranks_here
+from torchcache2.identity.differences import differences_of_state, from_document
+from torchcache2.tiers.shared.job import Job
+from torchcache2.tiers.shared.space import Space
+from torchcache2.tiers.shared.table import SharedTable
+
+__all__ = ["compare"]
+
+_MOST_READ = 16  # namespaces of others
+
+
+def compare(job: Job, table: SharedTable, namespace: bytes, description: Mapping[str, Any]) -> None:
+    """Warn if another rank computes the same as this one, but for what its module keeps.
+
+    That is so if no rank has ever had both namespaces, if code and weights are equal, and if both ranks were
+    started together: runs of a sweep differ on purpose. All ranks together warn once.
+    """
+    mine = from_document(namespace.hex(), description)
+    if mine is None or job.board.ranks_of(table.file) >= ranks_here():
+        return
+    about = {"namespace": namespace.hex(), "launch": job.launch.hex(), "rank": job.rank, **description}
+    table.space.tell(zlib.compress(json.dumps(about).encode()))
+    for document in _of_others(job, table):
+        other = from_document(document["namespace"], document)
+        if other is None or document["launch"] != about["launch"]:
+            continue
+        lines = differences_of_state(other, mine)
+        with job.lock():
+            warns = bool(lines) and job.board.warns()
+        if warns:
+            logger.warning(
+                "%s: rank %d and rank %d find none of each other's rows. What differs: %s. Use the device of "
+                "the input instead, keep such values out of the module, or set persistent_module_hash. If "
+                "the ranks are meant to differ, nothing is wrong",
+                *(about["class"], document["rank"], about["rank"], listed(lines)),
+            )
+            return
+
+
+def _of_others(job: Job, table: SharedTable) -> Iterator[dict[str, Any]]:
+    """What others have left about the namespaces that no rank has had together with this one."""
+    with job.lock():
+        regions = [job.board.open(file) for file in job.board.strangers(table.file)[:_MOST_READ]]
+    for region in filter(None, regions):
+        text = zlib.decompressobj()
+        with contextlib.suppress(ValueError, zlib.error):  # nothing was left, or it is being written
+            yield json.loads(text.decompress(Space(region, job.board, -1, job.lock).told()))
