@@ -524,8 +524,9 @@ ACTS = ["put", "get", "get what another one has sealed", "flush", "drop", "stats
 
 @pytest.mark.parametrize("act", ACTS)
 def test_an_interrupt_at_any_point_leaves_neither_a_lock_nor_a_wrong_row(act, tmp_path):
-    process = warm.run(INTERRUPTED_EVERYWHERE, act, 1 if SOAK else 7, env={"TMPDIR": str(tmp_path)})
-    assert int(process.out) >= 10
+    step = 1 if SOAK else 7
+    process = warm.run(INTERRUPTED_EVERYWHERE, act, step, env={"TMPDIR": str(tmp_path)})
+    assert int(process.out) * step >= 28
 
 
 # Forks
