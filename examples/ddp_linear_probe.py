@@ -143,6 +143,7 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     train(options)
+    dist.barrier()  # or torch before 2.8 may hang below, if a thread of its group still frees tensors
     dist.destroy_process_group()  # when no model is left that uses it
 
 
