@@ -117,7 +117,7 @@ def token_states():
     transformers_logging.disable_progress_bar()
     example = load_example()
     model, tokenized = example.load_model(example.model_folder(), 48)
-    batch = tokenized(example.make_corpus(420))
+    batch = tokenized(example.make_corpus(Path(statistics.__file__).parent, 420))
     states = model.eval()(**batch).last_hidden_state[batch["attention_mask"].bool()]
     assert states.nbytes >= 8 << 20  # as bfloat16 half of it
     return states
