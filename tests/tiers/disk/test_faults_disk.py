@@ -108,7 +108,7 @@ def cases(calls):
     for number in range(calls):
         for code in CODES if SOAK else [CODES[number % len(CODES)]]:
             yield number, number + 1, code
-        for code in CODES if SOAK else [CODES[number // 3 % len(CODES)]] * (number % 3 == 0):
+        for code in CODES if SOAK else [CODES[number // 5 % len(CODES)]] * (number % 5 == 0):
             yield number, None, code
 
 
