@@ -136,9 +136,8 @@ class TierStack:
                 if self._last_drop(keys.namespace) == before:
                     _offer(tiers[:depth], asked.take(positions), rows)
                 parts.append((wanted[positions], rows))
-            if (
-                self._last_drop(keys.namespace) != before
-            ):  # rows that were dropped meanwhile may have been offered
+            if self._last_drop(keys.namespace) != before:
+                # Rows that were dropped meanwhile may have been offered.
                 for faster in tiers[:depth]:
                     faster.drop(keys.namespace)
         return Found(_merged(parts))
