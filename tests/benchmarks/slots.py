@@ -1,7 +1,7 @@
 """`SharedCache` beside stocaching, and beside indexing a tensor that torch shares.
 
-stocaching pins numpy below 2, but works with 2: ``pip install --no-deps stocaching==0.2.1``. It is left out if
-it is not installed.
+stocaching pins numpy below 2, but works with 2: ``pip install --no-deps stocaching==0.2.1``. It is left out
+if it is not installed.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from tests.benchmarks.report import at_least, duration
+from tests.benchmarks.report import at_least, per_item
 from tests.benchmarks.timing import interleave, progress, ratio
 from torchcache2 import SharedCache
 
@@ -40,20 +40,18 @@ def run(report):
         }.items():
             times = interleave(calls, rounds=ROUNDS)
             for name, found in times.items():
-                rows.append(
-                    (what, f"{shape}", name, duration(found.median / CALLS), duration(found.p90 / CALLS))
-                    + (f"{found.median / times[OURS].median:.2f}×",)
-                )
+                medians = per_item(found.median, CALLS), per_item(found.p90, CALLS)
+                over = f"{found.median / times[OURS].median:.2f}×"
+                rows.append((what, f"{shape}", name, *medians, over))
             if peer is not None:
                 over, cold = ratio(times[STOCACHING], times[OURS])
                 if what == "get_slot":
-                    targets.append(at_least(f"get_slot of {shape}: speed over stocaching's", over, 1, cold=cold))
+                    targets.append(at_least(f"get_slot of {shape}: speed over its", over, 1, cold=cold))
         for cache in caches.values():
             assert torch.equal(cache.array, values)
     report.table(
-        f"Slots of uint8, {CALLS:,} calls in random order over {SLOTS} slots; all slots are set, and `set_slot` "
-        "overwrites",
-        ("", "sample", "", "median", "P90", "over torchcache2"),
+        f"{CALLS:,} calls in random order over {SLOTS} slots of uint8 that are set: `set_slot` overwrites",
+        ("", "sample", "", "µs, median", "µs, P90", "over torchcache2"),
         rows,
     )
     if targets:

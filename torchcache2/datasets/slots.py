@@ -6,9 +6,9 @@ The memory is a file without a name, which the system frees when the last proces
 it ends: first the rows, then one byte of state for each sample. A process that is forked has the mapping. Any
 other one gets a handle by pickle, which names the process that pickled it: there it opens the file.
 
-**Why readers need no lock.** A row is written first, and its state is set to `_SET` when the row is whole. The
-state is one byte, which is read whole. So a reader finds no row, or all of it, and a writer that is killed
-leaves an empty slot. x86 keeps the order of writes and of reads. On other processors, both sides make and
+**Why readers need no lock.** A row is written first, and its state is set when the row is whole. The state is
+one byte, which is read whole. So a reader finds no row, or all of it, and a writer that is killed leaves an
+empty slot. x86 keeps the order of writes and of reads. On other processors, both sides make and
 free a tensor between the state and the row, and torch's atomic counters, which acquire and release, keep it.
 A row that is overwritten is empty meanwhile. Those who have looked at its state before see both rows mixed.
 """
@@ -36,6 +36,10 @@ __all__ = ["SharedCache", "get_shm_size"]
 _GIB = 1 << 30
 _EMPTY, _SET, _OUTSIDE = 0, 1, 2  # states of a slot; the last one: in the dataset, but not in the cache
 _BITS = {"8-bit": torch.uint8, "16-bit": torch.uint16, "32-bit": torch.uint32, "64-bit": torch.uint64}
+_OF_NUMPY = (
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
 _STEP = 1 << 28  # bytes that are reserved at once: a signal in between does not start it all over
 
 
@@ -67,9 +71,8 @@ class SharedCache:
 
     Notes
     -----
-    `get_slot` returns a view, as there: who edits it edits the cache. Slots of the process that made the cache
-    are the same memory in all others. A pickle holds no data: it finds the memory while the process that
-    pickled it has the cache.
+    `get_slot` returns a view, as there: who edits it edits the cache. A pickle holds no data: it finds the
+    memory while the process that pickled it has the cache.
 
     Two processes that set one slot at the same time have to set it to the same value, and nobody may set one
     during `clear`: rows may be mixed else.
@@ -127,15 +130,15 @@ class SharedCache:
         self._cached = self._dataset_len if fit else int(left // row_bytes)
         size = self._cached * row_bytes + self._dataset_len
         logger.info(
-            "SharedCache: %d of %d samples fit in %s GiB and take %s of shared memory",
+            "SharedCache: %d of %d samples fit in %.4g GiB and take %s of shared memory",
             *(self._cached, self._dataset_len, size_limit_gib, size_text(size)),
         )
         self._map(_reserved(max(1, size)))
         self._states[self._cached :] = _OUTSIDE
 
     def _map(self, region: Region) -> None:
-        # No tensor of the whole memory is kept: if a tensor is sent through a queue, torch moves its storage to
-        # other memory, and all tensors that share the storage with it. Each that is given away has its own.
+        # No tensor of the whole memory is kept: if a tensor is sent through a queue, torch moves its storage
+        # to other memory, and all tensors that share it. Each tensor that is given away has a storage alone.
         self._region = region
         kind, row_items = _numpy_name(self._dtype), math.prod(self._dims)
         self._rows = region.array(kind, 0, self._cached * row_items).reshape(self._cached, *self._dims)
@@ -154,8 +157,8 @@ class SharedCache:
         region = Region.open(pid, descriptor, inode) if is_alive(pid, start) else None
         if region is None:
             raise RuntimeError(
-                f"the memory of a SharedCache is not to be found in process {pid}, which has pickled it: that "
-                "process, of the same user and machine, has to keep it until all others have started; and a "
+                f"the memory of a SharedCache cannot be found in /proc/{pid}: the process that pickled "
+                "it, of the same user and machine, has to keep it until all others have started; and a "
                 "SharedCache cannot be saved to a file"
             )
         self.__dict__.update(state)
@@ -290,8 +293,8 @@ class SharedCache:
             raise TypeError(f"a slot holds a tensor, not {type(value).__name__}: use torch.as_tensor")
         if value.shape != self._dims or value.dtype != self._dtype:
             raise RuntimeError(
-                f"a value of shape {tuple(value.shape)} and {value.dtype} for slots of shape {self._dims} and "
-                f"{self._dtype}: use .expand or .to if it is to be broadcast or converted"
+                f"a value of shape {tuple(value.shape)} and {value.dtype} for slots of shape {self._dims} "
+                f"and {self._dtype}: use .expand or .to if it is to be broadcast or converted"
             )
 
 
@@ -325,25 +328,24 @@ def _reserved(size: int) -> Region:
             reason = f" ({error})"
     available = "an unknown number" if free is None else f"{free:,}"
     raise MemoryError(
-        f"a SharedCache of {size:,} bytes does not fit in memory, of which {available} are available{reason}: "
-        "use a smaller size_limit_gib, which caches fewer samples, or free memory"
+        f"a SharedCache of {size:,} bytes does not fit in memory, of which {available} are available{reason}"
+        ": use a smaller size_limit_gib, which caches fewer samples, or free memory"
     )
 
 
 def _checked_dtype(dtype: torch.dtype | str) -> torch.dtype:
     found = _BITS.get(dtype) if isinstance(dtype, str) else dtype
     try:
-        if isinstance(found, torch.dtype):
-            torch.zeros(1, dtype=torch.uint8, device="cpu").expand(found.itemsize).clone().view(found)
+        if isinstance(found, torch.dtype) and not str(found).startswith("torch.q"):  # those are quantized
+            one, other = (torch.from_numpy(np.zeros(1, _numpy_name(found))).view(found) for _ in range(2))
+            one.copy_(other)
             return found
-    except RuntimeError:  # such as quantized ones
+    except RuntimeError:  # torch cannot copy it
         pass
     raise OptionError(f"dtype={dtype!r}: expected a dtype of plain tensors, or one of {', '.join(_BITS)}")
 
 
 def _numpy_name(dtype: torch.dtype) -> str:
-    """numpy's name of a dtype, or of ints of the same size if it has no such type."""
-    try:
-        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype.str
-    except TypeError:
-        return f"i{dtype.itemsize}"
+    """What numpy calls a dtype, or ints of the same size if it has no such type."""
+    name = str(dtype).removeprefix("torch.")
+    return name if name in _OF_NUMPY else f"i{dtype.itemsize}"
