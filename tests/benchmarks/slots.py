@@ -46,7 +46,7 @@ def run(report):
             if peer is not None:
                 over, cold = ratio(times[STOCACHING], times[OURS])
                 if what == "get_slot":
-                    targets.append(at_least(f"get_slot of {shape}: speed over its", over, 1, cold=cold))
+                    targets.append(at_least(f"get_slot of {shape}: over stocaching", over, 1, cold=cold))
         for cache in caches.values():
             assert torch.equal(cache.array, values)
     report.table(

@@ -74,8 +74,8 @@ class SharedCache:
     `get_slot` returns a view, as there: who edits it edits the cache. A pickle holds no data: it finds the
     memory while the process that pickled it has the cache.
 
-    Two processes that set one slot at the same time have to set it to the same value, and nobody may set one
-    during `clear`: rows may be mixed else.
+    Two processes that set one slot at the same time have to set it to the same value, and nobody may set a
+    slot during `clear`: otherwise the row may be a mixture.
 
     Examples
     --------
