@@ -29,6 +29,7 @@ check test: $(VENV)/test
 	wait $$types && exit $$tests  # types are checked while pytest collects
 
 bench: $(VENV)/bench
+	-$(VENV)/bin/pip install --quiet --no-deps stocaching==0.2.1  # it pins numpy<2, and works with 2
 	$(RUN) -m tests.benchmarks --markdown docs/performance_tables.md --plot docs/sizes.png
 	$(RUN) -m pytest tests/benchmarks/test_faults.py
 

@@ -18,6 +18,7 @@ if _typing.TYPE_CHECKING:
     )
     from torchcache2.core.keys import Keys
     from torchcache2.core.settings import CacheSettings
+    from torchcache2.datasets.slots import SharedCache, get_shm_size
     from torchcache2.decorator.progress import WarmupStats
     from torchcache2.decorator.torchcache import torchcache
     from torchcache2.engine.cache import Cache
@@ -33,10 +34,12 @@ __all__ = [
     "NotCachedError",
     "OptionError",
     "OutputError",
+    "SharedCache",
     "TorchcacheError",
     "UnhashableArgumentError",
     "WarmupStats",
     "__version__",
+    "get_shm_size",
     "set_logger_config",
     "torchcache",
 ]
@@ -48,7 +51,9 @@ _FILES = {
     "CacheSettings": "core.settings",
     "CacheStats": "engine.stats",
     "Keys": "core.keys",
+    "SharedCache": "datasets.slots",
     "WarmupStats": "decorator.progress",
+    "get_shm_size": "datasets.slots",
     "torchcache": "decorator.torchcache",
 }
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from tests.benchmarks import codecs, compiled, costs, disk, hits, losing, ranks, sizes, verify
+from tests.benchmarks import codecs, compiled, costs, disk, hits, losing, ranks, sizes, slots, verify
 from tests.benchmarks.report import Report, command, machine
 
 SECTIONS = {
@@ -18,6 +18,7 @@ SECTIONS = {
     "codecs": codecs.run,
     "disk": disk.run,
     "ranks": ranks.run,
+    "slots": slots.run,
 }
 
 

@@ -60,7 +60,12 @@ def free_memory(device: torch.device) -> int | None:
             limit = file.read().strip()
         if limit != "max":
             with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
-                free.append(max(0, int(limit) - int(file.read())))
+                used = int(file.read())
+            with open("/sys/fs/cgroup/memory.stat", encoding="ascii") as file:
+                counts = {name: int(count) for name, count in map(str.split, file)}
+            # Pages of files that were read count as used, and go when memory is needed.
+            used -= counts["active_file"] + counts["inactive_file"]
+            free.append(max(0, int(limit) - used))
     except (OSError, KeyError, ValueError):
         pass
     return min(free) if free else None

@@ -1,0 +1,1 @@
+"""Datasets: what their samples are kept in."""
