@@ -18,7 +18,8 @@ if _typing.TYPE_CHECKING:
     )
     from torchcache2.core.keys import Keys
     from torchcache2.core.settings import CacheSettings
-    from torchcache2.datasets.slots import SharedCache, get_shm_size
+    from torchcache2.datasets.reserve import get_shm_size
+    from torchcache2.datasets.slots import SharedCache
     from torchcache2.decorator.progress import WarmupStats
     from torchcache2.decorator.torchcache import torchcache
     from torchcache2.engine.cache import Cache
@@ -53,7 +54,7 @@ _FILES = {
     "Keys": "core.keys",
     "SharedCache": "datasets.slots",
     "WarmupStats": "decorator.progress",
-    "get_shm_size": "datasets.slots",
+    "get_shm_size": "datasets.reserve",
     "torchcache": "decorator.torchcache",
 }
 

@@ -15,7 +15,7 @@ import torch
 
 from tests.helpers import warm
 from torchcache2 import OptionError, SharedCache, get_shm_size
-from torchcache2.datasets import slots
+from torchcache2.datasets import reserve as reserve_module
 
 GIB = 1 << 30
 DIMS = (3, 8, 8)
@@ -379,9 +379,9 @@ def test_memory_that_is_not_there_when_it_is_reserved_is_an_error(monkeypatch):
             raise OSError(28, "No space left on device")
 
     reserved = []
-    monkeypatch.setattr(slots.Region, "reserve", reserve)
-    monkeypatch.setattr(slots, "_STEP", 1 << 20)
-    monkeypatch.setattr(slots, "free_memory", lambda device: None)
+    monkeypatch.setattr(reserve_module.Region, "reserve", reserve)
+    monkeypatch.setattr(reserve_module, "_STEP", 1 << 20)
+    monkeypatch.setattr(reserve_module, "free_memory", lambda device: None)
     with pytest.raises(MemoryError, match=r"an unknown number are available \(\[Errno 28\]"):
         SharedCache(1, 10, (1 << 20,))
     assert reserved == [(n << 20, 1 << 20) for n in range(3)]

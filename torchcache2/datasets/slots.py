@@ -28,19 +28,15 @@ from torch import Tensor
 from torchcache2.core.arrays import Array
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import logger
-from torchcache2.core.sizes import free_memory, size_text
+from torchcache2.core.sizes import size_text
+from torchcache2.datasets.dtypes import checked_dtype, numpy_name
+from torchcache2.datasets.reserve import reserved
 from torchcache2.tiers.shared.region import Region, is_alive, start_time
 
-__all__ = ["SharedCache", "get_shm_size"]
+__all__ = ["SharedCache"]
 
 _GIB = 1 << 30
 _EMPTY, _SET, _OUTSIDE = 0, 1, 2  # states of a slot; the last one: in the dataset, but not in the cache
-_BITS = {"8-bit": torch.uint8, "16-bit": torch.uint16, "32-bit": torch.uint32, "64-bit": torch.uint64}
-_OF_NUMPY = (
-    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
-    *("float16", "float32", "float64", "complex64", "complex128"),
-)
-_STEP = 1 << 28  # bytes that are reserved at once: a signal in between does not start it all over
 
 
 class SharedCache:
@@ -118,7 +114,7 @@ class SharedCache:
         dtype: torch.dtype | str = torch.uint8,
     ) -> None:
         self._dims, self._dataset_len = tuple(map(operator.index, data_dims)), operator.index(dataset_len)
-        self._dtype = _checked_dtype(dtype)
+        self._dtype = checked_dtype(dtype)
         if not size_limit_gib >= 0 or self._dataset_len < 0 or min(self._dims, default=0) < 0:
             raise OptionError(
                 f"size_limit_gib={size_limit_gib!r}, dataset_len={dataset_len!r}, data_dims={self._dims}: "
@@ -133,14 +129,14 @@ class SharedCache:
             "SharedCache: %d of %d samples fit in %.4g GiB and take %s of shared memory",
             *(self._cached, self._dataset_len, size_limit_gib, size_text(size)),
         )
-        self._map(_reserved(max(1, size)))
+        self._map(reserved(max(1, size)))
         self._states[self._cached :] = _OUTSIDE
 
     def _map(self, region: Region) -> None:
         # No tensor of the whole memory is kept: if a tensor is sent through a queue, torch moves its storage
         # to other memory, and all tensors that share it. Each tensor that is given away has a storage alone.
         self._region = region
-        kind, row_items = _numpy_name(self._dtype), math.prod(self._dims)
+        kind, row_items = numpy_name(self._dtype), math.prod(self._dims)
         self._rows = region.array(kind, 0, self._cached * row_items).reshape(self._cached, *self._dims)
         self._states = region.array("u1", self._cached * row_items * self._dtype.itemsize, self._dataset_len)
         self._state = self._states.data  # a number of it is read several times as fast as of an array
@@ -296,56 +292,3 @@ class SharedCache:
                 f"a value of shape {tuple(value.shape)} and {value.dtype} for slots of shape {self._dims} "
                 f"and {self._dtype}: use .expand or .to if it is to be broadcast or converted"
             )
-
-
-def get_shm_size() -> int:
-    """The size of ``/dev/shm`` in whole GiB.
-
-    `SharedCache` takes no memory from there, so that its size limit is not bounded by it.
-    """
-    status = os.statvfs("/dev/shm")
-    return status.f_frsize * status.f_blocks // _GIB
-
-
-get_shm_size.__module__ = "torchcache2"  # the path that pickles name, wherever this file is
-
-
-def _reserved(size: int) -> Region:
-    """A file in memory, all of whose pages are there."""
-    if not hasattr(os, "memfd_create"):
-        raise NotImplementedError(
-            "SharedCache shares memory on Linux only; elsewhere use torch.zeros(...).share_memory_()"
-        )
-    free = free_memory(torch.device("cpu"))
-    reason = ""
-    if free is None or size <= free:
-        try:
-            region = Region.create(size)
-            for start in range(0, size, _STEP):
-                region.reserve(start, min(_STEP, size - start))
-            return region
-        except OSError as error:
-            reason = f" ({error})"
-    available = "an unknown number" if free is None else f"{free:,}"
-    raise MemoryError(
-        f"a SharedCache of {size:,} bytes does not fit in memory, of which {available} are available{reason}"
-        ": use a smaller size_limit_gib, which caches fewer samples, or free memory"
-    )
-
-
-def _checked_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    found = _BITS.get(dtype) if isinstance(dtype, str) else dtype
-    try:
-        if isinstance(found, torch.dtype) and not str(found).startswith("torch.q"):  # those are quantized
-            one, other = (torch.from_numpy(np.zeros(1, _numpy_name(found))).view(found) for _ in range(2))
-            one.copy_(other)
-            return found
-    except RuntimeError:  # torch cannot copy it
-        pass
-    raise OptionError(f"dtype={dtype!r}: expected a dtype of plain tensors, or one of {', '.join(_BITS)}")
-
-
-def _numpy_name(dtype: torch.dtype) -> str:
-    """What numpy calls a dtype, or ints of the same size if it has no such type."""
-    name = str(dtype).removeprefix("torch.")
-    return name if name in _OF_NUMPY else f"i{dtype.itemsize}"
