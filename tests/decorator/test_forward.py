@@ -715,3 +715,15 @@ def test_a_random_forward_beside_another_thread_is_never_cached(idle_thread, see
         assert torch.equal(output, right)
     assert states() == after
     assert cached_noisy.cache_instance.stats().hits == 0
+
+
+def test_a_batch_of_one_number_that_a_slice_with_steps_has_left(path, log):
+    column = torch.arange(8.0).view(2, 4)[:, 1]
+    function = torchcache(persistent_cache_dir=path)(lambda x: torch.stack([x * 2, x], 1)[:, 0])
+    assert column[:1].stride() == (4,)  # as it is when a batch of one number is cut from a column
+    for part in (column[:1], column[1:], column, column[:1].clone()):
+        assert torch.equal(function(part), part * 2)
+    function.cache_instance.flush()
+    stats = function.cache_instance.stats()
+    assert (stats.hits, stats.misses, stats.faults) == (3, 2, 0)
+    assert [record.getMessage() for record in log if record.levelname == "WARNING"] == []

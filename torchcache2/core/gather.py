@@ -126,7 +126,10 @@ def as_bytes(column: Tensor) -> Tensor:
     """A column as uint8 ``(n, bytes)``; shares memory if it is contiguous."""
     count = column.shape[0]
     size = column.numel() // count * column.element_size() if count else 0
-    return column.contiguous().view(-1).view(torch.uint8).view(count, size)
+    flat = column.contiguous().view(-1)
+    if flat.stride(0) != 1:  # a single number, which a slice with steps has left
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8).view(count, size)
 
 
 def moved(column: Tensor, source: int, target: int) -> Tensor:

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_digest
 
+from torchcache2.core.gather import as_bytes
+
 __all__ = [
     "CONTAINERS",
     "Encoder",
@@ -94,13 +96,7 @@ def item_bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
     Shares memory with the tensor where that is contiguous and on the CPU.
     """
-    tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    items = tensor.shape[0]
-    size = tensor.numel() // items * tensor.element_size() if items else 0
-    if size == 0:
-        return np.empty((items, 0), np.uint8)
-    flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.view(-1).view(torch.uint8).numpy()
-    return flat.reshape(items, size)
+    return as_bytes(tensor.detach().resolve_conj().resolve_neg().cpu()).numpy()
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
