@@ -169,9 +169,10 @@ class Board:
         return int(self._files[file, _RANKS]).bit_count()
 
     def strangers(self, file: int) -> list[int]:
-        """The files of ranks that never had this one open, and that its ranks never had open."""
+        """The files of ranks that never had any file in common with the ranks of this one."""
         ranks = self._files[:, _RANKS]
-        return np.flatnonzero((ranks & ranks[file] == 0) & (self._files[:, _STATE] == _LIVE)).tolist()
+        met = np.bitwise_or.reduce(ranks[ranks & ranks[file] != 0])
+        return np.flatnonzero((ranks & met == 0) & (self._files[:, _STATE] == _LIVE)).tolist()
 
     def warns(self) -> bool:
         """Whether this process is the first one that warns of namespaces; under the lock."""
