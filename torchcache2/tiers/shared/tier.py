@@ -40,9 +40,10 @@ __all__ = ["SharedTier"]
 
 _T = TypeVar("_T")
 _COMPARED_AFTER = 10.0  # seconds that a rank has had a namespace: others had time to have it, too
-# Seconds to wait for the lock at the end: if the garbage collector closes a tier, this thread may have the
-# lock through another tier of the job.
-_AT_EXIT = 0.5
+_AT_EXIT = 1.0  # seconds to wait for the lock when the process ends
+# The same when a tier is closed: if the garbage collector closes many, this thread may have the lock already,
+# through another tier of the job, and all ranks wait for it.
+_AT_CLOSE = 0.01
 
 
 class SharedTier(Tier):
@@ -219,6 +220,7 @@ class SharedTier(Tier):
         if self._closed:
             self._asked.clear()
             self._tables.clear()
+            self._job.lock.patience = min(self._job.lock.patience, _AT_CLOSE)
             self._leaving()
             return
         if os.getpid() != self._job.pid and not self._is_off:
