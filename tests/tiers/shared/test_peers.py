@@ -98,6 +98,14 @@ def test_ranks_that_have_met_are_not_compared(rank, log):
     assert warnings_of(log) == []
 
 
+def test_ranks_that_share_some_rows_may_differ_elsewhere(rank, log):
+    for number, own in enumerate(NAMESPACES[1:]):  # such as an evaluation that each rank does a part of
+        tier = rank(number, SAME | {"attribute part": str(number)})
+        put(tier, range(3))
+        put(tier, range(3), namespace=own)
+    assert warnings_of(log) == []
+
+
 @pytest.mark.parametrize(
     "other", [{"MASTER_PORT": 2}, {"RANK": 0, "WORLD_SIZE": 1}, {"TORCHELASTIC_RUN_ID": "another run"}]
 )

@@ -474,3 +474,17 @@ TestDict.settings = settings(
     deadline=None,
     derandomize=not SOAK,
 )
+
+
+def test_a_tier_that_is_closed_in_the_middle_of_what_another_one_does_leaves_nothing(join):
+    first, second = join(), join()
+    put(first, range(3))
+    put(second, range(3), namespace=NAMESPACES[1])
+    board = first._job.board
+    size, began = board.bytes, time.monotonic()
+    with first._job.lock():  # the garbage collector may close the second one here
+        second.close()
+    assert time.monotonic() - began < 0.3
+    assert join()._job.slot == 1  # who joins frees what is left
+    assert board.bytes == size // 2
+    assert len(found(first, range(3))) == 3

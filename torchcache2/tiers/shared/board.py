@@ -2,8 +2,8 @@
 
 Every table is of 64-bit numbers, and a row of it counts only when one number says so, which is written
 last, and taken back first: whatever a killed process leaves unfinished does not count. Rows are written under
-the job's lock. Three things need no lock: to drop a file and to give a ticket back, as each is one write, and
-to write a word of the head, where the last one wins.
+the job's lock. Four things need no lock: to drop a file, to give a ticket back, and to strike oneself out, as
+nobody else writes there, and to write a word of the head, where the last one wins.
 
 ==================  =====================================================================================
 head                magic, the job's name, and the words `LOCK` … `WARNED`
@@ -107,12 +107,19 @@ class Board:
     def leave(self, member: int) -> None:
         """Strike out a process that takes part no more, or is dead, and what it had open, and its claims."""
         self.tickets.give_back_all(member)
+        for file in self.strike_out(member):
+            self._free_if_unheld(file)
+
+    def strike_out(self, member: int) -> set[int]:
+        """Strike out a process, and what it had open; the files that it had.
+
+        A process may do this to itself without the lock: `remove_dead` then frees the files.
+        """
         mine = (self._holders[:, _FILE] != 0) & (self._holders[:, _MEMBER] == member)
-        files = self._holders[mine, _FILE] - 1
+        files = set((self._holders[mine, _FILE] - 1).tolist())
         self._holders[mine, _FILE] = 0
         self._members[member, _PID] = 0
-        for file in set(files.tolist()):
-            self._free_if_unheld(file)
+        return files
 
     def remove_dead(self) -> None:
         """Strike out the processes that have ended without leaving."""
@@ -169,9 +176,10 @@ class Board:
         return int(self._files[file, _RANKS]).bit_count()
 
     def strangers(self, file: int) -> list[int]:
-        """The files of ranks that never had this one open, and that its ranks never had open."""
+        """The files of ranks that never had any file in common with the ranks of this one."""
         ranks = self._files[:, _RANKS]
-        return np.flatnonzero((ranks & ranks[file] == 0) & (self._files[:, _STATE] == _LIVE)).tolist()
+        met = np.bitwise_or.reduce(ranks[ranks & ranks[file] != 0])
+        return np.flatnonzero((ranks & met == 0) & (self._files[:, _STATE] == _LIVE)).tolist()
 
     def warns(self) -> bool:
         """Whether this process is the first one that warns of namespaces; under the lock."""

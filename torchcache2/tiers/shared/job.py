@@ -102,7 +102,9 @@ class Job:
 
     def leave(self) -> None:
         """Take part no more; the last one deletes the file."""
-        if os.getpid() == self.pid:
+        if os.getpid() != self.pid:
+            return
+        try:
             with self.lock():
                 self.board.leave(self.slot)
                 others = self._listed()
@@ -111,6 +113,8 @@ class Job:
                     self._write(others)
                 else:
                     os.unlink(self._path)
+        except LockTimeoutError:  # others free what it had, and what the file says of it is found to be old
+            self.board.strike_out(self.slot)
 
     def _join(self) -> None:
         self._remove_leftovers()

@@ -27,8 +27,8 @@ _MOST_READ = 16  # namespaces of others
 def compare(job: Job, table: SharedTable, namespace: bytes, description: Mapping[str, Any]) -> None:
     """Warn if another rank computes the same as this one, but for what its module keeps.
 
-    That is so if no rank has ever had both namespaces, if code and weights are equal, and if both ranks were
-    started together: runs of a sweep differ on purpose. All ranks together warn once.
+    That is so if the two ranks have never had a namespace in common, if code and weights are equal, and if
+    both were started together: runs of a sweep differ on purpose. All ranks together warn once.
     """
     mine = from_document(namespace.hex(), description)
     if mine is None or job.board.ranks_of(table.file) >= ranks_here():
@@ -53,7 +53,7 @@ def compare(job: Job, table: SharedTable, namespace: bytes, description: Mapping
 
 
 def _of_others(job: Job, table: SharedTable) -> Iterator[dict[str, Any]]:
-    """What others have left about the namespaces that no rank has had together with this one."""
+    """What others have left that never had a namespace in common with the ranks of this one."""
     with job.lock():
         regions = [job.board.open(file) for file in job.board.strangers(table.file)[:_MOST_READ]]
     for region in filter(None, regions):

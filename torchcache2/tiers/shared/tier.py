@@ -41,6 +41,9 @@ __all__ = ["SharedTier"]
 _T = TypeVar("_T")
 _COMPARED_AFTER = 10.0  # seconds that a rank has had a namespace: others had time to have it, too
 _AT_EXIT = 1.0  # seconds to wait for the lock when the process ends
+# The same when a tier is closed: if the garbage collector closes many, this thread may have the lock already,
+# through another tier of the job, and all ranks wait for it.
+_AT_CLOSE = 0.01
 
 
 class SharedTier(Tier):
@@ -217,6 +220,7 @@ class SharedTier(Tier):
         if self._closed:
             self._asked.clear()
             self._tables.clear()
+            self._job.lock.patience = min(self._job.lock.patience, _AT_CLOSE)
             self._leaving()
             return
         if os.getpid() != self._job.pid and not self._is_off:
@@ -270,5 +274,5 @@ class SharedTier(Tier):
 
 def _leave(job: Job) -> None:
     job.lock.patience = min(job.lock.patience, _AT_EXIT)
-    with contextlib.suppress(LockTimeoutError, OSError):
+    with contextlib.suppress(OSError):
         job.leave()
