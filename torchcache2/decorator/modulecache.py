@@ -132,9 +132,10 @@ class ModuleCache(Cache):
         """What a namespace of this cache stands for, as JSON, for people and `explain`."""
         document = super().description(namespace)
         document["class"] = self._class()
-        if self.fingerprint.namespace == namespace:
-            document["parts"] = {name: data.hex() for name, data in self.fingerprint.parts.items()}
-            document["values"] = dict(self.fingerprint.values)
+        fingerprint = self.fingerprint  # once: another thread may change it meanwhile
+        if fingerprint.namespace == namespace:
+            document["parts"] = {name: data.hex() for name, data in fingerprint.parts.items()}
+            document["values"] = dict(fingerprint.values)
         document["probed"] = self._probes.found(namespace)
         return document
 

@@ -20,7 +20,6 @@ taken back, and a miss.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -55,14 +54,15 @@ class SharedTable:
         Rows that differed from their checksums.
     space : Space
         Its memory.
-    since : float
-        When this process has opened it, of `time.monotonic`; infinite if it was compared with others since.
+    since : float or None
+        When this process kept its first rows, of `time.monotonic`; infinite once it was compared with others.
     """
 
     def __init__(self, region: Region, board: Board, file: int, lock: Lock) -> None:
         self.region, self.board, self.file = region, board, file
         self.lock = lock
-        self.corrupt, self.since = 0, time.monotonic()
+        self.corrupt = 0
+        self.since: float | None = None
         self.space = Space(region, board, file, lock)
         self._index = SharedIndex(self.space)
         self._chunks = Chunks(self.space)

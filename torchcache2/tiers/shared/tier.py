@@ -39,7 +39,7 @@ from torchcache2.tiers.shared.tables import Tables
 __all__ = ["SharedTier"]
 
 _T = TypeVar("_T")
-_COMPARED_AFTER = 10.0  # seconds that a rank has had a namespace: others had time to have it, too
+_COMPARED_AFTER = 60.0  # seconds that a rank has kept rows: others had time to do so, too
 _AT_EXIT = 1.0  # seconds to wait for the lock when the process ends
 # The same when a tier is closed: if the garbage collector closes many, this thread may have the lock already,
 # through another tier of the job, and all ranks wait for it.
@@ -260,6 +260,8 @@ class SharedTier(Tier):
         table = self._tables.find(keys.namespace, create=True)
         if table is None:
             return 0, False
+        if table.since is None:
+            table.since = time.monotonic()
         if self._description is not None and time.monotonic() - table.since > _COMPARED_AFTER:
             table.since = math.inf
             with contextlib.suppress(OSError):  # such as too many open files
