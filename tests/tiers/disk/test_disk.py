@@ -701,7 +701,7 @@ def test_the_budget_is_exceeded_by_a_segment_at_most(path, policy, budget, threa
     fs = Measuring(path)
     tier = DiskTier(path, budget, policy, "none", delay=NEVER, fs=fs)
     generator = np.random.default_rng(0)
-    for _ in range(150):
+    for _ in range(100):
         width = int(generator.choice([1, 10, 300, 1500]))
         namespace = NAMESPACES[generator.integers(3)]
         names = [(width, i) for i in generator.integers(0, 500, generator.integers(1, 8)).tolist()]

@@ -104,11 +104,14 @@ def calls_of(path, **options):
 
 
 def cases(calls):
-    """Which call fails, until when, and how: every call once, and from then on."""
-    for number in range(calls):
+    """Which call fails, until when, and how.
+
+    In `make soak` every call once, and from then on; otherwise half of the calls, the other half by chance.
+    """
+    for number in range(0 if SOAK else random.randrange(2), calls, 1 if SOAK else 2):
         for code in CODES if SOAK else [CODES[number % len(CODES)]]:
             yield number, number + 1, code
-        for code in CODES if SOAK else [CODES[number // 5 % len(CODES)]] * (number % 5 == 0):
+        for code in CODES if SOAK else [CODES[number // 6 % len(CODES)]] * (number % 6 < 2):
             yield number, None, code
 
 

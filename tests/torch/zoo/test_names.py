@@ -1,39 +1,37 @@
-"""A model has one namespace in all processes, whatever their hash seed and folder."""
+"""A model has one namespace in all processes, whatever their hash seed, folder and history."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import warm
+from tests.helpers.examples import LIBRARIES
 from tests.torch.zoo import names
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
+
+# The zoo is imported from the folder that is given.
+SCRIPT = """
+import runpy, sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+    del sys.modules[name]
+sys.path.insert(0, sys.argv[1])
+runpy.run_module("tests.torch.zoo.names", run_name="__main__")
+"""
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What another process finds, with a hash seed and a folder of its own."""
     folder = tmp_path_factory.mktemp("folder")
-    copy = folder / HERE.relative_to(ROOT)
+    copy = folder / HERE.relative_to(warm.ROOT)
     shutil.copytree(HERE, copy, ignore=shutil.ignore_patterns("__pycache__", "test_*"))
     for package in (copy.parent, copy.parents[1]):
         (package / "__init__.py").touch()
-    environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.torch.zoo.names"]
-    ran = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        timeout=300,
-        check=True,
-    )
-    return json.loads(ran.stdout)
+    process = warm.start(SCRIPT, folder, imports=LIBRARIES).done(timeout=300)
+    return json.loads(process.out)
 
 
 @pytest.mark.parametrize("name", names.ALL)
