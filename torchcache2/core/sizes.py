@@ -63,7 +63,7 @@ def free_memory(device: torch.device) -> int | None:
                 used = int(file.read())
             with open("/sys/fs/cgroup/memory.stat", encoding="ascii") as file:
                 counts = {name: int(count) for name, count in map(str.split, file)}
-            # Pages of files that were read count as used, and go when memory is needed.
+            # The system counts the pages of files as used, but gives them up when a process needs memory.
             used -= counts["active_file"] + counts["inactive_file"]
             free.append(max(0, int(limit) - used))
     except (OSError, KeyError, ValueError):

@@ -133,8 +133,8 @@ class SharedCache:
         self._states[self._cached :] = _OUTSIDE
 
     def _map(self, region: Region) -> None:
-        # No tensor of the whole memory is kept: if a tensor is sent through a queue, torch moves its storage
-        # to other memory, and all tensors that share it. Each tensor that is given away has a storage alone.
+        # Each tensor that is given away gets a storage of its own, and none of the whole memory is kept. For
+        # if a tensor is sent through a queue, torch moves its storage elsewhere, with all that share it.
         self._region = region
         kind, row_items = numpy_name(self._dtype), math.prod(self._dims)
         self._rows = region.array(kind, 0, self._cached * row_items).reshape(self._cached, *self._dims)

@@ -67,7 +67,7 @@ class Outcomes:
         mine = misses.distinct[wanted]
         asked = np.union1d(mine, hits.checked) if len(hits.checked) else mine
         parts: Parts = []
-        # Nothing is computed if all misses are waited for; but an empty batch is, for its output.
+        # If others compute all misses, this call computes none. An empty batch is computed, for its output.
         if len(asked) or not len(claim.others):
             output, rows = yield from batch.compute(asked)
             batch.misses += len(mine)

@@ -67,7 +67,7 @@ def registered_otherwise(name: str) -> bool:
     namespace, _, short = name.partition("::")
     if namespace in _OF_TORCH:
         return False
-    # A copy: the garbage collector takes the kernels of a library that is gone out of the set.
+    # The set is copied, because the garbage collector may meanwhile remove the kernels of a dead library.
     keys = [key.split("/") for key in list(getattr(torch.library, "_impls", ()))]
     return any(
         key[0] == namespace and key[1].partition(".")[0] == short and not key[-1].startswith(_NO_KERNELS)

@@ -140,7 +140,7 @@ class _Scan:
                 if isinstance(block, list) and block and isinstance(block[0], (ast.stmt, ast.ExceptHandler))
             ]
             if isinstance(statement, _UNCERTAIN):
-                # Such a statement may not run to its end, or not at all, so nothing counts as assigned by it.
+                # This statement may be skipped or left halfway, so nothing counts as assigned by it.
                 self._expressions(statement, set())
                 continue
             if not blocks:

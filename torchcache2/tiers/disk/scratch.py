@@ -59,7 +59,7 @@ class Scratch:
             # Of several that leave at once the last one can lock it alone: the locks of the others end here.
             is_alone = self._fs.lock(self._alive, exclusive=True)
             is_ours = is_alone if self._is_shared else is_alone is not False
-            # Where it has no name any more, others have deleted it, and perhaps made the folder anew.
+            # If the locked file has no name, others have deleted the folder, and perhaps made a new one.
             if is_ours and self._fs.links(self._alive):
                 _delete(self._top)
             self._alive = None

@@ -66,7 +66,8 @@ class Board:
             tables.append(self.region.array("<i8", offset, rows * columns).reshape(rows, columns))
             offset += pages(8 * rows * columns)
         self._members, self._files, self._holders, tickets = tables
-        # Not a bound method: `tickets` would refer to the board, and only the garbage collector free the two.
+        # With a method of the board, it and `tickets` would refer to each other, and only the garbage
+        # collector could free them.
         self._is_alive = functools.partial(_is_alive, self._members)
         self.tickets = Tickets(tickets, self._head[_LONGEST : _LONGEST + 1], self._is_alive)
         if is_new:

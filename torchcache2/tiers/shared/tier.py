@@ -41,8 +41,8 @@ __all__ = ["SharedTier"]
 _T = TypeVar("_T")
 _COMPARED_AFTER = 60.0  # seconds that a rank has kept rows: others had time to do so, too
 _AT_EXIT = 1.0  # seconds to wait for the lock when the process ends
-# The same when a tier is closed: if the garbage collector closes many, this thread may have the lock already,
-# through another tier of the job, and all ranks wait for it.
+# Seconds to wait for the lock when a tier is closed. The garbage collector may close many tiers in a thread
+# that holds the lock through another one: waiting is then in vain, and all ranks wait meanwhile.
 _AT_CLOSE = 0.01
 
 
