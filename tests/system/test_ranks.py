@@ -167,6 +167,8 @@ def test_memory_is_that_of_all_ranks_under_one_budget(job):
 WAITING = """
 import random
 
+HISTORY = []
+
 def pause(count):  # the same code in all ranks: it is a part of the namespace
     if os.environ["RANK"] == "0" and count == 8 and not os.path.exists(os.environ["GO"]):
         open(os.environ["GO"], "w").close()
@@ -190,7 +192,13 @@ sys.stdout.flush()
 
 
 @pytest.mark.parametrize(
-    ("act", "right"), [("time.sleep(0.3); raise ValueError", 1), ("time.sleep(0.3); torch.rand(1)", "RANK")]
+    ("act", "right"),
+    [
+        ("time.sleep(0.3); raise ValueError", 1),
+        ("time.sleep(0.3); torch.rand(1)", "RANK"),
+        ("time.sleep(0.3); HISTORY.append(1)", "RANK"),
+    ],
+    ids=["raising", "random", "stateful"],
 )
 def test_what_one_rank_gives_up_is_computed_by_who_waits(job, tmp_path, act, right):
     script = WAITING.format(act=act, right=right)
@@ -198,6 +206,36 @@ def test_what_one_rank_gives_up_is_computed_by_who_waits(job, tmp_path, act, rig
     assert first["misses"] == 1
     assert (second["misses"], second["waited"], second["taken_over"]) == (1 + 8, 0, 8)
     assert 0.2 < second["seconds"] < 5
+
+
+def test_caches_inside_of_each_other_and_batches_of_all_sizes_and_widths(job):
+    script = """
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torchcache(probe=False)(Backbone())
+
+        def forward(self, x):
+            return self.inner(x) * 2
+
+    @torchcache(probe=False)
+    def double(x):
+        time.sleep(0.001)
+        return x * 2
+
+    outer = torchcache(probe=False)(Outer())
+    for turn in range(40):
+        order = torch.randperm(len(ITEMS), generator=torch.Generator().manual_seed(turn))
+        x = ITEMS[order[: (0, 1, 5, 16)[(turn + RANK) % 4]]]
+        assert torch.equal(outer(x), expected(x) * 2)
+        wide = x[:, :1].expand(-1, 1 + turn % 7).contiguous()
+        assert torch.equal(double(wide), wide * 2)
+    others = [one.cache_instance.stats() for one in (outer.inner, double)]
+    report(outer, others=[(stats.faults, dict(stats.bypasses)) for stats in others])
+    """
+    for rank in run(script, job):
+        assert (rank["faults"], rank["bypasses"], rank["others"]) == (0, {}, [[0, {}]] * 2)
+        assert rank["hits"] > 50
 
 
 def test_a_rank_that_is_killed_in_its_forward_is_not_waited_for(job, tmp_path):
