@@ -17,9 +17,9 @@ import torchcache2
 NAME = "torchcache2"
 FOLDER = Path(torchcache2.__file__).parent
 
-# From the top down: a file imports from its own room, without a cycle, and from rooms below it. `files` and
-# `identity` are side by side, and know nothing of each other.
-ROOMS = ["__main__", "cli", "decorator", "engine", "tiers", ("files", "identity"), "core"]
+# From the top down: a file imports from its own room, without a cycle, and from rooms below it. Rooms in brackets
+# are side by side, and know nothing of each other.
+ROOMS = ["__main__", "cli", ("datasets", "decorator"), "engine", "tiers", ("files", "identity"), "core"]
 
 
 def sources(folder=FOLDER):
@@ -93,7 +93,8 @@ def test_imports_go_downwards_only_and_every_file_has_its_room():
 def test_every_file_is_imported_somewhere():
     files = sources()
     imported = {target for name, text in files.items() for target in imports(name, text, files)}
-    assert imported == {name for name in files if name and not name.endswith(".")} - {"__main__"}
+    faces = {"__main__", "datasets.samples"}  # nothing uses the samples yet but their tests
+    assert imported == {name for name in files if name and not name.endswith(".")} - faces
 
 
 FILES = {
