@@ -1,6 +1,7 @@
 """Samples as rows and back: the same types, dtypes, order of keys and bits, in memory of their own."""
 
 import collections
+import contextlib
 import dataclasses
 import enum
 import json
@@ -257,10 +258,8 @@ def test_damaged_bytes_are_refused_or_a_sample(sample, data):
         place, byte = data.draw(st.integers(0, len(packed) - 1)), data.draw(st.integers(0, 255))
         other = bytearray(packed)
         other[place] = byte
-        try:
+        with contextlib.suppress(UnreadableError, Unstorable):
             pack(unpack(bytes(other)))
-        except (UnreadableError, Unstorable):
-            pass
 
 
 @settings(max_examples=200)
@@ -268,17 +267,15 @@ def test_damaged_bytes_are_refused_or_a_sample(sample, data):
     st.lists(st.one_of(st.sampled_from(list(b"NTFiIfcsbltdonuRAGXPVCK")), st.integers(0, 255)), max_size=40)
 )
 def test_garbage_is_refused_or_a_sample(data):
-    try:
+    with contextlib.suppress(UnreadableError):
         unpack(b"\x01" + bytes(data))
-    except UnreadableError:
-        pass
 
 
 # What the bytes are.
 
 GOLDEN = [
     (None, "4e"),
-    ([True, None, False], "6c030000005 44e46"),
+    ([True, None, False], "6c03000000544e46"),
     (-2, "69feffffffffffffff"),
     (2**64, "4909000000000000000000000001"),
     (1.5, "66000000000000f83f"),
@@ -294,13 +291,14 @@ GOLDEN = [
     (torch.tensor([1, 2], dtype=torch.int16), "52 05 696e743136 01 0200000000000000 01000200"),
     (np.float32(1), "47 73030000003c6634 01 52 07 666c6f61743332 00 0000803f"),
     (np.str_("a"), "47 730100000055 01 730100000061"),
-    (np.array([[1], [2]], ">u2"), "41 73030000003e7532 01 52 05 75696e7438 03 0200000000000000 0100000000000000"
-     "0200000000000000 00010002"),
-    (torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T, "58 7569 10000000 0100000000000000 0000000000000000 01"
-     "52 05 75696e7438 02 0200000000000000 0200000000000000 01020304"),
+    (np.array([[1], [2]], ">u2"), "41 73030000003e7532 01 52 05 75696e7438 03 0200000000000000"
+     "0100000000000000 0200000000000000 00010002"),
+    (torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T, "58 7569 10000000 0100000000000000"
+     "0000000000000000 01 52 05 75696e7438 02 0200000000000000 0200000000000000 01020304"),
     (PIL.Image.new("L", (2, 1), 7), "50 7402000000 73010000004c 4e 02 52 05 75696e7438 02 0100000000000000"
      "0200000000000000 0707 6400000000"),
-    (collections.deque([None], 2), "43 7311000000 636f6c6c656374696f6e733a6465717565 4e 690200000000000000 01000000 4e"),
+    (collections.deque([None], 2), "43 7311000000 636f6c6c656374696f6e733a6465717565 4e"
+     "690200000000000000 01000000 4e"),
 ]  # fmt: skip
 
 
@@ -449,7 +447,9 @@ def test_the_deepest_value_is_packed_and_a_deeper_one_is_refused():
         value = [value]
     same(value, unpack(pack(value)))
     same(value, one(value))
-    rows = Samples().to_rows([[value], 1])
+    for _ in range(100):
+        value = [value]
+    rows = Samples().to_rows([value, 1])
     assert "sample[0][0]" in str(rows.refused[0]) and "nested more than 100 deep" in str(rows.refused[0])
     value = []
     value.append(value)
@@ -477,10 +477,8 @@ def test_a_schema_that_lies_makes_no_sample(sample, context):
     ((_, rows),) = Samples().to_rows([sample]).parts
     data = schema_to_json(rows.schema)
     data["structure"]["node"][2] = context
-    try:
+    with contextlib.suppress(UnreadableError):
         from_rows(Rows(schema_from_json(data), rows.columns, 1))
-    except UnreadableError:
-        pass
 
 
 # Who owns the memory.
@@ -626,7 +624,7 @@ def test_how_many_leaves_a_sample_has(sample, leaves):
 def test_samples_that_compare_equal_are_told_apart_in_a_tier(a, b):
     tier = MemoryTier(1 << 20)
     for order in ([a, b], [b, a]):
-        namespace = key_of(repr((a, b, order)))
+        namespace = NAMESPACES[order[0] is a]
         keys = Keys(namespace, np.frombuffer(key_of(1) + key_of(2), np.uint8).reshape(2, 16))
         for positions, rows in Samples().to_rows(order).parts:
             assert tier.put(keys.take(positions), rows) == len(positions)
@@ -689,12 +687,11 @@ REFUSED = [
     (torch.zeros(2, requires_grad=True), "requires gradients", "detach()"),
     (torch.zeros(2).to_sparse(), "not dense", "dense"),
     (torch.zeros(2, device="meta"), "on meta", "on the CPU"),
-    (torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.quint8), "not dense", "dense"),
     (np.array([object()]), "array of object", "parts"),
     (np.zeros(2, [("a", "i4")]), "array of", "parts"),
     (np.ma.array([1]), "MaskedArray", "return numpy.array(value)"),
-    (np.void(b"a"), "void", ""),
-    (local_point(), "class", "Local"),
+    (np.void(b"a"), "array of |V1", "parts"),
+    (local_point(), "Local", "top level of a module"),
     (collections.defaultdict(lambda: 1), "defaultdict that keeps a builtins.function", ""),
     (Tagged([], [1.5]), "Tagged that keeps a builtins.float", ""),
     ({frozenset(): 1}, "key of type frozenset", "texts"),
@@ -712,7 +709,7 @@ def test_what_cannot_be_stored_is_named_with_its_place(value, what, advice):
         assert type(batch.refused[position]) is OutputError
         text = str(batch.refused[position])
         assert what in text and advice in text
-        assert place in text or what == "class"  # that is found when the whole structure is known
+        assert place in text
     ((positions, rows),) = batch.parts
     assert positions.tolist() == [0, 2]
     same(plain, from_rows(rows)[1])

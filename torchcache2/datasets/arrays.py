@@ -26,8 +26,8 @@ from torchcache2.files.errors import DamagedError
 __all__ = ["NATIVE", "Numbers", "NumpyArray", "NumpyScalar"]
 
 NATIVE = {  # dtypes of numpy that torch has
-    name: torch.from_numpy(np.zeros(0, name)).dtype
-    for name in ["|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16"]
+    np.dtype(kind).str: torch.from_numpy(np.zeros(0, kind)).dtype
+    for kind in ("?", "b", "B", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16")
 }
 _DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,7}\])?|[ilqILQ]")
 
@@ -39,12 +39,13 @@ class NumpyArray(Node):
     @classmethod
     def opened(cls, value: Array) -> Opened:
         """The dtype, and the array as one that torch has."""
-        context: Any = _dtype_name(value.dtype)
+        name = _dtype_name(value.dtype)
+        context: Any = name
         if not value.flags.c_contiguous:
             axes = axes_of(value.strides)
             if value.transpose(axes).flags.c_contiguous:
-                context, value = (context, axes), value.transpose(axes)
-        return cls, context, [_raw(value)]
+                context, value = (name, axes), value.transpose(axes)
+        return cls, context, [_raw(value, name)]
 
     @classmethod
     def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
@@ -73,7 +74,8 @@ class NumpyScalar(Node):
         array = np.asarray(value)
         if array.dtype.type is not type(value):
             raise strange(value)
-        return cls, _dtype_name(array.dtype), [_raw(array)]
+        name = _dtype_name(array.dtype)
+        return cls, name, [_raw(array, name)]
 
     @classmethod
     def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
@@ -129,9 +131,10 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
     return name if is_same else dtype.char
 
 
-def _raw(array: Array) -> Raw:
-    if array.dtype.str in NATIVE:
-        return Raw(array)
+def _raw(array: Array, name: str) -> Raw:
+    dtype = array.dtype.str
+    if dtype in NATIVE:
+        return Raw(array if dtype == name else array.view(dtype))
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return Raw(data.reshape(*array.shape, array.dtype.itemsize))
 

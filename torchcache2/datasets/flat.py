@@ -47,16 +47,19 @@ class Flat:
         self.values: list[Any] = []
 
     def leaf(self, kind: Any, shape: Any, value: Any) -> None:
+        """Add a leaf."""
         self.structure += (kind, len(shape))
         self.shapes.append(shape)
         self.values.append(value)
 
     def packed(self, value: Any) -> None:
+        """Add a value as bytes."""
         data = pack(value)
         self.structure.append((Packed, None, 1))
         self.leaf("bytes", (len(data),), data)
 
     def add(self, value: Any, depth: int = 0) -> None:
+        """Add a value; `Unstorable` if a part of it is of no known type."""
         kind = type(value)
         if kind is Tensor:
             axes, value = dense(value)
@@ -78,9 +81,9 @@ class Flat:
         elif kind is Packed:
             self.packed(value.context)
         else:
-            self.node(value, *opened(value), depth)
+            self._node(value, *opened(value), depth)
 
-    def node(self, value: Any, kind: Any, context: Any, children: Sequence[Any], depth: int) -> None:
+    def _node(self, value: Any, kind: Any, context: Any, children: Sequence[Any], depth: int) -> None:
         is_mapping = kind in _MAPPINGS
         most = _KEYS if is_mapping else _ITEMS
         is_fixed = not is_mapping or all(type(key) is str for key in context)

@@ -129,9 +129,10 @@ class TVTensor(Node):
         for value in values:
             if form is not None:
                 value.format = module.BoundingBoxFormat[form]
-            if clamping:
-                (value.clamping_mode,) = clamping
         if kind is not None:
             for value, height, width in zip(values, *columns[1:], strict=True):
                 value.canvas_size = cls.sizes[kind]((height, width))
+        if clamping:
+            for value in values:
+                (value.clamping_mode,) = clamping
         return values

@@ -48,9 +48,11 @@ Column = Any  # of n values: a list of them, or a tensor (n, *shape) on the CPU
 Opened = tuple[Any, Any, Sequence[Any]]  # the type of a node, its context, and its children
 N = TypeVar("N", bound="type[Node]")
 
-COMMON = frozenset(
-    [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
-    + [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+COMMON = frozenset(  # dtypes that torch copies
+    [
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    ]
 )
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -113,7 +115,7 @@ class Packed(Node):
 
 @node_type
 class Permuted(Node):
-    """A tensor whose dimensions do not lie in memory in their order; the context is the order that they have."""
+    """A tensor whose dimensions lie in memory in another order; the context is that order."""
 
     @classmethod
     def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
@@ -155,16 +157,19 @@ def dense(value: Tensor) -> tuple[tuple[int, ...] | None, Tensor]:
 
 
 def axes_of(strides: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions in the order in which they lie in memory, the widest stride first."""
     return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
 
 
 def inverse(axes: Any, dims: int) -> list[int]:
+    """The dimensions that bring those back in order which `axes_of` has put in another one."""
     if type(axes) is not tuple or sorted(axes) != list(range(dims)):
         raise DamagedError("dimensions in no order")
     return sorted(range(dims), key=axes.__getitem__)
 
 
 def is_plain(value: Any, depth: int = 8) -> bool:
+    """Whether a value is a number, a text, bytes or None, or a tuple, list or dict of such values."""
     kind = type(value)
     if kind in (tuple, list):
         return depth > 0 and all(is_plain(item, depth - 1) for item in value)
@@ -174,6 +179,7 @@ def is_plain(value: Any, depth: int = 8) -> bool:
 
 
 def imported(name: str) -> Any:
+    """The module; `UnknownClassError` if it is not there."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -181,10 +187,12 @@ def imported(name: str) -> Any:
 
 
 def strange(value: Any) -> Unstorable:
+    """The error for a value of a type that cannot be kept."""
     return Unstorable(f"a {classes.qualified(type(value))}", advice(value))
 
 
 def advice(value: Any) -> str:
+    """What to return in place of a value that cannot be kept."""
     if isinstance(value, Tensor):
         return "return value.detach().as_subclass(torch.Tensor)"
     if isinstance(value, np.ndarray):
@@ -198,4 +206,4 @@ def advice(value: Any) -> str:
     for base, function in ((bool, "bool"), (int, "int"), (float, "float"), (str, "str"), (bytes, "bytes")):
         if isinstance(value, base):
             return f"return {function}(value)"
-    return "return tensors, numpy arrays, PIL images, numbers, texts, bytes, None, and tuples, lists and dicts of them"
+    return "return tensors, arrays, images, numbers, texts, and tuples, lists and dicts of them"

@@ -1,4 +1,4 @@
-"""Writes a value of a sample as bytes that describe themselves; docs/format.md specifies them byte by byte."""
+"""Writes a value as bytes that describe themselves; docs/format.md specifies them byte by byte."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torchcache2.datasets.images import Image, TVTensor
 from torchcache2.datasets.nodes import Packed, Permuted, Raw, Unstorable, dense
 from torchcache2.datasets.trees import opened, thawed
 from torchcache2.files import classnames as classes
-from torchcache2.files.errors import UnserialisableError
 
 __all__ = ["CONTAINERS", "DTYPES", "MAX_DEPTH", "OURS", "VERSION", "is_key", "pack"]
 
@@ -105,7 +104,7 @@ def _node(out: bytearray, kind: Any, context: Any, children: Any, depth: int) ->
     else:
         cls, context = (context, None) if kind is collections.namedtuple else (kind, thawed(context))
         out += b"C"
-        _class(out, cls)
+        _sized(out, b"s", classes.name_of(cls, "").encode())
         _write(out, classes.fields_of(cls), depth + 1)
         _context(out, context, depth + 1)
         out += struct.pack("<I", _count(len(children)))
@@ -124,21 +123,13 @@ def _context(out: bytearray, context: Any, depth: int) -> None:
     if depth > MAX_DEPTH:
         raise Unstorable(f"nested more than {MAX_DEPTH} deep")
     if isinstance(context, type):
-        out += b"K"
-        _class(out, context)
+        _sized(out, b"K", classes.name_of(context, "").encode())
     elif type(context) in (list, tuple):
         out += _SIZED.pack(CONTAINERS[type(context)], len(context))
         for item in context:
             _context(out, item, depth + 1)
     else:
         _write(out, context, depth)
-
-
-def _class(out: bytearray, cls: Any) -> None:
-    try:
-        _sized(out, b"s", classes.name_of(cls, "it").encode())
-    except UnserialisableError as error:
-        raise Unstorable(f"a {classes.qualified(cls)}", f"{error}") from None
 
 
 def _raw(out: bytearray, value: torch.Tensor) -> None:

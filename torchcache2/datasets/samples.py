@@ -1,7 +1,7 @@
 """`Samples`: a batch of samples as rows of a few schemas, and rows as samples again.
 
-A sample is any nesting of tensors, tv_tensors, numpy arrays and scalars, PIL images, numbers, texts, bytes and
-None. It comes back with the types, dtypes, order of keys and bits that it had, and owns its memory::
+A sample is any nesting of tensors, tv_tensors, numpy arrays and scalars, PIL images, numbers, texts, bytes
+and None. It comes back with the types, dtypes, order of keys and bits that it had, and owns its memory::
 
     samples = Samples()                           # one for each namespace
     batch = samples.to_rows([dataset[i] for i in indices])
@@ -11,8 +11,8 @@ None. It comes back with the types, dtypes, order of keys and bits that it had, 
     for positions, rows in tier.get(keys).parts:
         found = from_rows(rows)                   # one sample for each position
 
-Samples of one structure and one shape are stacked, column by column. A schema has a number, a text or bytes in
-each row like a tensor, so that labels differ between the rows of one schema.
+Samples of one structure and one shape are stacked, column by column. Each row has its own numbers, texts and
+bytes, unlike the rows of a module's output.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from torchcache2.datasets.flat import NUMBERS, PACKED, Flat, Structure
 from torchcache2.datasets.nodes import COMMON, Column, Packed, Raw, Unstorable, listed
 from torchcache2.datasets.trees import closed
 from torchcache2.datasets.unpacked import unpack
-from torchcache2.files.errors import DamagedError, UnreadableError, UnserialisableError
-from torchcache2.files.schemajson import schema_to_json
+from torchcache2.files.errors import DamagedError, UnreadableError
 
 __all__ = ["SampleRows", "Samples", "from_rows"]
 
@@ -116,12 +115,7 @@ class Samples:
         """The structure; None if it comes after the first 16."""
         found = self._structures.get(tokens)
         if found is None and len(self._structures) < _STRUCTURES:
-            found = Structure(tokens)
-            try:
-                schema_to_json(found.schema([(0,) * rank for _, _, rank in found.leaves]))
-            except UnserialisableError as error:
-                raise Unstorable("of a class that no file can name", str(error)) from None
-            self._structures[tokens] = found
+            found = self._structures[tokens] = Structure(tokens)
         return found
 
 

@@ -26,6 +26,7 @@ from torchcache2.datasets.nodes import (
     strange,
 )
 from torchcache2.files import classnames as classes
+from torchcache2.files.errors import UnserialisableError
 
 __all__ = ["NODES", "closed", "opened", "thawed"]
 
@@ -49,8 +50,10 @@ def opened(value: Any) -> Opened:
     if pil is not None and isinstance(value, pil.Image):
         return Image.opened(value)
     if classes.is_namedtuple(kind):
+        _check_name(kind)
         return collections.namedtuple, kind, list(value)
     if classes.is_registered(kind) and kind not in NODES:
+        _check_name(kind)
         children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
         try:
             return kind, _frozen(context), list(children)
@@ -85,8 +88,19 @@ def thawed(context: Any) -> Any:
 
 def _frozen(context: Any) -> Any:
     kind = type(context)
-    if context is None or kind in (str, bytes, int) or isinstance(context, type):
+    if isinstance(context, type):
+        _check_name(context)
+        return context
+    if context is None or kind in (str, bytes) or (kind is int and abs(context) < 2**63):
         return context
     if kind in (list, tuple):
         return (kind, *map(_frozen, context))
     raise Unstorable(f"a {classes.qualified(kind)}")
+
+
+def _check_name(cls: Any) -> None:
+    try:
+        classes.name_of(cls, "")
+    except UnserialisableError:
+        advice = "define it at the top level of a module, where its name finds it"
+        raise Unstorable(f"a {classes.qualified(cls)}", advice) from None

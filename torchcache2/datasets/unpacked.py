@@ -1,8 +1,8 @@
 """Reads the bytes that `torchcache2.datasets.packed` writes.
 
-Reading imports nothing and calls nothing that the bytes name, but node types of pytrees that this process has.
-Every count and size is compared with the bytes that are left, so that memory is bounded by the size of the
-input, and whatever no writer writes is a `DamagedError`.
+Nothing that the bytes name is imported or called, but for node types of pytrees that this process has. Every
+count and size is compared with the bytes that are left, so that memory is bounded by the size of the input,
+and whatever no writer writes is a `DamagedError`.
 """
 
 from __future__ import annotations
