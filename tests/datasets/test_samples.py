@@ -70,7 +70,7 @@ def same(a, b):
         assert a.shape == b.shape and a.tobytes() == b.tobytes() and b.flags.writeable
         assert not is_dense(a.shape, a.strides, a.itemsize) or a.strides == b.strides
     elif isinstance(a, np.generic):
-        assert a.dtype == b.dtype and (
+        assert a.dtype.kind == b.dtype.kind and (
             a == b if isinstance(a, (np.str_, np.bytes_)) else a.tobytes() == b.tobytes()
         )
     elif isinstance(a, (tuple, list, collections.deque)):

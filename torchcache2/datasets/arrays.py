@@ -29,6 +29,7 @@ NATIVE = {  # dtypes of numpy that torch has
     np.dtype(kind).str: torch.from_numpy(np.zeros(0, kind)).dtype
     for kind in ("?", "b", "B", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16")
 }
+_CHARS = {np.dtype(name).char: name for name in NATIVE}
 _DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,7}\])?|[ilqILQ]")
 
 
@@ -39,13 +40,13 @@ class NumpyArray(Node):
     @classmethod
     def opened(cls, value: Array) -> Opened:
         """The dtype, and the array as one that torch has."""
-        name = _dtype_name(value.dtype)
+        name, is_native = _dtype_name(value.dtype)
         context: Any = name
         if not value.flags.c_contiguous:
             axes = axes_of(value.strides)
             if value.transpose(axes).flags.c_contiguous:
                 context, value = (name, axes), value.transpose(axes)
-        return cls, context, [_raw(value, name)]
+        return cls, context, [_raw(value, is_native)]
 
     @classmethod
     def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
@@ -68,14 +69,14 @@ class NumpyScalar(Node):
     def opened(cls, value: Any) -> Opened:
         """The dtype, and a 0-d array; texts and bytes are leaves."""
         if type(value) is np.str_:
-            return cls, "U", [str(value)]
+            return cls, "U", [str.__str__(value)]  # `str(value)` drops zeros at the end
         if type(value) is np.bytes_:
             return cls, "S", [bytes(value)]
         array = np.asarray(value)
         if array.dtype.type is not type(value):
             raise strange(value)
-        name = _dtype_name(array.dtype)
-        return cls, name, [_raw(array, name)]
+        name, is_native = _dtype_name(array.dtype)
+        return cls, name, [_raw(array, is_native)]
 
     @classmethod
     def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
@@ -109,7 +110,7 @@ class Numbers(Node):
             array = np.array(value, dtype)
         except OverflowError:
             return None
-        return cls, type(value).__name__, [Raw(array)]
+        return cls, type(value).__name__, [Raw(array, NATIVE[dtype])]
 
     @classmethod
     def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
@@ -122,21 +123,23 @@ class Numbers(Node):
         return lists if context == "list" else list(map(tuple, lists))
 
 
-def _dtype_name(dtype: np.dtype[Any]) -> str:
+def _dtype_name(dtype: np.dtype[Any]) -> tuple[str, bool]:
+    """The name of a dtype in a context, and whether torch has the dtype."""
+    if dtype.isnative and dtype.char in _CHARS:
+        return _CHARS[dtype.char], True
     if dtype.kind not in "biufcmMSU" or dtype.itemsize == 0:
         raise Unstorable(f"an array of {dtype}", "return a dict or a list of its parts")
-    name = dtype.str
     # Two types of integers may have the same size and the same name; a character tells them apart.
-    is_same = name not in NATIVE or np.dtype(name).type is dtype.type
-    return name if is_same else dtype.char
+    is_native = dtype.str in NATIVE
+    return dtype.char if is_native else dtype.str, is_native
 
 
-def _raw(array: Array, name: str) -> Raw:
-    dtype = array.dtype.str
-    if dtype in NATIVE:
-        return Raw(array if dtype == name else array.view(dtype))
+def _raw(array: Array, is_native: bool) -> Raw:
+    if is_native:
+        dtype = array.dtype.str
+        return Raw(array if array.dtype.char in _CHARS else array.view(dtype), NATIVE[dtype])
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return Raw(data.reshape(*array.shape, array.dtype.itemsize))
+    return Raw(data.reshape(*array.shape, array.dtype.itemsize), torch.uint8)
 
 
 def _of_dtype(column: Column, name: Any) -> Array:

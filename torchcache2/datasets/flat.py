@@ -6,13 +6,11 @@ import collections
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchcache2.core.schema import BARE, Leaf, Schema
-from torchcache2.datasets.arrays import NATIVE
 from torchcache2.datasets.nodes import Node, Packed, Permuted, Raw, Unstorable, dense
 from torchcache2.datasets.packed import pack
 from torchcache2.datasets.trees import opened, thawed
@@ -23,7 +21,13 @@ _ITEMS = 16  # a longer list or tuple is packed, as its length usually differs b
 _KEYS = 64
 _DEPTH = 16
 NUMBERS = {"bool": "|b1", "int": "<i8", "float": "<f8", "complex": "<c16"}  # dtypes of rows, by kind of leaf
-_KINDS: dict[Any, str] = {bool: "bool", int: "int", float: "float", complex: "complex", type(None): "none"}
+_KINDS: dict[Any, tuple[tuple[str, int], tuple[int]]] = {  # what `Flat` says of a leaf, and its shape
+    bool: (("bool", 1), (1,)),
+    int: (("int", 1), (8,)),
+    float: (("float", 1), (8,)),
+    complex: (("complex", 1), (16,)),
+    type(None): (("none", 1), (0,)),
+}
 _MAPPINGS = (dict, collections.OrderedDict)
 
 
@@ -48,7 +52,7 @@ class Flat:
 
     def leaf(self, kind: Any, shape: Any, value: Any) -> None:
         """Add a leaf."""
-        self.structure += (kind, len(shape))
+        self.structure.append((kind, len(shape)))
         self.shapes.append(shape)
         self.values.append(value)
 
@@ -65,19 +69,25 @@ class Flat:
             axes, value = dense(value)
             if axes is not None:
                 self.structure.append((Permuted, axes, 1))
-            self.leaf(value.dtype, value.shape, value)
+            shape = value.shape
+            self.structure.append((value.dtype, len(shape)))
+            self.shapes.append(shape)
+            self.values.append(value)
         elif kind in _KINDS:
             if kind is int and not -(2**63) <= value < 2**63:
                 self.packed(value)
             else:
-                self.leaf(_KINDS[kind], (), value)
+                token, shape = _KINDS[kind]
+                self.structure.append(token)
+                self.shapes.append(shape)
+                self.values.append(value)
         elif kind is str:
             data = value.encode("utf-8", "surrogatepass")
             self.leaf("str", (len(data),), data)
         elif kind is bytes:
             self.leaf("bytes", (len(value),), value)
         elif kind is Raw:
-            self.leaf(NATIVE[value.array.dtype.str], value.array.shape, value)
+            self.leaf(value.dtype, value.array.shape, value)
         elif kind is Packed:
             self.packed(value.context)
         else:
@@ -105,29 +115,28 @@ class Structure:
 
     Attributes
     ----------
-    leaves : list of (str, kind, int)
-        Path, kind and number of dimensions of each; the kind of a tensor is its dtype.
+    leaves : list of (str, kind)
+        Path and kind of each; the kind of a tensor is its dtype.
     """
 
     def __init__(self, tokens: tuple[Any, ...]) -> None:
-        self.leaves: list[tuple[str, Any, int]] = []
+        self.leaves: list[tuple[str, Any]] = []
         self.spec = self._spec(iter(tokens), "")
 
     def schema(self, shapes: Sequence[Any]) -> Schema:
         """The schema of rows of these shapes."""
         leaves = []
-        for (path, kind, _), shape in zip(self.leaves, shapes, strict=True):
+        for (path, kind), shape in zip(self.leaves, shapes, strict=True):
             if type(kind) is torch.dtype:
                 leaves.append(Leaf(path, "tensor", kind, kind, tuple(shape)))
             else:
-                shape = shape or (np.dtype(NUMBERS[kind]).itemsize if kind in NUMBERS else 0,)
                 leaves.append(Leaf(path, kind, torch.uint8, torch.uint8, shape))
         return Schema(self.spec, tuple(leaves))
 
     def _spec(self, tokens: Iterator[Any], path: str) -> pytree.TreeSpec:
         token = next(tokens)
-        if type(token) is not tuple:
-            self.leaves.append((path, token, next(tokens)))
+        if len(token) == 2:
+            self.leaves.append((path, token[0]))
             return BARE
         kind, context, count = token
         steps = [_step(kind, context, i) for i in range(count)]
@@ -146,4 +155,4 @@ def _step(kind: Any, context: Any, i: int) -> str:
     return f"[{i}]"
 
 
-PACKED = Structure(((Packed, None, 1), "bytes", 1))
+PACKED = Structure(((Packed, None, 1), ("bytes", 1)))

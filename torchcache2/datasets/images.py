@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.datasets.arrays import NATIVE
 from torchcache2.datasets.nodes import (
     Column,
     Node,
@@ -63,13 +64,14 @@ class Image(Node):
         data = value.tobytes("raw", "L" if mode == "1" else mode)
         shape = (height, width) if channels == 1 else (height, width, channels)
         info = {key: item for key, item in value.info.items() if is_plain(key) and is_plain(item)}
-        children = [Raw(np.frombuffer(data, dtype).reshape(shape)), Packed([], info)]
+        children = [Raw(np.frombuffer(data, dtype).reshape(shape), NATIVE[dtype]), Packed([], info)]
         palette = None
         if mode in ("P", "PA"):
             palette = value.palette.mode if value.palette else "RGB"
             if palette not in ("RGB", "RGBA"):
                 raise Unstorable(f"an image with a palette of mode {palette}", "convert it to another mode")
-            children.append(Raw(np.frombuffer(value.im.getpalette(palette, palette), np.uint8)))
+            colors = np.frombuffer(value.im.getpalette(palette, palette), np.uint8)
+            children.append(Raw(colors, torch.uint8))
         return cls, (mode, palette), children
 
     @classmethod

@@ -35,6 +35,7 @@ __all__ = [
     "Unstorable",
     "advice",
     "axes_of",
+    "bytes_of",
     "dense",
     "imported",
     "inverse",
@@ -74,12 +75,12 @@ class Unstorable(Exception):  # noqa: N818
 
 
 class Raw:
-    """An array that is stored as a tensor, of a dtype that torch has."""
+    """An array that is stored as a tensor of a dtype."""
 
-    __slots__ = ("array",)
+    __slots__ = ("array", "dtype")
 
-    def __init__(self, array: Array) -> None:
-        self.array = array
+    def __init__(self, array: Array, dtype: torch.dtype) -> None:
+        self.array, self.dtype = array, dtype
 
 
 class Node:
@@ -143,17 +144,24 @@ def dense(value: Tensor) -> tuple[tuple[int, ...] | None, Tensor]:
     """
     if value.requires_grad:
         raise Unstorable("a tensor that requires gradients", "return value.detach()")
-    if value.device.type != "cpu":
+    if not value.is_cpu:
         raise Unstorable(f"a tensor on {value.device}", "return it on the CPU, and move batches afterwards")
     if value.is_nested or value.is_quantized or value.layout != torch.strided:
         raise Unstorable("a tensor that is not dense", "return a dense one")
-    value = value.resolve_conj().resolve_neg()
+    if value.is_conj() or value.is_neg():
+        value = value.resolve_conj().resolve_neg()
     if value.is_contiguous():
         return None, value
     axes = axes_of(value.stride())
     if value.permute(axes).is_contiguous():
         return axes, value.permute(axes)
     return None, value.contiguous()
+
+
+def bytes_of(value: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, uint8 ``(bytes,)``, without a copy."""
+    # A tensor of one element is contiguous whatever its strides are.
+    return value.as_strided((value.numel(),), (1,)).view(torch.uint8)
 
 
 def axes_of(strides: Sequence[int]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import torch
 
 from torchcache2.datasets.arrays import Numbers, NumpyArray, NumpyScalar
 from torchcache2.datasets.images import Image, TVTensor
-from torchcache2.datasets.nodes import Packed, Permuted, Raw, Unstorable, dense
+from torchcache2.datasets.nodes import Packed, Permuted, Raw, Unstorable, bytes_of, dense
 from torchcache2.datasets.trees import opened, thawed
 from torchcache2.files import classnames as classes
 
@@ -135,8 +135,7 @@ def _context(out: bytearray, context: Any, depth: int) -> None:
 def _raw(out: bytearray, value: torch.Tensor) -> None:
     name = _NAMES[value.dtype].encode()
     out += struct.pack(f"<cB{len(name)}sB{value.dim()}Q", b"R", len(name), name, value.dim(), *value.shape)
-    if value.numel():
-        out += value.reshape(-1).view(torch.uint8).numpy().data
+    out += bytes_of(value).numpy().data
 
 
 def _sized(out: bytearray, tag: bytes, data: bytes) -> None:

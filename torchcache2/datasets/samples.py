@@ -28,11 +28,11 @@ from torch.utils import _pytree as pytree
 
 from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OutputError
-from torchcache2.core.gather import as_bytes, with_ordinary_tensors
+from torchcache2.core.gather import with_ordinary_tensors
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Leaf
 from torchcache2.datasets.flat import NUMBERS, PACKED, Flat, Structure
-from torchcache2.datasets.nodes import COMMON, Column, Packed, Raw, Unstorable, listed
+from torchcache2.datasets.nodes import COMMON, Column, Packed, Raw, Unstorable, bytes_of, listed
 from torchcache2.datasets.trees import closed
 from torchcache2.datasets.unpacked import unpack
 from torchcache2.files.errors import DamagedError, UnreadableError
@@ -158,8 +158,8 @@ def _column(leaf: Leaf, values: Sequence[Any]) -> Tensor:
             return torch.from_numpy(array)
         if leaf.dtype in COMMON:
             return torch.stack(values)  # type: ignore[arg-type]
-        raw = torch.cat([as_bytes(value[None]) for value in values])  # of dtypes that torch cannot copy
-        return raw.view(-1).view(leaf.dtype).view(count, *leaf.shape)
+        raw = torch.cat([bytes_of(value) for value in values])
+        return raw.view(leaf.dtype).view(count, *leaf.shape)
     if leaf.kind in NUMBERS:
         numbers = np.array(values, NUMBERS[leaf.kind])
         return torch.from_numpy(numbers.view(np.uint8).reshape(count, -1))
