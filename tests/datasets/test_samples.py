@@ -422,6 +422,8 @@ LIES = {
     "a function for a class": "0143 7309000000 6f733a73797374656d 4e 4e 00000000",
     "a node that has a tag": "0143 730d000000 6275696c74696e733a6c697374 4e 4e 00000000",
     "too many children": f"0143 7311000000 636f6c6c656374696f6e733a6465717565 4e 4e {WORD}",
+    "a deque without room": "0143 7311000000 636f6c6c656374696f6e733a6465717565 4e 690000000000000000"
+    "01000000 4e",
     "a class that may not be named": "014b09000000 6f733a73797374656d",
     "too deep": "01" + "6c01000000" * 101 + "4e",
 }
@@ -635,7 +637,8 @@ def test_samples_that_compare_equal_are_told_apart_in_a_tier(a, b):
 def test_samples_in_segments(make):
     batch = [everything() | {"n": i, "s": "a" * (i % 3)} for i in range(20)]
     batch += [np.float64(3), "text", None, PIL.Image.new("1", (9, 2)), Point(1, [torch.zeros(1)])]
-    keys = Keys(NAMESPACES[0], np.frombuffer(b"".join(map(key_of, range(25))), np.uint8).reshape(-1, 16))
+    batch += [(), {}, [], "", b""]
+    keys = Keys(NAMESPACES[0], np.frombuffer(b"".join(map(key_of, range(30))), np.uint8).reshape(-1, 16))
     tier = make()
     for positions, rows in Samples().to_rows(batch).parts:
         assert tier.put(keys.take(positions), rows) == len(positions)

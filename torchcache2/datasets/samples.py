@@ -140,7 +140,7 @@ def from_rows(rows: Rows) -> list[Any]:
             [_values(leaf, column) for leaf, column in zip(rows.schema.leaves, rows.columns, strict=True)]
         )
         return listed(_closed(rows.schema.structure, columns, len(rows)))
-    except UnreadableError:
+    except (UnreadableError, MemoryError):
         raise
     except (
         Exception

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
 from torchcache2.datasets.arrays import Numbers
 from torchcache2.datasets.nodes import Column, listed
@@ -24,6 +25,9 @@ from torchcache2.files import classnames as classes
 from torchcache2.files.errors import DamagedError, UnreadableError
 
 __all__ = ["unpack"]
+
+_NUMBERS = {np.dtype(name).kind.encode(): name for name in Numbers.dtypes.values()}
+_OURS = {tag: kind for kind, tag in OURS.items()}
 
 
 def unpack(data: bytes) -> Any:
@@ -43,7 +47,7 @@ def unpack(data: bytes) -> Any:
         (value,) = listed(reader.column(0))
         if reader.position != len(data):
             raise DamagedError("bytes behind a packed value")
-    except UnreadableError:
+    except (UnreadableError, MemoryError):
         raise
     except Exception as error:  # sizes were checked, so this is a value that its own type refuses
         raise DamagedError(f"a packed value that is none: {error!r}") from None
@@ -94,9 +98,8 @@ class _Reader:
             items = self.values(2 * count, depth + 1)
             if not all(map(is_key, items[::2])):
                 raise DamagedError("a key of a type that keys do not have")
-            found = (dict if tag == b"d" else collections.OrderedDict)(
-                zip(items[::2], items[1::2], strict=True)
-            )
+            kind = dict if tag == b"d" else collections.OrderedDict
+            found = kind(zip(items[::2], items[1::2], strict=True))
             if len(found) != count:
                 raise DamagedError("two equal keys")
             return [found]
@@ -106,20 +109,19 @@ class _Reader:
             return self.raw()
         if tag == b"C":
             return self.node(depth)
-        for kind, ours in OURS.items():
-            if tag == ours:
-                context = self.value(depth + 1)
-                return closed(kind, context, [self.column(depth + 1) for _ in range(self.take(1)[0])], 1)
-        raise DamagedError("a packed value of no known kind")
+        if tag not in _OURS:
+            raise DamagedError("a packed value of no known kind")
+        context = self.value(depth + 1)
+        columns = [self.column(depth + 1) for _ in range(self.take(1)[0])]
+        return closed(_OURS[tag], context, columns, 1)
 
     def numbers(self, context: str) -> list[Any]:
         code, data = bytes(self.take(1)), self.sized()
-        dtypes = {np.dtype(name).kind.encode(): name for name in Numbers.dtypes.values()}
-        if code not in dtypes:
+        if code not in _NUMBERS:
             raise DamagedError("numbers of no known kind")
         if code == b"b":
             _check_booleans(data)
-        numbers = np.frombuffer(data, dtypes[code]).tolist() if len(data) else []
+        numbers = np.frombuffer(data, _NUMBERS[code]).tolist() if len(data) else []
         return [numbers if context == "list" else tuple(numbers)]
 
     def raw(self) -> torch.Tensor:
@@ -143,7 +145,10 @@ class _Reader:
         columns = [[child] for child in children]
         if classes.is_namedtuple(cls):
             return closed(collections.namedtuple, cls, columns, 1)
-        return closed(cls, context, columns, 1)
+        found = closed(cls, context, columns, 1)
+        if len(list(pytree.SUPPORTED_NODES[cls].flatten_fn(found[0])[0])) != len(children):
+            raise DamagedError("a node without room for its children")  # such as a deque
+        return found
 
     def number(self) -> int:
         data = self.sized()
