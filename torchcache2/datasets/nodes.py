@@ -59,7 +59,15 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 class Unstorable(Exception):  # noqa: N818
-    """A value that cannot be kept; `path` says where it is in the sample."""
+    """A value that cannot be kept.
+
+    Attributes
+    ----------
+    what, advice : str
+        What it is, and what to return in its place, where ``{}`` stands for it; the advice may be empty.
+    path : str
+        Where it is in the sample, as in ``['image'][0]``.
+    """
 
     def __init__(self, what: str, advice: str = "") -> None:
         self.what, self.advice, self.path = what, advice, ""
@@ -71,7 +79,8 @@ class Unstorable(Exception):  # noqa: N818
 
     def __str__(self) -> str:
         advice = f": {self.advice}" if self.advice else ""
-        return f"sample{self.path} is {self.what}, which cannot be cached{advice}"
+        place = f"sample{self.path}"
+        return f"{place} is {self.what}, which cannot be cached{advice.replace('{}', place)}"
 
 
 class Raw:
@@ -143,7 +152,7 @@ def dense(value: Tensor) -> tuple[tuple[int, ...] | None, Tensor]:
     `Unstorable` if the tensor is not simply an array on the CPU.
     """
     if value.requires_grad:
-        raise Unstorable("a tensor that requires gradients", "return value.detach()")
+        raise Unstorable("a tensor that requires gradients", "return {}.detach()")
     if not value.is_cpu:
         raise Unstorable(f"a tensor on {value.device}", "return it on the CPU, and move batches afterwards")
     if value.is_nested or value.is_quantized or value.layout != torch.strided:
@@ -200,18 +209,18 @@ def strange(value: Any) -> Unstorable:
 
 
 def advice(value: Any) -> str:
-    """What to return in place of a value that cannot be kept."""
+    """What to return in place of a value that cannot be kept, which is called ``{}``."""
     if isinstance(value, Tensor):
-        return "return value.detach().as_subclass(torch.Tensor)"
+        return "return {}.detach().as_subclass(torch.Tensor)"
     if isinstance(value, np.ndarray):
-        return "return numpy.array(value)"
+        return "return numpy.array({})"
     if isinstance(value, Mapping):
-        return "return dict(value)"
+        return "return dict({})"
     if isinstance(value, (set, frozenset, range, Iterator)):
-        return "return list(value)"
+        return "return list({})"
     if hasattr(type(value), "__dataclass_fields__"):
-        return "return dataclasses.asdict(value)"
+        return "return dataclasses.asdict({})"
     for base, function in ((bool, "bool"), (int, "int"), (float, "float"), (str, "str"), (bytes, "bytes")):
         if isinstance(value, base):
-            return f"return {function}(value)"
+            return f"return {function}({{}})"
     return "return tensors, arrays, images, numbers, texts, and tuples, lists and dicts of them"
