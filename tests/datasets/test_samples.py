@@ -381,7 +381,8 @@ WORD = "ffffffff"
 LONG = "ffffffffffffffff"
 LIES = {
     "nothing": "",
-    "another version": "024e",
+    "a later version": "024e",
+    "no version": "004e",
     "no value": "01",
     "no known tag": "017a",
     "a text that is too long": f"0173{WORD}61",

@@ -63,7 +63,7 @@ class Image(Node):
         _, dtype, channels = cls.modes[mode]
         data = value.tobytes("raw", "L" if mode == "1" else mode)
         shape = (height, width) if channels == 1 else (height, width, channels)
-        info = {key: item for key, item in value.info.items() if is_plain(key) and is_plain(item)}
+        info = {key: item for key, item in value.info.items() if type(key) is str and is_plain(item)}
         children = [Raw(np.frombuffer(data, dtype).reshape(shape), NATIVE[dtype]), Packed([], info)]
         palette = None
         if mode in ("P", "PA"):

@@ -132,6 +132,8 @@ def from_rows(rows: Rows) -> list[Any]:
     ------
     DamagedError
         If no version of this library has made them.
+    NewerFormatError
+        If a later version has made them.
     UnknownClassError
         If they need a class or a library that this process does not have.
     """

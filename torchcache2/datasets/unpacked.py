@@ -22,7 +22,7 @@ from torchcache2.datasets.nodes import Column, listed
 from torchcache2.datasets.packed import CONTAINERS, DTYPES, MAX_DEPTH, OURS, VERSION, is_key
 from torchcache2.datasets.trees import NODES, closed
 from torchcache2.files import classnames as classes
-from torchcache2.files.errors import DamagedError, UnreadableError
+from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 
 __all__ = ["unpack"]
 
@@ -37,13 +37,18 @@ def unpack(data: bytes) -> Any:
     ------
     DamagedError
         If no version of this library wrote the bytes.
+    NewerFormatError
+        If a later version has written them.
     UnknownClassError
         If they name a class that this process does not have.
     """
     reader = _Reader(data)
     try:
-        if reader.take(1)[0] != VERSION:
-            raise DamagedError("a packed value of another version")
+        version = reader.take(1)[0]
+        if version > VERSION:
+            raise NewerFormatError(f"a packed value of version {version}")
+        if version != VERSION:
+            raise DamagedError("a packed value without a version")
         (value,) = listed(reader.column(0))
         if reader.position != len(data):
             raise DamagedError("bytes behind a packed value")
