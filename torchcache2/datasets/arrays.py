@@ -102,9 +102,8 @@ class Numbers(Node):
     @classmethod
     def opened(cls, value: Any) -> Opened | None:
         """One array; None if not all items are numbers of one type, or if one has more than 64 bits."""
-        kinds = set(map(type, value))
-        dtype = cls.dtypes.get(next(iter(kinds))) if len(kinds) == 1 else None
-        if dtype is None:
+        dtype = cls.dtypes.get(type(value[0])) if value else None
+        if dtype is None or len(set(map(type, value))) > 1:
             return None
         try:
             array = np.array(value, dtype)
@@ -136,8 +135,11 @@ def _dtype_name(dtype: np.dtype[Any]) -> tuple[str, bool]:
 
 def _raw(array: Array, is_native: bool) -> Raw:
     if is_native:
-        dtype = array.dtype.str
-        return Raw(array if array.dtype.char in _CHARS else array.view(dtype), NATIVE[dtype])
+        name = _CHARS.get(array.dtype.char)
+        if name is None:
+            name = array.dtype.str
+            array = array.view(name)
+        return Raw(array, NATIVE[name])
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return Raw(data.reshape(*array.shape, array.dtype.itemsize), torch.uint8)
 
