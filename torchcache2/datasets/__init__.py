@@ -1,1 +1,1 @@
-"""Datasets: what their samples are kept in."""
+"""Faces for datasets."""

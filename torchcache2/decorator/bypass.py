@@ -21,8 +21,8 @@ from torchcache2.core.errors import (
     UnhashableArgumentError,
 )
 from torchcache2.core.rows import UnstorableError
-from torchcache2.decorator.randomness import RandomContexts
 from torchcache2.engine.batch import NotStoredError
+from torchcache2.engine.randomness import RandomContexts
 from torchcache2.identity.arguments import BoundCall, Signature, UncachedArgumentError
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
 

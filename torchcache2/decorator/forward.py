@@ -17,9 +17,9 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.decorator.bypass import not_stored
 from torchcache2.decorator.probe import Comparison, Forward, Probe
 from torchcache2.decorator.probes import ProbePlan
-from torchcache2.decorator.randomness import RandomContexts, RandomState
 from torchcache2.decorator.traces import Inputs, Undo
 from torchcache2.engine.batch import WholeBatch
+from torchcache2.engine.randomness import RandomContexts, RandomState
 from torchcache2.engine.steps import Steps
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.namespace import NamespaceKeeper, Seen

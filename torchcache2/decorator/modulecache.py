@@ -20,12 +20,12 @@ from torchcache2.decorator.explain import CallSeen, explained
 from torchcache2.decorator.forward import Computation, Shapes
 from torchcache2.decorator.probe import STRONGEST
 from torchcache2.decorator.probes import DEPENDENT, Kind, ProbePlan, Probes
-from torchcache2.decorator.randomness import RandomContexts
 from torchcache2.decorator.shortcuts import Glance, Shortcuts, glance
 from torchcache2.decorator.tracing import Runner, is_traced
 from torchcache2.decorator.warmup import warm_up
 from torchcache2.engine.batch import NotStoredError
 from torchcache2.engine.cache import Cache, now
+from torchcache2.engine.randomness import RandomContexts
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.steps import Steps
 from torchcache2.identity.arguments import BoundCall, Signature

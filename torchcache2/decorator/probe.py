@@ -20,9 +20,9 @@ import torch
 from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows, UnstorableError
-from torchcache2.decorator.randomness import RandomState
 from torchcache2.decorator.structure import item_lengths
 from torchcache2.decorator.traces import Undo
+from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.steps import Steps
 from torchcache2.engine.verify import leaf_differences
 from torchcache2.identity.arguments import BoundCall

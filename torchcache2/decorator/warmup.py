@@ -19,8 +19,8 @@ from torchcache2.core.ranks import place
 from torchcache2.core.settings import CacheSettings
 from torchcache2.decorator.bypass import BypassError, ask_module
 from torchcache2.decorator.progress import Progress, WarmupStats
-from torchcache2.decorator.randomness import RandomState
 from torchcache2.decorator.shares import share_of
+from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import Counters
 from torchcache2.engine.steps import Steps, run_steps
