@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Positions
+from torchcache2.core.arrays import Flags, Positions
 from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.rows import Rows
@@ -141,6 +141,11 @@ class TierStack:
                 for faster in tiers[:depth]:
                     faster.drop(keys.namespace)
         return Found(_merged(parts))
+
+    def has(self, keys: Keys) -> Flags:
+        """Whether each key has a row in any tier now."""
+        here: Flags = np.logical_or.reduce([tier.has(keys) for tier in self.tiers])
+        return here
 
     def claim(self, keys: Keys) -> Claim:
         """Say which of these distinct keys, which `get` has missed, the caller computes."""

@@ -21,6 +21,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+
+from torchcache2.core.arrays import Flags
 from torchcache2.core.gather import with_ordinary_tensors
 from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
@@ -123,6 +126,16 @@ class SharedTier(Tier):
             return Found(parts)
 
         return self._guarded(found) or Found([])
+
+    def has(self, keys: Keys) -> Flags:
+        """Whether each key has a row here now."""
+
+        def here() -> Flags | None:
+            table = self._tables.find(keys.namespace)
+            return None if table is None else table.has(keys.words)
+
+        found = self._guarded(here)
+        return np.zeros(len(keys), bool) if found is None else found
 
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
