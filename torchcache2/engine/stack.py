@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Positions
+from torchcache2.core.arrays import Flags, Positions
 from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.rows import Rows
@@ -158,6 +158,11 @@ class TierStack:
             keys, rows = keys.take(distinct[0]), rows.take(torch.from_numpy(distinct[0]))
         for tier in tiers:
             tier.offer(keys, rows)
+
+    def has(self, keys: Keys) -> Flags:
+        """Whether each key has a row in any tier now."""
+        here: Flags = np.logical_or.reduce([tier.has(keys) for tier in self.tiers])
+        return here
 
     def claim(self, keys: Keys) -> Claim:
         """Say which of these distinct keys, which `get` has missed, the caller computes."""
