@@ -52,8 +52,8 @@ class CachedDataset(Dataset[Any]):
         How much the folder may take, as above. None: a share of 0.8 with a `path`, else 0. Without `path`, a
         temporary folder has what did not fit in memory.
     name : str, optional
-        What to call the dataset instead of reading its attributes and code. An alias is ``dataset_name``. Only
-        `name` and `version` then say which samples belong to it.
+        What to call the dataset, whose attributes and code are then not read: only `name` and `version` say
+        which samples belong to it. An alias is ``dataset_name``.
     version : str or int, optional
         Change it when samples change in a way that cannot be seen, such as files behind the same paths.
     transform : callable, optional
@@ -128,8 +128,8 @@ class CachedDataset(Dataset[Any]):
         title = type(dataset).__name__ if name is None else name
         if identity.unread and path is not None:
             raise OptionError(
-                f"{title} has {listed(identity.unread)}, which cannot be read, so that no later run could know "
-                "whether the samples in path are its own: pass name= and version=, which then stand for it"
+                f"{title} has {listed(identity.unread)}, which cannot be read, so that no later run could "
+                "know whether the samples in path are its own: pass name= and version=, which then stand for it"
             )
         text = document(identity, dataset, length, name, version)
         # What differs between ranks, such as budgets in bytes, is no part of what they meet by.
@@ -192,8 +192,8 @@ class CachedDataset(Dataset[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and hasattr(self._state["dataset"], name):
             raise AttributeError(
-                f"{name} is an attribute of the dataset that is cached, which must not be changed: the samples "
-                "that are kept are those without the change. Set it before CachedDataset(dataset) is made"
+                f"{name} is an attribute of the dataset that is cached, which must not be changed: what is "
+                "kept are samples without the change. Set it before CachedDataset(dataset) is made"
             )
         super().__setattr__(name, value)
 

@@ -88,7 +88,7 @@ class Fetcher:
         return len(indices) - loaded, loaded, nbytes
 
     def _load(self, indices: Sequence[Any], keys: Keys) -> tuple[list[Any], int]:
-        """The samples at indices that have these keys, from the source, and how many bytes of rows were kept."""
+        """The samples at indices that have these keys, from the source, and the bytes of their rows."""
         if len(indices) == 0:
             return [], 0
         samples, is_steady = self.source.load(indices)

@@ -19,8 +19,8 @@ _STRIKES = 4
 class Source:
     """Loads samples; one for each process.
 
-    With `checks`, it looks whether a generator of random numbers moves while samples are loaded: a default one
-    of torch, numpy or Python, or one of `generators`.
+    With `checks`, it looks whether a generator of random numbers moves while samples are loaded: a default
+    one of torch, numpy or Python, or one of `generators`.
 
     Attributes
     ----------

@@ -81,10 +81,10 @@ def make_levels(
     processes: int = 1,
     is_worker: bool = False,
 ) -> list[Tier]:
-    """The tiers of a dataset, fastest first: memory of the processes of a `job`, and a folder, if there is one.
+    """The tiers of a dataset, fastest first: memory of the processes of a `job`, then a folder.
 
-    The budgets are in bytes; one of 0 leaves its tier out. Where memory cannot be shared, it is divided by the
-    number of `processes`. A worker leaves its rows to others when it ends, in a temporary folder too.
+    The budgets are in bytes; one of 0 leaves its tier out. Where memory cannot be shared, it is divided by
+    the number of `processes`. A worker leaves its rows to others when it ends, in a temporary folder too.
     """
     budget, tiers = settings.memory_budget(), list[Tier]()
     if budget:
