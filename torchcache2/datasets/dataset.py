@@ -129,7 +129,7 @@ class CachedDataset(Dataset[Any]):
         if identity.unread and path is not None:
             raise OptionError(
                 f"{title} has {listed(identity.unread)}, which cannot be read, so that no later run could "
-                "know whether the samples in path are its own: pass name= and version=, which then stand for it"
+                "know whether the samples in path are its own: pass name= and version=, which stand for it"
             )
         text = document(identity, dataset, length, name, version)
         # What differs between ranks, such as budgets in bytes, is no part of what they meet by.
@@ -262,8 +262,7 @@ class CachedDataset(Dataset[Any]):
         """
         fetcher, self._fetcher = self._fetcher, None
         if fetcher is not None:
-            fetcher.levels.forget(fetcher.levels.namespace)
-            fetcher.levels.leave(fetcher.levels)
+            fetcher.levels.close()
 
     def _check_length(self, length: int | None) -> None:
         """Raise if the folder has a dataset of this name with another length."""

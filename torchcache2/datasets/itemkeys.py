@@ -22,10 +22,14 @@ __all__ = ["Index", "as_index", "int_keys", "keys_of"]
 
 Index = int | str | bytes
 
-# The increments of splitmix64 and its finalizer (Steele, Lea, Flood 2014; the constants are variant 13 of
-# Stafford 2011), and MurmurHash3's finalizer (Appleby 2011) for the second half.
-_FIRST = (0x9E3779B97F4A7C15, 30, 0xBF58476D1CE4E5B9, 27, 0x94D049BB133111EB, 31)
-_SECOND = (0xD1B54A32D192ED03, 33, 0xFF51AFD7ED558CCD, 33, 0xC4CEB9FE1A85EC53, 33)
+# For each half of a key its constants: those of splitmix64 (Steele, Lea, Flood 2014), with variant 13 of
+# Stafford's mixers (2011), and of MurmurHash3's finalizer (Appleby 2011), with another increment before it.
+_INCREMENTS = np.array([0x9E3779B97F4A7C15, 0xD1B54A32D192ED03], np.uint64)
+_STEPS = (
+    (np.array([30, 33], np.uint64), np.array([0xBF58476D1CE4E5B9, 0xFF51AFD7ED558CCD], np.uint64)),
+    (np.array([27, 33], np.uint64), np.array([0x94D049BB133111EB, 0xC4CEB9FE1A85EC53], np.uint64)),
+)
+_LAST_SHIFTS = np.array([31, 33], np.uint64)
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 
@@ -61,16 +65,12 @@ def keys_of(namespace: bytes, indices: Sequence[Index]) -> Keys:
 
 def int_keys(namespace: bytes, indices: Positions) -> Keys:
     """The keys of n ints of 64 bits."""
-    words = np.empty((len(indices), 2), "<u8")
-    for half, constants in enumerate((_FIRST, _SECOND)):
-        increment, *steps = map(np.uint64, constants)
-        mixed = indices.view(np.uint64) + increment
-        for shift, factor in zip(steps[0::2], (*steps[1::2], None), strict=True):
-            mixed ^= mixed >> shift
-            if factor is not None:
-                mixed *= factor
-        words[:, half] = mixed
-    return Keys(namespace, words.view(np.uint8))
+    mixed = indices.view(np.uint64)[:, None] + _INCREMENTS
+    for shifts, factors in _STEPS:
+        mixed ^= mixed >> shifts
+        mixed *= factors
+    mixed ^= mixed >> _LAST_SHIFTS
+    return Keys(namespace, mixed.astype("<u8", copy=False).view(np.uint8))
 
 
 def _key(index: Index) -> bytes:

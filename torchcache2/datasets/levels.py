@@ -24,6 +24,18 @@ from torchcache2.tiers.shared.tier import SharedTier
 __all__ = ["Levels"]
 
 
+class _User:
+    """Who uses the namespace of a dataset, as long as the process has its levels."""
+
+    def __init__(self, namespace: bytes, description: Mapping[str, Any]) -> None:
+        self.namespace = namespace
+        self._description = description
+
+    def description(self, namespace: bytes) -> Mapping[str, Any]:
+        """What the namespace stands for."""
+        return self._description
+
+
 class Levels(TierStack):
     """The tiers of the dataset with one namespace, in every process that uses it.
 
@@ -44,22 +56,15 @@ class Levels(TierStack):
     ) -> None:
         super().__init__(settings, name)
         self.namespace = namespace
-        self._description = dict(description)
+        self._user = _User(namespace, description)
         self._is_worker = job is not None
         if job is None:
             # Processes that no launcher has started share with nobody but their workers.
             is_shared = has_ranks() or bool(os.environ.get("TORCHCACHE_JOB"))
             job = job_name(os.environ, "dataset", namespace.hex(), name) if is_shared else os.urandom(16)
         self.job = job
-        self.join(self)
-        self.hold()
-
-    def description(self, namespace: bytes) -> Mapping[str, Any]:
-        """What the namespace stands for."""
-        return self._description
-
-    def hold(self) -> None:
-        """Take part now, so that what workers put outlives them."""
+        self.join(self._user)
+        # This process takes part now, so that what workers put outlives them.
         memory = self.tiers[0]
         if isinstance(memory, SharedTier):
             memory.hold(self.namespace)
@@ -82,7 +87,12 @@ class Levels(TierStack):
                 absent = np.flatnonzero(~tier.has(keys))
                 keys, rows = keys.take(absent), rows.take(torch.from_numpy(absent))
         else:
-            self.put(self, keys, rows)
+            self.put(self._user, keys, rows)
+
+    def close(self) -> None:
+        """Let go of the rows in memory, and have the others on disk."""
+        self.forget(self.namespace)
+        self.leave(self._user)
 
     @property
     def _fills_up(self) -> bool:

@@ -98,7 +98,7 @@ class Tally:
             try:
                 # Such a lock belongs to the process: a child that is forked does not have it.
                 fcntl.lockf(self._region.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, row)
-                return row + 1
+                return int(row + 1)
             except OSError:
                 continue
         return 1
