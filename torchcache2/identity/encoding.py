@@ -191,7 +191,7 @@ class Encoder:
                 return b"O" + self.items([(value.shape, path), (value.tolist(), path)])
             head = text_bytes(f"{dtype_text(value)} {value.shape}")
             whole = np.ascontiguousarray(value).reshape(-1)
-            return b"A" + head + xxh3_128_digest(memoryview(whole.view(np.uint8)) if whole.nbytes else b"")
+            return b"A" + head + xxh3_128_digest(whole.view(np.uint8).data if whole.nbytes else b"")
         if isinstance(value, np.generic):
             return b"g" + text_bytes(dtype_text(value)) + value.tobytes()
         if isinstance(value, enum.Enum):
