@@ -14,7 +14,7 @@ from torchcache2.files.directory import CacheDirectory
 from torchcache2.identity.encoding import qualified_name
 from torchcache2.identity.modulewalk import Fingerprint
 
-__all__ = ["document", "explained_dataset", "length_before"]
+__all__ = ["document", "explained_dataset"]
 
 
 def explained_dataset(
@@ -66,10 +66,3 @@ def document(
             "version": None if version is None else str(version),
         },
     }
-
-
-def length_before(directory: CacheDirectory, namespace: bytes) -> int | None:
-    """The length that the dataset of a namespace had when its folder was made; None if that is not known."""
-    stated = directory.fingerprint(namespace.hex()).get("dataset")
-    length = stated.get("length") if isinstance(stated, dict) else None
-    return length if type(length) is int else None
