@@ -17,16 +17,17 @@ from torchcache2.core.logs import listed
 from torchcache2.core.settings import CacheSettings, Policy
 from torchcache2.core.sizes import Size
 from torchcache2.datasets.counts import DatasetStats
+from torchcache2.datasets.explain import document
 from torchcache2.datasets.fetch import Fetcher
 from torchcache2.datasets.filling import fill
-from torchcache2.datasets.fingerprint import Identity, document, identify
+from torchcache2.datasets.fingerprint import Identity, identify
 from torchcache2.datasets.itemkeys import int_keys
 from torchcache2.datasets.levels import Levels
 from torchcache2.datasets.options import aliased, check_dataset, check_others, check_values, level_settings
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.tally import Tally
 from torchcache2.engine.progress import WarmupStats
-from torchcache2.identity.marks import ADDED_ATTRIBUTE
+from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
 __all__ = ["CachedDataset"]
 
@@ -279,4 +280,10 @@ class CachedDataset(Dataset[Any]):
             )
 
 
+# Where one is part of something else that is cached, it counts as what its samples are made of.
 setattr(CachedDataset, ADDED_ATTRIBUTE, True)
+setattr(
+    CachedDataset,
+    ORIGINAL_ATTRIBUTE,
+    property(lambda self: (self._state["dataset"], self._state["transform"])),
+)
