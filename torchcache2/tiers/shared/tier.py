@@ -154,7 +154,7 @@ class SharedTier(Tier):
         return self._guarded(kept) or 0
 
     def hold(self, namespace: bytes) -> None:
-        """Take part in a namespace from now on, until `let_go` or `drop`: its rows outlive whoever put them."""
+        """Take part in a namespace until `let_go` or `drop`: its rows outlive whoever put them."""
         self._guarded(lambda: self._tables.find(namespace, create=True))
 
     @property
