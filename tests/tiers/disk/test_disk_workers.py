@@ -47,7 +47,7 @@ class Slow(Unsynced):
 
 @pytest.mark.parametrize("rate", [3e6, 3e7], ids=["slow", "faster"])
 def test_no_more_waits_than_is_written_in_time(tmp_path, rate):
-    tier = DiskTier(tmp_path, codec="none", delay=NEVER, fs=Slow(rate), most_seconds=0.3)
+    tier = DiskTier(tmp_path, codec="none", delay=NEVER, fs=Slow(rate), most_seconds=lambda: 0.3)
     took = []
     for first in range(0, 100, 20):
         for name in range(first, first + 20):

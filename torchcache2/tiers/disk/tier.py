@@ -70,8 +70,9 @@ class DiskTier(Tier):
     temporary : bool
         Whether the directory goes with this process: `close` then does not write the rows that wait. Forked
         children write theirs as long as the directory exists, as the others may read them.
-    most_seconds : float, optional
-        No more rows may wait than are written in so many seconds, as measured; default: what `queue` allows.
+    most_seconds : callable, optional
+        Called once in each process that writes: no more rows may wait there than it writes in so many
+        seconds, as measured. None, or a result of None: as many as `queue` allows.
     closed : callable, optional
         Called at the end of `close`, such as to delete a temporary directory.
 
@@ -99,7 +100,7 @@ class DiskTier(Tier):
         fs: FileSystem | None = None,
         delay: float = _SEALED_AFTER,
         temporary: bool = False,
-        most_seconds: float | None = None,
+        most_seconds: Callable[[], float | None] | None = None,
         closed: Callable[[], None] | None = None,
     ) -> None:
         self.budget = budget
@@ -292,6 +293,6 @@ class DiskTier(Tier):
             target=self._target,
             limit=self._queue,
             delay=self._delay,
-            most_seconds=self._most_seconds,
+            most_seconds=self._most_seconds() if self._most_seconds is not None else None,
             at_exit=self.close,
         )
