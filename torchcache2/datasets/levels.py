@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from torchcache2.core.arrays import Array
 from torchcache2.core.keys import Keys
 from torchcache2.core.ranks import has_ranks, ranks_here
 from torchcache2.core.rows import Rows
@@ -68,15 +67,6 @@ class Levels(TierStack):
         memory = self.tiers[0]
         if isinstance(memory, SharedTier):
             memory.hold(self.namespace)
-
-    def has(self, keys: Keys) -> Array:
-        """Which rows are in any tier, as bools."""
-        found = np.zeros(len(keys), bool)
-        for tier in self.tiers:
-            missing = np.flatnonzero(~found)
-            if len(missing):
-                found[missing] = tier.has(keys.take(missing))
-        return found
 
     def keep(self, keys: Keys, rows: Rows) -> None:
         """Put rows into every tier, or each into the first that has room for it."""
