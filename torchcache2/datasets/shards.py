@@ -15,9 +15,7 @@ import numpy as np
 
 from torchcache2.core.arrays import Array, Positions
 
-__all__ = ["EVEN", "Shard", "permutation"]
-
-EVEN = (None, "drop", "repeat")
+__all__ = ["Shard", "permutation"]
 
 
 def permutation(count: int, seed: int, stream: int, part: int = 0) -> Positions:
@@ -58,8 +56,10 @@ class Shard:
         What the ranks that are dealt together have in each epoch.
     left_out : int
         Samples that these ranks have not because of `most`.
+    least : int
+        Samples that every rank has, if `most` is the same for all.
     is_even : bool
-        Whether all ranks have equally many samples, if `most` is the same for all.
+        Whether no rank has more than that.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class Shard:
         least, rest = divmod(count, ranks)
         each = {None: least + (rest > 0), "drop": least, "repeat": least + (rest > 0)}[even]
         bound = each if most is None else min(each, most)
-        self.is_even = even is not None or bound <= least or rest == 0
+        self.least = bound if even is not None else min(least, bound)
+        self.is_even = self.least == bound
         self.left_out = max(0, min(len(mine), each * together) - bound * together)
         if even == "repeat" and len(mine) < bound * together:
             # Fewer samples than ranks: those that have none get what others have.
