@@ -17,6 +17,9 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import numpy as np
+
+from torchcache2.core.arrays import Flags
 from torchcache2.core.gather import with_ordinary_tensors
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
@@ -134,6 +137,14 @@ class DiskTier(Tier):
         except Exception as error:  # such as a lack of memory; a fault is a miss
             self._health.fault(error, self.path)
             return Found([])
+
+    def has(self, keys: Keys, *, sealed: bool = False) -> Flags:
+        """Whether each key has a row here now; with `sealed`, one that does not wait to be written."""
+        try:
+            return self._reader.has(keys, sealed=sealed)
+        except Exception as error:
+            self._health.fault(error, self.path)
+            return np.zeros(len(keys), bool)
 
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
