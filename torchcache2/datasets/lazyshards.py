@@ -84,9 +84,9 @@ class LazyShardDataset(Dataset[Any]):
     ...     LazyShardDataset(squares, memory_size="10MB", rank=rank, num_replicas=2) for rank in range(2)
     ... )
     >>> first.indices.tolist(), list(first)
-    ([0, 2, 3, 8, 9], [0, 4, 9, 64, 81])
+    ([0, 1, 3, 8, 9], [0, 1, 9, 64, 81])
     >>> list(second)
-    [1, 16, 25, 36, 49]
+    [4, 16, 25, 36, 49]
     """
 
     __module__ = "torchcache2"
