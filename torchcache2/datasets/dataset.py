@@ -14,6 +14,7 @@ from torchcache2.core.arrays import Positions
 from torchcache2.core.environment import disabled_by_environment
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import listed
+from torchcache2.core.ranks import place
 from torchcache2.core.settings import CacheSettings, Policy
 from torchcache2.core.sizes import Size
 from torchcache2.datasets.counts import DatasetStats
@@ -230,9 +231,13 @@ class CachedDataset(Dataset[Any]):
         WarmupStats
             How many samples were loaded and found, and how long it took.
         """
+        where = place()
+        return self._fill(np.arange(where.rank, len(self), where.world_size), num_workers, batch_size)
+
+    def _fill(self, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:
         if self._fetcher is None:
             raise NotCachedError(f"{self!r} caches nothing: it is closed, or turned off, or both sizes are 0")
-        return fill(self, self._fetcher, num_workers, batch_size)
+        return fill(self, self._fetcher, mine, num_workers, batch_size)
 
     def missing(self) -> Positions:
         """The indices whose samples are neither in memory nor on disk now, ascending, int64 ``(k,)``."""
