@@ -18,17 +18,21 @@ if _typing.TYPE_CHECKING:
     )
     from torchcache2.core.keys import Keys
     from torchcache2.core.settings import CacheSettings
+    from torchcache2.datasets.counts import DatasetStats
+    from torchcache2.datasets.dataset import CachedDataset
     from torchcache2.datasets.reserve import get_shm_size
     from torchcache2.datasets.slots import SharedCache
-    from torchcache2.decorator.progress import WarmupStats
     from torchcache2.decorator.torchcache import torchcache
     from torchcache2.engine.cache import Cache
+    from torchcache2.engine.progress import WarmupStats
     from torchcache2.engine.stats import CacheStats
 
 __all__ = [
     "Cache",
     "CacheSettings",
     "CacheStats",
+    "CachedDataset",
+    "DatasetStats",
     "DecorationError",
     "InputError",
     "Keys",
@@ -51,9 +55,11 @@ _FILES = {
     "Cache": "engine.cache",
     "CacheSettings": "core.settings",
     "CacheStats": "engine.stats",
+    "CachedDataset": "datasets.dataset",
+    "DatasetStats": "datasets.counts",
     "Keys": "core.keys",
     "SharedCache": "datasets.slots",
-    "WarmupStats": "decorator.progress",
+    "WarmupStats": "engine.progress",
     "get_shm_size": "datasets.reserve",
     "torchcache": "decorator.torchcache",
 }

@@ -56,6 +56,21 @@ class TierContract:
         assert found(tier, range(100), 32) == list(range(100))
         assert tier.stats().rows == 100
 
+    def test_a_tier_says_which_keys_have_rows(self, tier, settle):
+        put(tier, range(0, 60, 2), 5)
+        put(tier, [61], 7)
+        put(tier, range(10), 5, NAMESPACES[1])
+        settle(tier)
+        names = np.random.default_rng(0).permutation(120).tolist()
+        here = tier.has(keys_of(names))
+        assert here.dtype == bool and here.shape == (120,)
+        assert here.tolist() == [name in (*range(0, 60, 2), 61) for name in names]
+        assert tier.has(keys_of([3, 3, 99], NAMESPACES[1])).tolist() == [True, True, False]
+        assert tier.has(keys_of(range(3), NAMESPACES[2])).tolist() == [False] * 3
+        assert tier.has(keys_of([])).shape == (0,)
+        tier.drop(NAMESPACES[0])
+        assert not tier.has(keys_of(names)).any()
+
     def test_any_subset_in_any_order_with_keys_that_are_not_there(self, tier, settle):
         put(tier, range(0, 60, 2))
         put(tier, range(100, 110))
@@ -329,6 +344,7 @@ class TierContract:
         settle(tier)
         tier.close()
         assert found(tier, [1, 2]) == []
+        assert not tier.has(keys_of([1, 2])).any()
         assert put(tier, [3]) == 0
         tier.flush()
         tier.drop(NAMESPACES[1])

@@ -18,8 +18,8 @@ from torchcache2.core.logs import listed, logger
 from torchcache2.core.ranks import place
 from torchcache2.core.settings import CacheSettings
 from torchcache2.decorator.bypass import BypassError, ask_module
-from torchcache2.decorator.progress import Progress, WarmupStats
 from torchcache2.decorator.shares import share_of
+from torchcache2.engine.progress import Progress, WarmupStats
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import Counters
@@ -126,7 +126,7 @@ def warm_up(
             "call .eval() first if it is to be used in that mode",
             name,
         )
-    progress = Progress(name, self._counters, self._tiers, share, is_shown=where.rank == 0)
+    progress = Progress(name, self._counters, self._tiers, share.items, share.total, is_shown=where.rank == 0)
     generator = getattr(share.batches, "generator", None)
     generators = [generator] if isinstance(generator, torch.Generator) else []
     random = RandomState([*self.keeper.generators, *generators])
@@ -164,7 +164,7 @@ def _warm(
             output = run_steps(cache.call, root, args, kwargs)
         reason = cache._bypass
         if reason is None:
-            progress.update(output, cache.settings.cache_dtype)
+            progress.update(_stored_bytes(output, cache.settings.cache_dtype))
             return
         if is_last:
             raise BypassError(reason, cache._reasons[reason]).as_error(name)
@@ -222,3 +222,10 @@ def _moved(arguments: Any, root: Any) -> Any:
         )
 
     return pytree.tree_map(moved, arguments)
+
+
+def _stored_bytes(output: Any, cache_dtype: torch.dtype | None) -> int:
+    """Bytes of the rows of an output, as they are kept."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    dtypes = [cache_dtype if cache_dtype and leaf.is_floating_point() else leaf.dtype for leaf in leaves]
+    return sum(leaf.numel() * dtype.itemsize for leaf, dtype in zip(leaves, dtypes, strict=True))

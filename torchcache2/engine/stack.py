@@ -6,19 +6,20 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Positions
+from torchcache2.core.arrays import Flags, Positions
 from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.tiers.base import Claim, Found, Tier
-from torchcache2.tiers.make import check_folder, job_of, make_tiers
+from torchcache2.tiers.make import Description, InUse, check_folder, job_of, make_tiers
 
 __all__ = ["Parts", "TierStack"]
 
@@ -105,12 +106,15 @@ class TierStack:
             with self._lock():
                 tiers = self._tiers
                 if not tiers:
-                    job = job_of(self.settings, self.name)
-                    tiers = make_tiers(self.settings, self._users.namespaces, self._users.description, job)
+                    tiers = self._made(self._users.namespaces, self._users.description)
                     self._finalizer = weakref.finalize(self, _close, tiers)
                     self._finalizer.atexit = False  # tiers that must be closed at exit do it themselves
                     self._tiers = tiers
         return tiers
+
+    def _made(self, in_use: InUse, description: Description) -> Sequence[Tier]:
+        """New tiers; see `make_tiers`."""
+        return make_tiers(self.settings, in_use, description, job_of(self.settings, self.name))
 
     @property
     def directory(self) -> CacheDirectory | None:
@@ -122,25 +126,47 @@ class TierStack:
 
         Each tier is asked for what the faster ones do not have, and what it has is offered to them.
         """
+        return Found(_merged(list(chain.from_iterable(self.found(keys)))))
+
+    def found(self, keys: Keys) -> list[Parts]:
+        """The parts that `get` merges, of each tier that was asked."""
         tiers, before = self.tiers, self._last_drop(keys.namespace)
-        parts = list(tiers[0].get(keys).parts)
+        found = [list(tiers[0].get(keys).parts)]
         for depth, tier in enumerate(tiers[1:], start=1):
-            if sum(len(rows) for _, rows in parts) == len(keys):
+            if sum(len(rows) for parts in found for _, rows in parts) == len(keys):
                 break
             missing = np.ones(len(keys), bool)
-            for positions, _ in parts:
+            for positions, _ in chain.from_iterable(found):
                 missing[positions] = False
             wanted = np.flatnonzero(missing)
             asked = keys.take(wanted) if len(wanted) < len(keys) else keys
+            found.append([])
             for positions, rows in tier.get(asked).parts:
                 if self._last_drop(keys.namespace) == before:
-                    _offer(tiers[:depth], asked.take(positions), rows)
-                parts.append((wanted[positions], rows))
+                    self._offer(tiers[:depth], asked.take(positions), rows)
+                found[-1].append((wanted[positions], rows))
             if self._last_drop(keys.namespace) != before:
                 # Rows that were dropped meanwhile may have been offered.
                 for faster in tiers[:depth]:
                     faster.drop(keys.namespace)
-        return Found(_merged(parts))
+        return found
+
+    def _offer(self, tiers: Sequence[Tier], keys: Keys, rows: Rows) -> None:
+        """Offer rows that a slower tier had to faster ones, each key once."""
+        distinct = keys.first_positions()
+        if distinct is not None:
+            keys, rows = keys.take(distinct[0]), rows.take(torch.from_numpy(distinct[0]))
+        for tier in tiers:
+            tier.offer(keys, rows)
+
+    def has(self, keys: Keys) -> Flags:
+        """Whether each key has a row in any tier now."""
+        found = np.zeros(len(keys), bool)
+        for tier in self.tiers:
+            missing = np.flatnonzero(~found)
+            if len(missing):
+                found[missing] = tier.has(keys.take(missing))
+        return found
 
     def claim(self, keys: Keys) -> Claim:
         """Say which of these distinct keys, which `get` has missed, the caller computes."""
@@ -224,15 +250,6 @@ class TierStack:
 def _close(tiers: Sequence[Tier]) -> None:
     for tier in tiers:
         tier.close()
-
-
-def _offer(tiers: Sequence[Tier], keys: Keys, rows: Rows) -> None:
-    """Offer rows that a slower tier had to faster ones, each key once."""
-    distinct = keys.first_positions()
-    if distinct is not None:
-        keys, rows = keys.take(distinct[0]), rows.take(torch.from_numpy(distinct[0]))
-    for tier in tiers:
-        tier.offer(keys, rows)
 
 
 def _merged(parts: Parts) -> Parts:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from torchcache2.core.arrays import Positions
+from torchcache2.core.arrays import Flags, Positions
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.files.directory import CacheDirectory
@@ -122,6 +122,10 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def get(self, keys: Keys) -> Found:
         """The rows of those keys that are here."""
+
+    @abc.abstractmethod
+    def has(self, keys: Keys) -> Flags:
+        """Whether each key has a row here now, bool ``(n,)``. No row is read; any may be forgotten next."""
 
     @abc.abstractmethod
     def put(self, keys: Keys, rows: Rows) -> int:

@@ -23,6 +23,7 @@ _WINDOW = np.arange(16)[:, None]  # slots that are looked at together: two cache
 _TAG = np.uint64(0x7FFFFFFE_00000000)  # the bits of a slot that come from the key; below is the ordinal
 _USED = np.uint64(1 << 32)  # this bit tells a slot in use from a free one, whatever its tag and ordinal
 _LEAST = 32
+_AT_ONCE = 8192  # keys whose windows stay in the processor's cache
 
 
 class KeyTable:
@@ -44,6 +45,9 @@ class KeyTable:
         """Ordinal of each key, ``(n, 2)``; -1 of keys that are not here."""
         if len(self.keys) == 0 or len(words) == 0:
             return np.full(len(words), -1)
+        if len(words) > _AT_ONCE:
+            pieces = [words[i : i + _AT_ONCE] for i in range(0, len(words), _AT_ONCE)]
+            return np.concatenate([self.find(piece) for piece in pieces])
         slots, tags = self._home(words)
         window = self.slots.take((slots + _WINDOW) & (len(self.slots) - 1)).view(np.uint64)
         # Combining a slot with the key's tag leaves the ordinal alone if the tag of the slot is the same. Any
@@ -56,7 +60,13 @@ class KeyTable:
         # follows sees that it is not the one that is sought.
         if not same.all() or least.max() >= len(self.keys):
             rest = (~same.all(axis=1) | (least >= len(self.keys))).nonzero()[0]
-            ordinals[rest] = self.probe(words.take(rest, axis=0))[0]
+            # A key is in front of the first free slot, so one whose tag was not met up to there is not here.
+            has_free = (window.take(rest, axis=1) == tags.take(rest).view(np.uint64)).any(axis=0)
+            is_absent = has_free & (least.take(rest) >= _USED)
+            ordinals[rest] = -1
+            if not is_absent.all():
+                rest = rest[~is_absent]
+                ordinals[rest] = self.probe(words.take(rest, axis=0))[0]
         return ordinals
 
     def probe(self, words: Words) -> tuple[Ordinals, Ordinals]:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import get_worker_info
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import logger
 from torchcache2.core.ranks import has_ranks, ranks_here
 from torchcache2.core.settings import CacheSettings
+from torchcache2.core.sizes import size_text
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.eviction import used_bytes
@@ -25,9 +27,11 @@ from torchcache2.tiers.shared.job import job_name
 from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.tier import SharedTier
 
-__all__ = ["check_folder", "job_of", "make_tiers"]
+__all__ = ["Description", "InUse", "check_folder", "job_of", "make_levels", "make_tiers"]
 
 _LEAST_QUEUED, _MOST_QUEUED = 16 << 20, 256 << 20
+_WORKERS_WRITE = 2.0  # seconds; a `DataLoader` kills its workers 5 seconds after their end
+_SAMPLES_SEALED_AFTER = 60.0  # seconds; loading samples takes long, and segments should be few
 
 InUse = Callable[[], Collection[bytes]]
 Description = Callable[[bytes], Mapping[str, Any]]
@@ -70,6 +74,51 @@ def make_tiers(
     return tiers
 
 
+def make_levels(
+    settings: CacheSettings,
+    in_use: InUse,
+    description: Description,
+    job: bytes,
+    *,
+    processes: int = 1,
+    is_worker: bool = False,
+) -> list[Tier]:
+    """The tiers of a dataset, fastest first: memory of the processes of a `job`, then a folder.
+
+    The budgets are in bytes; one of 0 leaves its tier out. Where memory cannot be shared, it is divided by
+    the number of `processes`. A worker leaves its rows to others when it ends, in a temporary folder too.
+    """
+    budget, tiers = settings.memory_budget(), list[Tier]()
+    if budget:
+        try:
+            tiers.append(SharedTier(job, budget, in_use, spills=settings.is_persistent))
+        except SharingError as error:
+            logger.warning(
+                "samples are kept in the memory of each process, as they cannot share it (%s): %d processes "
+                "keep %s each, so that all of them hold as much as one would alone",
+                *(str(error), processes, size_text(budget // processes)),
+            )
+            tiers.append(MemoryTier(budget // processes, in_use=in_use, spills=settings.is_persistent))
+    if settings.is_persistent:
+        queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4))
+        try:
+            disk = _disk(
+                settings,
+                queue,
+                in_use,
+                description,
+                job,
+                is_worker,
+                delay=_SAMPLES_SEALED_AFTER,
+                most_seconds=_most_seconds,
+            )
+            tiers.append(disk)
+        except OSError as error:
+            text = str(error)
+            logger.warning("there is no temporary folder: what does not fit in memory is not kept (%s)", text)
+    return tiers or [MemoryTier(0)]
+
+
 def _memory(
     settings: CacheSettings, budget: int, in_use: InUse, description: Description, job: bytes | None
 ) -> Tier:
@@ -84,7 +133,13 @@ def _memory(
 
 
 def _disk(
-    settings: CacheSettings, queue: int, in_use: InUse, description: Description, job: bytes | None
+    settings: CacheSettings,
+    queue: int,
+    in_use: InUse,
+    description: Description,
+    job: bytes | None,
+    is_worker: bool = False,
+    **options: Any,
 ) -> DiskTier:
     scratch = Scratch(job) if settings.persistent_cache_dir is None else None
     path = scratch.path if scratch is not None else str(settings.persistent_cache_dir)
@@ -101,6 +156,13 @@ def _disk(
         queue=queue,
         in_use=in_use,
         description=description,
-        temporary=scratch is not None,
+        temporary=scratch is not None and not is_worker,
         closed=None if scratch is None else scratch.remove,
+        **options,
     )
+
+
+def _most_seconds() -> float | None:
+    """How long writing what waits may take in this process, if it is a worker: all write at the end."""
+    worker = get_worker_info()
+    return None if worker is None else _WORKERS_WRITE / (worker.num_workers * ranks_here())

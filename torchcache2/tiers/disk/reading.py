@@ -11,14 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Array, Positions
+from torchcache2.core.arrays import Array, Flags, Ordinals, Positions
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Schema
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import DamagedError
 from torchcache2.files.segment import Columns, Segment, empty_columns, rows_of
-from torchcache2.tiers.disk.catalog import AnySegment
+from torchcache2.tiers.disk.catalog import AnySegment, Located
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
 
@@ -39,22 +39,11 @@ class Reader:
 
     def find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
         """The rows of those keys that are here, by schema, with their positions in the batch."""
-        if keys.namespace not in self._known.located:
-            self._known.let_go()  # else a process that only reads would hold all it ever used
+        self._let_go_before(keys)
         with self._known.lock():
-            self._known.begin()
-            if self._known.closed or not self._health.reads:
-                return []
-            try:
-                located = self._known.namespace(keys.namespace)
-                ordinals = located.places.find(keys.words)
-                if (ordinals < 0).any() and located.look():
-                    ordinals = located.places.find(keys.words)  # looking may have moved every key
-            except BaseException:
-                self._known.start_anew(keys.namespace)
-                raise
+            located, ordinals = self._ordinals(keys)
             positions = np.flatnonzero(ordinals >= 0)
-            if not self._health.reads or len(positions) == 0:
+            if located is None or len(positions) == 0:
                 return []
             numbers, rows = located.places.where(ordinals[positions])
             segments = {number: located.segments[number] for number in np.unique(numbers).tolist()}
@@ -69,6 +58,37 @@ class Reader:
         for segment in segments.values():
             self._touch(segment)
         return found
+
+    def has(self, keys: Keys, *, sealed: bool) -> Flags:
+        """Whether each key has a row here now; with `sealed`, one in a file."""
+        self._let_go_before(keys)
+        with self._known.lock():
+            located, ordinals = self._ordinals(keys)
+            here = ordinals >= 0
+            if sealed and located is not None:
+                here[here] = located.are_sealed(ordinals[here])
+            return here
+
+    def _let_go_before(self, keys: Keys) -> None:
+        """Let unused namespaces go before another one is used; without the lock."""
+        if keys.namespace not in self._known.located:
+            self._known.let_go()  # else a process that only reads would hold all it ever used
+
+    def _ordinals(self, keys: Keys) -> tuple[Located | None, Ordinals]:
+        """What is known of the namespace, or None, and the ordinal of each key, or -1; with the lock held."""
+        self._known.begin()
+        if not self._known.closed and self._health.reads:
+            try:
+                located = self._known.namespace(keys.namespace)
+                ordinals = located.places.find(keys.words)
+                if (ordinals < 0).any() and located.look():
+                    ordinals = located.places.find(keys.words)  # looking may have moved every key
+            except BaseException:
+                self._known.start_anew(keys.namespace)
+                raise
+            if self._health.reads:  # looking may have shown files of a newer format
+                return located, ordinals
+        return None, np.full(len(keys), -1)
 
     def _touch(self, segment: AnySegment) -> None:
         """Set the time at which a segment was last used; at most once a minute."""

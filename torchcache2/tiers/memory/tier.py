@@ -13,12 +13,12 @@ once. The next call waits for the copies, and puts the rows into their arena bef
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Positions
+from torchcache2.core.arrays import Flags, Positions
 from torchcache2.core.gather import with_ordinary_tensors
 from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
@@ -88,6 +88,16 @@ class MemoryTier(Tier):
             except BaseException as error:
                 self._start_anew(error, "read")
         return Found([])
+
+    def has(self, keys: Keys) -> Flags:
+        """Whether each key has a row here now."""
+        with self._lock():
+            try:
+                self._catch_up()
+                return self._are_here(keys, self._arenas.arenas_for(keys))
+            except BaseException as error:
+                self._start_anew(error, "read")
+        return np.zeros(len(keys), bool)
 
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows, *, evicts: bool = True) -> int:
@@ -239,13 +249,16 @@ class MemoryTier(Tier):
         return self._arenas.nbytes + on_their_way
 
     def _absent(self, keys: Keys, arena: Arena | None) -> Positions:
-        absent = np.ones(len(keys), bool)
         asked = self._arenas.arenas_for(keys)
         if arena is not None and not any(other is arena for other in asked):
             asked = [*asked, arena]  # the table may not know any more that the group has rows in this arena
-        for other in asked:
-            absent &= other.find(keys.words) < 0
-        return np.flatnonzero(absent)
+        return np.flatnonzero(~self._are_here(keys, asked))
+
+    def _are_here(self, keys: Keys, arenas: Sequence[Arena]) -> Flags:
+        here = np.zeros(len(keys), bool)
+        for arena in arenas:
+            here |= arena.find(keys.words) >= 0
+        return here
 
     def _arena(self, namespace: bytes, rows: Rows) -> Arena | None:
         device = self._device

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest
 
-from torchcache2.core.arrays import Array, Ordinals, Positions, Words
+from torchcache2.core.arrays import Array, Flags, Ordinals, Positions, Words
 from torchcache2.core.gather import as_bytes
 from torchcache2.core.rows import Rows
 from torchcache2.core.transfer import Runtime
@@ -122,6 +122,10 @@ class SharedTable:
                 parts.append((positions[these], rows))
         return parts
 
+    def has(self, words: Words) -> Flags:
+        """Whether each key has a row. Takes no lock."""
+        return self._index.find(words)[1] > 0
+
     def put(self, words: Words, rows: Rows) -> tuple[int, bool]:
         """Keep rows, on the host, under distinct keys that may be here already.
 
@@ -175,7 +179,7 @@ class SharedTable:
         self._seen()[ordinals] = True
         return len(ordinals)
 
-    def _seen(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def _seen(self) -> Flags:
         """Of each ordinal, whether this process has written its row, or read it and found it as written."""
         if len(self._checked) < len(self._index.sums):
             self._checked = np.pad(self._checked, (0, len(self._index.sums) - len(self._checked)))

@@ -21,6 +21,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+
+from torchcache2.core.arrays import Flags
 from torchcache2.core.gather import with_ordinary_tensors
 from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
@@ -124,6 +127,16 @@ class SharedTier(Tier):
 
         return self._guarded(found) or Found([])
 
+    def has(self, keys: Keys) -> Flags:
+        """Whether each key has a row here now."""
+
+        def here() -> Flags | None:
+            table = self._tables.find(keys.namespace)
+            return None if table is None else table.has(keys.words)
+
+        found = self._guarded(here)
+        return np.zeros(len(keys), bool) if found is None else found
+
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys, now, wherever they are; those that are here already stay.
@@ -139,6 +152,18 @@ class SharedTier(Tier):
             return self._keep(keys, Rows(rows.schema, to_host(rows.columns, self._runtime), len(rows)))
 
         return self._guarded(kept) or 0
+
+    def hold(self, namespace: bytes) -> None:
+        """Take part in a namespace until `let_go` or `drop`: its rows outlive whoever put them."""
+        self._guarded(lambda: self._tables.find(namespace, create=True))
+
+    @property
+    def member(self) -> int | None:
+        """The number of this process among those of the job; None if it shares nothing any more.
+
+        No process that is alive has the same number. A later one may get that of a process that has ended.
+        """
+        return self._guarded(lambda: self._job.slot)
 
     def claim(self, keys: Keys) -> Claim:
         """Say which of some distinct keys, missed by `get`, this call computes.

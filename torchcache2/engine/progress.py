@@ -9,17 +9,11 @@ import importlib
 import math
 import sys
 import time
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
+from typing import Any, Protocol
 
 from torchcache2.core.ranks import ranks_here
 from torchcache2.core.sizes import size_text
-from torchcache2.decorator.shares import Share
 from torchcache2.engine.stack import TierStack
-from torchcache2.engine.stats import Counters
 
 __all__ = ["Progress", "WarmupStats"]
 
@@ -51,18 +45,34 @@ class WarmupStats:
     bytes: int
 
 
+class Counts(Protocol):
+    """What is counted elsewhere while a warmup runs."""
+
+    hits: int
+    misses: int
+
+
 class Progress:
     """Counts the items of a warmup by the counters of its cache.
 
-    If it `is_shown`, there is a bar, as far as tqdm is installed, and one line of cost when that is known.
+    There are `total` items, of which `items` are this rank's; None: not known. If it `is_shown`, there is a
+    bar, as far as tqdm is installed, and one line of cost when that is known.
     """
 
     def __init__(
-        self, name: str, counters: Counters, tiers: TierStack, share: Share, *, is_shown: bool
+        self,
+        name: str,
+        counters: Counts,
+        tiers: TierStack,
+        items: int | None,
+        total: int | None,
+        *,
+        is_shown: bool,
     ) -> None:
         self.batches = 0
         self.items = 0
-        self._name, self._counters, self._tiers, self._share = name, counters, tiers, share
+        self._name, self._counters, self._tiers = name, counters, tiers
+        self._mine, self._total = items, total
         self._is_shown = is_shown
         self._before = counters.hits, counters.misses
         self._start = time.perf_counter()
@@ -75,15 +85,15 @@ class Progress:
                 tqdm = importlib.import_module("tqdm").tqdm
                 quiet = type("Bar", (tqdm,), {"monitor_interval": 0})  # without a thread
                 every = _SHOWN_EVERY if sys.stderr.isatty() else _LOGGED_EVERY
-                self._bar = quiet(total=share.items, desc=name, unit=" items", mininterval=every)
+                self._bar = quiet(total=items, desc=name, unit=" items", mininterval=every)
 
-    def update(self, output: Any, cache_dtype: torch.dtype | None) -> None:
-        """The output of a batch has come back."""
+    def update(self, nbytes: int) -> None:
+        """A batch is done; the rows of the first one are of so many bytes."""
         before, (found, computed) = self.items, self._done()
         self.items = found + computed
         self.batches += 1
         if before == 0 < self.items:
-            self._row_bytes = _stored_bytes(output, cache_dtype) // self.items
+            self._row_bytes = nbytes // self.items
         now = time.perf_counter()
         # The first batch also starts workers, reads the weights and probes, so the next one tells the rate.
         if before > 0 == self._rate:
@@ -118,7 +128,7 @@ class Progress:
     def _cost(self, rate: float) -> str:
         """What all items will take, as far as it is known by now."""
         each = f"{size_text(self._row_bytes)} an item, {rate:,.0f} items/s"
-        mine, total = self._share.items, self._share.total
+        mine, total = self._mine, self._total
         if mine is None or total is None:
             return f"{each}; how many items there are is not known"
         lines, is_enough = [], {}
@@ -137,10 +147,3 @@ class Progress:
         elif not all(is_enough.values()):
             text += ". What does not fit in memory is read from the disk"
         return text
-
-
-def _stored_bytes(output: Any, cache_dtype: torch.dtype | None) -> int:
-    """Bytes of the rows of an output, as they are kept."""
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    dtypes = [cache_dtype if cache_dtype and leaf.is_floating_point() else leaf.dtype for leaf in leaves]
-    return sum(leaf.numel() * dtype.itemsize for leaf, dtype in zip(leaves, dtypes, strict=True))

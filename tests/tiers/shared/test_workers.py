@@ -1,0 +1,85 @@
+"""Rows that the workers of a `DataLoader` share, who come and go, and are killed."""
+
+import os
+
+import pytest
+
+from tests.helpers import warm
+
+EPOCHS = """
+import os, sys
+from torch.utils.data import DataLoader
+from tests.helpers.storage import found, keys_of
+from tests.helpers.workers import Sharing
+
+if __name__ == "__main__":
+    folder, method, epochs, workers = *sys.argv[1:3], *map(int, sys.argv[3:])
+    data = Sharing(b"job of a dataset", folder, 12)
+    tier, namespace = data.tier, keys_of([]).namespace
+    tier.hold(namespace)
+    assert found(tier, range(12)) == [] and tier.stats().rows == 0
+    members = set()
+    for epoch in range(epochs):
+        tier.hold(namespace)
+        loader = DataLoader(data, 3, num_workers=workers, collate_fn=list, multiprocessing_context=method)
+        for batch in loader:
+            for here, member in batch:
+                assert epoch == 0 or here == list(range(12)), here
+                members.add(member)
+    assert tier.member not in members and None not in members and len(members) == workers
+    assert found(tier, range(12)) == list(range(12))
+    assert (tier.stats().faults, tier.stats().corrupt) == (0, 0)
+    tier.close()
+    assert tier.member is None
+    tier.hold(namespace)
+    print(os.listdir(folder))
+"""
+
+KILLED = """
+import os, sys
+from torch.utils.data import DataLoader
+from tests.helpers.storage import found, keys_of
+from tests.helpers.workers import Sharing
+
+if __name__ == "__main__":
+    folder, method = sys.argv[1:]
+    data = Sharing(b"job of a dataset", folder, 12, killed=(7,))
+    tier = data.tier
+    tier.hold(keys_of([]).namespace)
+    try:
+        list(DataLoader(data, 1, num_workers=1, collate_fn=list, multiprocessing_context=method))
+    except RuntimeError as error:
+        assert "worker" in str(error)
+    assert found(tier, range(12)) == list(range(8))
+    later = DataLoader(data, 12, num_workers=1, collate_fn=list, multiprocessing_context="fork", sampler=[9])
+    ((here, member),) = next(iter(later))
+    assert here == list(range(8)) and member not in (None, tier.member)
+    assert found(tier, range(12)) == [*range(8), 9]
+    assert (tier.stats().faults, tier.stats().corrupt) == (0, 0)
+    tier.close()
+    print(os.listdir(folder))
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "epochs", "workers"), [("fork", 4, 2), ("spawn", 2, 1), ("forkserver", 2, 1)]
+)
+def test_rows_outlive_the_workers_that_put_them(tmp_path, method, epochs, workers):
+    process = warm.run(EPOCHS, tmp_path, method, epochs, workers)
+    assert process.out == "[]\n" and process.err == ""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_rows_of_a_worker_that_is_killed_stay(tmp_path, method):
+    process = warm.run(KILLED, tmp_path, method)
+    assert process.out == "[]\n"
+
+
+def test_a_forked_child_has_a_number_of_its_own(join):
+    tier = join()
+    mine = tier.member
+    pid = os.fork()
+    if pid == 0:
+        os._exit(tier.member == mine)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert tier.member == mine and join().member != mine

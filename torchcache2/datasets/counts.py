@@ -1,0 +1,49 @@
+"""`DatasetStats`: what all processes have done with a dataset."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from torchcache2.engine.stats import CacheStats
+
+__all__ = ["DatasetStats"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetStats(CacheStats):
+    """What all processes have done with a dataset since it was made; counts are samples.
+
+    Attributes
+    ----------
+    memory_hits, disk_hits : int
+        Samples that were found in memory, and those found on disk; `hits` are both.
+    misses : int
+        Samples that were loaded and offered to the cache. Samples that were loaded and not kept are
+        `bypasses`, by reason: ``"random"`` and ``"refused"``, as they cannot be stored.
+    """
+
+    __module__ = "torchcache2"
+
+    memory_hits: int = 0
+    disk_hits: int = 0
+
+    @classmethod
+    def of(cls, counts: Mapping[str, int], tiers: Mapping[str, int]) -> DatasetStats:
+        """From the counts of a `Tally`, and what the tiers say of themselves."""
+        hits = counts["memory_hits"] + counts["disk_hits"]
+        seconds, spent = counts["nanoseconds"] / 1e9, counts["spent"] / 1e9
+        loaded = counts["misses"]
+        mean = seconds / loaded if loaded else 0.0
+        return cls(
+            hits=hits,
+            misses=loaded,
+            bypasses={name: counts[name] for name in ("random", "refused") if counts[name]},
+            memory_hits=counts["memory_hits"],
+            disk_hits=counts["disk_hits"],
+            verified=counts["verified"],
+            mismatched=counts["mismatched"],
+            seconds_computed=seconds,
+            seconds_saved=None if hits and not loaded else hits * mean - spent,
+            **tiers,
+        )

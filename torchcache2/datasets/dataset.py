@@ -1,0 +1,302 @@
+"""`CachedDataset`: a dataset whose samples are loaded once, and then found in memory or on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from torchcache2.core.arrays import Positions
+from torchcache2.core.environment import disabled_by_environment
+from torchcache2.core.errors import NotCachedError, OptionError
+from torchcache2.core.logs import listed
+from torchcache2.core.settings import CacheSettings, Policy
+from torchcache2.core.sizes import Size
+from torchcache2.datasets.counts import DatasetStats
+from torchcache2.datasets.explain import document, explained_dataset
+from torchcache2.datasets.fetch import Fetcher
+from torchcache2.datasets.filling import fill
+from torchcache2.datasets.fingerprint import Identity, identify
+from torchcache2.datasets.itemkeys import int_keys
+from torchcache2.datasets.levels import Levels, check_length
+from torchcache2.datasets.options import aliased, check_dataset, check_others, check_values, level_settings
+from torchcache2.datasets.source import Source
+from torchcache2.datasets.tally import Tally
+from torchcache2.engine.progress import WarmupStats
+from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
+
+__all__ = ["CachedDataset"]
+
+
+class CachedDataset(Dataset[Any]):
+    """A dataset that keeps the samples of another one, so that each is loaded once.
+
+    Samples are kept in memory that all workers of a `DataLoader` and all ranks of a machine share, then in a
+    folder. They may be any nesting of tensors, numpy arrays, PIL images, numbers, texts, bytes and None, and
+    come back as they were.
+
+    Parameters
+    ----------
+    dataset : Dataset
+        Any object with ``__getitem__``, and ``__getitems__`` if it has one.
+    path : path, optional
+        A folder that keeps all samples for later runs; any number of runs and datasets may share it. An alias
+        is ``disk_cache_path``. None: nothing outlives the run.
+    memory_cache_size : int, str or float
+        How much memory samples may take, once for all processes of the machine: bytes, a text like ``"4GB"``,
+        or a share of what is free now. 0: none.
+    disk_cache_size : int, str or float, optional
+        How much the folder may take, as above. None: a share of 0.8 with a `path`, else 0. Without `path`, a
+        temporary folder has what did not fit in memory.
+    name : str, optional
+        What to call the dataset, whose attributes and code are then not read: only `name` and `version` say
+        which samples belong to it. An alias is ``dataset_name``.
+    version : str or int, optional
+        Change it when samples change in a way that cannot be seen, such as files behind the same paths.
+    transform : callable, optional
+        Is called with each sample after the cache, as for random augmentation.
+    policy : {"mru", "lru"}
+        What a full folder does: keep what came first, or drop what was not used for longest.
+    compression : {"none", "brotli", "blosc2"}
+        How samples are compressed in the folder.
+    allow_random : bool
+        Whether a dataset that draws random numbers is cached all the same.
+    verify : float
+        Share of hits, in [0, 1], that are loaded again and compared.
+
+    Raises
+    ------
+    OptionError
+        If an option cannot have its value; if there is a `path`, and the dataset cannot be told from others.
+    OutputError
+        At the first sample, if it cannot be stored.
+
+    Notes
+    -----
+    The dataset is read once, when this is made. It must not be changed afterwards.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.utils.data import DataLoader, Dataset
+    >>> from torchcache2 import CachedDataset
+
+    >>> class Squares(Dataset):
+    ...     def __len__(self):
+    ...         return 4
+    ...
+    ...     def __getitem__(self, index):
+    ...         print("loaded", index)
+    ...         return torch.tensor(index**2), f"{index} squared"
+
+    >>> squares = CachedDataset(Squares(), memory_cache_size="10MB")
+    >>> squares[3], squares[3]
+    loaded 3
+    ((tensor(9), '3 squared'), (tensor(9), '3 squared'))
+    >>> squares.stats().hits
+    1
+    """
+
+    __module__ = "torchcache2"
+
+    def __init__(
+        self,
+        dataset: Any,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        memory_cache_size: Size = 0.25,
+        disk_cache_size: Size | None = None,
+        name: str | None = None,
+        version: str | int | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        policy: Policy = "mru",
+        compression: str = "none",
+        allow_random: bool = False,
+        verify: float = 0.0,
+        **others: Any,
+    ) -> None:
+        path, name = aliased(path, name, others)
+        check_others(others)
+        check_dataset(dataset)
+        check_values(transform, verify)
+        settings = level_settings(path, memory_cache_size, disk_cache_size, policy, compression)
+        length = len(dataset) if hasattr(dataset, "__len__") else None
+        identity = identify(dataset, name=name, version=version)
+        title = type(dataset).__name__ if name is None else name
+        if identity.unread and path is not None:
+            raise OptionError(
+                f"{title} has {listed(identity.unread)}, which cannot be read, so that no later run could "
+                "know whether the samples in path are its own: pass name= and version=, which stand for it"
+            )
+        text = document(identity, dataset, length, name, version)
+        # What differs between ranks, such as budgets in bytes, is no part of what they meet by.
+        options = repr(
+            (memory_cache_size, disk_cache_size, settings.persistent_cache_dir, policy, compression)
+        )
+        self._state: dict[str, Any] = {
+            "dataset": dataset,
+            "transform": transform,
+            "title": title,
+            "identity": identity,
+            "document": text,
+            "settings": settings,
+            "options": options,
+            "checks": not allow_random,
+            "verify": verify,
+            "tally": Tally(),
+            "job": None,
+        }
+        self._begin()
+        if name is not None and self._fetcher is not None:
+            try:
+                check_length(self._fetcher.levels, name, length)
+            except OptionError:
+                self.close()
+                raise
+
+    def _begin(self) -> None:
+        """Take part in the tiers, those of the job in the state or new ones."""
+        state = self._state
+        settings: CacheSettings = state["settings"]
+        identity: Identity = state["identity"]
+        self._source = Source(state["dataset"], identity.generators, checks=state["checks"])
+        self._fetcher: Fetcher | None = None
+        if not disabled_by_environment() and (settings.max_memory_cache_size or settings.is_persistent):
+            levels = Levels(settings, identity.namespace, state["document"], state["options"], state["job"])
+            state["job"] = levels.job
+            self._fetcher = Fetcher(state["title"], levels, self._source, state["tally"], state["verify"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._state = state
+        self._begin()
+
+    def __len__(self) -> int:
+        return len(self._state["dataset"])
+
+    def __getitem__(self, index: Any) -> Any:
+        """The sample at an index: an int, also one of numpy or a tensor, a str or bytes."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+        """The samples at n indices, which is what a `DataLoader` asks for."""
+        fetcher, transform = self._fetcher, self._state["transform"]
+        samples = self._source.plain(indices) if fetcher is None else fetcher.fetch(indices)
+        return samples if transform is None else [transform(sample) for sample in samples]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # also while a pickle is read, when there is no dataset yet
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._state["dataset"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and hasattr(self._state["dataset"], name):
+            raise AttributeError(
+                f"{name} is an attribute of the dataset that is cached, which must not be changed: what is "
+                "kept are samples without the change. Set it before CachedDataset(dataset) is made"
+            )
+        super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        return f"<CachedDataset {self._state['title']} {self._state['identity'].namespace.hex()}>"
+
+    @property
+    def cache_dir(self) -> Path | None:
+        """The folder with the samples; None if they are in memory only."""
+        directory = None if self._fetcher is None else self._fetcher.levels.directory
+        return None if directory is None else Path(directory.path)
+
+    def warmup(self, num_workers: int = 0, batch_size: int = 64) -> WarmupStats:
+        """Load the samples that are not there yet, without returning them.
+
+        In a job of several ranks, all of them call this, and each takes every n-th sample. Rank 0 shows how
+        far it is, and after the first batches what all of it will take.
+
+        Parameters
+        ----------
+        num_workers : int
+            Processes that load samples.
+        batch_size : int
+            Samples that a process loads at once.
+
+        Returns
+        -------
+        WarmupStats
+            How many samples were loaded and found, and how long it took.
+        """
+        if self._fetcher is None:
+            raise NotCachedError(f"{self!r} caches nothing: it is closed, or turned off, or both sizes are 0")
+        return fill(self, self._fetcher, num_workers, batch_size)
+
+    def missing(self) -> Positions:
+        """The indices whose samples are neither in memory nor on disk now, ascending, int64 ``(k,)``."""
+        indices = np.arange(len(self))
+        if self._fetcher is None:
+            return indices
+        levels = self._fetcher.levels
+        return indices[~levels.has(int_keys(levels.namespace, indices))]
+
+    def stats(self) -> DatasetStats:
+        """What all processes have done with this dataset so far."""
+        levels = None if self._fetcher is None else self._fetcher.levels
+        return DatasetStats.of(self._state["tally"].total(), {} if levels is None else levels.stats())
+
+    def explain(self) -> str:
+        """Why samples were loaded that earlier runs had cached: what differs between the datasets.
+
+        Returns
+        -------
+        str
+            A line for each difference, such as ``attribute transform.size: 224 → 256``.
+        """
+        state, fetcher = self._state, self._fetcher
+        bypass = directory = None
+        if fetcher is None:
+            bypass = "closed, or turned off by TORCHCACHE_DISABLE, or both sizes are 0"
+        elif fetcher.tally.is_random:
+            bypass = "it draws random numbers"
+        else:
+            directory = fetcher.levels.directory
+        document, identity = state["document"], state["identity"]
+        return explained_dataset(
+            state["title"],
+            document["class"],
+            identity.fingerprint,
+            None,
+            directory,
+            document["created"],
+            bypass,
+        )
+
+    def flush(self) -> None:
+        """Return when every sample that this process has loaded is as durable as the levels make it."""
+        if self._fetcher is not None:
+            self._fetcher.levels.flush()
+
+    def clear(self) -> None:
+        """Forget every sample, on disk too."""
+        if self._fetcher is not None:
+            self._fetcher.levels.drop(self._fetcher.levels.namespace)
+
+    def close(self) -> None:
+        """Let go of the samples in memory; from now on this process loads all that it is asked for.
+
+        What waits to be written is on disk when this returns.
+        """
+        fetcher, self._fetcher = self._fetcher, None
+        if fetcher is not None:
+            fetcher.levels.close()
+
+
+setattr(CachedDataset, ADDED_ATTRIBUTE, True)
+setattr(
+    CachedDataset,
+    ORIGINAL_ATTRIBUTE,
+    property(lambda self: (self._state["dataset"], self._state["transform"])),
+)

@@ -1,0 +1,78 @@
+"""`fill`: has the samples of a dataset loaded before they are needed, each by one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from torchcache2.core.errors import NotCachedError, OptionError
+from torchcache2.core.logs import logger
+from torchcache2.core.ranks import place
+from torchcache2.datasets.fetch import Fetcher
+from torchcache2.datasets.itemkeys import int_keys
+from torchcache2.engine.progress import Progress, WarmupStats
+
+__all__ = ["fill"]
+
+
+def fill(dataset: Any, fetcher: Fetcher, num_workers: int, batch_size: int) -> WarmupStats:
+    """Load the samples of this rank that are not there; see `CachedDataset.warmup`, whose `fetcher` it is."""
+    for option, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
+        if type(value) is not int or value < least:
+            raise OptionError(f"{option}={value!r}: expected an int of at least {least}")
+    where, total, levels = place(), len(dataset), fetcher.levels
+    mine = np.arange(where.rank, total, where.world_size)
+    absent = mine[~levels.has(int_keys(levels.namespace, mine))].tolist()
+    there = len(mine) - len(absent)
+    if there:
+        logger.info("%s: %d of %d samples are there already", fetcher.name, there, len(mine))
+    loader: DataLoader[Any] = DataLoader(
+        _Filling(dataset),
+        batch_size,
+        sampler=absent,
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        generator=torch.Generator(),  # the default one must not move
+    )
+    counts = _Counts()
+    left = len(absent)
+    known = left if where.world_size == 1 else total
+    progress = Progress(fetcher.name, counts, levels, left, known, is_shown=where.rank == 0 and left > 0)
+    nbytes = 0
+    try:
+        for found, loaded, size in loader:
+            counts.hits += found
+            counts.misses += loaded
+            nbytes += size
+            progress.update(nbytes)
+    finally:
+        progress.close()
+    levels.flush()
+    done = progress.stats()
+    return dataclasses.replace(done, found=done.found + there, bytes=nbytes)
+
+
+class _Counts:
+    hits = misses = 0
+
+
+class _Filling(Dataset[Any]):
+    """Loads samples in the process that asks for them, which gets numbers only: see `Fetcher.fill`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[int, int, int]:
+        fetcher: Fetcher | None = self._dataset._fetcher
+        if fetcher is None:
+            raise NotCachedError("caching is turned off in a worker, so nothing would be kept")
+        return fetcher.fill(indices)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,115 @@
+"""`Levels`: the tiers of one dataset. Memory that all its processes share, then a folder on the disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from torchcache2.core.errors import OptionError
+from torchcache2.core.keys import Keys
+from torchcache2.core.ranks import has_ranks, ranks_here
+from torchcache2.core.rows import Rows
+from torchcache2.core.settings import CacheSettings
+from torchcache2.engine.stack import TierStack
+from torchcache2.tiers.base import Tier
+from torchcache2.tiers.make import Description, InUse, make_levels
+from torchcache2.tiers.shared.job import job_name
+from torchcache2.tiers.shared.tier import SharedTier
+
+__all__ = ["Levels", "check_length"]
+
+
+class _User:
+    """Who uses the namespace of a dataset, as long as the process has its levels."""
+
+    def __init__(self, namespace: bytes, description: Mapping[str, Any]) -> None:
+        self.namespace = namespace
+        self._description = description
+
+    def description(self, namespace: bytes) -> Mapping[str, Any]:
+        """What the namespace stands for."""
+        return self._description
+
+
+class Levels(TierStack):
+    """The tiers of the dataset with one namespace, in every process that uses it.
+
+    With a folder in the `settings`, the disk has every row. With a temporary one, it has the rows for which
+    there was no room in memory, so that the capacities add up. The budgets are in bytes.
+
+    The ranks that give one `name` share memory and temporary folder; so do all processes that are given one
+    `job` of 16 bytes, such as workers.
+    """
+
+    def __init__(
+        self,
+        settings: CacheSettings,
+        namespace: bytes,
+        description: Mapping[str, Any],
+        name: str,
+        job: bytes | None = None,
+    ) -> None:
+        super().__init__(settings, name)
+        self.namespace = namespace
+        self._user = _User(namespace, description)
+        self._is_worker = job is not None
+        if job is None:
+            # Processes that no launcher has started share with nobody but their workers.
+            is_shared = has_ranks() or bool(os.environ.get("TORCHCACHE_JOB"))
+            job = job_name(os.environ, "dataset", namespace.hex(), name) if is_shared else os.urandom(16)
+        self.job = job
+        self.join(self._user)
+        # This process takes part now, so that what workers put outlives them.
+        memory = self.tiers[0]
+        if isinstance(memory, SharedTier):
+            memory.hold(self.namespace)
+
+    def keep(self, keys: Keys, rows: Rows) -> None:
+        """Put rows into every tier, or each into the first that has room for it."""
+        if self._fills_up:
+            for tier in self.tiers:
+                if len(keys) == 0 or tier.put(keys, rows) == len(keys):
+                    return
+                absent = np.flatnonzero(~tier.has(keys))
+                keys, rows = keys.take(absent), rows.take(torch.from_numpy(absent))
+        else:
+            self.put(self._user, keys, rows)
+
+    def close(self) -> None:
+        """Let go of the rows in memory, and have the others on disk."""
+        self.forget(self.namespace)
+        self.leave(self._user)
+
+    @property
+    def _fills_up(self) -> bool:
+        return self.settings.persistent_cache_dir is None
+
+    def _offer(self, tiers: Sequence[Tier], keys: Keys, rows: Rows) -> None:
+        if not self._fills_up:  # else there was no room for them before, and room does not come back
+            super()._offer(tiers, keys, rows)
+
+    def _made(self, in_use: InUse, description: Description) -> Sequence[Tier]:
+        worker = get_worker_info()
+        processes = ranks_here() * (1 if worker is None else worker.num_workers)
+        return make_levels(
+            self.settings, in_use, description, self.job, processes=processes, is_worker=self._is_worker
+        )
+
+
+def check_length(levels: Levels, name: str, length: int | None) -> None:
+    """Raise `OptionError` if the folder has a dataset of this name and version with another length."""
+    directory = levels.directory
+    if directory is None:
+        return
+    there = directory.fingerprint(levels.namespace.hex()).get("dataset")
+    before = there.get("length") if isinstance(there, dict) else None
+    if before is not None and before != length:
+        raise OptionError(
+            f"name={name!r} is a dataset of {before} samples in {directory.path}, and this one has {length}: "
+            "give another name, or another version"
+        )

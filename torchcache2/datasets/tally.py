@@ -1,0 +1,113 @@
+"""`Tally`: what all processes that use one dataset have counted, together.
+
+The counts lie in memory that the processes share, a row for each process. A process takes a row by locking a
+byte of the file for it; the system ends the lock with the process, and the next one adds to what is there.
+Where memory cannot be shared, each process has its own counts.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from torchcache2.core.locks import ProcessLock
+from torchcache2.tiers.shared.region import Region, is_alive, start_time
+
+__all__ = ["COUNTS", "Tally"]
+
+COUNTS = (
+    "memory_hits",
+    "disk_hits",
+    "misses",
+    "random",
+    "refused",
+    "verified",
+    "mismatched",
+    "nanoseconds",
+    "spent",
+)
+_PROCESSES = 1024
+_WORDS = 16  # of 8 bytes: a row is two cache lines, and no two processes write to one
+
+
+class Tally:
+    """Counts by name, those of `COUNTS`, and one flag for all processes: that the source is random.
+
+    Safe under threads and fork. A pickle is a handle: it finds the counts as long as the process that
+    pickled it lives; otherwise it begins new ones.
+    """
+
+    def __init__(self) -> None:
+        self._begin(_region())
+
+    def _begin(self, region: Region | None) -> None:
+        self._region = region
+        size = (_PROCESSES + 1) * _WORDS
+        words = np.zeros(size, np.int64) if region is None else region.array("<i8", 0, size)
+        self._table = words.reshape(_PROCESSES + 1, _WORDS)
+        self._lock = ProcessLock()
+        self._pid, self._row = 0, 0
+
+    def __getstate__(self) -> Any:
+        if self._region is None:
+            return None
+        pid = os.getpid()
+        return pid, start_time(pid), self._region.descriptor, self._region.inode
+
+    def __setstate__(self, state: Any) -> None:
+        region = None
+        if state is not None:
+            pid, start, descriptor, inode = state
+            region = Region.open(pid, descriptor, inode) if is_alive(pid, start) else None
+        self._begin(_region() if region is None else region)
+
+    def add(self, **counts: int) -> None:
+        """Count what this process has done."""
+        with self._lock():
+            row = self._table[self._own_row()]
+            for name, count in counts.items():
+                row[COUNTS.index(name)] += count
+
+    def total(self) -> dict[str, int]:
+        """The counts of all processes."""
+        return dict(zip(COUNTS, self._table[1:].sum(axis=0).tolist(), strict=False))
+
+    @property
+    def is_random(self) -> bool:
+        """Whether a process has found that the source draws random numbers."""
+        return bool(self._table[0, 0])
+
+    def found_random(self) -> None:
+        """Tell all processes that the source draws random numbers."""
+        self._table[0, 0] = 1
+
+    def _own_row(self) -> int:
+        if self._pid != os.getpid():
+            self._row, self._pid = self._free_row(), os.getpid()
+        return self._row
+
+    def _free_row(self) -> int:
+        if self._region is None:
+            return 1
+        import fcntl  # where memory can be shared, there is one
+
+        first = os.getpid() % _PROCESSES
+        for row in (*range(first, _PROCESSES), *range(first)):
+            try:
+                # Such a lock belongs to the process: a child that is forked does not have it.
+                fcntl.lockf(self._region.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, row)
+                return int(row + 1)
+            except OSError:
+                continue
+        return 1
+
+
+def _region() -> Region | None:
+    if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):
+        return None
+    try:
+        return Region.create((_PROCESSES + 1) * _WORDS * 8)
+    except OSError:
+        return None
