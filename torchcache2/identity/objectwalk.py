@@ -10,9 +10,9 @@ import re
 import threading
 import types
 import weakref
-from _multiprocessing import SemLock
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping
+from multiprocessing.synchronize import SemLock
 from operator import attrgetter
 from typing import Any
 
