@@ -14,15 +14,16 @@ from torchcache2.core.arrays import Positions
 from torchcache2.core.environment import disabled_by_environment
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import listed
+from torchcache2.core.ranks import place
 from torchcache2.core.settings import CacheSettings, Policy
 from torchcache2.core.sizes import Size
 from torchcache2.datasets.counts import DatasetStats
-from torchcache2.datasets.explain import document
+from torchcache2.datasets.explain import document, explained_dataset
 from torchcache2.datasets.fetch import Fetcher
 from torchcache2.datasets.filling import fill
 from torchcache2.datasets.fingerprint import Identity, identify
 from torchcache2.datasets.itemkeys import int_keys
-from torchcache2.datasets.levels import Levels
+from torchcache2.datasets.levels import Levels, check_length
 from torchcache2.datasets.options import aliased, check_dataset, check_others, check_values, level_settings
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.tally import Tally
@@ -122,7 +123,7 @@ class CachedDataset(Dataset[Any]):
         path, name = aliased(path, name, others)
         check_others(others)
         check_dataset(dataset)
-        check_values(name, version, transform, verify)
+        check_values(transform, verify)
         settings = level_settings(path, memory_cache_size, disk_cache_size, policy, compression)
         length = len(dataset) if hasattr(dataset, "__len__") else None
         identity = identify(dataset, name=name, version=version)
@@ -151,7 +152,12 @@ class CachedDataset(Dataset[Any]):
             "job": None,
         }
         self._begin()
-        self._check_length(length)
+        if name is not None and self._fetcher is not None:
+            try:
+                check_length(self._fetcher.levels, name, length)
+            except OptionError:
+                self.close()
+                raise
 
     def _begin(self) -> None:
         """Take part in the tiers, those of the job in the state or new ones."""
@@ -225,9 +231,13 @@ class CachedDataset(Dataset[Any]):
         WarmupStats
             How many samples were loaded and found, and how long it took.
         """
+        where = place()
+        return self._fill(np.arange(where.rank, len(self), where.world_size), num_workers, batch_size)
+
+    def _fill(self, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:
         if self._fetcher is None:
             raise NotCachedError(f"{self!r} caches nothing: it is closed, or turned off, or both sizes are 0")
-        return fill(self, self._fetcher, num_workers, batch_size)
+        return fill(self, self._fetcher, mine, num_workers, batch_size)
 
     def missing(self) -> Positions:
         """The indices whose samples are neither in memory nor on disk now, ascending, int64 ``(k,)``."""
@@ -243,8 +253,31 @@ class CachedDataset(Dataset[Any]):
         return DatasetStats.of(self._state["tally"].total(), {} if levels is None else levels.stats())
 
     def explain(self) -> str:
-        """Why samples were loaded though they had been cached before: what differs from the last time."""
-        raise NotImplementedError
+        """Why samples were loaded that earlier runs had cached: what differs between the datasets.
+
+        Returns
+        -------
+        str
+            A line for each difference, such as ``attribute transform.size: 224 → 256``.
+        """
+        state, fetcher = self._state, self._fetcher
+        bypass = directory = None
+        if fetcher is None:
+            bypass = "closed, or turned off by TORCHCACHE_DISABLE, or both sizes are 0"
+        elif fetcher.tally.is_random:
+            bypass = "it draws random numbers"
+        else:
+            directory = fetcher.levels.directory
+        document, identity = state["document"], state["identity"]
+        return explained_dataset(
+            state["title"],
+            document["class"],
+            identity.fingerprint,
+            None,
+            directory,
+            document["created"],
+            bypass,
+        )
 
     def flush(self) -> None:
         """Return when every sample that this process has loaded is as durable as the levels make it."""
@@ -265,22 +298,7 @@ class CachedDataset(Dataset[Any]):
         if fetcher is not None:
             fetcher.levels.close()
 
-    def _check_length(self, length: int | None) -> None:
-        """Raise if the folder has a dataset of this name with another length."""
-        directory = None if self._fetcher is None else self._fetcher.levels.directory
-        if directory is None or self._state["document"]["dataset"]["name"] is None:
-            return
-        there = directory.fingerprint(self._state["identity"].namespace.hex()).get("dataset")
-        before = there.get("length") if isinstance(there, dict) else None
-        if before is not None and before != length:
-            self.close()
-            raise OptionError(
-                f"name={self._state['title']!r} is a dataset of {before:,} samples in {directory.path}, and "
-                f"this one has {length}: give another name, or another version"
-            )
 
-
-# Where one is part of something else that is cached, it counts as what its samples are made of.
 setattr(CachedDataset, ADDED_ATTRIBUTE, True)
 setattr(
     CachedDataset,

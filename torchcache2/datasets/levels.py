@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from torchcache2.core.arrays import Array
+from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Keys
 from torchcache2.core.ranks import has_ranks, ranks_here
 from torchcache2.core.rows import Rows
@@ -21,7 +21,7 @@ from torchcache2.tiers.make import Description, InUse, make_levels
 from torchcache2.tiers.shared.job import job_name
 from torchcache2.tiers.shared.tier import SharedTier
 
-__all__ = ["Levels"]
+__all__ = ["Levels", "check_length"]
 
 
 class _User:
@@ -69,15 +69,6 @@ class Levels(TierStack):
         if isinstance(memory, SharedTier):
             memory.hold(self.namespace)
 
-    def has(self, keys: Keys) -> Array:
-        """Which rows are in any tier, as bools."""
-        found = np.zeros(len(keys), bool)
-        for tier in self.tiers:
-            missing = np.flatnonzero(~found)
-            if len(missing):
-                found[missing] = tier.has(keys.take(missing))
-        return found
-
     def keep(self, keys: Keys, rows: Rows) -> None:
         """Put rows into every tier, or each into the first that has room for it."""
         if self._fills_up:
@@ -107,4 +98,18 @@ class Levels(TierStack):
         processes = ranks_here() * (1 if worker is None else worker.num_workers)
         return make_levels(
             self.settings, in_use, description, self.job, processes=processes, is_worker=self._is_worker
+        )
+
+
+def check_length(levels: Levels, name: str, length: int | None) -> None:
+    """Raise `OptionError` if the folder has a dataset of this name and version with another length."""
+    directory = levels.directory
+    if directory is None:
+        return
+    there = directory.fingerprint(levels.namespace.hex()).get("dataset")
+    before = there.get("length") if isinstance(there, dict) else None
+    if before is not None and before != length:
+        raise OptionError(
+            f"name={name!r} is a dataset of {before} samples in {directory.path}, and this one has {length}: "
+            "give another name, or another version"
         )

@@ -65,12 +65,8 @@ def check_dataset(dataset: Any) -> None:
         )
 
 
-def check_values(name: Any, version: Any, transform: Any, verify: Any) -> None:
+def check_values(transform: Any, verify: Any) -> None:
     """Raise `OptionError` for a value that cannot be meant."""
-    if name is not None and (not isinstance(name, str) or not name):
-        raise OptionError(f"name={name!r}: expected None or a non-empty str, such as 'imagenet train 224'")
-    if version is not None and (isinstance(version, bool) or not isinstance(version, (str, int))):
-        raise OptionError(f"version={version!r}: expected None, a str or an int")
     if transform is not None and not callable(transform):
         raise OptionError(f"transform={transform!r}: expected None or a callable that takes a sample")
     if isinstance(verify, bool) or not isinstance(verify, (int, float)) or not 0 <= verify <= 1:

@@ -161,8 +161,12 @@ class TierStack:
 
     def has(self, keys: Keys) -> Flags:
         """Whether each key has a row in any tier now."""
-        here: Flags = np.logical_or.reduce([tier.has(keys) for tier in self.tiers])
-        return here
+        found = np.zeros(len(keys), bool)
+        for tier in self.tiers:
+            missing = np.flatnonzero(~found)
+            if len(missing):
+                found[missing] = tier.has(keys.take(missing))
+        return found
 
     def claim(self, keys: Keys) -> Claim:
         """Say which of these distinct keys, which `get` has missed, the caller computes."""

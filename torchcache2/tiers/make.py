@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import get_worker_info
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import logger
@@ -29,6 +30,7 @@ from torchcache2.tiers.shared.tier import SharedTier
 __all__ = ["Description", "InUse", "check_folder", "job_of", "make_levels", "make_tiers"]
 
 _LEAST_QUEUED, _MOST_QUEUED = 16 << 20, 256 << 20
+_WORKERS_WRITE = 2.0  # seconds; a `DataLoader` kills its workers 5 seconds after their end
 _SAMPLES_SEALED_AFTER = 60.0  # seconds; loading samples takes long, and segments should be few
 
 InUse = Callable[[], Collection[bytes]]
@@ -100,7 +102,16 @@ def make_levels(
     if settings.is_persistent:
         queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4))
         try:
-            disk = _disk(settings, queue, in_use, description, job, delay=_SAMPLES_SEALED_AFTER)
+            disk = _disk(
+                settings,
+                queue,
+                in_use,
+                description,
+                job,
+                is_worker,
+                delay=_SAMPLES_SEALED_AFTER,
+                most_seconds=_most_seconds,
+            )
             tiers.append(disk)
         except OSError as error:
             text = str(error)
@@ -127,6 +138,7 @@ def _disk(
     in_use: InUse,
     description: Description,
     job: bytes | None,
+    is_worker: bool = False,
     **options: Any,
 ) -> DiskTier:
     scratch = Scratch(job) if settings.persistent_cache_dir is None else None
@@ -144,7 +156,13 @@ def _disk(
         queue=queue,
         in_use=in_use,
         description=description,
-        temporary=scratch is not None,
+        temporary=scratch is not None and not is_worker,
         closed=None if scratch is None else scratch.remove,
         **options,
     )
+
+
+def _most_seconds() -> float | None:
+    """How long writing what waits may take in this process, if it is a worker: all write at the end."""
+    worker = get_worker_info()
+    return None if worker is None else _WORKERS_WRITE / (worker.num_workers * ranks_here())

@@ -10,7 +10,7 @@ EPOCHS = """
 import os, sys
 from torch.utils.data import DataLoader
 from tests.helpers.storage import found, keys_of
-from tests.tiers.shared.workers import Sharing
+from tests.helpers.workers import Sharing
 
 if __name__ == "__main__":
     folder, method, epochs, workers = *sys.argv[1:3], *map(int, sys.argv[3:])
@@ -39,7 +39,7 @@ KILLED = """
 import os, sys
 from torch.utils.data import DataLoader
 from tests.helpers.storage import found, keys_of
-from tests.tiers.shared.workers import Sharing
+from tests.helpers.workers import Sharing
 
 if __name__ == "__main__":
     folder, method = sys.argv[1:]

@@ -39,7 +39,7 @@ class Sealing:
     """Keeps the rows of one tier until they are sealed, in segments of `target` bytes.
 
     The whole directory has at most `budget` bytes. `description(namespace)` is what ``fingerprint.json`` says
-    about a namespace. If the directory is `temporary`, nobody will open it again.
+    about a namespace. A directory that is `temporary` is not made again once it has been deleted.
 
     Attributes
     ----------
@@ -127,8 +127,11 @@ class Sealing:
             located.add(some.data, pending, pending.add(some, piece))
             writer.added(pending, family, pending.nbytes - before)
 
-    def write(self, pending: Pending) -> None:
-        """Seal rows, or forget them if that fails. The writer deals with interrupts."""
+    def write(self, pending: Pending) -> bool:
+        """Seal rows, or forget them if that fails; returns whether they are sealed.
+
+        The writer deals with interrupts.
+        """
         folder = self._directory.folder(pending.namespace)
         name = ulid() + SEGMENT
         try:
@@ -137,12 +140,12 @@ class Sealing:
                 located = self._known.located.get(pending.namespace)
                 if located is None or pending.dropped or not self._health.writes:
                     self.forget(pending)
-                    return
+                    return False
                 located.names.add(name)
                 pending.name = name
             if not self._sealed(pending.namespace, name, encoded):
                 self.forget(pending)
-                return
+                return False
             path = os.path.join(folder, name)
             segment = Segment.written(self._fs, self._known.descriptors, path, encoded)
             segment.keys = None
@@ -154,9 +157,11 @@ class Sealing:
                         self._fs.remove(path)
                 else:
                     located.sealed(pending.number, segment)
+            return True
         except Exception as error:
             self.forget(pending)
             self._health.write_fault(error, folder, pending.namespace)
+            return False
 
     def _sealed(self, namespace: bytes, name: str, encoded: Encoded) -> bool:
         """Write a segment; False if there is no room for it."""

@@ -68,7 +68,11 @@ class DiskTier(Tier):
     delay : float
         Seconds after which rows are sealed, however few; see `torchcache2.tiers.disk.writer`.
     temporary : bool
-        Whether nobody will open the directory again. `close` then does not write the rows that wait.
+        Whether the directory goes with this process: `close` then does not write the rows that wait. Forked
+        children write theirs as long as the directory exists, as the others may read them.
+    most_seconds : callable, optional
+        Called once in each process that writes: no more rows may wait there than it writes in so many
+        seconds, as measured. None, or a result of None: as many as `queue` allows.
     closed : callable, optional
         Called at the end of `close`, such as to delete a temporary directory.
 
@@ -96,6 +100,7 @@ class DiskTier(Tier):
         fs: FileSystem | None = None,
         delay: float = _SEALED_AFTER,
         temporary: bool = False,
+        most_seconds: Callable[[], float | None] | None = None,
         closed: Callable[[], None] | None = None,
     ) -> None:
         self.budget = budget
@@ -105,7 +110,8 @@ class DiskTier(Tier):
         self._queue = queue
         self._target = max(1, min(_SEGMENT_BYTES, budget // 8, queue // 4))
         self._delay = delay
-        self._temporary = temporary
+        self._most_seconds = most_seconds
+        self._goes_with = os.getpid() if temporary else None  # the process
         self._on_closed = closed
         self._health = Health(self.directory)
         self._known = Known(self.directory, self._health, max(budget, 1), in_use, self._make_writer)
@@ -223,13 +229,14 @@ class DiskTier(Tier):
         if self._is_busy_here():
             self._later(self.close)
             return
-        if not self._temporary:
+        is_going = self._goes_with == os.getpid()
+        if not is_going:
             self.flush()
         with self._lock():
             self._known.begin()
             self._known.closed = True
             writer = self._known.writer
-            if writer is not None and self._temporary:
+            if writer is not None and is_going:
                 for namespace in list(self._known.located):
                     writer.drop(namespace)
         if writer is not None:
@@ -286,5 +293,6 @@ class DiskTier(Tier):
             target=self._target,
             limit=self._queue,
             delay=self._delay,
+            most_seconds=self._most_seconds() if self._most_seconds is not None else None,
             at_exit=self.close,
         )

@@ -32,32 +32,35 @@ __all__ = ["Writer"]
 _EXIT_PRIORITY = 10  # higher than that of a temporary directory, which is deleted afterwards
 _SHARE = 0.02  # rows wait for this share of the time that rows of their namespace have waited before
 _LONGEST_DELAY = 600.0  # seconds
+_FIRST = 4e5, 0.1  # bytes and the seconds that writing them takes, before that was measured
 Kind = tuple[bytes, Schema]
 
 
 class Writer:
     """The queue and thread of one tier in one process; methods say whether the caller holds the tier's lock.
 
-    A segment is large enough from `target` bytes of rows on, and `limit` bytes may wait. A segment is written
-    after `delay` seconds, however small it is; later ones wait longer. ``write(pending)`` is called without
-    the lock, and raises nothing but interrupts. If an interrupt stops it, ``forget(pending)`` is called, as
-    nobody will write these rows.
+    A segment is large enough from `target` bytes of rows on, and `limit` bytes may wait; both are less where
+    writing that many would take more than `most_seconds`. A segment is written after `delay` seconds, however
+    small it is; later ones wait longer. ``write(pending)`` is called without the lock, says whether the rows
+    are written, and raises nothing but interrupts. If an interrupt stops it, ``forget(pending)`` is called,
+    as nobody will write these rows.
     """
 
     def __init__(
         self,
         lock: Any,
-        write: Callable[[Pending], None],
+        write: Callable[[Pending], bool],
         forget: Callable[[Pending], None],
         *,
         target: int,
         limit: int,
         delay: float,
         at_exit: Callable[[], None],
+        most_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.target = target
-        self.limit = limit
+        self.target = self._target = target
+        self.limit = self._limit = limit
         self.pid = os.getpid()
         self._lock = lock
         # The condition is for waiting only: an interrupt may stop its ``with`` half way, and leave the lock
@@ -68,6 +71,9 @@ class Writer:
         self._delay = delay
         self._at_exit = at_exit
         self._clock = clock
+        self._most_seconds = most_seconds
+        self._written, self._took = _FIRST  # bytes of the last segments, and seconds
+        self._adjust()
         self._waited: dict[bytes, float] = {}  # seconds until segments were written because of age
         self._wakes = math.inf  # when the thread will look for old segments; inf if it does not wait
         self._most_bytes = 0  # an upper bound of the bytes that wait: written ones count until the next count
@@ -232,7 +238,9 @@ class Writer:
                 pending.thread = threading.get_ident()
                 self._writing.append(pending)
                 self._ready.popleft()
-            self._write(pending)
+            start = self._clock()
+            if self._write(pending):
+                self._measured(pending.nbytes, self._clock() - start)
         except BaseException:
             if pending is not None:
                 self._forget(pending)
@@ -244,6 +252,19 @@ class Writer:
                 self._writing = [other for other in self._writing if not other.done]
                 self._changed.notify_all()
         return True
+
+    def _measured(self, size: int, seconds: float) -> None:
+        """Count a segment that was written; half of the weight is that of the last one."""
+        with self._lock:
+            self._written = self._written / 2 + size
+            self._took = self._took / 2 + seconds
+            self._adjust()
+
+    def _adjust(self) -> None:
+        """Let so many bytes wait as are written in time."""
+        if self._most_seconds is not None:
+            self.limit = min(self._limit, int(self._most_seconds * self._written / max(self._took, 1e-9)))
+            self.target = max(1, min(self._target, self.limit // 4))
 
     def _close_all(self) -> None:
         # Both change in one statement: an interrupt between two would leave segments in both, or in none.

@@ -1,0 +1,71 @@
+"""Workers of a `DataLoader` that write: none loses rows when it ends, and none has more than it can write."""
+
+import time
+
+import pytest
+
+from tests.helpers import warm
+from tests.helpers.storage import NEVER, Unsynced, keys_of, put, sealed_names
+from torchcache2.tiers.disk.tier import DiskTier
+
+SPILL = """
+import gc, os, sys
+from torch.utils.data import DataLoader
+from tests.helpers.storage import found
+from tests.helpers.workers import Spilling
+
+if __name__ == "__main__":
+    method, workers = sys.argv[1], int(sys.argv[2])
+    data = Spilling(os.urandom(16), 12)
+    loader = DataLoader(data, 2, num_workers=workers, multiprocessing_context=method)
+    assert sorted(int(name) for names in loader for name in names) == list(range(12))
+    del loader
+    gc.collect()
+    assert found(data.tier, range(12)) == list(range(12))
+    folder = data.tier.path
+    data.tier.close()
+    assert not os.path.exists(os.path.dirname(folder))
+    assert not [name for name in os.listdir(os.environ["TMPDIR"]) if "torchcache2" in name]
+"""
+
+
+@pytest.mark.parametrize(("method", "workers"), [("fork", 3), ("spawn", 1), ("forkserver", 1)])
+def test_a_worker_that_ends_loses_no_rows(tmp_path, method, workers):
+    warm.run(SPILL, method, workers, env={"TMPDIR": str(tmp_path)})
+
+
+class Slow(Unsynced):
+    """A disk that writes so many bytes in a second."""
+
+    def __init__(self, rate):
+        self.rate = rate
+
+    def write(self, file, buffers, offset):
+        time.sleep(sum(map(len, buffers)) / self.rate)
+        return super().write(file, buffers, offset)
+
+
+@pytest.mark.parametrize("rate", [3e6, 3e7], ids=["slow", "faster"])
+def test_no_more_waits_than_is_written_in_time(tmp_path, rate):
+    tier = DiskTier(tmp_path, codec="none", delay=NEVER, fs=Slow(rate), most_seconds=lambda: 0.3)
+    took = []
+    for first in range(0, 100, 20):
+        for name in range(first, first + 20):
+            put(tier, [name], 20_000)
+        start = time.monotonic()
+        tier.flush()
+        took.append(time.monotonic() - start)
+    assert sorted(took)[2] < 0.5, took
+    assert min(took) > 0.05 or rate > 3e6
+    tier.close()
+    assert sealed_names(tmp_path, range(100), 20_000) == list(range(100))
+
+
+def test_without_a_time_all_may_wait_that_the_queue_allows(tmp_path):
+    tier = DiskTier(tmp_path, codec="none", delay=NEVER, fs=Slow(1e6), queue=10**9)
+    for name in range(100):
+        put(tier, [name], 20_000)
+    writer = tier._known.writer
+    assert writer.nbytes > 8_000_000 and writer.limit == 10**9
+    tier.drop(keys_of([]).namespace)
+    tier.close()
