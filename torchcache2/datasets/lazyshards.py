@@ -182,15 +182,19 @@ class LazyShardDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """The sample at a place in this rank's shard."""
-        return self.__getitems__([index])[0]
+        return self._cached[self._places([index])[0]]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """The samples at n places in this rank's shard; a `DataLoader` asks in this way."""
-        order, places = self._now(), np.array([operator.index(index) for index in indices], np.int64)
-        if len(places) and not (-len(order) <= places.min() and places.max() < len(order)):
-            raise IndexError(f"{indices} are not all in a shard of {len(order):,} samples")
-        samples: list[Any] = self._cached.__getitems__(order[places].tolist())
-        return samples
+        """The samples at n places in this rank's shard, which is what a `DataLoader` asks for."""
+        return self._cached.__getitems__(self._places(indices))
+
+    def _places(self, indices: Sequence[int]) -> list[int]:
+        """Where in the dataset the samples at these places in the shard are."""
+        order = self._now()
+        try:
+            return [int(order[operator.index(index)]) for index in indices]
+        except IndexError:
+            raise IndexError(f"{indices} are not all in a shard of {len(order):,} samples") from None
 
     def warmup(self, num_workers: int = 0, batch_size: int = 64) -> WarmupStats:
         """Load the samples of this rank, in this epoch, that are not there yet, without returning them.
