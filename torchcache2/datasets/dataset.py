@@ -255,7 +255,7 @@ class CachedDataset(Dataset[Any]):
     def clear(self) -> None:
         """Forget every sample, on disk too."""
         if self._fetcher is not None:
-            self._fetcher.levels.drop(self._fetcher.levels.namespace)
+            self._fetcher.levels.clear()
 
     def close(self) -> None:
         """Let go of the samples in memory; from now on this process loads all that it is asked for.
