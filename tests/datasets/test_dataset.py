@@ -1,18 +1,23 @@
 """`CachedDataset` gives what the dataset gives: always, to whoever asks, whatever happens to what it keeps."""
 
-import contextlib
+import os
 import pickle
 import tempfile
-import os
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from tests.helpers.datasets import Batched, Counted, memory_of, same, sample_of
+from tests.helpers.datasets import Batched, Counted, memory_of, same
 from torchcache2 import CachedDataset
 
 SOAK = bool(os.environ.get("SOAK"))
@@ -152,6 +157,9 @@ def test_it_gives_what_the_dataset_gives():
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=1000 if SOAK else 20, stateful_step_count=30 if SOAK else 15, derandomize=not SOAK, deadline=None
+            max_examples=1000 if SOAK else 20,
+            stateful_step_count=30 if SOAK else 15,
+            derandomize=not SOAK,
+            deadline=None,
         ),
     )
