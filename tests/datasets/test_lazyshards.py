@@ -156,9 +156,10 @@ def test_machines_are_dealt_anew_and_find_what_another_rank_has_loaded(shard, mo
     assert sorted(source.loaded) == list(range(100))
 
 
-def test_mode_disk_keeps_nothing_in_memory(shard, path):
-    source = Source()
-    dataset = shard(source, path, mode="disk", memory_size=0.5)
+@pytest.mark.parametrize("lasts", [False, True])
+def test_mode_disk_keeps_nothing_in_memory(shard, path, lasts):
+    where = {"path": path} if lasts else {"disk_size": "1MB"}
+    dataset = shard(mode="disk", memory_size=0.5, **where)
     for _ in range(2):
         assert numbers(dataset) == list(range(100))
         dataset.flush()
@@ -182,6 +183,32 @@ def test_zero_as_a_share_turns_a_level_off(shard, path):
     dataset = shard(None, path, memory_size=0.0, disk_size=0.0)
     assert numbers(dataset) == numbers(dataset) == list(range(100))
     assert not path.exists()
+
+
+class Array:
+    """As of Zarr 3: it has no length, but a shape."""
+
+    shape, ndim, dtype = (7, 2), 2, np.dtype(np.uint8)
+
+    def __getitem__(self, index):
+        return np.full(2, index, np.uint8)
+
+
+def test_an_array_without_a_length_has_its_rows(shard):
+    dataset = shard(Array(), rank=1, num_replicas=2, overflow=9)
+    assert len(dataset) == 3 and numbers(dataset) == dataset.indices.tolist()
+    assert dataset.missing().tolist() == []
+
+
+def test_a_dataset_without_a_length_has_no_shards(shard):
+    class Endless:
+        shape = (7, 2)  # of a sample
+
+        def __getitem__(self, index):
+            return index
+
+    with pytest.raises(OptionError, match=r"dataset is of type Endless: only what has a len\(\) has shards"):
+        shard(Endless())
 
 
 # Bounds

@@ -24,7 +24,14 @@ from torchcache2.datasets.filling import fill
 from torchcache2.datasets.fingerprint import Identity, identify
 from torchcache2.datasets.itemkeys import int_keys
 from torchcache2.datasets.levels import Levels, check_length
-from torchcache2.datasets.options import aliased, check_dataset, check_others, check_values, level_settings
+from torchcache2.datasets.options import (
+    aliased,
+    check_dataset,
+    check_others,
+    check_values,
+    length_of,
+    level_settings,
+)
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.tally import Tally
 from torchcache2.engine.progress import WarmupStats
@@ -125,7 +132,7 @@ class CachedDataset(Dataset[Any]):
         check_dataset(dataset)
         check_values(transform, verify)
         settings = level_settings(path, memory_cache_size, disk_cache_size, policy, compression)
-        length = len(dataset) if hasattr(dataset, "__len__") else None
+        length = length_of(dataset)
         identity = identify(dataset, name=name, version=version)
         title = type(dataset).__name__ if name is None else name
         if identity.unread and path is not None:
@@ -179,7 +186,10 @@ class CachedDataset(Dataset[Any]):
         self._begin()
 
     def __len__(self) -> int:
-        return len(self._state["dataset"])
+        length = length_of(self._state["dataset"])
+        if length is None:
+            raise TypeError(f"object of type {type(self._state['dataset']).__name__!r} has no len()")
+        return length
 
     def __getitem__(self, index: Any) -> Any:
         """The sample at an index: an int, also one of numpy or a tensor, a str or bytes."""

@@ -18,7 +18,14 @@ from torchcache2.core.logs import logger
 from torchcache2.core.sizes import Size
 from torchcache2.datasets.dataset import CachedDataset
 from torchcache2.datasets.options import check_dataset
-from torchcache2.datasets.shardoptions import Bound, check_options, place_of, sizes_of, together_of
+from torchcache2.datasets.shardoptions import (
+    Bound,
+    check_options,
+    place_of,
+    samples_of,
+    sizes_of,
+    together_of,
+)
 from torchcache2.datasets.shards import Shard
 from torchcache2.engine.progress import WarmupStats
 
@@ -117,7 +124,7 @@ class LazyShardDataset(Dataset[Any]):
             {"mode": mode, "even": even, "seed": seed, "overflow": overflow, "min_elements": min_elements}
         )
         memory_size, disk_size = sizes_of(mode, path, memory_size, disk_size)
-        mine, count = place_of(rank, num_replicas), len(dataset)
+        mine, count = place_of(rank, num_replicas), samples_of(dataset)
         together, ranks = together_of(mode, mine), mine.world_size
         bound = Bound(dataset, path, memory_size, disk_size, overflow=overflow, even=even, ranks=ranks)
         shard = Shard(count, *mine, together=together, seed=seed, shuffle=shuffle, even=even, most=bound.most)
@@ -182,15 +189,19 @@ class LazyShardDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """The sample at a place in this rank's shard."""
-        return self.__getitems__([index])[0]
+        return self._cached[self._places([index])[0]]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """The samples at n places in this rank's shard; a `DataLoader` asks in this way."""
-        order, places = self._now(), np.array([operator.index(index) for index in indices], np.int64)
-        if len(places) and not (-len(order) <= places.min() and places.max() < len(order)):
-            raise IndexError(f"{indices} are not all in a shard of {len(order):,} samples")
-        samples: list[Any] = self._cached.__getitems__(order[places].tolist())
-        return samples
+        """The samples at n places in this rank's shard, which is what a `DataLoader` asks for."""
+        return self._cached.__getitems__(self._places(indices))
+
+    def _places(self, indices: Sequence[int]) -> list[int]:
+        """Where in the dataset the samples at these places in the shard are."""
+        order = self._now()
+        try:
+            return [int(order[operator.index(index)]) for index in indices]
+        except IndexError:
+            raise IndexError(f"{indices} are not all in a shard of {len(order):,} samples") from None
 
     def warmup(self, num_workers: int = 0, batch_size: int = 64) -> WarmupStats:
         """Load the samples of this rank, in this epoch, that are not there yet, without returning them.
