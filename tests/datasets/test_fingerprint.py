@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import pathlib
 import pickle
+import random
 import re
 import socket
 import sqlite3
@@ -250,7 +251,7 @@ SAME = {
     "memory map": (lambda: Source(mapped()), lambda: Source(mapped())),
     "pickled": (lambda: Table(LONG, Options()), lambda: pickle.loads(pickle.dumps(Table(LONG, Options())))),
     "copied": (lambda: shared(), lambda: copy.deepcopy(shared())),
-    "generator in another state": (lambda: Source(drawn(0)), lambda: Source(drawn(3))),
+    "generator of the same seed": (lambda: Source(generators(3)), lambda: Source(generators(3))),
     "lock that is held": (lambda: Source(threading.Lock()), lambda: Source(held_lock())),
     "view": (lambda: Source(torch.arange(6.0)[::2]), lambda: Source(torch.tensor([0.0, 2.0, 4.0]))),
     "array of other strides": (lambda: Source(np.arange(6)[::2]), lambda: Source(np.array([0, 2, 4]))),
@@ -263,11 +264,13 @@ def mapped():
     return np.memmap(__file__, np.uint8, "r")
 
 
-def drawn(times):
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(times):
-        torch.rand(1, generator=generator)
-    return generator
+def generators(seed):
+    return [
+        torch.Generator().manual_seed(seed),
+        np.random.default_rng(seed),
+        np.random.RandomState(seed),
+        random.Random(seed),
+    ]
 
 
 def held_lock():
@@ -428,11 +431,15 @@ def test_more_objects_than_can_be_read_are_named(monkeypatch):
     assert path.startswith("held[") and path.endswith(" (more than 1000 objects)")
 
 
-def test_generators_are_listed_and_their_state_does_not_count():
-    generators = [torch.Generator(), np.random.default_rng(0), np.random.RandomState(0)]
-    found = identify(Subset(Source(generators), [0]))
-    assert all(left is right for left, right in zip(found.generators, generators, strict=True))
+def test_generators_are_listed_and_count_by_their_state():
+    held = [*generators(3), random.SystemRandom()]
+    found = identify(Subset(Source(held), [0]))
+    assert len(found.generators) == 4
+    assert all(left is right for left, right in zip(found.generators, held, strict=False))
     assert found.unread == []
+    assert identify(Subset(Source(held), [0])).namespace == found.namespace
+    for generator, other in zip(held, generators(4), strict=False):
+        assert identify(Source(generator)).namespace != identify(Source(other)).namespace
 
 
 def test_a_version_counts_beside_the_dataset_and_beside_a_name():

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from torchcache2.core.errors import OptionError
+from torchcache2.engine.randomness import state_of
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import MUTABLE, size_of
 from torchcache2.identity.encoding import Encoder, digest, text_bytes
@@ -142,11 +143,15 @@ class _DatasetWalk(Walk):
         """Walk the root, and objects."""
         if isinstance(value, types.MemberDescriptorType):  # a slot, in the part of its class
             return b"u" + text_bytes(value.__name__)
-        if type(value) is not _Given:
-            return super().other(value, path)
-        for name, option in value.about.items():
-            self.parts[f"option {name}"] = self.encode(option, name)
-        return self.encode(value.dataset, path)
+        if type(value) is _Given:
+            for name, option in value.about.items():
+                self.parts[f"option {name}"] = self.encode(option, name)
+            return self.encode(value.dataset, path)
+        data = super().other(value, path)
+        if self.generators and self.generators[-1] is value:
+            # A dataset that draws from it is not cached, but another may make samples of its seed.
+            data += self.encode(state_of(value), f"{path} (state)")
+        return data
 
     def klass(self, kind: type, path: str) -> bytes:
         """Write down a class."""
