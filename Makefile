@@ -1,7 +1,7 @@
 # make demo   cache a frozen backbone on real data, with and without: the example
 # make check  lint, types and a minute of tests, while you work
 # make test   lint, types and the whole suite
-# make bench  the benchmarks: tables and a plot for the documentation
+# make bench  the benchmarks: tables and plots for the documentation
 # make docs   the documentation, in .docs
 # make soak   the tests that take long
 # make lowest the suite on the oldest torch that is supported
@@ -30,7 +30,7 @@ check test: $(VENV)/test
 
 bench: $(VENV)/bench
 	-$(VENV)/bin/pip install --quiet --no-deps stocaching==0.2.1  # it pins numpy<2, and works with 2
-	$(RUN) -m tests.benchmarks --markdown docs/performance_tables.md --plot docs/sizes.png
+	$(RUN) -m tests.benchmarks --markdown docs/performance_tables.md --plots docs
 	$(RUN) -m pytest tests/benchmarks/test_faults.py
 
 docs: $(VENV)/docs

@@ -2,10 +2,23 @@
 
 import argparse
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from tests.benchmarks import codecs, compiled, costs, disk, hits, losing, ranks, sizes, slots, verify
+from tests.benchmarks import (
+    codecs,
+    compiled,
+    costs,
+    datasets,
+    disk,
+    hits,
+    losing,
+    ranks,
+    sizes,
+    slots,
+    verify,
+)
 from tests.benchmarks.report import Report, command, machine
 
 SECTIONS = {
@@ -19,7 +32,9 @@ SECTIONS = {
     "disk": disk.run,
     "ranks": ranks.run,
     "slots": slots.run,
+    "datasets": datasets.run,
 }
+PLOTS = {"sizes": "sizes.png", "datasets": "shares.svg"}
 
 
 def main():
@@ -29,9 +44,9 @@ def main():
     report.text(f"`{command()}`")
     for name in options.sections or SECTIONS:
         section = SECTIONS[name]
-        if name == "sizes":
-            section = partial(section, plot=options.plot)
-        if name == "disk":
+        if name in PLOTS:
+            section = partial(section, plot=Path(options.plots, PLOTS[name]))
+        if name in ("disk", "datasets"):
             section = partial(section, folder=options.dir)
         torch.manual_seed(0)
         section(report)
@@ -45,15 +60,15 @@ def _options():
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"any of {names}; default: all")
     parser.add_argument("--markdown", metavar="PATH", help="also write the report to this file")
     parser.add_argument(
-        "--plot",
+        "--plots",
         metavar="PATH",
-        default=".bench/sizes.png",
-        help="where `sizes` draws, a PNG (default: %(default)s)",
+        default=".bench",
+        help=f"the folder for {' and '.join(PLOTS.values())} (default: %(default)s)",
     )
     parser.add_argument(
         "--dir",
         metavar="PATH",
-        help="where `disk` writes 3 GB and deletes them (default: a temporary folder)",
+        help="where `disk` and `datasets` write 3 GB and delete them (default: a temporary folder)",
     )
     options = parser.parse_args()
     for name in options.sections:

@@ -1,4 +1,4 @@
-"""The plot of µs per item against input size."""
+"""The plots: µs per item against input size, and epochs against the share that is cached."""
 
 import math
 
@@ -47,6 +47,26 @@ def draw(path, title, times, reference):
     axes.set_title(f"{title}\n{machine}", fontsize=10.5, loc="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def draw_shares(path, title, times, uncached, full):
+    """Draw `times` (share → seconds of two epochs) as an SVG, beside a line from `uncached` to `full`."""
+    shares = [100 * share for share in times]
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    line = "second epoch, line between uncached and stocaching with all"
+    axes.plot([0, 100], [uncached, full], "--", color="#555555", label=line)
+    for (color, marker), name, epoch in zip(STYLES, ("second epoch", "first epoch"), (1, 0), strict=False):
+        seconds = [epochs[epoch] for epochs in times.values()]
+        axes.plot(shares, seconds, marker, color=color, markersize=8, label=f"{name}, torchcache2")
+    axes.set(xlabel="samples that fit into RAM, %", ylabel="seconds", xlim=(-2, 102), ylim=(0, None))
+    axes.grid(alpha=0.35, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower left")
+    axes.set_title(f"{title}\n{hardware()}, torch {torch.__version__}", fontsize=10.5, loc="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context({"svg.hashsalt": "shares"}):  # the same file for the same numbers
+        figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
 

@@ -305,6 +305,7 @@ def test_ls_in_json_has_the_whole_names_and_exact_numbers(path):
     assert one == {
         "namespace": FIRST,
         "class": "models.Backbone",
+        "dataset": None,
         "segments": 1,
         "unreadable": 0,
         "rows": 30,

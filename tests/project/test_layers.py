@@ -100,7 +100,7 @@ def test_only_the_package_itself_imports_datasets():
 def test_every_file_is_imported_somewhere():
     files = sources()
     imported = {target for name, text in files.items() for target in imports(name, text, files)}
-    faces = {"__main__", "datasets.samples"}  # nothing uses the samples yet but their tests
+    faces = {"__main__"}
     assert imported == {name for name in files if name and not name.endswith(".")} - faces
 
 

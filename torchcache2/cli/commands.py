@@ -86,7 +86,7 @@ def _ls(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     for name, one in zip(out.prefixes([one.id for one in found]), found, strict=True):
         numbers = (f"{one.rows:,}", out.size(one.nbytes), out.ratio(one.ratio))
         ages = (out.ago(one.created), out.ago(one.last_used))
-        rows.append((name, one.name, *numbers, *ages, {True: "yes", False: "no", None: "?"}[one.in_use]))
+        rows.append((name, one.title, *numbers, *ages, {True: "yes", False: "no", None: "?"}[one.in_use]))
     out.print_table(columns, rows)
     unreadable = sum(one.unreadable for one in found)
     if unreadable:
@@ -207,7 +207,7 @@ def _rm(
         raise typer.Exit(1)
     if not yes:
         for one in found:
-            out.tell(f"{one.id}  {one.name}  {one.rows:,} rows  {out.size(one.nbytes)}")
+            out.tell(f"{one.id}  {one.title}  {one.rows:,} rows  {out.size(one.nbytes)}")
         typer.confirm("Delete?", abort=True, err=True)
     busy = [one.namespace for cache, one in chosen if not remove_namespace(cache, one.namespace, force=force)]
     before = [one for _, one in chosen]

@@ -32,6 +32,7 @@ class Namespace:
 
     id: str  # 32 hexadecimal digits
     name: str  # of the class or function; "?" if its ``fingerprint.json`` does not say
+    dataset: dict[str, Any] | None  # what is said of the dataset, if it is one
     segments: int
     unreadable: int  # segments that could not be opened; the next four are about the others
     rows: int
@@ -48,11 +49,19 @@ class Namespace:
         """Bytes of the rows in memory over bytes of their segments."""
         return self.row_bytes / self.stored_bytes if self.stored_bytes else None
 
+    @property
+    def title(self) -> str:
+        """The name for people; of a dataset also the name that it was given, and its length."""
+        said = {} if self.dataset is None else self.dataset
+        name = f" {said['name']}" if said.get("name") else ""
+        return self.name + name + (f" ({said['length']:,})" if said.get("length") is not None else "")
+
     def to_json(self) -> dict[str, Any]:
         """The report for ``json.dumps``."""
         return {
             "namespace": self.id,
             "class": self.name,
+            "dataset": self.dataset,
             "segments": self.segments,
             "unreadable": self.unreadable,
             "rows": self.rows,
@@ -105,6 +114,7 @@ def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
     return Namespace(
         id=contents.namespace,
         name=name(directory, contents.namespace),
+        dataset=_dataset(directory.fingerprint(contents.namespace).get("dataset")),
         segments=len(contents.segments),
         unreadable=unreadable,
         rows=rows,
@@ -122,6 +132,18 @@ def name(directory: CacheDirectory, namespace: str) -> str:
     """The name of the class or function that computed a namespace; "?" if it is not known."""
     stated = directory.fingerprint(namespace).get("class")
     return printable(stated) if isinstance(stated, str) and stated else "?"
+
+
+def _dataset(stated: Any) -> dict[str, Any] | None:
+    """What a file says of a dataset, without what it cannot say."""
+    if not isinstance(stated, dict):
+        return None
+    texts = {key: stated.get(key) for key in ("name", "version")}
+    length = stated.get("length")
+    return {
+        "length": length if type(length) is int and 0 <= length < _ANY else None,
+        **{key: printable(text) if isinstance(text, str) else None for key, text in texts.items()},
+    }
 
 
 class Gone(NamedTuple):

@@ -1,26 +1,184 @@
-"""Stub."""
+"""`identify`: what the samples of a dataset depend on, as named parts, and the namespace made of them.
 
-import hashlib
+The code of the dataset and of what it refers to counts by its source, attributes by their values. Files that
+the dataset reads later do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torchcache2.engine.cache import now
+from torch.utils.data import Dataset
+
+from torchcache2.core.errors import OptionError
+from torchcache2.identity.compiled import CompiledTexts
+from torchcache2.identity.containers import MUTABLE, size_of
+from torchcache2.identity.encoding import Encoder, digest, text_bytes
+from torchcache2.identity.modulewalk import Fingerprint, Walk
+from torchcache2.identity.readable import readable, texts_of
+from torchcache2.identity.tensorwatch import TensorWatch
+
+__all__ = ["Identity", "identify"]
+
+_FORMAT = 1
+_MOST_LISTED = 64  # objects in longer containers have no parts
+_MOST_PARTS = 5000
 
 
 class Identity(NamedTuple):
-    namespace: bytes
-    fingerprint: Any
-    unread: list
-    generators: list
+    """What the samples of a dataset depend on.
+
+    Attributes
+    ----------
+    fingerprint : Fingerprint
+        The parts, such as ``attribute transform.size``.
+    unread : list of str
+        Where something was met that cannot be read. If there is any, the namespace is good for this process
+        only.
+    generators : list
+        The random generators that the dataset refers to.
+    """
+
+    fingerprint: Fingerprint
+    unread: list[str]
+    generators: list[Any]
+
+    @property
+    def namespace(self) -> bytes:
+        """16 bytes, equal in every process if `unread` is empty."""
+        return self.fingerprint.namespace
 
 
-def identify(dataset: Any, *, name: Any = None, version: Any = None) -> Identity:
-    data = hashlib.md5(f"{name}{version}{type(dataset).__name__}".encode()).digest()
-    return Identity(data, None, [], [])
+def identify(
+    dataset: Any,
+    *,
+    name: str | None = None,
+    version: str | int | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> Identity:
+    """Read what the samples of a dataset depend on; no sample is read.
+
+    Parameters
+    ----------
+    dataset : Dataset
+        Whatever has ``__getitem__``. It is not changed. Its tensors and arrays are read as a whole.
+    name : str, optional
+        A name that stands for the dataset, of which nothing is read then.
+    version : str or int, optional
+        Something to change when samples change that the dataset's code and attributes do not tell about, such
+        as files. 1 is not ``"1"``.
+    about : mapping of str to object, optional
+        Other values on which the samples depend, by name. With a `name` they do not count.
+
+    Returns
+    -------
+    Identity
+        With a namespace that differs if any of these does.
+
+    Raises
+    ------
+    OptionError
+        If `name` is not a text, or `version` neither text nor int.
+    """
+    if name is not None and not (isinstance(name, str) and name):
+        raise OptionError(f"name={name!r}: expected a text that stands for the dataset, such as 'coco-train'")
+    if version is not None and (isinstance(version, bool) or not isinstance(version, (str, int))):
+        raise OptionError(f"version={version!r}: expected a text or an int")
+    given: dict[str, Any] = {"name": name, "version": version}
+    if name is not None:
+        return Identity(_fingerprint({"format": f"dataset {_FORMAT}".encode()}, given), [], [])
+    walk = _DatasetWalk(_Given(dataset, about or {}), {}, CompiledTexts())
+    tensors = TensorWatch(walk.tensors)
+    tensors.refresh()
+    walk.parts["format"] = f"dataset {_FORMAT}, walk {walk.parts['format'].decode()}".encode()
+    given["length"] = _length(dataset)  # may be one of files that are there, about which no attribute tells
+    unread = sorted({*walk.unread, *tensors.unreadable})
+    return Identity(_fingerprint(walk.parts, given, tensors), unread, walk.generators)
 
 
-def document(identity: Any, dataset: Any, length: Any, name: Any, version: Any) -> dict[str, Any]:
-    return {
-        "class": type(dataset).__name__,
-        "created": now(),
-        "dataset": {"length": length, "name": name, "version": version},
-    }
+def _fingerprint(
+    parts: dict[str, bytes], given: Mapping[str, Any], tensors: TensorWatch | None = None
+) -> Fingerprint:
+    said = {name: Encoder().encode(value, name) for name, value in given.items() if value is not None}
+    digests = {name: digest([data]) for name, data in {**parts, **said}.items()}
+    values = texts_of(parts) | {name: text for name in said if (text := readable(said[name])) is not None}
+    if tensors is not None:
+        digests |= {f"data {path}": data for path, data in tensors.digests.items()}
+        values |= {f"data {path}": text for path, text in tensors.forms().items()}
+    return Fingerprint.of_parts(digests, values)
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:  # it has none, or cannot tell it yet
+        return None
+
+
+class _Given:
+    """The root of a walk."""
+
+    def __init__(self, dataset: Any, about: Mapping[str, Any]) -> None:
+        self.dataset = dataset
+        self.about = about
+
+
+class _DatasetWalk(Walk):
+    """A walk with a part for each attribute of the dataset, of the datasets in it, and of other objects.
+
+    It is made once, and nothing is watched: so a dataset may have more objects than a module.
+    """
+
+    most_objects = 1_000_000
+    most_before_bulk = -1
+    held_in_bulk = (tuple, list, dict)
+    _is_listed = False  # whether an element of a long container is being read
+
+    def other(self, value: Any, path: str) -> bytes:
+        """Walk the root, and objects."""
+        if type(value) is not _Given:
+            return super().other(value, path)
+        for name, option in value.about.items():
+            self.parts[f"option {name}"] = self.encode(option, name)
+        return self.encode(value.dataset, path)
+
+    def compound(self, value: Any, kind: type, path: str) -> bytes:
+        """Walk an object; a dataset once, even if several others refer to it."""
+        if not issubclass(kind, Dataset):
+            return self._with_fields(value, kind, path)
+        if id(value) not in self._labels:
+            label = self.label(value, f"dataset {path}".rstrip()).decode()
+            self.parts[label] = self._with_fields(value, kind, path)
+        return self._labels[id(value)]
+
+    def _with_fields(self, value: Any, kind: type, path: str) -> bytes:
+        if not hasattr(kind, "__dataclass_fields__"):
+            return super().compound(value, kind, path)
+        fields = self.state(self.fields(value, path), path)
+        return b"D" + self.kind(kind, path) + fields + self.besides(value, path)
+
+    def contents(self, value: Any, path: str) -> bytes:
+        """Read the elements of a container; if it is long, without a part for each of their attributes."""
+        size = size_of(value) if isinstance(value, MUTABLE) else len(value)
+        before, self._is_listed = self._is_listed, self._is_listed or size > _MOST_LISTED
+        try:
+            return super().contents(value, path)
+        finally:
+            self._is_listed = before
+
+    def state(self, state: Mapping[str, Any], path: str) -> bytes:
+        """Write down each attribute of an object as a part; the names of these parts."""
+        if self._is_listed or len(self.parts) > _MOST_PARTS:
+            return super().state(state, path)
+        self._taken.setdefault(f"module {path}", 1)  # a module that is met on this path gets another one
+        names = []
+        for name in sorted(state):
+            where = f"{path}.{name}" if path else name
+            data = self.encode(state[name], where)
+            part = f"attribute {where}"
+            while self.parts.get(part, data) != data:  # another object that was met on the same path
+                part += "'"
+            self.parts[part] = data
+            names.append(text_bytes(part))
+        return b"attributes " + b"".join(names)

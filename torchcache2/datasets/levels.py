@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Keys
 from torchcache2.core.ranks import has_ranks, ranks_here
 from torchcache2.core.rows import Rows
@@ -20,7 +21,7 @@ from torchcache2.tiers.make import Description, InUse, make_levels
 from torchcache2.tiers.shared.job import job_name
 from torchcache2.tiers.shared.tier import SharedTier
 
-__all__ = ["Levels"]
+__all__ = ["Levels", "check_length"]
 
 
 class _User:
@@ -97,4 +98,18 @@ class Levels(TierStack):
         processes = ranks_here() * (1 if worker is None else worker.num_workers)
         return make_levels(
             self.settings, in_use, description, self.job, processes=processes, is_worker=self._is_worker
+        )
+
+
+def check_length(levels: Levels, name: str, length: int | None) -> None:
+    """Raise `OptionError` if the folder has a dataset of this name and version with another length."""
+    directory = levels.directory
+    if directory is None:
+        return
+    there = directory.fingerprint(levels.namespace.hex()).get("dataset")
+    before = there.get("length") if isinstance(there, dict) else None
+    if before is not None and before != length:
+        raise OptionError(
+            f"name={name!r} is a dataset of {before} samples in {directory.path}, and this one has {length}: "
+            "give another name, or another version"
         )

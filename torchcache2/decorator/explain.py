@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from torchcache2.engine.earlier import compared
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.identity.differences import at_most, differences, from_document
+from torchcache2.identity.differences import at_most
 from torchcache2.identity.modulewalk import Fingerprint
 from torchcache2.identity.readable import form, readable, split
 
@@ -38,47 +39,14 @@ def explained(
     directory: CacheDirectory | None,
     since: str,
 ) -> str:
-    """Why items may have been misses, of a module of this name and class; see `ModuleCache.explain`.
+    """Why items may have been misses; see `ModuleCache.explain`, and `compared` for the arguments.
 
-    `before` is the fingerprint before the one of `now`, `calls` are the last two, `bypass` says why the last
-    one was not cached, and `since` is when this run began, as an ISO time.
+    `calls` are the last two.
     """
-    lines = [f"not cached: {bypass}"] if bypass is not None else []
     if len(calls) == 2 and calls[0].namespace == calls[1].namespace == now.namespace:
-        lines = lines or _call_differences(*calls)
+        lines = [f"not cached: {bypass}"] if bypass is not None else _call_differences(*calls)
         return "\n".join(lines) or "nothing but the items differs between the last two calls"
-    if before is not None:
-        lines += differences(before, now)
-    if lines:
-        return "\n".join(lines)
-    first = f"namespace {now.namespace.hex()} is the first of {name} in this process"
-    if directory is None:
-        return first
-    known = _latest_fingerprint(directory, kind, now.namespace, since)
-    if known is None:
-        return f"{first}, and in {directory.path}"
-    if known.namespace == now.namespace:
-        return f"{first}; an earlier run has left rows of it in {directory.path}"
-    lines = differences(known, now)
-    return "\n".join([f"compared with {known.namespace.hex()} in {directory.path}:", *lines])
-
-
-def _latest_fingerprint(
-    directory: CacheDirectory, kind: str, namespace: bytes, since: str
-) -> Fingerprint | None:
-    """The fingerprint that earlier runs have left of a namespace, else of the class's last used one."""
-    try:
-        contents = [one for one in directory.scan() if one.segments]
-    except OSError:
-        return None
-    contents.sort(key=lambda one: (one.namespace == namespace.hex(), one.last_used), reverse=True)
-    for one in contents:
-        document = directory.fingerprint(one.namespace)
-        if one.namespace == namespace.hex() and str(document.get("created")) >= since:
-            continue  # this run has written it
-        if document.get("class") == kind and (fingerprint := from_document(one.namespace, document)):
-            return fingerprint
-    return None
+    return compared(name, kind, now, before, bypass, directory, since)
 
 
 def _call_differences(before: CallSeen, now: CallSeen) -> list[str]:

@@ -190,7 +190,8 @@ class Encoder:
             if value.dtype.hasobject:
                 return b"O" + self.items([(value.shape, path), (value.tolist(), path)])
             head = text_bytes(f"{dtype_text(value)} {value.shape}")
-            return b"A" + head + xxh3_128_digest(np.ascontiguousarray(value).tobytes())
+            whole = np.ascontiguousarray(value).reshape(-1)
+            return b"A" + head + xxh3_128_digest(whole.view(np.uint8).data if whole.nbytes else b"")
         if isinstance(value, np.generic):
             return b"g" + text_bytes(dtype_text(value)) + value.tobytes()
         if isinstance(value, enum.Enum):

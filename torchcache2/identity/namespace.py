@@ -18,7 +18,7 @@ from torchcache2.identity.containers import Attributes
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.mixing import UnsteadyLayer, unsteady
 from torchcache2.identity.modulewalk import Fingerprint, Walk
-from torchcache2.identity.readable import readable
+from torchcache2.identity.readable import texts_of
 from torchcache2.identity.sharded import ShardedError, sharding
 from torchcache2.identity.tensorwatch import TensorWatch
 from torchcache2.identity.watch import Watch
@@ -27,8 +27,6 @@ __all__ = ["Facts", "History", "NamespaceKeeper", "Seen"]
 
 _NONE = bytes(16)
 _MOST_REMEMBERED = 16
-# A part with such a name is a single value, which can be shown to people.
-_PLAIN_PARTS = ("attribute ", "child ", "constructor argument ", "global ", "training")
 _DEVICES = ("cpu", "cuda")
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
@@ -188,8 +186,7 @@ class NamespaceKeeper:
             self._tensors = TensorWatch({})  # a tensor that is watched cannot be freed
             return
         self._parts = {name: digest([data]) for name, data in walk.parts.items()}
-        plain = [name for name in walk.parts if name.startswith(_PLAIN_PARTS)]
-        self._values = {name: text for name in plain if (text := readable(walk.parts[name])) is not None}
+        self._values = texts_of(walk.parts)
         self._parts["option cache_dtype"] = str(self._settings.cache_dtype).encode()
         self._values["option cache_dtype"] = str(self._settings.cache_dtype)
         self._tensors = TensorWatch(walk.tensors, self._tensors)

@@ -12,6 +12,7 @@ import types
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping
+from multiprocessing.synchronize import SemLock
 from operator import attrgetter
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from torchcache2.identity import sourcecode
 from torchcache2.identity.annotations import parts_of_type
+from torchcache2.identity.bulk import UNCOUNTED, Bulk
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import MUTABLE, content
 from torchcache2.identity.encoding import CONTAINERS, attributes, qualified_name, sized, text_bytes
@@ -30,8 +32,7 @@ from torchcache2.identity.torchcode import graph_code, is_operator, script_code
 
 __all__ = ["ObjectWalk"]
 
-_MOST_OBJECTS = 100_000
-_NO_STATE = (type(threading.Lock()), type(threading.RLock()))
+_NO_STATE = (type(threading.Lock()), type(threading.RLock()), SemLock)
 # The content of these depends on the thread, or on which other objects are alive.
 _FLEETING = (threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
@@ -53,8 +54,10 @@ class ObjectWalk(OwnerWalk):
     """The part of a walk that reads objects.
 
     `tokens` are random bytes, by id, that stand for objects that cannot be read; `texts` are what source
-    files compile to. A caller that walks again passes both again, so that an object keeps its token.
     """
+
+    most_objects = most_before_bulk = 100_000
+    held_in_bulk: tuple[type, ...] = (tuple,)  # containers in bulk are not watched, so they must not change
 
     def __init__(self, tokens: MutableMapping[int, tuple[object, bytes]], texts: CompiledTexts) -> None:
         super().__init__(texts)
@@ -64,15 +67,16 @@ class ObjectWalk(OwnerWalk):
         self._tokens = tokens
         self._objects = 0
         self._too_much = os.urandom(16)
+        self._bulk = Bulk(self.most_before_bulk, self.held_in_bulk)
 
     def encode(self, value: Any, path: str) -> bytes:
         """The bytes of `value`, or a token if there is too much of it."""
-        if isinstance(value, (str, int, float, bytes)):
+        if isinstance(value, UNCOUNTED):
             return super().encode(value, path)
         self._objects += 1
-        if self._objects > _MOST_OBJECTS:
-            if self._objects == _MOST_OBJECTS + 1:
-                self.unread.append(f"{path} (more than {_MOST_OBJECTS} objects)")
+        if self._objects > self.most_objects:
+            if self._objects == self.most_objects + 1:
+                self.unread.append(f"{path} (more than {self.most_objects} objects)")
             return self._too_much
         if issubclass(type(value), MUTABLE):  # the type is asked, as an object may claim another `__class__`
             self.containers.setdefault(id(value), (value, content(value)))
@@ -87,6 +91,8 @@ class ObjectWalk(OwnerWalk):
 
     def contents(self, value: Any, path: str) -> bytes:
         """Read a set in an order that does not depend on the process, as labels are given in this order."""
+        if (data := self._bulk.read(value, self._objects)) is not None:
+            return data
         if isinstance(value, (set, frozenset)):
             ordered = sorted(value, key=self.rank)
             return b"".join(map(sized, sorted(self.encode(element, f"{path}{{…}}") for element in ordered)))
@@ -176,8 +182,7 @@ class ObjectWalk(OwnerWalk):
         """A logger by its name; unreadable if it has more state than the standard library's own."""
         self.dicts.append(vars(value))
         state = {name: item for name, item in vars(value).items() if name not in _LOGGER_FIELDS}
-        head = b"h" + text_bytes(value.name)
-        origin = sourcecode.origin(type(value))
+        head, origin = b"h" + text_bytes(value.name), sourcecode.origin(type(value))
         if origin == "installed" or (origin == "builtin" and not state):
             return head
         self.watch(value, state)
@@ -198,8 +203,7 @@ class ObjectWalk(OwnerWalk):
         return token + self.klass(type(value), path) + self.state(dict(vars(value)), path)
 
     def _object(self, value: Any, path: str) -> bytes:
-        before = self.is_foreign
-        origin = sourcecode.origin(type(value))
+        before, origin = self.is_foreign, sourcecode.origin(type(value))
         self.is_foreign = origin in ("installed", "torch") or (before and origin == "builtin")
         try:
             return self._object_of_class(value, path)
@@ -284,8 +288,7 @@ def _is_empty(value: Any) -> tuple[bool]:
 
 
 def _of_this_thread(value: threading.local) -> tuple[Any, ...]:
-    content = vars(value)
-    return (len(content), *content, *content.values())
+    return (len(vars(value)), *vars(value), *vars(value).values())
 
 
 def _made_by_class_statement(kind: type) -> bool:

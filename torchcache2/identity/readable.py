@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-__all__ = ["form", "readable", "split"]
+__all__ = ["form", "readable", "split", "texts_of"]
 
 _MOST_SHOWN = 200
+# A part of a walk with such a name is a single value.
+_PLAIN_PARTS = ("attribute ", "child ", "constructor argument ", "global ", "option ", "training")
 _LABELS = (b"class ", b"function ", b"module ")  # of what has a part of its own
 _SHOWN: dict[bytes, Callable[[bytes], str]] = {
     b"n": lambda rest: "None",
@@ -57,3 +59,9 @@ def readable(data: bytes) -> str | None:
         return None
     listed = ", ".join(texts)
     return f"[{listed}]" if tag == b"[" else f"({listed},)" if len(texts) == 1 else f"({listed})"
+
+
+def texts_of(parts: Mapping[str, bytes]) -> dict[str, str]:
+    """For people, those parts of a walk that are single values with a short form."""
+    plain = [name for name in parts if name.startswith(_PLAIN_PARTS)]
+    return {name: text for name in plain if (text := readable(parts[name])) is not None}

@@ -62,7 +62,13 @@ class KeyTable:
         # follows sees that it is not the one that is sought.
         if not same.all() or least.max() >= len(self.keys):
             rest = (~same.all(axis=1) | (least >= len(self.keys))).nonzero()[0]
-            ordinals[rest] = self.probe(words.take(rest, axis=0))[0]
+            # A key is in front of the first free slot, so one whose tag was not met up to there is not here.
+            has_free = (window.take(rest, axis=1) == tags.take(rest).view(np.uint64)).any(axis=0)
+            is_absent = has_free & (least.take(rest) >= _USED)
+            ordinals[rest] = -1
+            if not is_absent.all():
+                rest = rest[~is_absent]
+                ordinals[rest] = self.probe(words.take(rest, axis=0))[0]
         return ordinals
 
     def find_one(self, words: Words) -> int:
