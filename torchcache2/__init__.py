@@ -20,6 +20,7 @@ if _typing.TYPE_CHECKING:
     from torchcache2.core.settings import CacheSettings
     from torchcache2.datasets.counts import DatasetStats
     from torchcache2.datasets.dataset import CachedDataset
+    from torchcache2.datasets.lazyshards import LazyShardDataset
     from torchcache2.datasets.reserve import get_shm_size
     from torchcache2.datasets.slots import SharedCache
     from torchcache2.decorator.torchcache import torchcache
@@ -36,6 +37,7 @@ __all__ = [
     "DecorationError",
     "InputError",
     "Keys",
+    "LazyShardDataset",
     "NotCachedError",
     "OptionError",
     "OutputError",
@@ -58,6 +60,7 @@ _FILES = {
     "CachedDataset": "datasets.dataset",
     "DatasetStats": "datasets.counts",
     "Keys": "core.keys",
+    "LazyShardDataset": "datasets.lazyshards",
     "SharedCache": "datasets.slots",
     "WarmupStats": "engine.progress",
     "get_shm_size": "datasets.reserve",

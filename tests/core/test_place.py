@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchcache2.core.ranks import place
+from torchcache2.core.ranks import place, ranks_here, ranks_of_each
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,28 @@ def test_torch_knows_better_than_the_environment(monkeypatch):
         assert place() == (0, 1)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank", "expected"),
+    [
+        ({}, 1, None),
+        ({"LOCAL_WORLD_SIZE": "2"}, 1, 2),
+        ({"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "3"}, 3, 2),
+        ({"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 3, None),  # ranks that are dealt to machines in turn
+        ({"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}, 3, None),
+        ({"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"}, 1, None),  # 2 here, 4 there
+        ({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0", "GROUP_RANK": "0"}, 0, None),  # no divisor of 6
+        ({"LOCAL_WORLD_SIZE": "6"}, 5, 6),
+    ],
+)
+def test_ranks_of_each_machine_are_known_if_all_machines_have_equally_many(
+    environment, rank, expected, monkeypatch
+):
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert ranks_of_each(0, 1) == 1
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert ranks_of_each(rank, 6) == expected
+    assert ranks_here(6) == int(environment.get("LOCAL_WORLD_SIZE", 6))

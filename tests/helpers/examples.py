@@ -26,6 +26,13 @@ LIBRARIES = (
     "myst_parser.sphinx_ext.main",
     "pytest",
 )
+# The ranks are forked from the launcher, which saves each of them its imports.
+TORCHRUN = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+from torch.distributed.run import main
+main(["--standalone", "--nproc-per-node", "2", "--start-method", "fork", "--run-path", *sys.argv[1:]])
+"""
 TRAIN_ITEMS, TEST_ITEMS = 1536, 261  # of the digits of scikit-learn
 
 
@@ -37,6 +44,12 @@ def run(name, *arguments):
     """What a script has printed, and its exit code."""
     process = start(name, *arguments)
     return subprocess.CompletedProcess(name, process.wait(600), process.out, process.err)
+
+
+def torchrun(name, *arguments):
+    """What two ranks of a script and their launcher have printed, when all have ended well."""
+    env = {"TORCHCACHE_JOB": "", "OMP_NUM_THREADS": "1"}
+    return warm.run(TORCHRUN, EXAMPLES / name, *arguments, env=env, imports=LIBRARIES)
 
 
 def number(pattern, text):

@@ -5,28 +5,15 @@ import re
 import pytest
 
 from tests.helpers import warm
-from tests.helpers.examples import EXAMPLES, LIBRARIES, number
+from tests.helpers.examples import EXAMPLES, LIBRARIES, number, torchrun
 
 SCRIPT = "ddp_linear_probe.py"
 EPOCH = re.compile(r"^ +(\d+) +(\d+\.\d+) +\d+\.\d+ s   (\d+) \+ (\d+)$", re.MULTILINE)
-# The ranks are forked from the launcher, which saves each of them its imports.
-TORCHRUN = f"""
-import sys
-sys.path.insert(0, {str(EXAMPLES)!r})
-from torch.distributed.run import main
-main(["--standalone", "--nproc-per-node", "2", "--start-method", "fork", "--run-path", *sys.argv[1:]])
-"""
-
-
-def torchrun(*arguments):
-    """What two ranks and their launcher have printed, when all have ended well."""
-    env = {"TORCHCACHE_JOB": "", "OMP_NUM_THREADS": "1"}
-    arguments = [EXAMPLES / SCRIPT, "--size", 8, "--items", 66, "--batch-size", 16, *arguments]
-    return warm.run(TORCHRUN, *arguments, env=env, imports=LIBRARIES)
+SMALL = ("--size", 8, "--items", 66, "--batch-size", 16)
 
 
 def test_the_ranks_of_torchrun_compute_each_image_once():
-    done = torchrun()
+    done = torchrun(SCRIPT, *SMALL)
     assert "torchcache2" not in done.err  # no warning
     assert "64 images, 2 ranks, batches of 16 on each" in done.out
     epochs = EPOCH.findall(done.out)
@@ -41,7 +28,7 @@ def test_the_ranks_of_torchrun_compute_each_image_once():
 
 
 def test_after_a_warmup_no_epoch_computes_anything():
-    done = torchrun("--warmup", "--epochs", 2)
+    done = torchrun(SCRIPT, *SMALL, "--warmup", "--epochs", 2)
     assert re.search(r"^warmup: \d+\.\d+ s, images computed by each rank: 32 \+ 32$", done.out, re.MULTILINE)
     assert [counts for _, _, *counts in EPOCH.findall(done.out)] == [["0", "0"], ["0", "0"]]
     assert number(r"^backbone: ([\d,]+) images computed, of 64,", done.out) == 64

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Place", "has_ranks", "place", "ranks_here"]
+__all__ = ["Place", "has_ranks", "place", "ranks_here", "ranks_of_each"]
 
 
 class Place(NamedTuple):
@@ -39,9 +39,26 @@ def has_ranks() -> bool:
     )
 
 
-def ranks_here() -> int:
+def ranks_here(world_size: int | None = None) -> int:
     """How many ranks this machine has; at most, where the launcher says how many there are in all."""
-    return max(1, _number("LOCAL_WORLD_SIZE", place().world_size))
+    return max(1, _number("LOCAL_WORLD_SIZE", place().world_size if world_size is None else world_size))
+
+
+def ranks_of_each(rank: int, world_size: int) -> int | None:
+    """How many ranks each machine has, counted one machine after the other.
+
+    None if that is not known, or if this rank is not where it would be then.
+    """
+    here = _number("LOCAL_WORLD_SIZE", 1 if world_size == 1 else 0)
+    if (
+        here == 0
+        or world_size % here != 0
+        or _number("GROUP_WORLD_SIZE", world_size // here) * here != world_size
+    ):
+        return None
+    machine, local = divmod(rank, here)
+    is_there = _number("GROUP_RANK", machine) == machine and _number("LOCAL_RANK", local) == local
+    return here if is_there else None
 
 
 def _number(variable: str, default: int) -> int:

@@ -101,6 +101,8 @@ class Schema:
     @property
     def in_logical_order(self) -> Schema:
         """The same schema for columns that are contiguous in the order of their dimensions."""
+        if not any(self.layout):
+            return self
         leaves = tuple([dataclasses.replace(leaf, channels_last=False) for leaf in self.leaves])
         return Schema(self.structure, leaves)
 

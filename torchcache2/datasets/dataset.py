@@ -14,6 +14,7 @@ from torchcache2.core.arrays import Positions
 from torchcache2.core.environment import disabled_by_environment
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import listed
+from torchcache2.core.ranks import place
 from torchcache2.core.settings import CacheSettings, Policy
 from torchcache2.core.sizes import Size
 from torchcache2.datasets.counts import DatasetStats
@@ -23,7 +24,14 @@ from torchcache2.datasets.filling import fill
 from torchcache2.datasets.fingerprint import Identity, identify
 from torchcache2.datasets.itemkeys import int_keys
 from torchcache2.datasets.levels import Levels, check_length
-from torchcache2.datasets.options import aliased, check_dataset, check_others, check_values, level_settings
+from torchcache2.datasets.options import (
+    aliased,
+    check_dataset,
+    check_others,
+    check_values,
+    length_of,
+    level_settings,
+)
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.tally import Tally
 from torchcache2.engine.progress import WarmupStats
@@ -124,7 +132,7 @@ class CachedDataset(Dataset[Any]):
         check_dataset(dataset)
         check_values(transform, verify)
         settings = level_settings(path, memory_cache_size, disk_cache_size, policy, compression)
-        length = len(dataset) if hasattr(dataset, "__len__") else None
+        length = length_of(dataset)
         identity = identify(dataset, name=name, version=version)
         title = type(dataset).__name__ if name is None else name
         if identity.unread and path is not None:
@@ -178,7 +186,10 @@ class CachedDataset(Dataset[Any]):
         self._begin()
 
     def __len__(self) -> int:
-        return len(self._state["dataset"])
+        length = length_of(self._state["dataset"])
+        if length is None:
+            raise TypeError(f"object of type {type(self._state['dataset']).__name__!r} has no len()")
+        return length
 
     def __getitem__(self, index: Any) -> Any:
         """The sample at an index: an int, also one of numpy or a tensor, a str or bytes."""
@@ -230,9 +241,13 @@ class CachedDataset(Dataset[Any]):
         WarmupStats
             How many samples were loaded and found, and how long it took.
         """
+        where = place()
+        return self._fill(np.arange(where.rank, len(self), where.world_size), num_workers, batch_size)
+
+    def _fill(self, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:
         if self._fetcher is None:
             raise NotCachedError(f"{self!r} caches nothing: it is closed, or turned off, or both sizes are 0")
-        return fill(self, self._fetcher, num_workers, batch_size)
+        return fill(self, self._fetcher, mine, num_workers, batch_size)
 
     def missing(self) -> Positions:
         """The indices whose samples are neither in memory nor on disk now, ascending, int64 ``(k,)``."""

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import logger
 from torchcache2.core.ranks import place
@@ -20,13 +20,12 @@ from torchcache2.engine.progress import Progress, WarmupStats
 __all__ = ["fill"]
 
 
-def fill(dataset: Any, fetcher: Fetcher, num_workers: int, batch_size: int) -> WarmupStats:
-    """Load the samples of this rank that are not there; see `CachedDataset.warmup`, whose `fetcher` it is."""
+def fill(dataset: Any, fetcher: Fetcher, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:
+    """Load the samples of this rank, at indices `mine`, that are not there; see `CachedDataset.warmup`."""
     for option, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
         if type(value) is not int or value < least:
             raise OptionError(f"{option}={value!r}: expected an int of at least {least}")
     where, total, levels = place(), len(dataset), fetcher.levels
-    mine = np.arange(where.rank, total, where.world_size)
     absent = mine[~levels.has(int_keys(levels.namespace, mine))].tolist()
     there = len(mine) - len(absent)
     if there:

@@ -12,6 +12,7 @@ import types
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping
+from multiprocessing.synchronize import SemLock
 from operator import attrgetter
 from typing import Any
 
@@ -31,7 +32,7 @@ from torchcache2.identity.torchcode import graph_code, is_operator, script_code
 
 __all__ = ["ObjectWalk"]
 
-_NO_STATE = (type(threading.Lock()), type(threading.RLock()))
+_NO_STATE = (type(threading.Lock()), type(threading.RLock()), SemLock)
 # The content of these depends on the thread, or on which other objects are alive.
 _FLEETING = (threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
@@ -202,8 +203,7 @@ class ObjectWalk(OwnerWalk):
         return token + self.klass(type(value), path) + self.state(dict(vars(value)), path)
 
     def _object(self, value: Any, path: str) -> bytes:
-        before = self.is_foreign
-        origin = sourcecode.origin(type(value))
+        before, origin = self.is_foreign, sourcecode.origin(type(value))
         self.is_foreign = origin in ("installed", "torch") or (before and origin == "builtin")
         try:
             return self._object_of_class(value, path)

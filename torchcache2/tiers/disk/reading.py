@@ -46,7 +46,7 @@ class Reader:
             if located is None or len(positions) == 0:
                 return []
             numbers, rows = located.places.where(ordinals[positions])
-            segments = {number: located.segments[number] for number in np.unique(numbers).tolist()}
+            segments = {number: located.segments[number] for number in set(numbers.tolist())}
 
         found, failed = _read_rows(segments, numbers, rows, positions)
         for number, error in failed.items():
@@ -123,7 +123,8 @@ def _read_rows(
             chosen = which[some]
             jobs.setdefault(schema, []).append(_Job(number, rows[chosen], positions[chosen]))
     failed: dict[int, Exception] = {}
-    with _read_ahead(segments, jobs):
+    # To have one row read ahead, and then read it, would only take longer.
+    with _read_ahead(segments, jobs if len(rows) > 1 else {}):
         parts = [_read(segments, schema, some_jobs, failed) for schema, some_jobs in jobs.items()]
     return [part for part in parts if part is not None], failed
 
@@ -139,16 +140,17 @@ def _read_ahead(segments: Mapping[int, AnySegment], jobs: Mapping[Schema, list[_
                     segments[job.number].read_ahead(job.rows)
 
     size = sum(schema.row_bytes * len(job.rows) for schema, some in jobs.items() for job in some)
-    thread = threading.Thread(target=ask, name="torchcache2 read-ahead", daemon=True)
+    thread = None
     if size >= _ASKED_BESIDE:
+        thread = threading.Thread(target=ask, name="torchcache2 read-ahead", daemon=True)
         with contextlib.suppress(RuntimeError):  # there are too many threads, or the interpreter ends
             thread.start()
-    if thread.ident is None:
+    if thread is None or thread.ident is None:
         ask()
     try:
         yield
     finally:
-        if thread.ident is not None:
+        if thread is not None and thread.ident is not None:
             thread.join()
 
 

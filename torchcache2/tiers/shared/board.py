@@ -145,8 +145,8 @@ class Board:
 
     def is_live(self, file: int, inode: int) -> bool:
         """Whether nobody has dropped a file."""
-        row = self._files[file]
-        return bool(row[_STATE] == _LIVE and row[_INODE] == inode)
+        files = self._files
+        return bool(files.item(file, _STATE) == _LIVE and files.item(file, _INODE) == inode)
 
     def add_file(self, namespace: bytes, region: Region, member: int, size: int) -> int | None:
         """List a new file, which takes up `size` bytes; its number, or None if there are too many."""

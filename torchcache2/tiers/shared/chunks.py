@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ _CHUNKS, _SCHEMAS, _TEXT_END, _DATA_END = 2, 3, 4, 5  # words of the head
 _TEXT, _LENGTH, _CURRENT, _TOTAL = range(4)  # of a schema: current is chunk << 32 | rows that were given out
 _ROW = (1 << 32) - 1
 _SLAB = 64 << 20  # bytes that a chunk has at most, if it has more rows than are needed now
+_Numbers = TypeVar("_Numbers", int, Positions)
 _POPULATED = 256 << 10  # bytes; pages of smaller chunks come when they are read
 
 
@@ -114,6 +116,13 @@ class Chunks:
         if self._known[number] is None:
             self._known[number] = self._read(number)
         return self._known[number]
+
+    def schema_of(self, location: int) -> Schema | None:
+        """The schema of one row; None if its classes are unknown in this process, up to now."""
+        chunk = location >> 32
+        if chunk >= len(self._kinds):
+            self._see_chunks()
+        return self.schema(self._kinds.item(chunk) >> 32)
 
     def schemas_of(self, locations: Positions) -> Positions:
         """The number of the schema of each row."""
@@ -199,6 +208,16 @@ class Chunks:
             columns.append(picked.view(leaf.stored).view(len(locations), *leaf.stored_shape))
         return Rows(schema, columns, len(locations))
 
+    def one(self, schema: Schema, location: int) -> Rows:
+        """A copy of a row of `schema_of`, in few steps, as samples are often asked for one by one."""
+        chunk, columns = location >> 32, []
+        end, kind = self._offsets.item(chunk), self._kinds.item(chunk)
+        for leaf, place in zip(schema.leaves, _places(schema, end, kind & _ROW), strict=True):
+            start = (place + (location & _ROW)) * leaf.row_bytes
+            picked = torch.from_numpy(self._space.bytes[start : start + leaf.row_bytes].copy())
+            columns.append(picked.view(leaf.stored).view(1, *leaf.stored_shape))
+        return Rows(schema, columns, 1)
+
     def populate(self, schema: Schema, locations: Positions) -> None:
         """Map the pages of rows that are read for the first time, and of those that came with them."""
         for chunk in set((locations >> 32).tolist()):
@@ -223,15 +242,9 @@ class Chunks:
 
     def _places(self, schema: Schema, locations: Positions) -> Iterator[Positions]:
         """Which rows of the region these are, for each column."""
-        end, kinds = self._of_chunks(locations)
-        capacities, rows, first, width = kinds & _ROW, locations & _ROW, end, 0
-        for leaf in schema.leaves:
-            if leaf.row_bytes:
-                if width:
-                    end = (first + capacities) * width
-                width = leaf.row_bytes
-                first = -(-end // width)
-            yield first + rows
+        ends, kinds = self._of_chunks(locations)
+        for first in _places(schema, ends, kinds & _ROW):
+            yield first + (locations & _ROW)
 
     def _see_chunks(self) -> None:
         """See what other processes have made since."""
@@ -241,3 +254,15 @@ class Chunks:
 
     def _schema_rows(self) -> Array:
         return self._space.array("schemas", "<i8").reshape(-1, 4)
+
+
+def _places(schema: Schema, ends: _Numbers, capacities: _Numbers) -> Iterator[_Numbers]:
+    """The first row of chunks, for each column, counted in rows of the region."""
+    first, width = ends, 0
+    for leaf in schema.leaves:
+        if leaf.row_bytes:
+            if width:
+                ends = (first + capacities) * width
+            width = leaf.row_bytes
+            first = -(-ends // width)
+        yield first

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from torchcache2.core.arrays import Array
+from torchcache2.core.arrays import Array, Bytes
 from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.region import PAGE, Region, pages
 
@@ -41,6 +41,8 @@ class Space:
 
     Attributes
     ----------
+    bytes : ndarray of uint8
+        The whole region.
     head : ndarray of int64
         The numbers of the first page. The last ones say how much of each range there is, in bytes.
     """
@@ -49,6 +51,7 @@ class Space:
         self, region: Region, board: Board, file: int, lock: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self.region, self.board, self.file, self.lock = region, board, file, lock
+        self.bytes: Bytes = region.array("u1", 0, region.size)
         self.head = region.array("<i8", 0, _WORDS)
         self._starts, end = _starts(board.budget)
         self.data = end
@@ -76,6 +79,8 @@ class Space:
 
     def grow(self, name: str, size: int) -> bool:
         """Make a range at least `size` bytes long; False if there is no memory. Not under the lock."""
+        if self.length(name) >= size:  # no range gets shorter
+            return True
         if not self.may_be(name, pages(size)):
             return False
         with self.lock():

@@ -91,6 +91,8 @@ class SharedTable:
     def get(self, words: Words, runtime: Runtime | None) -> list[tuple[Positions, Rows]]:
         """The rows of those keys that are here, one part for each schema. Takes no lock."""
         ordinals, locations = self._index.find(words)
+        if len(words) == 1 and runtime is None:
+            return self._one(words, ordinals, locations)
         positions = np.flatnonzero(locations > 0)
         if len(positions) == 0:
             return []
@@ -121,6 +123,19 @@ class SharedTable:
             if len(these):
                 parts.append((positions[these], rows))
         return parts
+
+    def _one(self, words: Words, ordinals: Ordinals, locations: Positions) -> list[tuple[Positions, Rows]]:
+        """As `get`, of one key that was looked up."""
+        location = locations.item(0)
+        schema = self._chunks.schema_of(location) if location > 0 else None
+        if schema is None:
+            return []
+        first = np.zeros(1, np.int64)
+        if self._seen().item(ordinals.item(0)):
+            return [(first, self._chunks.one(schema, location))]
+        self._chunks.populate(schema, locations)
+        rows = self._chunks.one(schema, location)
+        return [(first, rows)] if len(self._check(rows, words, ordinals, locations, first)) else []
 
     def has(self, words: Words) -> Flags:
         """Whether each key has a row. Takes no lock."""
