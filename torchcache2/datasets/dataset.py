@@ -21,7 +21,7 @@ from torchcache2.datasets.counts import DatasetStats
 from torchcache2.datasets.explain import document, explained_dataset
 from torchcache2.datasets.fetch import Fetcher
 from torchcache2.datasets.filling import fill
-from torchcache2.datasets.fingerprint import Identity, identify
+from torchcache2.datasets.fingerprint import Identity, identify, length_of
 from torchcache2.datasets.itemkeys import int_keys
 from torchcache2.datasets.levels import Levels, check_length
 from torchcache2.datasets.options import aliased, check_dataset, check_others, check_values, level_settings
@@ -31,6 +31,8 @@ from torchcache2.engine.progress import WarmupStats
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
 __all__ = ["CachedDataset"]
+
+_OWN = ("_state", "_source", "_fetcher")  # attributes; all others are the dataset's
 
 
 class CachedDataset(Dataset[Any]):
@@ -125,7 +127,7 @@ class CachedDataset(Dataset[Any]):
         check_dataset(dataset)
         check_values(transform, verify)
         settings = level_settings(path, memory_cache_size, disk_cache_size, policy, compression)
-        length = len(dataset) if hasattr(dataset, "__len__") else None
+        length = length_of(dataset)
         identity = identify(dataset, name=name, version=version)
         title = type(dataset).__name__ if name is None else name
         if identity.unread and path is not None:
@@ -192,12 +194,12 @@ class CachedDataset(Dataset[Any]):
         return samples if transform is None else [transform(sample) for sample in samples]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # also while a pickle is read, when there is no dataset yet
+        if name.startswith(("__", "_torchcache")) or name in _OWN:  # also while a pickle is read
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._state["dataset"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and hasattr(self._state["dataset"], name):
+        if name not in _OWN and hasattr(self._state["dataset"], name):
             raise AttributeError(
                 f"{name} is an attribute of the dataset that is cached, which must not be changed: what is "
                 "kept are samples without the change. Set it before CachedDataset(dataset) is made"

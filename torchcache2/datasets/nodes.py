@@ -220,7 +220,7 @@ def advice(value: Any) -> str:
         return "return list({})"
     if hasattr(type(value), "__dataclass_fields__"):
         return "return dataclasses.asdict({})"
-    for base, function in ((bool, "bool"), (int, "int"), (float, "float"), (str, "str"), (bytes, "bytes")):
+    for base in (bool, int, float, str, bytes, tuple):
         if isinstance(value, base):
-            return f"return {function}({{}})"
+            return f"return {base.__name__}({{}})"
     return "return tensors, arrays, images, numbers, texts, and tuples, lists and dicts of them"
