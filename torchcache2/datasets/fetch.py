@@ -23,8 +23,6 @@ from torchcache2.files.errors import UnreadableError
 
 __all__ = ["Fetcher"]
 
-_HITS = ("memory_hits", "disk_hits")
-
 
 class Fetcher:
     """What one process does for a dataset, which messages call `name`.
@@ -46,7 +44,8 @@ class Fetcher:
             self.tally.add(random=len(indices))
             return self.source.plain(indices)
         start, before = time.perf_counter_ns(), self.source.nanoseconds
-        keys = keys_of(self.levels.namespace, [as_index(index) for index in indices])
+        indices = [as_index(index) for index in indices]  # a sample may have it
+        keys = keys_of(self.levels.namespace, indices)
         samples: list[Any] = [None] * len(indices)
         found = self._find(keys, samples)
         if self._verify > 0.0 and not self._is_verified(indices, samples, found):
@@ -101,13 +100,13 @@ class Fetcher:
             keys, given = keys.take(distinct[0]), [samples[i] for i in distinct[0].tolist()]
         batch = self._samples.to_rows(given)
         if batch.refused:
-            self._refuse(batch.refused)
+            self._refuse(next(iter(batch.refused.values())), is_any_kept=bool(batch.parts))
         kept = [self.levels.keep(keys.take(positions), rows) for positions, rows in batch.parts]
         # A disk that is full says so itself.
         if not (all(kept) or self.levels.settings.is_persistent) and self.tally.is_first("full"):
             logger.warning(
-                "%s: memory_cache_size is used up: samples that are not kept are loaded in each epoch. Raise it, "
-                "or give disk_cache_size, which keeps them in a temporary folder",
+                "%s: memory_cache_size is used up: samples that are not kept are loaded in each epoch. Raise "
+                "it, or give disk_cache_size, which keeps them in a temporary folder",
                 self.name,
             )
         self.tally.add(misses=len(samples) - len(batch.refused), refused=len(batch.refused))
@@ -171,11 +170,10 @@ class Fetcher:
                 self.name,
             )
 
-    def _refuse(self, refused: dict[int, OutputError]) -> None:
+    def _refuse(self, error: OutputError, *, is_any_kept: bool) -> None:
         """Samples that cannot be stored: an error if none was stored before, else a warning."""
-        error = next(iter(refused.values()))
-        counts = self.tally.total()
-        if not any(counts[name] for name in (*_HITS, "misses")):
+        is_first = not is_any_kept and self.tally.total()["misses"] == 0
+        if is_first and not any(tier.stats().rows for tier in self.levels.tiers):
             raise error
         self._told("refused", "%s: some samples cannot be cached: %s", self.name, str(error))
 

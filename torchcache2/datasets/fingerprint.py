@@ -6,6 +6,7 @@ the dataset reads later do not count.
 
 from __future__ import annotations
 
+import random
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -19,10 +20,11 @@ from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import MUTABLE, size_of
 from torchcache2.identity.encoding import Encoder, digest, text_bytes
 from torchcache2.identity.modulewalk import Fingerprint, Walk
+from torchcache2.identity.objectwalk import GENERATORS
 from torchcache2.identity.readable import readable, texts_of
 from torchcache2.identity.tensorwatch import TensorWatch
 
-__all__ = ["Identity", "identify"]
+__all__ = ["Identity", "identify", "length_of"]
 
 _FORMAT = 1
 _MOST_LISTED = 64  # objects in longer containers have no parts
@@ -90,12 +92,13 @@ def identify(
         raise OptionError(f"version={version!r}: expected a text or an int")
     given: dict[str, Any] = {"name": name, "version": version}
     if name is not None:
-        return Identity(_fingerprint({"format": f"dataset {_FORMAT}".encode()}, given), [], [])
+        parts = {"format": f"dataset {_FORMAT}".encode()}
+        return Identity(_fingerprint(parts, given), [], _generators(dataset))
     walk = _DatasetWalk(_Given(dataset, about or {}), {}, CompiledTexts())
     tensors = TensorWatch(walk.tensors)
     tensors.refresh()
     walk.parts["format"] = f"dataset {_FORMAT}, walk {walk.parts['format'].decode()}".encode()
-    given["length"] = _length(dataset)  # may be one of files that are there, about which no attribute tells
+    given["length"] = length_of(dataset)  # may be one of files that are there, about which no attribute tells
     unread = sorted({*walk.unread, *tensors.unreadable})
     return Identity(_fingerprint(walk.parts, given, tensors), unread, walk.generators)
 
@@ -112,11 +115,41 @@ def _fingerprint(
     return Fingerprint.of_parts(digests, values)
 
 
-def _length(dataset: Any) -> int | None:
+def length_of(dataset: Any) -> int | None:
+    """How many samples a dataset has; None if it does not say. An array of Zarr 3 only has a shape."""
     try:
-        return len(dataset)
-    except Exception:  # it has none, or cannot tell it yet
+        if hasattr(dataset, "__len__"):
+            return len(dataset)
+        is_array = all(hasattr(dataset, name) for name in ("shape", "dtype", "ndim")) and dataset.ndim > 0
+        return int(dataset.shape[0]) if is_array else None
+    except Exception:  # it cannot tell yet
         return None
+
+
+def _generators(dataset: Any) -> list[Any]:
+    """The random generators that a dataset has as attributes, and its attributes have, without a walk."""
+    found, met, left = [], set[int](), [dataset]
+    for value in left:  # which grows
+        if id(value) in met or len(met) >= _MOST_PARTS:
+            continue
+        met.add(id(value))
+        if issubclass(type(value), GENERATORS):
+            found.append(value)
+        elif type(value) in (tuple, list):
+            left += value[:_MOST_LISTED]
+        else:
+            attributes = value if type(value) is dict else _fields(value)
+            left += [item for item, _ in zip(list(attributes.values()), range(_MOST_LISTED), strict=False)]
+    return [generator for generator in found if not isinstance(generator, random.SystemRandom)]
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The attributes of an object, none of whose code runs."""
+    try:
+        fields = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return fields if type(fields) is dict else {}
 
 
 class _Given:
