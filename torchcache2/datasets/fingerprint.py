@@ -55,13 +55,7 @@ class Identity(NamedTuple):
         return self.fingerprint.namespace
 
 
-def identify(
-    dataset: Any,
-    *,
-    name: str | None = None,
-    version: str | int | None = None,
-    about: Mapping[str, Any] | None = None,
-) -> Identity:
+def identify(dataset: Any, *, name: str | None = None, version: str | int | None = None) -> Identity:
     """Read what the samples of a dataset depend on; no sample is read.
 
     Parameters
@@ -73,8 +67,6 @@ def identify(
     version : str or int, optional
         Something to change when samples change that the dataset's code and attributes do not tell about, such
         as files. 1 is not ``"1"``.
-    about : mapping of str to object, optional
-        Other values on which the samples depend, by name. With a `name` they do not count.
 
     Returns
     -------
@@ -94,7 +86,7 @@ def identify(
     if name is not None:
         parts = {"format": f"dataset {_FORMAT}".encode()}
         return Identity(_fingerprint(parts, given), [], _generators(dataset))
-    walk = _DatasetWalk(_Given(dataset, about or {}), {}, CompiledTexts())
+    walk = _DatasetWalk(_Given(dataset), {}, CompiledTexts())
     tensors = TensorWatch(walk.tensors)
     tensors.refresh()
     walk.parts["format"] = f"dataset {_FORMAT}, walk {walk.parts['format'].decode()}".encode()
@@ -155,9 +147,8 @@ def _fields(value: Any) -> dict[str, Any]:
 class _Given:
     """The root of a walk."""
 
-    def __init__(self, dataset: Any, about: Mapping[str, Any]) -> None:
+    def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self.about = about
 
 
 class _DatasetWalk(Walk):
@@ -177,8 +168,6 @@ class _DatasetWalk(Walk):
         if isinstance(value, types.MemberDescriptorType):  # a slot, in the part of its class
             return b"u" + text_bytes(value.__name__)
         if type(value) is _Given:
-            for name, option in value.about.items():
-                self.parts[f"option {name}"] = self.encode(option, name)
             return self.encode(value.dataset, path)
         data = super().other(value, path)
         if self.generators and self.generators[-1] is value:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from torchcache2.core.arrays import Flags
 from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Keys
 from torchcache2.core.ranks import has_ranks, ranks_here
@@ -76,6 +77,10 @@ class Levels(TierStack):
         """Forget every row, in every process."""
         self.drop(self.namespace)
         self._hold()
+
+    def has(self, keys: Keys) -> Flags:
+        """Whether each key has a row in any tier now; with a folder that stays, in there."""
+        return super().has(keys) if self._fills_up else self.tiers[-1].has(keys)
 
     def keep(self, keys: Keys, rows: Rows) -> bool:
         """Put rows into every tier, or each into the first with room; whether there was room for all."""

@@ -104,4 +104,4 @@ class Plan:
             bypass = "it draws random numbers"
         kind, created = self.document["class"], self.document["created"]
         now = self.identity.fingerprint
-        return explained_dataset(self.title, kind, now, None, directory, created, bypass)
+        return explained_dataset(self.title, kind, now, directory, created, bypass)
