@@ -244,7 +244,7 @@ class CachedDataset(Dataset[Any]):
         return fill(self, self._fetcher, mine, num_workers, batch_size)
 
     def missing(self) -> Positions:
-        """The indices whose samples are not in the folder, or without one nowhere: ascending, int64 ``(k,)``."""
+        """Which samples the folder does not have, or without one nothing: ascending, int64 ``(k,)``."""
         indices = np.arange(len(self))
         if self._fetcher is None:
             return indices
