@@ -247,6 +247,18 @@ def test_the_ranks_of_a_machine_divide_its_room(shard, monkeypatch):
         assert len(set(np.concatenate([dataset.indices for dataset in ranks]).tolist())) == 40
 
 
+def test_ranks_of_machines_that_differ_have_one_bound(shard, monkeypatch):
+    lengths = []
+    for machine, (first, here) in enumerate([(0, 4), (4, 2)]):  # as torchrun tells the ranks
+        for local in range(here):
+            told = {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here, "GROUP_RANK": machine}
+            for name, value in (told | {"GROUP_WORLD_SIZE": 2}).items():
+                monkeypatch.setenv(name, str(value))
+            options = {"overflow": 0, "even": "drop", "memory_size": 6000}
+            lengths.append(len(shard(rank=first + local, num_replicas=6, **options)))
+    assert lengths == [10] * 6
+
+
 def test_the_bound_of_even_shards_is_in_bytes(shard, path):
     equal = {"rank": 0, "num_replicas": 3, "overflow": 0, "even": "drop"}
     assert len(shard(**equal, memory_size=1000)) == 3
@@ -277,7 +289,7 @@ def test_a_sample_that_cannot_be_stored_cannot_be_measured(shard):
         ({"min_elements": 26}, "min_elements=26: .* 100 samples, not every one of 4 ranks has more than 25$"),
         (
             {"min_elements": 11, "memory_size": 4000, "overflow": 0},
-            "of 4 ranks has more than 10: overflow=0, and 4.0 kB have room for about 40 samples of 100 B",
+            "has more than 10: overflow=0, and 4.0 kB have room for about 40 samples of 100 B, for 4 ranks$",
         ),
         ({"memory_size": 300, "overflow": 0}, "no rank would have any of 100 samples: overflow=0, and 300 B"),
     ],

@@ -37,7 +37,9 @@ def memory_of(sample):
         return [sample] if sample.nbytes else []
     if isinstance(sample, dict):
         sample = list(sample.values())
-    return [leaf for value in sample for leaf in memory_of(value)] if isinstance(sample, (list, tuple)) else []
+    return (
+        [leaf for value in sample for leaf in memory_of(value)] if isinstance(sample, (list, tuple)) else []
+    )
 
 
 class Counted(Dataset):

@@ -21,7 +21,6 @@ def explained_dataset(
     name: str,
     kind: str,
     now: Fingerprint,
-    before: Fingerprint | None,
     directory: CacheDirectory | None,
     since: str,
     bypass: str | None,
@@ -32,10 +31,10 @@ def explained_dataset(
     ----------
     name, kind : str
         What messages call the dataset, and the ``class`` of its `document`.
-    now, before : Fingerprint
-        That of the dataset, and of the one before it in this process, if there was any.
+    now : Fingerprint
+        That of the dataset.
     directory : CacheDirectory, optional
-        Where earlier runs may have left others; asked if there was none in this process.
+        Where other datasets of the class may have left theirs.
     since : str
         When this run began, as an ISO time.
     bypass : str, optional
@@ -46,7 +45,9 @@ def explained_dataset(
     str
         Lines such as ``attribute transform.size: 224 → 256``.
     """
-    return compared(name, kind, now, before, bypass, directory, since)
+    if directory is None and bypass is None:
+        return "samples are in memory only, so there is no folder to compare with: give CachedDataset a path"
+    return compared(name, kind, now, None, bypass, directory, since)
 
 
 def document(

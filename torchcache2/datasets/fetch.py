@@ -12,7 +12,7 @@ import torch
 from torchcache2.core.arrays import Array, Positions
 from torchcache2.core.errors import NotCachedError, OutputError
 from torchcache2.core.keys import Keys
-from torchcache2.core.logs import ToldOnce
+from torchcache2.core.logs import ToldOnce, logger
 from torchcache2.core.rows import Rows
 from torchcache2.datasets.itemkeys import as_index, keys_of
 from torchcache2.datasets.levels import Levels
@@ -22,8 +22,6 @@ from torchcache2.datasets.tally import Tally
 from torchcache2.files.errors import UnreadableError
 
 __all__ = ["Fetcher"]
-
-_HITS = ("memory_hits", "disk_hits")
 
 
 class Fetcher:
@@ -46,7 +44,8 @@ class Fetcher:
             self.tally.add(random=len(indices))
             return self.source.plain(indices)
         start, before = time.perf_counter_ns(), self.source.nanoseconds
-        keys = keys_of(self.levels.namespace, [as_index(index) for index in indices])
+        indices = [as_index(index) for index in indices]  # a sample may have it
+        keys = keys_of(self.levels.namespace, indices)
         samples: list[Any] = [None] * len(indices)
         found = self._find(keys, samples)
         if self._verify > 0.0 and not self._is_verified(indices, samples, found):
@@ -101,9 +100,15 @@ class Fetcher:
             keys, given = keys.take(distinct[0]), [samples[i] for i in distinct[0].tolist()]
         batch = self._samples.to_rows(given)
         if batch.refused:
-            self._refuse(batch.refused)
-        for positions, rows in batch.parts:
-            self.levels.keep(keys.take(positions), rows)
+            self._refuse(next(iter(batch.refused.values())), is_any_kept=bool(batch.parts))
+        kept = [self.levels.keep(keys.take(positions), rows) for positions, rows in batch.parts]
+        # A disk that is full says so itself.
+        if not (all(kept) or self.levels.settings.is_persistent) and self.tally.is_first("full"):
+            logger.warning(
+                "%s: memory_cache_size is used up: samples that are not kept are loaded in each epoch. Raise "
+                "it, or give disk_cache_size, which keeps them in a temporary folder",
+                self.name,
+            )
         self.tally.add(misses=len(samples) - len(batch.refused), refused=len(batch.refused))
         return samples, sum(len(rows) * rows.schema.row_bytes for _, rows in batch.parts)
 
@@ -151,28 +156,24 @@ class Fetcher:
             "dropped. Either its data have changed, which version= tells, or it is not deterministic",
             *(self.name, indices[apart[0]]),
         )
-        self.levels.drop(self.levels.namespace)
+        self.levels.clear()
         return False
 
     def _moved(self, index: Any) -> None:
         """Random numbers were drawn while samples were loaded."""
-        if not self.source.is_random(index) or self.tally.is_random:
-            return
-        self.tally.found_random()
-        self.levels.drop(self.levels.namespace)
-        self._told(
-            "random",
-            "%s draws random numbers, so it is not cached: every epoch would get the same ones. Give random "
-            "augmentation to CachedDataset as transform=, which runs after the cache. If the numbers do not "
-            "matter, or are seeded by the index, pass allow_random=True",
-            self.name,
-        )
+        if self.source.is_random(index) and self.tally.is_first("random"):
+            self.levels.clear()
+            logger.warning(
+                "%s draws random numbers, so it is not cached: every epoch would get the same ones. Give "
+                "random augmentation to CachedDataset as transform=, which runs after the cache. If the "
+                "numbers do not matter, or are seeded by the index, pass allow_random=True",
+                self.name,
+            )
 
-    def _refuse(self, refused: dict[int, OutputError]) -> None:
+    def _refuse(self, error: OutputError, *, is_any_kept: bool) -> None:
         """Samples that cannot be stored: an error if none was stored before, else a warning."""
-        error = next(iter(refused.values()))
-        counts = self.tally.total()
-        if not any(counts[name] for name in (*_HITS, "misses")):
+        is_first = not is_any_kept and self.tally.total()["misses"] == 0
+        if is_first and not any(tier.stats().rows for tier in self.levels.tiers):
             raise error
         self._told("refused", "%s: some samples cannot be cached: %s", self.name, str(error))
 

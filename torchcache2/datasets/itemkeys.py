@@ -36,7 +36,7 @@ _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 def as_index(index: Any) -> Index:
     """An index as an int, str or bytes.
 
-    An int may be one of numpy, or a tensor with one element. `TypeError` for anything else.
+    An int may be one of numpy, or a tensor without dimensions. `TypeError` for anything else.
     """
     kind = type(index)
     if kind is int or kind is str or kind is bytes:
@@ -45,13 +45,13 @@ def as_index(index: Any) -> Index:
         return str(index)
     if isinstance(index, bytes):
         return bytes(index)
-    try:
-        return operator.index(index)
-    except TypeError:
-        raise TypeError(
-            f"an index of type {kind.__name__}: a CachedDataset takes one int, str or bytes at a time; for "
-            "several samples use a DataLoader, or [dataset[i] for i in indices]"
-        ) from None
+    if not getattr(index, "shape", ()):  # a tensor (1,) would be taken for an int
+        with contextlib.suppress(TypeError):
+            return int(operator.index(index))
+    raise TypeError(
+        f"an index of type {kind.__name__}: a CachedDataset takes one int, str or bytes at a time; for "
+        "several samples use a DataLoader, or [dataset[i] for i in indices]"
+    )
 
 
 def keys_of(namespace: bytes, indices: Sequence[Index]) -> Keys:

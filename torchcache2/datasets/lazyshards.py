@@ -126,7 +126,7 @@ class LazyShardDataset(Dataset[Any]):
         memory_size, disk_size = sizes_of(mode, path, memory_size, disk_size)
         mine, count = place_of(rank, num_replicas), samples_of(dataset)
         together, ranks = together_of(mode, mine), mine.world_size
-        bound = Bound(dataset, path, memory_size, disk_size, overflow=overflow, even=even, ranks=ranks)
+        bound = Bound(dataset, path, memory_size, disk_size, overflow=overflow, even=even, mine=mine)
         shard = Shard(count, *mine, together=together, seed=seed, shuffle=shuffle, even=even, most=bound.most)
         if shard.least < min_elements:
             raise OptionError(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from torchcache2.core.arrays import Flags
 from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Keys
 from torchcache2.core.ranks import has_ranks, ranks_here
@@ -64,21 +65,36 @@ class Levels(TierStack):
             job = job_name(os.environ, "dataset", namespace.hex(), name) if is_shared else os.urandom(16)
         self.job = job
         self.join(self._user)
-        # This process takes part now, so that what workers put outlives them.
+        self._hold()
+
+    def _hold(self) -> None:
+        """Take part now, so that what workers put outlives them."""
         memory = self.tiers[0]
         if isinstance(memory, SharedTier):
             memory.hold(self.namespace)
 
-    def keep(self, keys: Keys, rows: Rows) -> None:
-        """Put rows into every tier, or each into the first that has room for it."""
-        if self._fills_up:
-            for tier in self.tiers:
-                if len(keys) == 0 or tier.put(keys, rows) == len(keys):
-                    return
-                absent = np.flatnonzero(~tier.has(keys))
-                keys, rows = keys.take(absent), rows.take(torch.from_numpy(absent))
-        else:
+    def clear(self) -> None:
+        """Forget every row, in every process."""
+        self.drop(self.namespace)
+        self._hold()
+
+    def has(self, keys: Keys) -> Flags:
+        """Whether each key has a row in any tier now; with a folder that stays, in there."""
+        return super().has(keys) if self._fills_up else self.tiers[-1].has(keys)
+
+    def keep(self, keys: Keys, rows: Rows) -> bool:
+        """Put rows into every tier, or each into the first with room; whether there was room for all."""
+        if not self._fills_up:
             self.put(self._user, keys, rows)
+            return True  # the disk says itself if it is full
+        for tier in self.tiers:
+            if tier.put(keys, rows) == len(keys):
+                return True
+            absent = np.flatnonzero(~tier.has(keys))
+            if len(absent) == 0:
+                return True
+            keys, rows = keys.take(absent), rows.take(torch.from_numpy(absent))
+        return False
 
     def close(self) -> None:
         """Let go of the rows in memory, and have the others on disk."""

@@ -140,7 +140,8 @@ def listed(column: Column) -> list[Any]:
     if type(column) is list:
         return column
     if column.dtype in COMMON:
-        return [row.clone() for row in column.unbind(0)]
+        rows: Any = torch.unbind_copy(column)  # type: ignore[func-returns-value]
+        return list(rows)
     # Torch cannot copy all dtypes, but it can copy their bytes.
     dtype, shape = column.dtype, column.shape[1:]
     return [row.clone().view(dtype).view(shape) for row in as_bytes(column).unbind(0)]
@@ -220,7 +221,7 @@ def advice(value: Any) -> str:
         return "return list({})"
     if hasattr(type(value), "__dataclass_fields__"):
         return "return dataclasses.asdict({})"
-    for base, function in ((bool, "bool"), (int, "int"), (float, "float"), (str, "str"), (bytes, "bytes")):
+    for base in (bool, int, float, str, bytes, tuple):
         if isinstance(value, base):
-            return f"return {function}({{}})"
+            return f"return {base.__name__}({{}})"
     return "return tensors, arrays, images, numbers, texts, and tuples, lists and dicts of them"

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from torchcache2.core.errors import OptionError
-from torchcache2.core.ranks import Place, place, ranks_here, ranks_of_each
+from torchcache2.core.ranks import Place, place, ranks_of_each
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import Size, parse_size, size_text
-from torchcache2.datasets.options import length_of, level_settings
+from torchcache2.datasets.fingerprint import length_of
+from torchcache2.datasets.options import level_settings
 from torchcache2.datasets.samples import Samples
 from torchcache2.engine.randomness import RandomState
 
@@ -111,14 +112,14 @@ class Bound:
         *,
         overflow: float | None,
         even: str | None,
-        ranks: int,
+        mine: Place,
     ) -> None:
         self.most: int | None = None
         self.is_share, self._text = False, ""
         if overflow is None:
             return
         shares = isinstance(memory_size, float), isinstance(disk_size, float)
-        self.is_share = ranks > 1 and (any(shares) or (disk_size is None and path is not None))
+        self.is_share = mine.world_size > 1 and (any(shares) or (disk_size is None and path is not None))
         if even is not None and self.is_share:
             raise OptionError(
                 f"overflow={overflow!r}, even={even!r}: memory_size={memory_size!r} and "
@@ -127,9 +128,11 @@ class Bound:
             )
         count, room = samples_of(dataset), _room(level_settings(path, memory_size, disk_size, "mru", "none"))
         mean = max(1.0, _mean_size(dataset))
-        self.most = int(min(count, (1 + overflow) * room / mean / min(ranks, ranks_here(ranks))))
+        here = ranks_of_each(*mine) or mine.world_size  # at most, and the same number for all ranks
+        self.most = int(min(count, (1 + overflow) * room / mean / here))
         self._text = f": overflow={overflow!r}, and {size_text(room)} have room for about "
         self._text += f"{int(room / mean):,} samples of {size_text(mean)}"
+        self._text += f", for {here} ranks" if here > 1 else ""
         if self.most == 0 and count > 0:
             raise OptionError(f"no rank would have any of {count:,} samples{self}")
 

@@ -54,7 +54,10 @@ def opened(value: Any) -> Opened:
         return collections.namedtuple, kind, list(value)
     if classes.is_registered(kind) and kind not in NODES:
         _check_name(kind)
-        children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
+        node = pytree.SUPPORTED_NODES[kind]
+        children, context = node.flatten_fn(value)
+        if type(node.unflatten_fn(list(children), copy.deepcopy(context))) is not kind:
+            raise strange(value)  # such as torch.Size, of which torch makes a tuple
         try:
             return kind, _frozen(context), list(children)
         except Unstorable as error:

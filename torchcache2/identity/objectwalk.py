@@ -30,13 +30,13 @@ from torchcache2.identity.leftout import OwnerWalk, left_out
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, is_ours
 from torchcache2.identity.torchcode import graph_code, is_operator, script_code
 
-__all__ = ["ObjectWalk"]
+__all__ = ["GENERATORS", "ObjectWalk"]
 
 _NO_STATE = (type(threading.Lock()), type(threading.RLock()), SemLock)
 # The content of these depends on the thread, or on which other objects are alive.
 _FLEETING = (threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _BUILTIN_CODE = (
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
@@ -172,8 +172,8 @@ class ObjectWalk(OwnerWalk):
             return b"G" + self.encode([value.name, value.graph], path)
         if isinstance(value, _FLEETING):
             return self._fleeting(value, path)
-        if isinstance(value, (*_GENERATORS, *_NO_STATE)) or type(value) is object:
-            if isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom):
+        if isinstance(value, (*GENERATORS, *_NO_STATE)) or type(value) is object:
+            if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom):
                 self.generators.append(value)
             return _class_alone(value)
         return self._object(value, path)
