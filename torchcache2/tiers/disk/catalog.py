@@ -29,6 +29,7 @@ AnySegment = Segment | Pending
 _LOOK_EVERY = 2.0  # seconds; how often it looks for segments of other writers
 _SETTLED = 2e9  # nanoseconds; a folder that has not changed for so long gets another time if it changes again
 _HOLD_EVERY = 0.1  # seconds
+_ADDED_AT_ONCE = 1 << 20  # keys, 16 MB
 
 
 class Located:
@@ -140,38 +141,48 @@ class Located:
             return False
         missing = self._numbers.keys() - {file.name for file in files}  # other processes have deleted
         self.remove_files(missing)
-        opened = [self.open(file.name) for file in files if file.name not in self.names]
+        before = len(self.segments)
+        waiting: dict[int, Array] = {}  # keys that are not in `places` yet
+        count = 0
+        for name in [file.name for file in files if file.name not in self.names]:
+            opened = self._opened(name)
+            waiting |= opened
+            count += sum(map(len, opened.values()))
+            if count > _ADDED_AT_ONCE:
+                self.places.add_all(waiting)
+                waiting, count = {}, 0
+        if waiting:
+            self.places.add_all(waiting)
         if files:
             self.hold()
-        return bool(missing) or any(opened)
+        return bool(missing) or len(self.segments) > before
 
-    def open(self, name: str) -> bool:
-        """Open one segment; returns whether it has rows of this namespace."""
+    def _opened(self, name: str) -> dict[int, Array]:
+        """Open one segment; returns its number and keys, or nothing if it has no rows of this namespace."""
         path = os.path.join(self._directory.folder(self.namespace), name)
         try:
             segment = Segment.open(self._directory.fs, self._descriptors, path, limit=self._limit)
         except FileNotFoundError:
-            return False
+            return {}
         except (OSError, DamagedError, NewerFormatError) as error:
             if isinstance(error, DamagedError):
                 self.names.add(name)
             else:
                 self._changed = -1
             self._on_fault(error, path)
-            return False
+            return {}
         except (OptionError, UnreadableError):
             self._changed = -1  # it may be opened later, when its codec is installed or its class is imported
-            return False
+            return {}
         self.names.add(name)
         if segment.layout.namespace != self.namespace:
-            return False  # somebody has renamed the folder
+            return {}  # somebody has renamed the folder
         number = next(self._next_numbers)
         self.segments[number] = segment
         self._numbers[name] = number
-        assert segment.keys is not None
-        self.places.add(segment.keys, number, 0)
-        segment.keys = None
-        return True
+        keys, segment.keys = segment.keys, None
+        assert keys is not None
+        return {number: keys}
 
     def are_sealed(self, ordinals: Ordinals) -> Flags:
         """Whether the rows of some keys are in files, and do not wait to be written."""
