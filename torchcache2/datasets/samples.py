@@ -31,6 +31,7 @@ from torchcache2.core.errors import OutputError
 from torchcache2.core.gather import with_ordinary_tensors
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Leaf
+from torchcache2.core.spare import SpareMemory
 from torchcache2.datasets.flat import NUMBERS, PACKED, Flat, Structure
 from torchcache2.datasets.nodes import COMMON, Column, Packed, Raw, Unstorable, bytes_of, listed
 from torchcache2.datasets.trees import closed
@@ -71,6 +72,7 @@ class Samples:
 
     def __init__(self) -> None:
         self._structures: dict[Any, Structure] = {}
+        self._spare = SpareMemory()
 
     @with_ordinary_tensors
     def to_rows(self, samples: Sequence[Any]) -> SampleRows:
@@ -107,7 +109,7 @@ class Samples:
         for (structure, shapes), (positions, values) in groups.items():
             schema, count = structure.schema(shapes), len(positions)
             pairs = zip(schema.leaves, zip(*values, strict=True), strict=True)
-            columns = [_column(leaf, of_leaf) for leaf, of_leaf in pairs]
+            columns = [_column(leaf, of_leaf, self._spare) for leaf, of_leaf in pairs]
             parts.append((np.array(positions, np.int64), Rows(schema, columns, count)))
         return SampleRows(parts, refused)
 
@@ -150,18 +152,19 @@ def from_rows(rows: Rows) -> list[Any]:
         raise DamagedError(f"rows that are no samples: {error!r}") from None
 
 
-def _column(leaf: Leaf, values: Sequence[Any]) -> Tensor:
-    """The column of one leaf's values, in fresh memory."""
+def _column(leaf: Leaf, values: Sequence[Any], spare: SpareMemory) -> Tensor:
+    """The column of one leaf's values, in memory that is theirs."""
     count = len(values)
     if leaf.kind == "tensor":
+        if type(values[0]) is not Raw and leaf.dtype not in COMMON:
+            raw = torch.cat([bytes_of(value) for value in values])
+            return raw.view(leaf.dtype).view(count, *leaf.shape)
+        column = spare.empty(count * leaf.row_bytes).view(leaf.dtype).view(count, *leaf.shape)
         if type(values[0]) is Raw:
-            array = np.empty((count, *leaf.shape), values[0].array.dtype)
-            np.stack([value.array for value in values], out=array)
-            return torch.from_numpy(array)
-        if leaf.dtype in COMMON:
-            return torch.stack(values)  # type: ignore[arg-type]
-        raw = torch.cat([bytes_of(value) for value in values])
-        return raw.view(leaf.dtype).view(count, *leaf.shape)
+            np.stack([value.array for value in values], out=column.numpy())
+        else:
+            torch.stack(values, out=column)  # type: ignore[arg-type]
+        return column
     if leaf.kind in NUMBERS:
         numbers = np.array(values, NUMBERS[leaf.kind])
         return torch.from_numpy(numbers.view(np.uint8).reshape(count, -1))
