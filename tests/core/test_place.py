@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchcache2.core.ranks import place, ranks_here, ranks_of_each
+from torchcache2.core.ranks import place, ranks_of_each
 
 
 @pytest.mark.parametrize(
@@ -57,4 +57,3 @@ def test_ranks_of_each_machine_are_known_if_all_machines_have_equally_many(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert ranks_of_each(rank, 6) == expected
-    assert ranks_here(6) == int(environment.get("LOCAL_WORLD_SIZE", 6))

@@ -156,9 +156,10 @@ def test_machines_are_dealt_anew_and_find_what_another_rank_has_loaded(shard, mo
     assert sorted(source.loaded) == list(range(100))
 
 
-def test_mode_disk_keeps_nothing_in_memory(shard, path):
-    source = Source()
-    dataset = shard(source, path, mode="disk", memory_size=0.5)
+@pytest.mark.parametrize("lasts", [False, True])
+def test_mode_disk_keeps_nothing_in_memory(shard, path, lasts):
+    where = {"path": path} if lasts else {"disk_size": "1MB"}
+    dataset = shard(mode="disk", memory_size=0.5, **where)
     for _ in range(2):
         assert numbers(dataset) == list(range(100))
         dataset.flush()
@@ -182,6 +183,32 @@ def test_zero_as_a_share_turns_a_level_off(shard, path):
     dataset = shard(None, path, memory_size=0.0, disk_size=0.0)
     assert numbers(dataset) == numbers(dataset) == list(range(100))
     assert not path.exists()
+
+
+class Array:
+    """As of Zarr 3: it has no length, but a shape."""
+
+    shape, ndim, dtype = (7, 2), 2, np.dtype(np.uint8)
+
+    def __getitem__(self, index):
+        return np.full(2, index, np.uint8)
+
+
+def test_an_array_without_a_length_has_its_rows(shard):
+    dataset = shard(Array(), rank=1, num_replicas=2, overflow=9)
+    assert len(dataset) == 3 and numbers(dataset) == dataset.indices.tolist()
+    assert dataset.missing().tolist() == []
+
+
+def test_a_dataset_without_a_length_has_no_shards(shard):
+    class Endless:
+        shape = (7, 2)  # of a sample
+
+        def __getitem__(self, index):
+            return index
+
+    with pytest.raises(OptionError, match=r"dataset is of type Endless: only what has a len\(\) has shards"):
+        shard(Endless())
 
 
 # Bounds
@@ -220,6 +247,18 @@ def test_the_ranks_of_a_machine_divide_its_room(shard, monkeypatch):
         assert len(set(np.concatenate([dataset.indices for dataset in ranks]).tolist())) == 40
 
 
+def test_ranks_of_machines_that_differ_have_one_bound(shard, monkeypatch):
+    lengths = []
+    for machine, (first, here) in enumerate([(0, 4), (4, 2)]):  # as torchrun tells the ranks
+        for local in range(here):
+            told = {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here, "GROUP_RANK": machine}
+            for name, value in (told | {"GROUP_WORLD_SIZE": 2}).items():
+                monkeypatch.setenv(name, str(value))
+            options = {"overflow": 0, "even": "drop", "memory_size": 6000}
+            lengths.append(len(shard(rank=first + local, num_replicas=6, **options)))
+    assert lengths == [10] * 6
+
+
 def test_the_bound_of_even_shards_is_in_bytes(shard, path):
     equal = {"rank": 0, "num_replicas": 3, "overflow": 0, "even": "drop"}
     assert len(shard(**equal, memory_size=1000)) == 3
@@ -250,7 +289,7 @@ def test_a_sample_that_cannot_be_stored_cannot_be_measured(shard):
         ({"min_elements": 26}, "min_elements=26: .* 100 samples, not every one of 4 ranks has more than 25$"),
         (
             {"min_elements": 11, "memory_size": 4000, "overflow": 0},
-            "of 4 ranks has more than 10: overflow=0, and 4.0 kB have room for about 40 samples of 100 B",
+            "has more than 10: overflow=0, and 4.0 kB have room for about 40 samples of 100 B, for 4 ranks$",
         ),
         ({"memory_size": 300, "overflow": 0}, "no rank would have any of 100 samples: overflow=0, and 300 B"),
     ],

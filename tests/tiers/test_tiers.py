@@ -10,6 +10,7 @@ from torchcache2 import CacheSettings
 from torchcache2.engine.stack import TierStack
 from torchcache2.tiers.base import TierStats
 from torchcache2.tiers.disk.tier import DiskTier
+from torchcache2.tiers.gathering import Gathering
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.shared.tier import SharedTier
 
@@ -51,6 +52,7 @@ KINDS = {
     "disk-none": lambda path, **options: DiskTier(path, ROOM, "mru", "none", **options),
     "disk-brotli": lambda path, **options: DiskTier(path, ROOM, "lru", "brotli", **options),
     "disk-blosc2": lambda path, **options: DiskTier(path, ROOM, "mru", "blosc2", **options),
+    "gathering": lambda path, **options: Gathering(DiskTier(path, ROOM, "mru", "none", **options)),
     "shared": lambda path, **options: SharedTier(os.urandom(16), ROOM, folder=str(path.parent)),
     "stack": lambda path, **options: Stack(path),
 }

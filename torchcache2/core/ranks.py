@@ -39,9 +39,9 @@ def has_ranks() -> bool:
     )
 
 
-def ranks_here(world_size: int | None = None) -> int:
+def ranks_here() -> int:
     """How many ranks this machine has; at most, where the launcher says how many there are in all."""
-    return max(1, _number("LOCAL_WORLD_SIZE", place().world_size if world_size is None else world_size))
+    return max(1, _number("LOCAL_WORLD_SIZE", place().world_size))
 
 
 def ranks_of_each(rank: int, world_size: int) -> int | None:

@@ -11,28 +11,31 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from torchcache2.core.arrays import Positions
-from torchcache2.core.environment import disabled_by_environment
 from torchcache2.core.errors import NotCachedError, OptionError
-from torchcache2.core.logs import listed
 from torchcache2.core.ranks import place
-from torchcache2.core.settings import CacheSettings, Policy
+from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size
 from torchcache2.datasets.counts import DatasetStats
-from torchcache2.datasets.explain import document, explained_dataset
-from torchcache2.datasets.fetch import Fetcher
+from torchcache2.datasets.explain import document
 from torchcache2.datasets.filling import fill
-from torchcache2.datasets.fingerprint import Identity, identify, length_of
+from torchcache2.datasets.fingerprint import identify
 from torchcache2.datasets.itemkeys import int_keys
-from torchcache2.datasets.levels import Levels, check_length
-from torchcache2.datasets.options import aliased, check_dataset, check_others, check_values, level_settings
-from torchcache2.datasets.source import Source
-from torchcache2.datasets.tally import Tally
+from torchcache2.datasets.levels import check_length
+from torchcache2.datasets.options import (
+    aliased,
+    check_dataset,
+    check_others,
+    check_values,
+    length_of,
+    level_settings,
+)
+from torchcache2.datasets.plan import Plan
 from torchcache2.engine.progress import WarmupStats
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
 __all__ = ["CachedDataset"]
 
-_OWN = ("_state", "_source", "_fetcher")  # attributes; all others are the dataset's
+_OWN = ("_plan", "_source", "_fetcher")  # attributes; all others are the dataset's
 
 
 class CachedDataset(Dataset[Any]):
@@ -127,33 +130,21 @@ class CachedDataset(Dataset[Any]):
         check_dataset(dataset)
         check_values(transform, verify)
         settings = level_settings(path, memory_cache_size, disk_cache_size, policy, compression)
-        length = length_of(dataset)
-        identity = identify(dataset, name=name, version=version)
-        title = type(dataset).__name__ if name is None else name
-        if identity.unread and path is not None:
-            raise OptionError(
-                f"{title} has {listed(identity.unread)}, which cannot be read, so that no later run could "
-                "know whether the samples in path are its own: pass name= and version=, which stand for it"
-            )
-        text = document(identity, dataset, length, name, version)
-        # What differs between ranks, such as budgets in bytes, is no part of what they meet by.
-        options = repr(
-            (memory_cache_size, disk_cache_size, settings.persistent_cache_dir, policy, compression)
+        length, identity = length_of(dataset), identify(dataset, name=name, version=version)
+        given = (memory_cache_size, disk_cache_size, settings.persistent_cache_dir, policy, compression)
+        plan = Plan(
+            dataset,
+            transform,
+            title=type(dataset).__name__ if name is None else name,
+            identity=identity,
+            document=document(identity, dataset, length, name, version),
+            settings=settings,
+            options=repr(given),
+            checks=not allow_random,
+            verify=verify,
         )
-        self._state: dict[str, Any] = {
-            "dataset": dataset,
-            "transform": transform,
-            "title": title,
-            "identity": identity,
-            "document": text,
-            "settings": settings,
-            "options": options,
-            "checks": not allow_random,
-            "verify": verify,
-            "tally": Tally(),
-            "job": None,
-        }
-        self._begin()
+        plan.check_readable()
+        self.__setstate__(plan)
         if name is not None and self._fetcher is not None:
             try:
                 check_length(self._fetcher.levels, name, length)
@@ -161,27 +152,17 @@ class CachedDataset(Dataset[Any]):
                 self.close()
                 raise
 
-    def _begin(self) -> None:
-        """Take part in the tiers, those of the job in the state or new ones."""
-        state = self._state
-        settings: CacheSettings = state["settings"]
-        identity: Identity = state["identity"]
-        self._source = Source(state["dataset"], identity.generators, checks=state["checks"])
-        self._fetcher: Fetcher | None = None
-        if not disabled_by_environment() and (settings.max_memory_cache_size or settings.is_persistent):
-            levels = Levels(settings, identity.namespace, state["document"], state["options"], state["job"])
-            state["job"] = levels.job
-            self._fetcher = Fetcher(state["title"], levels, self._source, state["tally"], state["verify"])
+    def __getstate__(self) -> Plan:
+        return self._plan
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self._state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._state = state
-        self._begin()
+    def __setstate__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._source = plan.source()
+        self._fetcher = plan.fetcher(self._source)
 
     def __len__(self) -> int:
-        return len(self._state["dataset"])
+        length = length_of(self._plan.dataset)
+        return len(self._plan.dataset) if length is None else length  # this says why there is none
 
     def __getitem__(self, index: Any) -> Any:
         """The sample at an index: an int, also one of numpy or a tensor, a str or bytes."""
@@ -189,17 +170,17 @@ class CachedDataset(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """The samples at n indices, which is what a `DataLoader` asks for."""
-        fetcher, transform = self._fetcher, self._state["transform"]
+        fetcher, transform = self._fetcher, self._plan.transform
         samples = self._source.plain(indices) if fetcher is None else fetcher.fetch(indices)
         return samples if transform is None else [transform(sample) for sample in samples]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("__", "_torchcache")) or name in _OWN:  # also while a pickle is read
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._state["dataset"], name)
+        return getattr(self._plan.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _OWN and hasattr(self._state["dataset"], name):
+        if name not in _OWN and hasattr(self._plan.dataset, name):
             raise AttributeError(
                 f"{name} is an attribute of the dataset that is cached, which must not be changed: what is "
                 "kept are samples without the change. Set it before CachedDataset(dataset) is made"
@@ -207,7 +188,7 @@ class CachedDataset(Dataset[Any]):
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        return f"<CachedDataset {self._state['title']} {self._state['identity'].namespace.hex()}>"
+        return f"<CachedDataset {self._plan.title} {self._plan.identity.namespace.hex()}>"
 
     @property
     def cache_dir(self) -> Path | None:
@@ -252,7 +233,7 @@ class CachedDataset(Dataset[Any]):
     def stats(self) -> DatasetStats:
         """What all processes have done with this dataset so far."""
         levels = None if self._fetcher is None else self._fetcher.levels
-        return DatasetStats.of(self._state["tally"].total(), {} if levels is None else levels.stats())
+        return DatasetStats.of(self._plan.tally.total(), {} if levels is None else levels.stats())
 
     def explain(self) -> str:
         """Why samples were loaded that earlier runs had cached: what differs between the datasets.
@@ -262,24 +243,9 @@ class CachedDataset(Dataset[Any]):
         str
             A line for each difference, such as ``attribute transform.size: 224 → 256``.
         """
-        state, fetcher = self._state, self._fetcher
-        bypass = directory = None
-        if fetcher is None:
-            bypass = "closed, or turned off by TORCHCACHE_DISABLE, or both sizes are 0"
-        elif fetcher.tally.is_random:
-            bypass = "it draws random numbers"
-        else:
-            directory = fetcher.levels.directory
-        document, identity = state["document"], state["identity"]
-        return explained_dataset(
-            state["title"],
-            document["class"],
-            identity.fingerprint,
-            None,
-            directory,
-            document["created"],
-            bypass,
-        )
+        fetcher = self._fetcher
+        directory = None if fetcher is None else fetcher.levels.directory
+        return self._plan.explained(directory, is_cached=fetcher is not None)
 
     def flush(self) -> None:
         """Return when every sample that this process has loaded is as durable as the levels make it."""
@@ -289,13 +255,14 @@ class CachedDataset(Dataset[Any]):
     def clear(self) -> None:
         """Forget every sample, on disk too."""
         if self._fetcher is not None:
-            self._fetcher.levels.drop(self._fetcher.levels.namespace)
+            self._fetcher.levels.clear()
 
     def close(self) -> None:
         """Let go of the samples in memory; from now on this process loads all that it is asked for.
 
         What waits to be written is on disk when this returns.
         """
+        self._plan.is_closed = True
         fetcher, self._fetcher = self._fetcher, None
         if fetcher is not None:
             fetcher.levels.close()
@@ -305,5 +272,5 @@ setattr(CachedDataset, ADDED_ATTRIBUTE, True)
 setattr(
     CachedDataset,
     ORIGINAL_ATTRIBUTE,
-    property(lambda self: (self._state["dataset"], self._state["transform"])),
+    property(lambda self: (self._plan.dataset, self._plan.transform)),
 )

@@ -150,7 +150,7 @@ class Fetcher:
             "dropped. Either its data have changed, which version= tells, or it is not deterministic",
             *(self.name, indices[apart[0]]),
         )
-        self.levels.drop(self.levels.namespace)
+        self.levels.clear()
         return False
 
     def _moved(self, index: Any) -> None:
@@ -158,7 +158,7 @@ class Fetcher:
         if not self.source.is_random(index) or self.tally.is_random:
             return
         self.tally.found_random()
-        self.levels.drop(self.levels.namespace)
+        self.levels.clear()
         self._told(
             "random",
             "%s draws random numbers, so it is not cached: every epoch would get the same ones. Give random "

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset
 
 from torchcache2.core.errors import OptionError
+from torchcache2.datasets.options import length_of
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import MUTABLE, size_of
 from torchcache2.identity.encoding import Encoder, digest, text_bytes
@@ -21,7 +22,7 @@ from torchcache2.identity.objectwalk import GENERATORS
 from torchcache2.identity.readable import readable, texts_of
 from torchcache2.identity.tensorwatch import TensorWatch
 
-__all__ = ["Identity", "identify", "length_of"]
+__all__ = ["Identity", "identify"]
 
 _FORMAT = 1
 _MOST_LISTED = 64  # objects in longer containers have no parts
@@ -110,14 +111,6 @@ def _fingerprint(
         digests |= {f"data {path}": data for path, data in tensors.digests.items()}
         values |= {f"data {path}": text for path, text in tensors.forms().items()}
     return Fingerprint.of_parts(digests, values)
-
-
-def length_of(dataset: Any) -> int | None:
-    """The number of samples, if the dataset tells it."""
-    try:
-        return len(dataset)
-    except Exception:  # it has none, or cannot tell it yet
-        return None
 
 
 def _generators(dataset: Any) -> list[Any]:

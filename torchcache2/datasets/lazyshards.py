@@ -18,7 +18,14 @@ from torchcache2.core.logs import logger
 from torchcache2.core.sizes import Size
 from torchcache2.datasets.dataset import CachedDataset
 from torchcache2.datasets.options import check_dataset
-from torchcache2.datasets.shardoptions import Bound, check_options, place_of, sizes_of, together_of
+from torchcache2.datasets.shardoptions import (
+    Bound,
+    check_options,
+    place_of,
+    samples_of,
+    sizes_of,
+    together_of,
+)
 from torchcache2.datasets.shards import Shard
 from torchcache2.engine.progress import WarmupStats
 
@@ -117,9 +124,9 @@ class LazyShardDataset(Dataset[Any]):
             {"mode": mode, "even": even, "seed": seed, "overflow": overflow, "min_elements": min_elements}
         )
         memory_size, disk_size = sizes_of(mode, path, memory_size, disk_size)
-        mine, count = place_of(rank, num_replicas), len(dataset)
+        mine, count = place_of(rank, num_replicas), samples_of(dataset)
         together, ranks = together_of(mode, mine), mine.world_size
-        bound = Bound(dataset, path, memory_size, disk_size, overflow=overflow, even=even, ranks=ranks)
+        bound = Bound(dataset, path, memory_size, disk_size, overflow=overflow, even=even, mine=mine)
         shard = Shard(count, *mine, together=together, seed=seed, shuffle=shuffle, even=even, most=bound.most)
         if shard.least < min_elements:
             raise OptionError(

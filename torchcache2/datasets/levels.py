@@ -64,10 +64,18 @@ class Levels(TierStack):
             job = job_name(os.environ, "dataset", namespace.hex(), name) if is_shared else os.urandom(16)
         self.job = job
         self.join(self._user)
-        # This process takes part now, so that what workers put outlives them.
+        self._hold()
+
+    def _hold(self) -> None:
+        """Take part now, so that what workers put outlives them."""
         memory = self.tiers[0]
         if isinstance(memory, SharedTier):
             memory.hold(self.namespace)
+
+    def clear(self) -> None:
+        """Forget every row, in every process."""
+        self.drop(self.namespace)
+        self._hold()
 
     def keep(self, keys: Keys, rows: Rows) -> None:
         """Put rows into every tier, or each into the first that has room for it."""

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from torchcache2.core.errors import OptionError
-from torchcache2.core.ranks import Place, place, ranks_here, ranks_of_each
+from torchcache2.core.ranks import Place, place, ranks_of_each
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import Size, parse_size, size_text
-from torchcache2.datasets.options import level_settings
+from torchcache2.datasets.options import length_of, level_settings
 from torchcache2.datasets.samples import Samples
 from torchcache2.engine.randomness import RandomState
 
-__all__ = ["Bound", "check", "check_options", "is_count", "place_of", "sizes_of", "together_of"]
+__all__ = ["Bound", "check", "check_options", "is_count", "place_of", "samples_of", "sizes_of", "together_of"]
 
 _MODES = ("rank", "node", "disk")
 _PROBED = 8
@@ -57,6 +57,14 @@ def sizes_of(mode: str, path: Any, memory_size: Size, disk_size: Size | None) ->
     if mode == "disk" and not (path if disk_size is None else disk_size):
         raise OptionError("mode='disk' keeps samples on the disk only: give it a path, or a disk_size")
     return memory_size, disk_size
+
+
+def samples_of(dataset: Any) -> int:
+    """How many samples the dataset has; `OptionError` if it does not say."""
+    length = length_of(dataset)
+    if length is None:
+        raise OptionError(f"dataset is of type {type(dataset).__name__}: only what has a len() has shards")
+    return length
 
 
 def place_of(rank: int | None, num_replicas: int | None) -> Place:
@@ -103,25 +111,27 @@ class Bound:
         *,
         overflow: float | None,
         even: str | None,
-        ranks: int,
+        mine: Place,
     ) -> None:
         self.most: int | None = None
         self.is_share, self._text = False, ""
         if overflow is None:
             return
         shares = isinstance(memory_size, float), isinstance(disk_size, float)
-        self.is_share = ranks > 1 and (any(shares) or (disk_size is None and path is not None))
+        self.is_share = mine.world_size > 1 and (any(shares) or (disk_size is None and path is not None))
         if even is not None and self.is_share:
             raise OptionError(
                 f"overflow={overflow!r}, even={even!r}: memory_size={memory_size!r} and "
                 f"disk_size={disk_size!r} have to be bytes, or texts such as '4GB', since a share of what is "
                 "free may be more for one rank than for another"
             )
-        count, room = len(dataset), _room(level_settings(path, memory_size, disk_size, "mru", "none"))
+        count, room = samples_of(dataset), _room(level_settings(path, memory_size, disk_size, "mru", "none"))
         mean = max(1.0, _mean_size(dataset))
-        self.most = int(min(count, (1 + overflow) * room / mean / min(ranks, ranks_here(ranks))))
+        here = ranks_of_each(*mine) or mine.world_size  # at most, and the same number for all ranks
+        self.most = int(min(count, (1 + overflow) * room / mean / here))
         self._text = f": overflow={overflow!r}, and {size_text(room)} have room for about "
         self._text += f"{int(room / mean):,} samples of {size_text(mean)}"
+        self._text += f", for {here} ranks" if here > 1 else ""
         if self.most == 0 and count > 0:
             raise OptionError(f"no rank would have any of {count:,} samples{self}")
 
@@ -139,7 +149,7 @@ def _room(settings: CacheSettings) -> int:
 
 def _mean_size(dataset: Any) -> float:
     """The mean size of up to 8 samples from all over a dataset, in bytes of rows."""
-    count, state = len(dataset), RandomState([])
+    count, state = samples_of(dataset), RandomState([])
     places = sorted({place * count // _PROBED for place in range(_PROBED if count else 0)})
     try:
         probes = [dataset[place] for place in places]

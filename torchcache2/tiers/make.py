@@ -22,6 +22,7 @@ from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.base import Tier
 from torchcache2.tiers.disk.scratch import Scratch
 from torchcache2.tiers.disk.tier import DiskTier
+from torchcache2.tiers.gathering import Gathering
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.shared.job import job_name
 from torchcache2.tiers.shared.region import SharingError
@@ -112,7 +113,7 @@ def make_levels(
                 delay=_SAMPLES_SEALED_AFTER,
                 most_seconds=_most_seconds,
             )
-            tiers.append(disk)
+            tiers.append(Gathering(disk))
         except OSError as error:
             text = str(error)
             logger.warning("there is no temporary folder: what does not fit in memory is not kept (%s)", text)
