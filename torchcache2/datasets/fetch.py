@@ -90,6 +90,7 @@ class Fetcher:
         """The samples at indices that have these keys, from the source, and the bytes of their rows."""
         if len(indices) == 0:
             return [], 0
+        drops = self.tally.drops
         samples, is_steady = self.source.load(indices)
         if not is_steady:
             self._moved(indices[0])
@@ -103,6 +104,8 @@ class Fetcher:
             self._refuse(next(iter(batch.refused.values())), is_any_kept=bool(batch.parts))
         for positions, rows in batch.parts:
             self.levels.keep(keys.take(positions), rows)
+        if self.tally.drops != drops:  # samples that were loaded before must not be found afterwards
+            self.levels.drop(self.levels.namespace)
         self.tally.add(misses=len(samples) - len(batch.refused), refused=len(batch.refused))
         return samples, sum(len(rows) * rows.schema.row_bytes for _, rows in batch.parts)
 

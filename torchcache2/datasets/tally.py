@@ -33,7 +33,7 @@ _WORDS = 16  # of 8 bytes: a row is two cache lines, and no two processes write 
 
 
 class Tally:
-    """Counts by name, those of `COUNTS`, and one flag for all processes: that the source is random.
+    """Counts by name, those of `COUNTS`; whether the source is random; how often samples were dropped.
 
     Safe under threads and fork. A pickle is a handle: it finds the counts as long as the process that
     pickled it lives; otherwise it begins new ones.
@@ -78,6 +78,15 @@ class Tally:
     def is_random(self) -> bool:
         """Whether a process has found that the source draws random numbers."""
         return bool(self._table[0, 0])
+
+    @property
+    def drops(self) -> int:
+        """How often all samples were dropped."""
+        return int(self._table[0, 1])
+
+    def dropped(self) -> None:
+        """Have all processes forget the samples that they keep apart, such as those that wait."""
+        self._table[0, 1] += 1
 
     def found_random(self) -> None:
         """Tell all processes that the source draws random numbers."""
