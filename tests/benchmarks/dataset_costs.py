@@ -1,5 +1,7 @@
 """What `CachedDataset` costs beside a hit in RAM: cold reads from a disk, memory, and the fingerprint."""
 
+import fcntl
+import math
 import os
 import statistics
 import time
@@ -20,10 +22,11 @@ BATCH, COUNT = 256, 4096
 SMALL = (8, 32, 32)  # of samples on the disk, 8 kB
 READS = 9  # of a cold batch
 MEDIUM = (3, 64, 64)  # of samples of which RAM has half
-LARGE = (3, 128, 128)  # of samples whose memory is measured, 201 MB
+LARGE = (3, 256, 256)  # of samples whose memory is measured, 805 MB
 PATHS, CLASSES = 1_281_167, 1000  # of ImageNet
 OURS = "torchcache2"
 COUNTER = os.memfd_create("")  # its length; a number that counts would be a state of the source
+fcntl.fcntl(COUNTER, fcntl.F_SETFL, os.O_APPEND)  # else processes write over what others have written
 
 
 def cold(report, root):
@@ -103,7 +106,7 @@ def memory(report):
     """What the main process and its workers have, beyond what they have without a cache."""
     progress("datasets: memory")
     source = Arrays(COUNT, LARGE)
-    size = COUNT * (3 * 128 * 128 + 8)
+    size = COUNT * (math.prod(LARGE) + 8)
     without = _pss(source)
     cached = CachedDataset(source, memory_cache_size=2 * size)
     with_cache = _pss(cached)
@@ -139,22 +142,23 @@ class Counted(Arrays):
 
 def twice(report):
     """RAM for half of the samples, the disk has the others."""
-    source, size = Counted(COUNT, MEDIUM), COUNT * (3 * 64 * 64 + 8)
+    source, size = Counted(COUNT, MEDIUM), COUNT * (math.prod(MEDIUM) + 8)
     cached = CachedDataset(source, memory_cache_size=size // 2, disk_cache_size=2 * size)
-    loader, reads, taken = four_workers(cached, BATCH), [], []
+    loader = four_workers(cached, BATCH, stay=False)  # what waits to be written is there when they end
+    reads, hits, taken = [], [], []
     for epoch in range(3):
         progress(f"datasets: half in RAM, epoch {epoch + 1} of 3")
-        before = os.fstat(COUNTER).st_size
+        before, found = os.fstat(COUNTER).st_size, cached.stats().memory_hits
         taken.append(seconds(partial(read, loader)))
         reads.append(os.fstat(COUNTER).st_size - before)
-    share = 100 * cached.stats().memory_rows / COUNT
+        hits.append(100 * (cached.stats().memory_hits - found) / COUNT)
     cached.close()
     report.text(
         f"{COUNT:,} samples of {MEDIUM}, RAM for half of them, the rest on disk, shuffled: {reads} reads of "
         f"the source in three epochs that take {', '.join(map(duration, taken))}."
     )
     return [
-        at_least("twice the budget: share of samples in RAM", share, 49, " %"),
+        at_least("twice the budget: samples found in RAM", min(hits[1:]), 49, " %"),
         at_most("twice the budget: reads of the source after the first epoch", sum(reads[1:]), 0, ""),
     ]
 

@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, Dataset
 WORKERS = 4
 
 
-def four_workers(data, batch):
-    """A loader of shuffled batches, whose workers stay."""
+def four_workers(data, batch, stay=True):
+    """A loader of shuffled batches, whose workers stay or are new in each epoch."""
     warnings.filterwarnings("ignore", "This DataLoader will create")  # on a machine with fewer cores
-    return DataLoader(data, batch, shuffle=True, num_workers=WORKERS, persistent_workers=True)
+    return DataLoader(data, batch, shuffle=True, num_workers=WORKERS, persistent_workers=stay)
 
 
 def read(loader):

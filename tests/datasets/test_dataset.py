@@ -305,3 +305,32 @@ def test_attributes_are_those_of_the_dataset():
         assert isinstance(one, Dataset)
         with pytest.raises(AttributeError, match="must not be changed"):
             one._other = 5
+
+
+class Staged(Dataset):
+    """Its samples depend on the epoch."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return 10 * self.epoch + index
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def test_a_method_that_changes_the_dataset_ends_the_cache(log):
+    staged = CachedDataset(Staged(), memory_cache_size="1MB")
+    assert [staged[1], staged[1]] == [1, 1]
+    staged.set_epoch(0)
+    assert staged[1] == 1
+    assert staged.stats().hits == 2
+    assert warnings_of(log) == []
+    staged.set_epoch(3)
+    assert [staged[1], *staged.__getitems__([2, 3])] == [31, 32, 33]
+    (warning,) = warnings_of(log)
+    assert "set_epoch has changed the dataset" in warning.getMessage()

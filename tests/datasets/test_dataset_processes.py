@@ -1,16 +1,11 @@
 """`CachedDataset` in workers, ranks, and processes that are killed."""
 
-import json
-import os
-import signal
-from pathlib import Path
 
 import pytest
 
 from tests.helpers import warm
 from tests.helpers.datasets import noted
 from tests.helpers.gloo import run_ranks
-from tests.helpers.storage import segments
 
 PREAMBLE = """
 import copy, gc, glob, itertools, json, os, pickle, random, signal, sys, time

@@ -162,6 +162,9 @@ class TierContract:
             expected[shape] = data.view(6, -1)[[4, 1, 1]]
         settle(tier)
         for shape, data in expected.items():
+            positions, output = only(tier.get(keys_of([(shape, 4)])))
+            assert output.dtype == dtype and output.shape == (1, *shape)
+            assert torch.equal(output.contiguous().view(-1).view(torch.uint8).view(1, -1), data[:1])
             positions, output = only(tier.get(keys_of([(shape, i) for i in (4, 6, 1, 1)])))
             assert positions == [0, 2, 3]
             assert output.dtype == dtype and output.shape == (3, *shape)
@@ -173,12 +176,13 @@ class TierContract:
     def test_rows_without_bytes_are_rows(self, tier, settle, output):
         assert put_output(tier, range(3), output) == 3
         settle(tier)
-        positions, back = only(tier.get(keys_of([2, 5, 0])))
-        assert positions == [0, 2]
-        if isinstance(output, dict):
-            assert back["x"].shape == (2, 2, 0) and back["y"] is None
-        else:
-            assert back.shape == (2, 0)
+        for names, found_at in [([2, 5, 0], [0, 2]), ([1], [0])]:
+            positions, back = only(tier.get(keys_of(names)))
+            assert positions == found_at
+            if isinstance(output, dict):
+                assert back["x"].shape == (len(found_at), 2, 0) and back["y"] is None
+            else:
+                assert back.shape == (len(found_at), 0)
         assert tier.stats().rows == 3
 
     def test_stored_dtypes_come_back_as_the_outputs_own(self, tier, settle):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,13 +13,14 @@ from torch.utils.data import Dataset
 
 from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import NotCachedError, OptionError
+from torchcache2.core.logs import logger
 from torchcache2.core.ranks import place
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size
 from torchcache2.datasets.counts import DatasetStats
 from torchcache2.datasets.explain import document
 from torchcache2.datasets.filling import fill
-from torchcache2.datasets.fingerprint import identify
+from torchcache2.datasets.fingerprint import identify, length_of
 from torchcache2.datasets.itemkeys import int_keys
 from torchcache2.datasets.levels import check_length
 from torchcache2.datasets.options import (
@@ -26,7 +28,6 @@ from torchcache2.datasets.options import (
     check_dataset,
     check_others,
     check_values,
-    length_of,
     level_settings,
 )
 from torchcache2.datasets.plan import Plan
@@ -140,6 +141,8 @@ class CachedDataset(Dataset[Any]):
             document=document(identity, dataset, length, name, version),
             settings=settings,
             options=repr(given),
+            name=name,
+            version=version,
             checks=not allow_random,
             verify=verify,
         )
@@ -177,7 +180,23 @@ class CachedDataset(Dataset[Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("__", "_torchcache")) or name in _OWN:  # also while a pickle is read
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._plan.dataset, name)
+        value = getattr(self._plan.dataset, name)
+        if name.startswith("set_") and callable(value):
+            return functools.partial(self._change, value)
+        return value
+
+    def _change(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the dataset, such as ``set_epoch``, and cache no more if that changes it."""
+        result = method(*args, **kwargs)
+        if self._fetcher is not None and not self._plan.is_unchanged():
+            logger.warning(
+                "%s: %s has changed the dataset, so it is cached no more. Give what depends on the epoch as "
+                "transform=, which runs after the cache",
+                self._plan.title,
+                method.__name__,
+            )
+            self.close()
+        return result
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _OWN and hasattr(self._plan.dataset, name):

@@ -12,7 +12,7 @@ import torch
 from torchcache2.core.arrays import Array, Positions
 from torchcache2.core.errors import NotCachedError, OutputError
 from torchcache2.core.keys import Keys
-from torchcache2.core.logs import ToldOnce
+from torchcache2.core.logs import ToldOnce, logger
 from torchcache2.core.rows import Rows
 from torchcache2.datasets.itemkeys import as_index, keys_of
 from torchcache2.datasets.levels import Levels
@@ -102,10 +102,16 @@ class Fetcher:
         batch = self._samples.to_rows(given)
         if batch.refused:
             self._refuse(next(iter(batch.refused.values())), is_any_kept=bool(batch.parts))
-        for positions, rows in batch.parts:
-            self.levels.keep(keys.take(positions), rows)
+        kept = [self.levels.keep(keys.take(positions), rows) for positions, rows in batch.parts]
         if self.tally.drops != drops:  # samples that were loaded before must not be found afterwards
             self.levels.drop(self.levels.namespace)
+        # A disk that is full says so itself.
+        if not (all(kept) or self.levels.settings.is_persistent) and self.tally.is_first("full"):
+            logger.warning(
+                "%s: memory_cache_size is used up: samples that are not kept are loaded in each epoch. Raise "
+                "it, or give disk_cache_size, which keeps them in a temporary folder",
+                self.name,
+            )
         self.tally.add(misses=len(samples) - len(batch.refused), refused=len(batch.refused))
         return samples, sum(len(rows) * rows.schema.row_bytes for _, rows in batch.parts)
 
@@ -158,17 +164,14 @@ class Fetcher:
 
     def _moved(self, index: Any) -> None:
         """Random numbers were drawn while samples were loaded."""
-        if not self.source.is_random(index) or self.tally.is_random:
-            return
-        self.tally.found_random()
-        self.levels.clear()
-        self._told(
-            "random",
-            "%s draws random numbers, so it is not cached: every epoch would get the same ones. Give random "
-            "augmentation to CachedDataset as transform=, which runs after the cache. If the numbers do not "
-            "matter, or are seeded by the index, pass allow_random=True",
-            self.name,
-        )
+        if self.source.is_random(index) and self.tally.is_first("random"):
+            self.levels.clear()
+            logger.warning(
+                "%s draws random numbers, so it is not cached: every epoch would get the same ones. Give "
+                "random augmentation to CachedDataset as transform=, which runs after the cache. If the "
+                "numbers do not matter, or are seeded by the index, pass allow_random=True",
+                self.name,
+            )
 
     def _refuse(self, error: OutputError, *, is_any_kept: bool) -> None:
         """Samples that cannot be stored: an error if none was stored before, else a warning."""

@@ -7,13 +7,15 @@ the dataset reads later do not count.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from torch import nn
 from torch.utils.data import Dataset
 
 from torchcache2.core.errors import OptionError
-from torchcache2.datasets.options import length_of
+from torchcache2.engine.randomness import state_of
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import MUTABLE, size_of
 from torchcache2.identity.encoding import Encoder, digest, text_bytes
@@ -113,6 +115,17 @@ def _fingerprint(
     return Fingerprint.of_parts(digests, values)
 
 
+def length_of(dataset: Any) -> int | None:
+    """How many samples a dataset has; None if it does not say. An array of Zarr 3 only has a shape."""
+    try:
+        if hasattr(dataset, "__len__"):
+            return len(dataset)
+        is_array = all(hasattr(dataset, name) for name in ("shape", "dtype", "ndim")) and dataset.ndim > 0
+        return int(dataset.shape[0]) if is_array else None
+    except Exception:  # it cannot tell yet
+        return None
+
+
 def _generators(dataset: Any) -> list[Any]:
     """The random generators that a dataset has as attributes, and its attributes have, without a walk."""
     found, met, left = [], set[int](), [dataset]
@@ -120,14 +133,23 @@ def _generators(dataset: Any) -> list[Any]:
         if id(value) in met or len(met) >= _MOST_PARTS:
             continue
         met.add(id(value))
-        if isinstance(value, GENERATORS):
+        if issubclass(type(value), GENERATORS):
             found.append(value)
-        elif isinstance(value, (tuple, list)):
+        elif type(value) in (tuple, list):
             left += value[:_MOST_LISTED]
         else:
-            attributes = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+            attributes = value if type(value) is dict else _fields(value)
             left += [item for item, _ in zip(list(attributes.values()), range(_MOST_LISTED), strict=False)]
     return [generator for generator in found if not isinstance(generator, random.SystemRandom)]
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The attributes of an object, none of whose code runs."""
+    try:
+        fields = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return fields if type(fields) is dict else {}
 
 
 class _Given:
@@ -148,18 +170,40 @@ class _DatasetWalk(Walk):
     most_before_bulk = -1
     held_in_bulk = (tuple, list, dict)
     _is_listed = False  # whether an element of a long container is being read
+    _is_code = False  # whether code is being read, which may name anything
 
     def other(self, value: Any, path: str) -> bytes:
         """Walk the root, and objects."""
-        if type(value) is not _Given:
-            return super().other(value, path)
-        for name, option in value.about.items():
-            self.parts[f"option {name}"] = self.encode(option, name)
-        return self.encode(value.dataset, path)
+        if isinstance(value, types.MemberDescriptorType):  # a slot, in the part of its class
+            return b"u" + text_bytes(value.__name__)
+        if type(value) is _Given:
+            for name, option in value.about.items():
+                self.parts[f"option {name}"] = self.encode(option, name)
+            return self.encode(value.dataset, path)
+        data = super().other(value, path)
+        if self.generators and self.generators[-1] is value:
+            # A dataset that draws from it is not cached, but another may make samples of its seed.
+            data += self.encode(state_of(value), f"{path} (state)")
+        return data
+
+    def klass(self, kind: type, path: str) -> bytes:
+        """Write down a class."""
+        return self._coded(super().klass, kind, path)
+
+    def function(self, function: types.FunctionType, path: str) -> bytes:
+        """Write down a function."""
+        return self._coded(super().function, function, path)
+
+    def _coded(self, write: Callable[[Any, str], bytes], value: Any, path: str) -> bytes:
+        before, self._is_code = self._is_code, True
+        try:
+            return write(value, path)
+        finally:
+            self._is_code = before
 
     def compound(self, value: Any, kind: type, path: str) -> bytes:
         """Walk an object; a dataset once, even if several others refer to it."""
-        if not issubclass(kind, Dataset):
+        if not issubclass(kind, Dataset) or issubclass(kind, nn.Module):
             return self._with_fields(value, kind, path)
         if id(value) not in self._labels:
             label = self.label(value, f"dataset {path}".rstrip()).decode()
@@ -186,11 +230,11 @@ class _DatasetWalk(Walk):
         if self._is_listed or len(self.parts) > _MOST_PARTS:
             return super().state(state, path)
         self._taken.setdefault(f"module {path}", 1)  # a module that is met on this path gets another one
-        names = []
+        names, kind = [], "value" if self._is_code else "attribute"
         for name in sorted(state):
             where = f"{path}.{name}" if path else name
             data = self.encode(state[name], where)
-            part = f"attribute {where}"
+            part = f"{kind} {where}"
             while self.parts.get(part, data) != data:  # another object that was met on the same path
                 part += "'"
             self.parts[part] = data

@@ -85,16 +85,19 @@ class Levels(TierStack):
         super().drop(namespace)
         self._hold()
 
-    def keep(self, keys: Keys, rows: Rows) -> None:
-        """Put rows into every tier, or each into the first that has room for it."""
-        if self._fills_up:
-            for tier in self.tiers:
-                if len(keys) == 0 or tier.put(keys, rows) == len(keys):
-                    return
-                absent = np.flatnonzero(~tier.has(keys))
-                keys, rows = keys.take(absent), rows.take(torch.from_numpy(absent))
-        else:
+    def keep(self, keys: Keys, rows: Rows) -> bool:
+        """Put rows into every tier, or each into the first with room; whether there was room for all."""
+        if not self._fills_up:
             self.put(self._user, keys, rows)
+            return True  # the disk says itself if it is full
+        for tier in self.tiers:
+            if tier.put(keys, rows) == len(keys):
+                return True
+            absent = np.flatnonzero(~tier.has(keys))
+            if len(absent) == 0:
+                return True
+            keys, rows = keys.take(absent), rows.take(torch.from_numpy(absent))
+        return False
 
     def close(self) -> None:
         """Let go of the rows in memory, and have the others on disk."""

@@ -140,7 +140,8 @@ def listed(column: Column) -> list[Any]:
     if type(column) is list:
         return column
     if column.dtype in COMMON:
-        return [row.clone() for row in column.unbind(0)]
+        rows: Any = torch.unbind_copy(column)  # type: ignore[func-returns-value]
+        return list(rows)
     # Torch cannot copy all dtypes, but it can copy their bytes.
     dtype, shape = column.dtype, column.shape[1:]
     return [row.clone().view(dtype).view(shape) for row in as_bytes(column).unbind(0)]

@@ -18,7 +18,7 @@ from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.eviction import used_bytes
 from torchcache2.files.filesystem import FileSystem
 
-__all__ = ["aliased", "check_dataset", "check_others", "check_values", "length_of", "level_settings"]
+__all__ = ["aliased", "check_dataset", "check_others", "check_values", "level_settings"]
 
 _DISK_SHARE = 0.8
 _ALIASES = {"disk_cache_path": "path", "dataset_name": "name"}
@@ -71,14 +71,6 @@ def check_values(transform: Any, verify: Any) -> None:
         raise OptionError(f"transform={transform!r}: expected None or a callable that takes a sample")
     if isinstance(verify, bool) or not isinstance(verify, (int, float)) or not 0 <= verify <= 1:
         raise OptionError(f"verify={verify!r}: expected the share of hits to load again, from 0.0 to 1.0")
-
-
-def length_of(dataset: Any) -> int | None:
-    """How many samples a dataset has; None if it does not say. An array of Zarr 3 only has a shape."""
-    with contextlib.suppress(Exception):
-        return len(dataset)
-    is_array = all(hasattr(dataset, name) for name in ("shape", "dtype", "ndim")) and dataset.ndim > 0
-    return int(dataset.shape[0]) if is_array else None
 
 
 def level_settings(

@@ -11,7 +11,7 @@ from torchcache2.core.logs import listed
 from torchcache2.core.settings import CacheSettings
 from torchcache2.datasets.explain import explained_dataset
 from torchcache2.datasets.fetch import Fetcher
-from torchcache2.datasets.fingerprint import Identity
+from torchcache2.datasets.fingerprint import Identity, identify
 from torchcache2.datasets.levels import Levels
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.tally import Tally
@@ -39,6 +39,8 @@ class Plan:
     options : str
         The options as they were given. Ranks whose options are equal share, though they may have measured
         different numbers of free bytes.
+    name, version : str or int, optional
+        What stands for the dataset, instead of what is read of it or besides.
     checks : bool
         Whether it is looked for random numbers.
     verify : float
@@ -58,6 +60,8 @@ class Plan:
     document: dict[str, Any]
     settings: CacheSettings
     options: str
+    name: str | None
+    version: str | int | None
     checks: bool
     verify: float
     tally: Tally = dataclasses.field(default_factory=Tally)
@@ -72,6 +76,11 @@ class Plan:
                 "run could know whether the samples in path are its own: pass name= and version=, which "
                 "stand for it"
             )
+
+    def is_unchanged(self) -> bool:
+        """Whether the dataset is what it was, as far as it is read; with a name it is not read."""
+        again = identify(self.dataset, name=self.name, version=self.version)
+        return again.namespace == self.identity.namespace
 
     def source(self) -> Source:
         """What loads samples in this process."""

@@ -11,7 +11,8 @@ from torchcache2.core.errors import OptionError
 from torchcache2.core.ranks import Place, place, ranks_of_each
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import Size, parse_size, size_text
-from torchcache2.datasets.options import length_of, level_settings
+from torchcache2.datasets.fingerprint import length_of
+from torchcache2.datasets.options import level_settings
 from torchcache2.datasets.samples import Samples
 from torchcache2.engine.randomness import RandomState
 

@@ -28,12 +28,13 @@ COUNTS = (
     "nanoseconds",
     "spent",
 )
+_FLAGS = ("random", "full", "drops")
 _PROCESSES = 1024
 _WORDS = 16  # of 8 bytes: a row is two cache lines, and no two processes write to one
 
 
 class Tally:
-    """Counts by name, those of `COUNTS`; whether the source is random; how often samples were dropped.
+    """Counts by name, those of `COUNTS`, and flags for all processes.
 
     Safe under threads and fork. A pickle is a handle: it finds the counts as long as the process that
     pickled it lives; otherwise it begins new ones.
@@ -77,20 +78,23 @@ class Tally:
     @property
     def is_random(self) -> bool:
         """Whether a process has found that the source draws random numbers."""
-        return bool(self._table[0, 0])
+        return bool(self._table[0, _FLAGS.index("random")])
+
+    def is_first(self, flag: str) -> bool:
+        """Set a flag, ``"random"`` or ``"full"``, for all processes; whether it was not set."""
+        place = _FLAGS.index(flag)
+        before = bool(self._table[0, place])
+        self._table[0, place] = 1
+        return not before
 
     @property
     def drops(self) -> int:
-        """How often all samples were dropped."""
-        return int(self._table[0, 1])
+        """A number that is another one after each `dropped`."""
+        return int(self._table[0, _FLAGS.index("drops")])
 
     def dropped(self) -> None:
         """Have all processes forget the samples that they keep apart, such as those that wait."""
-        self._table[0, 1] += 1
-
-    def found_random(self) -> None:
-        """Tell all processes that the source draws random numbers."""
-        self._table[0, 0] = 1
+        self._table[0, _FLAGS.index("drops")] = int.from_bytes(os.urandom(7), "little")
 
     def _own_row(self) -> int:
         if self._pid != os.getpid():

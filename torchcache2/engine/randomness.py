@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["RandomContexts", "RandomState"]
+__all__ = ["RandomContexts", "RandomState", "state_of"]
 
 _MOST_CONTEXTS = 10_000
 _STRIKES = 4
@@ -101,7 +101,7 @@ class RandomState:
             cuda = [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())]
         numbers = random.getstate()
         numpy_state: Any = np.random.get_state()
-        others = list(map(_get_state, self._generators))
+        others = list(map(state_of, self._generators))
         comparable = (
             [state.numpy().tobytes() for state in (cpu, *cuda)],
             numbers,
@@ -111,7 +111,8 @@ class RandomState:
         return comparable, cpu, cuda, numbers, numpy_state, others
 
 
-def _get_state(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """The state of a generator of torch, numpy or Python; it tells the seed too."""
     if isinstance(generator, (torch.Generator, np.random.RandomState)):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):

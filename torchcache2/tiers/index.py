@@ -115,6 +115,12 @@ class KeyTable:
         mask = len(self.slots) - 1
         slots, tags = self._home(self.keys[ordinals])
         values = tags | ordinals
+        if len(values) == 1:
+            slot = slots.item(0)
+            while (taken := self.slots.item(slot)) > 0:
+                slot = slot + 1 & mask
+            self.slots[slot] = values[0]
+            return int(taken == _REMOVED)
         reused = 0
         while len(values):
             before = self.slots[slots]

@@ -95,14 +95,14 @@ def make_levels(
     budget, tiers = settings.memory_budget(), list[Tier]()
     if budget:
         try:
-            tiers.append(SharedTier(job, budget, in_use, spills=settings.is_persistent))
+            tiers.append(SharedTier(job, budget, in_use, spills=True))  # its caller says if it is full
         except SharingError as error:
             logger.warning(
                 "samples are kept in the memory of each process, as they cannot share it (%s): %d processes "
                 "keep %s each, so that all of them hold as much as one would alone",
                 *(str(error), processes, size_text(budget // processes)),
             )
-            tiers.append(MemoryTier(budget // processes, in_use=in_use, spills=settings.is_persistent))
+            tiers.append(MemoryTier(budget // processes, in_use=in_use, spills=True))
     if settings.is_persistent:
         queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4))
         try:

@@ -488,3 +488,23 @@ def test_a_tier_that_is_closed_in_the_middle_of_what_another_one_does_leaves_not
     assert join()._job.slot == 1  # who joins frees what is left
     assert board.bytes == size // 2
     assert len(found(first, range(3))) == 3
+
+
+@pytest.mark.parametrize("budget", [30_000, 100_000, 200_000])
+def test_a_small_budget_keeps_some_small_rows_and_those_that_came_first(join, budget, log):
+    tier, other, kept = join(budget), join(budget), []
+    for first in range(0, 2000, 10):
+        names = range(first, first + 10)
+        if put(tier, names, 10):
+            kept += names
+    count = tier.stats().rows
+    assert 100 < count < 2000 and kept[:count] == list(range(count))
+    assert found(other, range(2000), 10) == list(range(count))
+    assert tier.stats().bytes <= budget and resident(tier) <= 200_000
+    assert tier.stats().faults == other.stats().faults == 0 and len(warnings_of(log)) == 1
+
+
+def test_a_budget_of_nothing_keeps_nothing(join):
+    tier = join(0)
+    assert put(tier, range(10)) == 0 and found(tier, range(10)) == []
+    assert tier.stats().bytes == 0

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from tests.helpers import warm
+from tests.tiers.shared.scripts import JOINING
 
 EPOCHS = """
 import os, sys
@@ -83,3 +84,51 @@ def test_a_forked_child_has_a_number_of_its_own(join):
         os._exit(tier.member == mine)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert tier.member == mine and join().member != mine
+
+
+BESIDE_THREADS = (
+    JOINING
+    + """
+import threading
+
+tier, stop, errors = join(10**8), threading.Event(), []
+
+
+def read_and_put(number):
+    try:
+        for name in range(10**6):
+            if stop.is_set():
+                return
+            put(tier, [(number, name)])
+            assert found(tier, [(number, name), (number, name + 1)]) == [(number, name)]
+    except BaseException as error:
+        errors.append(error)
+
+
+def epoch(worker):
+    assert tier.member is not None
+    for name in range(10):
+        put(tier, [(worker, name)])
+        assert found(tier, [(worker, name), "absent"]) == [(worker, name)]
+
+
+threads = [threading.Thread(target=read_and_put, args=(f"thread {number}",)) for number in range(2)]
+for thread in threads:
+    thread.start()
+for first in range(0, 12, 2):
+    workers = [forked(lambda: epoch(worker)) for worker in (first, first + 1)]
+    assert [ended(worker) for worker in workers] == [0, 0]
+stop.set()
+for thread in threads:
+    thread.join()
+names = [(worker, name) for worker in range(12) for name in range(10)]
+assert found(tier, names) == names and errors == [], errors
+assert (tier.stats().faults, tier.stats().corrupt) == (0, 0)
+print(len(tier._job._listed()))
+"""
+)
+
+
+def test_workers_that_are_forked_while_threads_are_in_the_tier(tmp_path):
+    process = warm.run(BESIDE_THREADS, tmp_path)
+    assert process.words == ["1"] and process.err == ""

@@ -107,8 +107,8 @@ class Health(Breaker):
         self.tell(
             "full",
             "the cache directory %s is full (%d bytes) of rows that are in use, or not ours to delete: new "
-            "rows stay in memory. Raise max_persistent_cache_size, set policy='lru', or delete with "
-            "`torchcache2 prune`",
+            "rows stay in memory. Raise max_persistent_cache_size (of a dataset, disk_cache_size), set "
+            "policy='lru', or delete with `torchcache2 prune`",
             self._directory.path,
             budget,
         )

@@ -117,29 +117,34 @@ def _read_rows(
     The system is asked for all rows before, or while, the first is waited for.
     """
     jobs: dict[Schema, list[_Job]] = {}
+    ahead: dict[int, Array] = {}
+    size = 0
     for number, segment in segments.items():
         which = np.flatnonzero(numbers == number)
+        ahead[number] = rows[which]
         for schema, some in segment.schemas(rows[which]):
             chosen = which[some]
             jobs.setdefault(schema, []).append(_Job(number, rows[chosen], positions[chosen]))
+            size += schema.row_bytes * len(chosen)
     failed: dict[int, Exception] = {}
     # To have one row read ahead, and then read it, would only take longer.
-    with _read_ahead(segments, jobs if len(rows) > 1 else {}):
+    with _read_ahead(segments, ahead if len(rows) > 1 else {}, size):
         parts = [_read(segments, schema, some_jobs, failed) for schema, some_jobs in jobs.items()]
     return [part for part in parts if part is not None], failed
 
 
 @contextlib.contextmanager
-def _read_ahead(segments: Mapping[int, AnySegment], jobs: Mapping[Schema, list[_Job]]) -> Iterator[None]:
-    """Have the system read all rows ahead; of many bytes in a thread, as a system with a full queue waits."""
+def _read_ahead(segments: Mapping[int, AnySegment], rows: Mapping[int, Array], size: int) -> Iterator[None]:
+    """Have the system read rows ahead, given by the segment; of `size` bytes together.
+
+    For many bytes this is done in a thread, as a system with a full queue waits.
+    """
 
     def ask() -> None:
-        for some_jobs in jobs.values():
-            for job in some_jobs:
-                with contextlib.suppress(OSError):  # reading will meet the same error
-                    segments[job.number].read_ahead(job.rows)
+        for number, some in rows.items():
+            with contextlib.suppress(OSError):  # reading will meet the same error
+                segments[number].read_ahead(some)
 
-    size = sum(schema.row_bytes * len(job.rows) for schema, some in jobs.items() for job in some)
     thread = None
     if size >= _ASKED_BESIDE:
         thread = threading.Thread(target=ask, name="torchcache2 read-ahead", daemon=True)

@@ -80,7 +80,7 @@ class Sealing:
         may_write = self._health.may_write(namespace) and not self._known.closed
         if not may_write or schema.row_bytes > self._budget:
             return False
-        known = self._serialisable.get(schema)
+        known = self._serialisable.get(schema.family)
         if known is None:
             try:
                 schema_text(schema)
@@ -90,7 +90,7 @@ class Sealing:
                 known = False
             if len(self._serialisable) > _MOST_SCHEMAS:
                 self._serialisable.clear()
-            self._serialisable[schema] = known
+            self._serialisable[schema.family] = known
         return known
 
     def keep(self, keys: Keys, rows: Rows) -> int:

@@ -31,6 +31,8 @@ _MEMBERS, _FILES, _HOLDERS = 512, 512, 2048  # rows
 _SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (Tickets.MOST, Tickets.COLUMNS)]
 _SIZE = PAGE + sum(pages(8 * rows * columns) for rows, columns in _SHAPES)
 
+_SMALL, _SUFFICIENT = 30_000, 200_000  # bytes: from the first on, a budget has as much room as the second
+
 # Words of the head.
 _NAME, _LOCK, _BUDGET, _LONGEST, _FULL, _PRESSURE, _CHANGES, _PROGRESS, _WARNED = 1, 3, 4, 5, 6, 7, 8, 9, 10
 _PID, _START = range(2)
@@ -222,13 +224,20 @@ class Board:
 
     @property
     def budget(self) -> int:
-        """Bytes that the files and this board together never exceed."""
+        """Bytes that the files and this board together never exceed; see `uncounted`."""
         return int(self._head[_BUDGET])
+
+    @property
+    def uncounted(self) -> int:
+        """Bytes that a small budget does not count, as there would be no room beside this board."""
+        budget = self.budget
+        return max(0, _SUFFICIENT - budget) if budget >= _SMALL else 0
 
     @property
     def bytes(self) -> int:
         """Bytes of all files."""
-        return int(self._files[self._files[:, _STATE] != 0, _BYTES].sum())
+        size = int(self._files[self._files[:, _STATE] != 0, _BYTES].sum())
+        return max(0, size - max(0, self.uncounted - _SIZE))
 
     @property
     def rows(self) -> int:
@@ -242,7 +251,7 @@ class Board:
     @property
     def free(self) -> int:
         """Bytes that are left."""
-        return self.budget - _SIZE - self.bytes
+        return self.budget - max(0, _SIZE - self.uncounted) - self.bytes
 
     def charge(self, file: int, size: int) -> bool:
         """Count more bytes, or less, as a file's; False if there are not so many."""

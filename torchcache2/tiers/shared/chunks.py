@@ -67,7 +67,7 @@ class Chunks:
         if name not in self._numbers:
             text, is_taught = json.dumps(schema_to_json(schema)).encode(), False
             while not is_taught:
-                needed = int(self._head[_TEXT_END]) + len(text) + PAGE
+                needed = int(self._head[_TEXT_END]) + len(text)
                 has_room = self._space.grow("schemas", 32 * (int(self._head[_SCHEMAS]) + 64))
                 if not has_room or not self._space.grow("texts", needed):
                     return None
@@ -198,6 +198,8 @@ class Chunks:
 
     def gather(self, schema: Schema, locations: Positions, runtime: Runtime | None) -> Rows:
         """A copy of rows of one schema, as one batch."""
+        if len(locations) == 1 and runtime is None:
+            return self.one(schema, locations.item(0))
         columns = []
         for leaf, places in zip(schema.leaves, self._places(schema, locations), strict=True):
             if leaf.row_bytes:
@@ -213,8 +215,12 @@ class Chunks:
         chunk, columns = location >> 32, []
         end, kind = self._offsets.item(chunk), self._kinds.item(chunk)
         for leaf, place in zip(schema.leaves, _places(schema, end, kind & _ROW), strict=True):
-            start = (place + (location & _ROW)) * leaf.row_bytes
-            picked = torch.from_numpy(self._space.bytes[start : start + leaf.row_bytes].copy())
+            size = leaf.row_bytes
+            start = (place + (location & _ROW)) * size
+            if size:
+                picked = torch.from_numpy(self._space.bytes[start : start + size].copy())
+            else:
+                picked = torch.empty(0, dtype=torch.uint8, device="cpu")
             columns.append(picked.view(leaf.stored).view(1, *leaf.stored_shape))
         return Rows(schema, columns, 1)
 

@@ -57,7 +57,8 @@ class SharedTier(Tier):
     job : bytes
         Which processes share, 16 bytes; see `job_name`.
     budget : int
-        Bytes that the files of all processes never exceed; that of the first process counts.
+        Bytes that the files of all processes never exceed; that of the first process counts. From 30 kB on,
+        there is room for as many rows as in 200 kB, of which most is bookkeeping.
     in_use : callable, optional
         The namespaces that something alive in this process uses; default: all.
     description : callable, optional
