@@ -20,13 +20,13 @@ def join():
 """
 
 
-def run_ranks(script, folder, *args, count=2, **options):
+def run_ranks(script, folder, *args, count=2, env=None, **options):
     """Run a script behind `PREAMBLE` in every rank of a job; the processes, when all have ended well."""
     text = PREAMBLE + warm.dedented(script)
     store = folder / "store"
     store.unlink(missing_ok=True)
     ranks = []
     for rank in range(count):
-        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-        ranks.append(warm.start(text, store, *args, env=env, **options))
+        of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+        ranks.append(warm.start(text, store, *args, env=of_rank | (env or {}), **options))
     return [rank.done() for rank in ranks]

@@ -165,9 +165,7 @@ class CachedDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         length = length_of(self._plan.dataset)
-        if length is None:
-            raise TypeError(f"object of type {type(self._plan.dataset).__name__!r} has no len()")
-        return length
+        return len(self._plan.dataset) if length is None else length  # this says why there is none
 
     def __getitem__(self, index: Any) -> Any:
         """The sample at an index: an int, also one of numpy or a tensor, a str or bytes."""

@@ -90,6 +90,7 @@ class Fetcher:
         """The samples at indices that have these keys, from the source, and the bytes of their rows."""
         if len(indices) == 0:
             return [], 0
+        drops = self.tally.drops
         samples, is_steady = self.source.load(indices)
         if not is_steady:
             self._moved(indices[0])
@@ -102,6 +103,8 @@ class Fetcher:
         if batch.refused:
             self._refuse(next(iter(batch.refused.values())), is_any_kept=bool(batch.parts))
         kept = [self.levels.keep(keys.take(positions), rows) for positions, rows in batch.parts]
+        if self.tally.drops != drops:  # samples that were loaded before must not be found afterwards
+            self.levels.drop(self.levels.namespace)
         # A disk that is full says so itself.
         if not (all(kept) or self.levels.settings.is_persistent) and self.tally.is_first("full"):
             logger.warning(

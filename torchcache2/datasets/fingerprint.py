@@ -24,7 +24,7 @@ from torchcache2.identity.objectwalk import GENERATORS
 from torchcache2.identity.readable import readable, texts_of
 from torchcache2.identity.tensorwatch import TensorWatch
 
-__all__ = ["Identity", "identify", "length_of"]
+__all__ = ["Identity", "identify"]
 
 _FORMAT = 1
 _MOST_LISTED = 64  # objects in longer containers have no parts

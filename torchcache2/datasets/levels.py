@@ -16,6 +16,7 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.ranks import has_ranks, ranks_here
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
+from torchcache2.datasets.tally import Tally
 from torchcache2.engine.stack import TierStack
 from torchcache2.tiers.base import Tier
 from torchcache2.tiers.make import Description, InUse, make_levels
@@ -53,9 +54,11 @@ class Levels(TierStack):
         namespace: bytes,
         description: Mapping[str, Any],
         name: str,
-        job: bytes | None = None,
+        job: bytes | None,
+        tally: Tally,
     ) -> None:
         super().__init__(settings, name)
+        self._tally = tally
         self.namespace = namespace
         self._user = _User(namespace, description)
         self._is_worker = job is not None
@@ -75,7 +78,12 @@ class Levels(TierStack):
 
     def clear(self) -> None:
         """Forget every row, in every process."""
+        self._tally.dropped()  # first: what waits elsewhere must not be written afterwards
         self.drop(self.namespace)
+
+    def drop(self, namespace: bytes) -> None:
+        """Delete the rows in files and in shared memory, and what waits in this process."""
+        super().drop(namespace)
         self._hold()
 
     def has(self, keys: Keys) -> Flags:
@@ -112,8 +120,15 @@ class Levels(TierStack):
     def _made(self, in_use: InUse, description: Description) -> Sequence[Tier]:
         worker = get_worker_info()
         processes = ranks_here() * (1 if worker is None else worker.num_workers)
+        tally = self._tally  # tiers that refer to these levels would keep them alive
         return make_levels(
-            self.settings, in_use, description, self.job, processes=processes, is_worker=self._is_worker
+            self.settings,
+            in_use,
+            description,
+            self.job,
+            processes=processes,
+            is_worker=self._is_worker,
+            drops=lambda: tally.drops,
         )
 
 

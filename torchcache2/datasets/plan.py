@@ -91,7 +91,9 @@ class Plan:
         sizes = self.settings.max_memory_cache_size, self.settings.is_persistent
         if self.is_closed or disabled_by_environment() or not any(sizes):
             return None
-        levels = Levels(self.settings, self.identity.namespace, self.document, self.options, self.job)
+        levels = Levels(
+            self.settings, self.identity.namespace, self.document, self.options, self.job, self.tally
+        )
         self.job = levels.job
         return Fetcher(self.title, levels, source, self.tally, self.verify)
 

@@ -28,7 +28,7 @@ COUNTS = (
     "nanoseconds",
     "spent",
 )
-_FLAGS = ("random", "full")
+_FLAGS = ("random", "full", "drops")
 _PROCESSES = 1024
 _WORDS = 16  # of 8 bytes: a row is two cache lines, and no two processes write to one
 
@@ -86,6 +86,15 @@ class Tally:
         before = bool(self._table[0, place])
         self._table[0, place] = 1
         return not before
+
+    @property
+    def drops(self) -> int:
+        """A number that is another one after each `dropped`."""
+        return int(self._table[0, _FLAGS.index("drops")])
+
+    def dropped(self) -> None:
+        """Have all processes forget the samples that they keep apart, such as those that wait."""
+        self._table[0, _FLAGS.index("drops")] = int.from_bytes(os.urandom(7), "little")
 
     def _own_row(self) -> int:
         if self._pid != os.getpid():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,10 +31,12 @@ class Gathering(Tier):
     """A tier in front of another one, as which it appears.
 
     What waits is handed on when there is enough of it, when it is asked for, at `flush` and `close`, and at
-    exit. Safe under threads, and under fork: the parent hands on what waited.
+    exit. Safe under threads, and under fork: the parent hands on what waited. When `drops()` changes, as a
+    process of the job has dropped rows, what waits is forgotten.
     """
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, drops: Callable[[], int] | None = None) -> None:
+        self._drops = drops
         self._tier = tier
         self.name = tier.name  # type: ignore[misc]
         self.is_lasting = tier.is_lasting  # type: ignore[misc]
@@ -51,6 +53,7 @@ class Gathering(Tier):
 
     def _start_anew(self) -> None:
         self._pid = os.getpid()
+        self._dropped = 0 if self._drops is None else self._drops()
         self._waiting: dict[tuple[bytes, bytes], tuple[Keys, Rows]] = {}
         self._bytes = 0
         self._since = 0.0
@@ -73,7 +76,7 @@ class Gathering(Tier):
             return self._tier.put(keys, rows)
         kept, absent = 0, np.flatnonzero(~self._tier.has(keys))
         with self._lock():
-            self._notice_fork()
+            self._notice()
             if self._closed:
                 return 0
             for i in absent.tolist():
@@ -132,7 +135,7 @@ class Gathering(Tier):
     def hand_on(self) -> None:
         """Put what waits into the tier."""
         with self._lock():
-            self._notice_fork()
+            self._notice()
             if self._exit is not None:
                 self._exit.cancel()
             waiting = list(self._waiting.values())
@@ -152,6 +155,9 @@ class Gathering(Tier):
             if waiting and any((keys.namespace, key.tobytes()) in waiting for key in keys.data):
                 self.hand_on()
 
-    def _notice_fork(self) -> None:
-        if self._pid != os.getpid():
+    def _notice(self) -> None:
+        """Forget what waits if it is the parent's, or if a process of the job has dropped rows."""
+        if self._pid != os.getpid() or (self._drops is not None and self._dropped != self._drops()):
+            if self._exit is not None and self._pid == os.getpid():
+                self._exit.cancel()
             self._start_anew()

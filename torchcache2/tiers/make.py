@@ -83,8 +83,11 @@ def make_levels(
     *,
     processes: int = 1,
     is_worker: bool = False,
+    drops: Callable[[], int] | None = None,
 ) -> list[Tier]:
     """The tiers of a dataset, fastest first: memory of the processes of a `job`, then a folder.
+
+    `drops` is as for `DiskTier`.
 
     The budgets are in bytes; one of 0 leaves its tier out. Where memory cannot be shared, it is divided by
     the number of `processes`. A worker leaves its rows to others when it ends, in a temporary folder too.
@@ -112,8 +115,9 @@ def make_levels(
                 is_worker,
                 delay=_SAMPLES_SEALED_AFTER,
                 most_seconds=_most_seconds,
+                drops=drops,
             )
-            tiers.append(Gathering(disk))
+            tiers.append(Gathering(disk, drops))
         except OSError as error:
             text = str(error)
             logger.warning("there is no temporary folder: what does not fit in memory is not kept (%s)", text)

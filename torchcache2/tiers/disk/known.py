@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -23,7 +24,7 @@ class Known:
 
     A row may have `limit` bytes. `in_use()` are the namespaces that something alive in this process uses;
     without it, all count as used. The `lock` protects all of this. `numbers` are those of the next segments.
-    There is no `writer` before the first `begin`.
+    There is no `writer` before the first `begin`. When `drops()` changes, all is forgotten.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Known:
         limit: int,
         in_use: Callable[[], Collection[bytes]] | None,
         make_writer: Callable[[], Writer],
+        drops: Callable[[], int] | None = None,
     ) -> None:
         self.lock = ProcessLock(threading.RLock)
         self.located: dict[bytes, Located] = {}
@@ -44,14 +46,30 @@ class Known:
         self._limit = limit
         self._in_use = in_use
         self._make_writer = make_writer
+        self._drops = drops
+        self._dropped = 0 if drops is None else drops()
         self.numbers = itertools.count()
         self._wanted: set[bytes] = set()  # namespaces that are held, or should be
 
     def begin(self) -> None:
         """Make a writer if this process has none, as after a fork; with the lock held."""
         torn = self.lock.was_torn()
-        if self.writer is not None and self.writer.pid == os.getpid():
-            return
+        if self.writer is None or self.writer.pid != os.getpid():
+            self._begin(torn)
+        if self._drops is not None and self._dropped != (drops := self._drops()):
+            self._dropped = drops
+            for namespace in list(self.located):
+                self.start_anew(namespace)
+                self._ignore_files(namespace)
+
+    def _ignore_files(self, namespace: bytes) -> None:
+        """Have the files that are there now stay closed, as another process is about to delete them."""
+        with contextlib.suppress(OSError):
+            files = self._directory.contents(namespace.hex()).segments
+            located = self.located.get(namespace) or self.new(namespace)
+            located.names |= {file.name for file in files}
+
+    def _begin(self, torn: bool) -> None:
         if torn:
             # Another thread of the parent was changing the tables when it forked.
             self.located = {}

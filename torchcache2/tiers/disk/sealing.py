@@ -137,6 +137,7 @@ class Sealing:
         try:
             encoded = encode(pending.rows(), self._codec, library=__version__)
             with self._known.lock():
+                self._known.begin()
                 located = self._known.located.get(pending.namespace)
                 if located is None or pending.dropped or not self._health.writes:
                     self.forget(pending)
@@ -150,6 +151,7 @@ class Sealing:
             segment = Segment.written(self._fs, self._known.descriptors, path, encoded)
             segment.keys = None
             with self._known.lock():
+                self._known.begin()
                 self._health.worked(pending.namespace)
                 is_known = self._known.closed or self._known.located.get(pending.namespace) is located
                 if pending.dropped or not is_known:

@@ -75,6 +75,8 @@ class DiskTier(Tier):
         seconds, as measured. None, or a result of None: as many as `queue` allows.
     closed : callable, optional
         Called at the end of `close`, such as to delete a temporary directory.
+    drops : callable, optional
+        A number that changes when any process of the job drops rows: this one then forgets its own.
 
     Raises
     ------
@@ -102,6 +104,7 @@ class DiskTier(Tier):
         temporary: bool = False,
         most_seconds: Callable[[], float | None] | None = None,
         closed: Callable[[], None] | None = None,
+        drops: Callable[[], int] | None = None,
     ) -> None:
         self.budget = budget
         self.policy = policy
@@ -114,7 +117,7 @@ class DiskTier(Tier):
         self._goes_with = os.getpid() if temporary else None  # the process
         self._on_closed = closed
         self._health = Health(self.directory)
-        self._known = Known(self.directory, self._health, max(budget, 1), in_use, self._make_writer)
+        self._known = Known(self.directory, self._health, max(budget, 1), in_use, self._make_writer, drops)
         self._lock = self._known.lock
         self._sealing = Sealing(
             self.directory,

@@ -1,0 +1,217 @@
+"""`CachedDataset` in workers, ranks, and processes that are killed."""
+
+
+import pytest
+
+from tests.helpers import warm
+from tests.helpers.datasets import noted
+from tests.helpers.gloo import run_ranks
+
+PREAMBLE = """
+import copy, gc, glob, itertools, json, os, pickle, random, signal, sys, time
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, random_split
+from tests.helpers.datasets import Batched, Counted, note, noted, same, sample_of
+from torchcache2 import CachedDataset
+
+
+def read(loader, count, kind="coco"):
+    '''All samples of an epoch, in the order in which they came; each is checked.'''
+    ids = []
+    for batch in loader:
+        for sample in batch if isinstance(batch, list) else [batch]:
+            same(sample, sample_of(sample["image_id"], kind))
+            ids.append(sample["image_id"])
+    assert sorted(ids) == list(range(count)), ids
+    return ids
+
+
+def left():
+    '''What there is in the folder for temporary files.'''
+    return [
+        os.path.join(folder, name)
+        for folder, _, names in os.walk(os.environ["TMPDIR"])
+        for name in names
+        if "torchcache2" in folder + name
+    ]
+
+
+"""
+
+
+def run(script, folder, *args, env=None, **options):
+    """Run a script behind `PREAMBLE`; it finds no temporary files but its own."""
+    (folder / "tmp").mkdir(exist_ok=True)
+    return warm.run(text_of(script), *args, env={"TMPDIR": str(folder / "tmp"), **(env or {})}, **options)
+
+
+def text_of(script):
+    return warm.dedented(PREAMBLE) + warm.dedented(script)
+
+
+EPOCHS = """
+if __name__ == "__main__":
+    folder, method, persistent, shuffle = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+    levels = [
+        {"memory_cache_size": "10MB"},
+        {"memory_cache_size": "10MB", "path": folder + "/both"},
+        {"memory_cache_size": 0, "path": folder + "/disk"},
+        {"memory_cache_size": "33kB", "disk_cache_size": "10MB"},
+    ]
+    if method != "fork":
+        levels = levels[1:2]
+    for number, options in enumerate(levels):
+        log = f"{folder}/log{number}"
+        cached = CachedDataset(Batched(60, "coco", log), **options)
+        loader = DataLoader(
+            cached, 8, bool(shuffle), num_workers=2 if method == "fork" else 1,
+            persistent_workers=bool(persistent), collate_fn=list, multiprocessing_context=method,
+        )
+        keeps = options["memory_cache_size"] == "10MB" or not persistent  # else rows wait in other workers
+        for epoch in range(1, 4):
+            read(loader, 60)
+            assert max(noted(log).values()) <= (1 if keeps else 2), (options, epoch, noted(log))
+        stats = cached.stats()
+        assert stats.misses == noted(log).total() and stats.hits == 180 - stats.misses
+        assert (stats.corrupt, stats.faults, stats.bypasses) == (0, 0, {})
+        del loader
+        gc.collect()
+        time.sleep(0 if keeps else 1)  # new files are looked for once in a while
+        assert cached.missing().tolist() == []
+        if "path" in options:
+            cached.close()
+            again = CachedDataset(Batched(60, "coco", log), **options)
+            assert again.missing().tolist() == []
+            read(again, 60)
+            assert again.stats().misses == 0
+            again.close()
+        cached.close()
+    print(left())
+"""
+
+
+@pytest.mark.parametrize("persistent", [0, 1])
+@pytest.mark.parametrize("shuffle", [0, 1])
+def test_each_sample_is_loaded_once(tmp_path, persistent, shuffle):
+    assert run(EPOCHS, tmp_path, tmp_path, "fork", persistent, shuffle).out == "[]\n"
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_inherit_nothing_find_the_samples(tmp_path, method):
+    assert run(EPOCHS, tmp_path, tmp_path, method, 1, 1).out == "[]\n"
+
+
+CLEARED = """
+class Live(Dataset):
+    '''Its samples change behind the same path.'''
+
+    def __init__(self, path):
+        self.path = path
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return int(open(self.path).read()), index
+
+
+if __name__ == "__main__":
+    folder = sys.argv[1]
+    for number, memory in enumerate([0, "1MB"]):
+        path = f"{folder}/{number}"
+        for method in ("clear", "kill"):
+            open(folder + "/value", "w").write("1")
+            cached = CachedDataset(Live(folder + "/value"), path, memory_cache_size=memory)
+            loader = DataLoader(cached, 2, num_workers=2, persistent_workers=True, collate_fn=list)
+            for epoch in range(2):
+                assert {value for batch in loader for value, _ in batch} == {1}
+            open(folder + "/value", "w").write("2")
+            cached.clear()
+            assert len(cached.missing()) == 20
+            if method == "kill":
+                for epoch in range(2):
+                    assert {value for batch in loader for value, _ in batch} == {2}
+            del loader
+            gc.collect()
+            cached.close()
+            cached = CachedDataset(Live(folder + "/value"), path, memory_cache_size=memory)
+            assert {cached[index] for index in range(20)} == {(2, index) for index in range(20)}
+            cached.clear()
+            cached.close()
+"""
+
+
+def test_clear_reaches_what_waits_in_workers(tmp_path):
+    run(CLEARED, tmp_path, tmp_path)
+
+
+RARE = """
+class Rare(Dataset):
+    '''It draws random numbers for a few samples only, and not for the first.'''
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        return float(torch.rand(())) if index % 10 == 3 and index > 70 else float(index)
+
+
+if __name__ == "__main__":
+    folder = sys.argv[1]
+    cached = CachedDataset(Rare(), folder + "/cache", memory_cache_size="1MB")
+    for epoch in range(2):
+        for sample in DataLoader(cached, None, num_workers=2):
+            pass
+    assert cached.stats().bypasses["random"] > 700
+    assert "random" in cached.explain()
+    assert len(cached.missing()) == 400
+    assert glob.glob(folder + "/cache/*/*.safetensors") == []
+    cached.close()
+    assert glob.glob(folder + "/cache/*/*.safetensors") == []
+"""
+
+
+def test_a_source_that_is_found_to_be_random_leaves_nothing_behind(tmp_path):
+    process = run(RARE, tmp_path, tmp_path)
+    assert 1 <= process.err.count("draws random numbers") <= 2
+
+
+RANKS = """
+from torch.utils.data import DataLoader, DistributedSampler
+from tests.helpers.datasets import Batched, same, sample_of
+from torchcache2 import CachedDataset
+
+join()
+folder, memory = ARGUMENTS
+log = folder + "/log"
+cached = CachedDataset(
+    Batched(60, "coco", log), folder + "/cache", memory_cache_size=memory
+)
+sampler = DistributedSampler(cached, WORLD, RANK, shuffle=True, drop_last=True)
+loader = DataLoader(cached, 5, sampler=sampler, num_workers=2, collate_fn=list)
+for epoch in range(4):
+    sampler.set_epoch(epoch)
+    for batch in loader:
+        for sample in batch:
+            same(sample, sample_of(sample["image_id"], "coco"))
+    torch.distributed.barrier()
+    print(noted(log).total() if RANK == 0 else 0, end=" ")
+    torch.distributed.barrier()
+stats = cached.stats()
+assert stats.hits + stats.misses == 120 and (stats.corrupt, stats.faults) == (0, 0), stats
+print(stats.misses, len(cached.missing()))
+torch.distributed.barrier()
+cached.close()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_ranks_and_their_workers_share_samples(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    script = "from tests.helpers.datasets import noted\n" + warm.dedented(RANKS)
+    env = {"TORCHCACHE_JOB": str(tmp_path), "TMPDIR": str(tmp_path / "tmp")}
+    first, second = run_ranks(script, tmp_path, tmp_path, "10MB", env=env)
+    assert set(noted(tmp_path / "log").values()) == {1}
+    assert first.words[:4] == ["60"] * 4 and [first.words[5], second.words[5]] == ["0", "0"]
+    assert int(first.words[4]) + int(second.words[4]) == 60
