@@ -1,15 +1,20 @@
 """`CachedDataset` gives what the dataset gives, whatever happens to what it keeps: in one process."""
 
+import concurrent.futures
+import contextlib
 import copy
 import os
 import pickle
+import random
+import shutil
 import tempfile
+import threading
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -19,8 +24,8 @@ from hypothesis.stateful import (
 )
 from torch.utils.data import Dataset
 
-from tests.helpers.datasets import Batched, Counted, memory_of, same
-from tests.helpers.storage import warnings_of
+from tests.helpers.datasets import Batched, Counted, memory_of, same, sample_of
+from tests.helpers.storage import segments, warnings_of
 from torchcache2 import CachedDataset
 from torchcache2.core.errors import OutputError
 
@@ -143,7 +148,12 @@ class Machine(RuleBasedStateMachine):
     def warmup(self):
         done = self.cached.warmup(batch_size=5)
         assert done.found + done.computed == COUNT
-        if self.options["memory_cache_size"] == "10MB":
+        # The folder has all, if there is one.
+        if self.options["memory_cache_size"] == "10MB" and self.options["disk_cache_size"] in (
+            None,
+            0,
+            "10MB",
+        ):
             assert len(self.cached.missing()) == 0
 
     @rule()
@@ -165,6 +175,7 @@ def test_it_gives_what_the_dataset_gives():
             stateful_step_count=30 if SOAK else 15,
             derandomize=not SOAK,
             deadline=None,
+            phases=[Phase.generate] if not SOAK else list(Phase),
         ),
     )
 
@@ -334,3 +345,236 @@ def test_a_method_that_changes_the_dataset_ends_the_cache(log):
     assert [staged[1], *staged.__getitems__([2, 3])] == [31, 32, 33]
     (warning,) = warnings_of(log)
     assert "set_epoch has changed the dataset" in warning.getMessage()
+
+
+# Random numbers
+
+OWN = {"torch": torch.Generator(), "numpy": np.random.default_rng(), "python": random.Random()}
+
+
+def draw(kind):
+    """A number of a generator; those of `OWN` are globals that the code of a dataset refers to."""
+    if kind == "torch":
+        return float(torch.rand(()))
+    if kind == "numpy":
+        return float(np.random.random())
+    if kind == "python":
+        return random.random()
+    if kind == "own torch":
+        return float(torch.rand((), generator=OWN["torch"]))
+    if kind == "own numpy":
+        return float(OWN["numpy"].random())
+    return OWN["python"].random()
+
+
+KINDS = ["torch", "numpy", "python", "own torch", "own numpy", "own python"]
+
+
+class Augmented(Dataset):
+    """Each sample, or one in `every` of the later ones, has a random number; maybe one of another thread."""
+
+    def __init__(self, kind, every=1, pool=None, seeds=False):
+        self.kind, self.every, self.seeds = kind, every, seeds
+        self.with_thread = pool is not None
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        if index % self.every:
+            return float(index)
+        if self.seeds:
+            torch.manual_seed(index)
+        if self.with_thread:
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                return pool.submit(draw, self.kind).result()
+        return draw(self.kind)
+
+
+@contextlib.contextmanager
+def seeded():
+    """The states in the end are what is drawn next."""
+    torch.default_generator.manual_seed(1)
+    random.seed(2)
+    np.random.seed(3)
+    OWN["torch"].manual_seed(4)
+    OWN["numpy"].bit_generator.state = np.random.default_rng(5).bit_generator.state
+    OWN["python"].seed(6)
+    numbers = []
+    yield numbers
+    numbers += [draw(kind) for kind in KINDS]
+
+
+def epochs(dataset):
+    with seeded() as numbers:
+        numbers += [sample for _ in range(3) for sample in dataset.__getitems__(list(range(50)))]
+        numbers += [dataset[index] for index in range(50)]
+    return numbers
+
+
+@pytest.mark.parametrize("idle", [False, True], ids=["alone", "beside a thread"])
+@pytest.mark.parametrize("pool", [None, True], ids=["here", "in a thread"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_source_that_draws_random_numbers_is_as_without_the_cache(log, kind, pool, idle):
+    plain = Augmented(kind, pool=pool)
+    plain.__getitems__ = lambda indices: [plain[index] for index in indices]
+    expected, done = epochs(plain), threading.Event()
+    thread = threading.Thread(target=done.wait)
+    if idle:  # which could be what draws
+        thread.start()
+    try:
+        cached = CachedDataset(Augmented(kind, pool=pool), memory_cache_size="1MB")
+        assert epochs(cached) == expected
+    finally:
+        done.set()
+        if idle:
+            thread.join()
+    assert len(warnings_of(log)) == 1 and "draws random numbers" in warnings_of(log)[0].getMessage()
+    assert cached.stats().bypasses == {"random": 200} and cached.stats().memory_rows == 0
+
+
+@pytest.mark.parametrize("kind", ["torch", "own numpy"])
+def test_a_source_that_draws_for_one_sample_only_is_as_without_the_cache(log, kind):
+    plain = Augmented(kind, every=50)
+    plain.__getitems__ = lambda indices: [plain[index] for index in indices]
+    cached = CachedDataset(Augmented(kind, every=50), memory_cache_size="1MB")
+    assert epochs(cached) == epochs(plain)
+    assert len(warnings_of(log)) == 1
+
+
+def test_samples_that_seed_a_generator_are_cached_if_allowed(log):
+    expected = [Augmented("torch", seeds=True)[index] for index in range(50)]
+    cached = CachedDataset(Augmented("torch", seeds=True), memory_cache_size="1MB", allow_random=True)
+    for _ in range(2):
+        assert [cached[index] for index in range(50)] == expected
+    assert cached.stats().hits == 50 and warnings_of(log) == []
+    cached = CachedDataset(Augmented("torch", seeds=True), memory_cache_size="1MB")
+    for _ in range(2):
+        assert [cached[index] for index in range(50)] == expected
+    assert cached.stats().hits == 0 and len(warnings_of(log)) == 1
+
+
+def noise(sample):
+    return sample, draw("torch")
+
+
+def test_a_transform_runs_after_the_cache_each_time(log):
+    cached = CachedDataset(torch.arange(50.0), memory_cache_size="1MB", transform=noise)
+    with seeded() as numbers:
+        numbers += [sample for _ in range(2) for sample in cached.__getitems__(list(range(50)))]
+    with seeded() as expected:
+        expected += [noise(torch.tensor(float(index))) for _ in range(2) for index in range(50)]
+    assert numbers == expected and cached.stats().hits == 50 and warnings_of(log) == []
+
+
+def test_reading_and_warming_up_draw_nothing():
+    with seeded() as untouched:
+        pass
+    with seeded() as numbers:
+        cached = CachedDataset(Counted(50), memory_cache_size="1MB", verify=0.5)
+        cached.warmup(batch_size=7)
+        cached.warmup()
+        cached.__getitems__(list(range(50)))
+        cached.stats(), cached.missing(), cached.flush(), cached.explain(), cached.clear(), cached.close()
+    assert numbers == untouched
+
+
+# Threads
+
+
+def test_threads_read_one_dataset(tmp_path):
+    cached = CachedDataset(Counted(60), memory_cache_size="40kB", disk_cache_size="1MB")
+    expected = [Counted(60)[index] for index in range(60)]
+
+    def read(seed):
+        for index in np.random.default_rng(seed).integers(0, 60, 25).tolist():
+            some = [index, *range(index, min(60, index + seed))]
+            for one, sample in zip(some, [cached[index], *cached.__getitems__(some[1:])], strict=True):
+                same(sample, expected[one])
+            if index == 7:
+                cached.clear()
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(read, range(8)))
+    assert cached.stats().hits > 0 and cached.stats().faults == 0
+    cached.close()
+
+
+# Samples that changed behind the same path
+
+
+class Live(Dataset):
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        with open(self.path) as file:
+            return int(file.read()), index
+
+
+@pytest.mark.parametrize("memory", [0, "1MB"])
+def test_verify_finds_that_samples_have_changed(tmp_path, log, memory):
+    file = tmp_path / "value"
+    file.write_text("1")
+    options = {"path": tmp_path / "cache", "memory_cache_size": memory}
+    for verify in (0.0, 1.0):
+        cached = CachedDataset(Live(file), **options, verify=verify)
+        assert cached.__getitems__([3, 4]) == [(1, 3), (1, 4)]
+        cached.close()
+    assert warnings_of(log) == []
+    file.write_text("2")
+    with contextlib.closing(CachedDataset(Live(file), **options, verify=1.0)) as cached:
+        for _ in range(2):
+            assert cached.__getitems__([5, 3]) == [(2, 5), (2, 3)]
+        assert cached.stats().mismatched == 1 and len(warnings_of(log)) == 1
+        assert cached[4] == (2, 4)
+    with contextlib.closing(CachedDataset(Live(file), **options)) as cached:
+        assert [cached[index] for index in (3, 4, 5)] == [(2, 3), (2, 4), (2, 5)]
+
+
+# Disks that fail
+
+
+def test_a_folder_that_is_deleted_or_cannot_be_written_loses_samples_only(tmp_path, log):
+    for number, options in enumerate([{"memory_cache_size": 0}, {"memory_cache_size": "1MB"}]):
+        folder = tmp_path / f"{number}" / "cache"
+        cached = CachedDataset(Batched(20), folder, **options)
+        for _ in range(3):
+            for index, sample in enumerate(cached.__getitems__(list(range(20)))):
+                same(sample, sample_of(index, "dict"))
+            cached.flush()
+            shutil.rmtree(folder.parent, ignore_errors=True)
+        cached.close()
+
+
+@pytest.mark.parametrize("kind", ["dict", "coco", "tensor"])
+@pytest.mark.parametrize("how", ["flipped", "cut", "other bytes", "gone"])
+def test_damaged_segments_are_misses(tmp_path, log, kind, how):
+    chance = random.Random(0)
+    for seed in range(20 if SOAK else 4):
+        folder = tmp_path / f"{seed}"
+        with contextlib.closing(CachedDataset(Batched(20, kind), folder, memory_cache_size=0)) as cached:
+            cached.__getitems__(list(range(20)))
+        files = segments(folder)
+        for file in files:
+            data = bytearray(file.read_bytes())
+            place = chance.randrange(len(data))
+            if how == "flipped":
+                data[place] ^= 1 << chance.randrange(8)
+            elif how == "cut":
+                del data[place:]
+            elif how == "other bytes":
+                data[place : place + 100] = chance.randbytes(len(data[place : place + 100]))
+            file.write_bytes(data)
+            if how == "gone":
+                file.unlink()
+        with contextlib.closing(CachedDataset(Batched(20, kind), folder, memory_cache_size=0)) as cached:
+            for _ in range(2):
+                for index, sample in enumerate(cached.__getitems__(list(range(20)))):
+                    same(sample, sample_of(index, kind))
+            stats = cached.stats()
+            assert stats.faults == 0 and stats.hits + stats.misses == 40 and stats.hits >= 20
+            assert how in ("gone", "flipped") or stats.corrupt >= 1

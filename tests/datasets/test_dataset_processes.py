@@ -1,6 +1,5 @@
 """`CachedDataset` in workers, ranks, and processes that are killed."""
 
-
 import pytest
 
 from tests.helpers import warm
