@@ -14,7 +14,7 @@ NEVER = 3600.0
 
 
 class Sharing(Dataset):
-    """Items 0, 1, …: an item is which of all names were there before it was put, and the worker's member.
+    """Items 0, 1, …: an item is which of all names were there before it was put, and the worker's pid.
 
     A handle, as datasets have: a forked worker inherits the tier, and another one makes its own.
     """
@@ -37,7 +37,7 @@ class Sharing(Dataset):
         put(self.tier, [name])
         if name in self.state[3]:
             os.kill(os.getpid(), signal.SIGKILL)
-        return here, self.tier.member
+        return here, os.getpid()
 
 
 class Spilling(Dataset):

@@ -172,17 +172,6 @@ def test_rows_wait_and_can_be_read_meanwhile(make, path):
     assert len(segments(path)) == 1
 
 
-def test_a_tier_tells_sealed_rows_from_those_that_wait(make):
-    tier = make(delay=NEVER)
-    seal(tier, range(5))
-    put(tier, range(5, 8))
-    keys = keys_of(range(10))
-    assert tier.has(keys).tolist() == [True] * 8 + [False] * 2
-    assert tier.has(keys, sealed=True).tolist() == [True] * 5 + [False] * 5
-    tier.flush()
-    assert tier.has(keys, sealed=True).tolist() == [True] * 8 + [False] * 2
-
-
 def test_rows_are_sealed_after_a_while(make, path):
     tier = make(delay=0.01)
     put(tier, range(10))

@@ -1,7 +1,5 @@
 """Rows that the workers of a `DataLoader` share, who come and go, and are killed."""
 
-import os
-
 import pytest
 
 from tests.helpers import warm
@@ -19,19 +17,18 @@ if __name__ == "__main__":
     tier, namespace = data.tier, keys_of([]).namespace
     tier.hold(namespace)
     assert found(tier, range(12)) == [] and tier.stats().rows == 0
-    members = set()
+    pids = set()
     for epoch in range(epochs):
         tier.hold(namespace)
         loader = DataLoader(data, 3, num_workers=workers, collate_fn=list, multiprocessing_context=method)
         for batch in loader:
-            for here, member in batch:
+            for here, pid in batch:
                 assert epoch == 0 or here == list(range(12)), here
-                members.add(member)
-    assert tier.member not in members and None not in members and len(members) == workers
+                pids.add(pid)
+    assert os.getpid() not in pids and len(pids) == epochs * workers
     assert found(tier, range(12)) == list(range(12))
     assert (tier.stats().faults, tier.stats().corrupt) == (0, 0)
     tier.close()
-    assert tier.member is None
     tier.hold(namespace)
     print(os.listdir(folder))
 """
@@ -53,8 +50,8 @@ if __name__ == "__main__":
         assert "worker" in str(error)
     assert found(tier, range(12)) == list(range(8))
     later = DataLoader(data, 12, num_workers=1, collate_fn=list, multiprocessing_context="fork", sampler=[9])
-    ((here, member),) = next(iter(later))
-    assert here == list(range(8)) and member not in (None, tier.member)
+    ((here, pid),) = next(iter(later))
+    assert here == list(range(8)) and pid != os.getpid()
     assert found(tier, range(12)) == [*range(8), 9]
     assert (tier.stats().faults, tier.stats().corrupt) == (0, 0)
     tier.close()
@@ -74,16 +71,6 @@ def test_rows_outlive_the_workers_that_put_them(tmp_path, method, epochs, worker
 def test_rows_of_a_worker_that_is_killed_stay(tmp_path, method):
     process = warm.run(KILLED, tmp_path, method)
     assert process.out == "[]\n"
-
-
-def test_a_forked_child_has_a_number_of_its_own(join):
-    tier = join()
-    mine = tier.member
-    pid = os.fork()
-    if pid == 0:
-        os._exit(tier.member == mine)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert tier.member == mine and join().member != mine
 
 
 BESIDE_THREADS = (
@@ -106,7 +93,6 @@ def read_and_put(number):
 
 
 def epoch(worker):
-    assert tier.member is not None
     for name in range(10):
         put(tier, [(worker, name)])
         assert found(tier, [(worker, name), "absent"]) == [(worker, name)]

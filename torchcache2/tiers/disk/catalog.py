@@ -10,9 +10,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-import numpy as np
-
-from torchcache2.core.arrays import Array, Flags, Ordinals
+from torchcache2.core.arrays import Array
 from torchcache2.core.errors import OptionError
 from torchcache2.files.descriptors import Descriptor
 from torchcache2.files.directory import CacheDirectory
@@ -183,12 +181,6 @@ class Located:
         keys, segment.keys = segment.keys, None
         assert keys is not None
         return {number: keys}
-
-    def are_sealed(self, ordinals: Ordinals) -> Flags:
-        """Whether the rows of some keys are in files, and do not wait to be written."""
-        waiting = [number for number, segment in self.segments.items() if isinstance(segment, Pending)]
-        sealed: Flags = ~np.isin(self.places.where(ordinals)[0], waiting)
-        return sealed
 
     def add(self, keys: Array, segment: Pending, first: int) -> None:
         """Note the keys, uint8 ``(n, 16)``, of row `first` of an unwritten segment and of those after it."""

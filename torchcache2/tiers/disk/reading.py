@@ -59,15 +59,11 @@ class Reader:
             self._touch(segment)
         return found
 
-    def has(self, keys: Keys, *, sealed: bool) -> Flags:
-        """Whether each key has a row here now; with `sealed`, one in a file."""
+    def has(self, keys: Keys) -> Flags:
+        """Whether each key has a row here now."""
         self._let_go_before(keys)
         with self._known.lock():
-            located, ordinals = self._ordinals(keys)
-            here = ordinals >= 0
-            if sealed and located is not None:
-                here[here] = located.are_sealed(ordinals[here])
-            return here
+            return self._ordinals(keys)[1] >= 0
 
     def _let_go_before(self, keys: Keys) -> None:
         """Let unused namespaces go before another one is used; without the lock."""

@@ -147,10 +147,10 @@ class DiskTier(Tier):
             self._health.fault(error, self.path)
             return Found([])
 
-    def has(self, keys: Keys, *, sealed: bool = False) -> Flags:
-        """Whether each key has a row here now; with `sealed`, one that does not wait to be written."""
+    def has(self, keys: Keys) -> Flags:
+        """Whether each key has a row here now, be it one that waits to be written."""
         try:
-            return self._reader.has(keys, sealed=sealed)
+            return self._reader.has(keys)
         except Exception as error:
             self._health.fault(error, self.path)
             return np.zeros(len(keys), bool)

@@ -158,14 +158,6 @@ class SharedTier(Tier):
         """Take part in a namespace until `let_go` or `drop`: its rows outlive whoever put them."""
         self._guarded(lambda: self._tables.find(namespace, create=True))
 
-    @property
-    def member(self) -> int | None:
-        """The number of this process among those of the job; None if it shares nothing any more.
-
-        No process that is alive has the same number. A later one may get that of a process that has ended.
-        """
-        return self._guarded(lambda: self._job.slot)
-
     def claim(self, keys: Keys) -> Claim:
         """Say which of some distinct keys, missed by `get`, this call computes.
 
