@@ -13,6 +13,18 @@ def test_memory_is_lent_again_when_nothing_has_it():
     assert spare.empty(SIZE).data_ptr() == first
     assert spare.empty(SIZE // 2).data_ptr() == first
     assert len(spare.empty(SIZE // 2)) == SIZE // 2
+    assert len(spare.empty(2 * SIZE)) == 2 * SIZE
+
+
+def test_several_columns_have_a_block_each_and_the_same_ones_again():
+    spare = SpareMemory()
+    columns = [spare.empty(SIZE) for _ in range(3)]
+    first = [column.data_ptr() for column in columns]
+    del columns
+    assert len(set(first)) == 3
+    again = [spare.empty(SIZE) for _ in range(6)]
+    places = [column.data_ptr() for column in again]
+    assert places[:3] == first and len(set(places)) == 6
 
 
 def test_memory_that_something_has_is_not_lent():

@@ -19,20 +19,25 @@ from torchcache2.core.arrays import Array
 __all__ = ["SpareMemory"]
 
 _LEAST = 128 << 10  # bytes; smaller blocks leave small holes
+_MOST = 4  # blocks of a thread
 
 
 class SpareMemory(threading.local):
-    """One block for each thread, which is lent again when nothing has a part of it any more."""
+    """Blocks of each thread, which are lent again when nothing has a part of them any more."""
 
-    _block: Array = np.empty(0, np.uint8)
-    _lent: weakref.ref[Any] | None = None
+    def __init__(self) -> None:
+        self._blocks: list[tuple[Array, weakref.ref[Any]]] = []  # and what is lent of each
 
     def empty(self, size: int) -> Tensor:
         """Uint8 ``(size,)`` on the CPU, with anything in it."""
         if size < _LEAST:
             return torch.empty(size, dtype=torch.uint8, device="cpu")
-        if len(self._block) < size or (self._lent is not None and self._lent() is not None):
-            self._block = np.empty(size, np.uint8)
-        part = self._block[:size]
-        self._lent = weakref.ref(part)  # whatever has the tensor's memory has this array
-        return torch.from_numpy(part)
+        free = [i for i, (_, lent) in enumerate(self._blocks) if lent() is None]
+        i = free[0] if free else len(self._blocks)
+        block = self._blocks[i][0] if free else None
+        if block is None or len(block) < size:
+            block = np.empty(size, np.uint8)
+        part = block[:size]
+        if i < _MOST:
+            self._blocks[i : i + 1] = [(block, weakref.ref(part))]
+        return torch.from_numpy(part)  # whatever has the tensor's memory has the array

@@ -89,8 +89,8 @@ class Gathering(Tier):
                 self._bytes += rows.schema.row_bytes
                 kept += 1
             if self._waiting and self._exit is None:
-                # Now, as the tier may have registered itself before, and the last one is called first.
-                self._exit, self._since = AtExit(self.hand_on, _EXIT_PRIORITY), time.monotonic()
+                # It closes the tier, too: a writer that begins while the process ends is not asked to end.
+                self._exit, self._since = AtExit(self.close, _EXIT_PRIORITY), time.monotonic()
             is_enough = len(self._waiting) >= _MOST_ROWS or self._bytes >= _MOST_BYTES
         if is_enough or time.monotonic() - self._since > _LONGEST:
             self.hand_on()
