@@ -81,7 +81,6 @@ if __name__ == "__main__":
         assert (stats.corrupt, stats.faults, stats.bypasses) == (0, 0, {})
         del loader
         gc.collect()
-        time.sleep(0 if keeps else 1)  # new files are looked for once in a while
         assert cached.missing().tolist() == []
         if "path" in options:
             cached.close()
@@ -328,3 +327,90 @@ def test_a_main_process_that_is_killed_leaves_nothing(tmp_path, levels):
 
 def children_of(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+MODULE = """
+import torch
+from torch.utils.data import Dataset
+
+SHIFT = 0
+
+
+def helper(x):
+    return x * 2 + SHIFT
+
+
+class Scaled(Dataset):
+    def __init__(self, transform=None, data=(1.0, 2.0, 3.0), length=3, files=("a.jpg", "b.jpg", "c.jpg")):
+        self.transform, self.data = transform, torch.tensor(data)
+        self.length, self.files = length, list(files)
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        x = helper(self.data[index])
+        return self.files[index], x if self.transform is None else self.transform(x)
+
+
+class Times:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, x):
+        return x * self.factor
+"""
+
+ANOTHER = """
+if __name__ == "__main__":
+    folder, options, cached_options, how = sys.argv[1:]
+    sys.path.insert(0, folder)
+    import scaled
+
+    options, more = json.loads(options), json.loads(cached_options)
+    if "factor" in options:
+        options["transform"] = scaled.Times(options.pop("factor"))
+    if how == "load":
+        cached = pickle.load(open(folder + "/pickle", "rb"))
+        plain = cached._plan.dataset
+    else:
+        plain = scaled.Scaled(**options)
+        cached = CachedDataset(plain, folder + "/cache", memory_cache_size="1MB", **more)
+    for index in range(len(plain)):
+        same(cached[index], plain[index])
+        same(cached[index], plain[index])
+    if how == "dump":
+        pickle.dump(cached, open(folder + "/pickle", "wb"))
+    stats = cached.stats()
+    cached.close()
+    print(stats.disk_hits, stats.misses)
+"""
+
+
+def test_what_samples_depend_on_decides_whether_they_are_found(tmp_path):
+    module = tmp_path / "scaled.py"
+    module.write_text(warm.dedented(MODULE))
+
+    def found(options, how="", seed="random", **more):
+        process = run(ANOTHER, tmp_path, tmp_path, json.dumps(options), json.dumps(more), how, seed=seed)
+        return tuple(map(int, process.words))
+
+    usual = {"factor": 3}
+    assert found(usual, "dump") == (0, 3)
+    assert found(usual) == (3, 0)
+    assert found(usual, "load") == (3, 0)
+    for other in (
+        {"factor": 4},
+        {"factor": 3, "data": [1.0, 2.0, 4.0]},
+        {"factor": 3, "length": 2},
+        {"factor": 3, "files": ["a.jpg", "b.jpg", "d.jpg"]},
+        {},
+    ):
+        assert found(other) == (0, other.get("length", 3)), other
+    assert found(usual, version=2) == (0, 3)
+    assert found(usual, name="scaled") == (0, 3)
+    for old, new in (("x * 2", "x * 5"), ("SHIFT = 0", "SHIFT = 1"), ("x * self.factor", "x - self.factor")):
+        module.write_text(module.read_text().replace(old, new))
+        assert found(usual, "load") == (0, 3), (old, new)  # a pickle of a run with other code
+        assert found(usual) == (3, 0)
+    assert found(usual, name="scaled", version=3) == (0, 3)

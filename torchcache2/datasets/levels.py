@@ -88,6 +88,7 @@ class Levels(TierStack):
 
     def has(self, keys: Keys) -> Flags:
         """Whether each key has a row in any tier now; with a folder that stays, in there."""
+        self.tiers[-1].look_again(self.namespace)
         return super().has(keys) if self._fills_up else self.tiers[-1].has(keys)
 
     def write_kept(self, keys: Keys) -> None:
