@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import copy
+import gc
 import os
 import pickle
 import random
@@ -22,12 +23,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, random_split
 
-from tests.helpers.datasets import Batched, Counted, memory_of, same, sample_of
+from tests.helpers.datasets import Batched, Counted, memory_of, noted, same, sample_of
 from tests.helpers.storage import segments, warnings_of
 from torchcache2 import CachedDataset
-from torchcache2.core.errors import OutputError
+from torchcache2.core.errors import NotCachedError, OutputError
 
 SOAK = bool(os.environ.get("SOAK"))
 COUNT = 24
@@ -578,3 +579,193 @@ def test_damaged_segments_are_misses(tmp_path, log, kind, how):
             stats = cached.stats()
             assert stats.faults == 0 and stats.hits + stats.misses == 40 and stats.hits >= 20
             assert how in ("gone", "flipped") or stats.corrupt >= 1
+
+
+# Around other datasets, and inside of them
+
+
+def ids_of(batch):
+    return [sample["image_id"] for sample in batch]
+
+
+def test_other_datasets_may_be_around_it_and_inside(path):
+    plain = Batched(30, "coco")
+    some = [3, -1, 7, 7, 0]
+    options = {"memory_cache_size": "1MB"}
+    pairs = [
+        (Subset(plain, some), lambda: Subset(CachedDataset(plain, **options), some)),
+        (Subset(plain, some), lambda: CachedDataset(Subset(plain, some), **options)),
+        (ConcatDataset([plain, Subset(plain, some)]), lambda: CachedDataset(
+            ConcatDataset([plain, Subset(plain, some)]), **options)),
+        (ConcatDataset([plain, plain]), lambda: ConcatDataset([CachedDataset(plain, **options)] * 2)),
+        (ConcatDataset([plain, plain]), lambda: CachedDataset(plain, **options) + CachedDataset(plain, path)),
+        (plain, lambda: CachedDataset(CachedDataset(plain, **options), **options)),
+        (plain, lambda: CachedDataset(CachedDataset(plain, path, **options), path, **options)),
+        (plain, lambda: pickle.loads(pickle.dumps(CachedDataset(plain, **options)))),
+    ]  # fmt: skip
+    for expected, make in pairs:
+        cached = make()
+        assert len(cached) == len(expected)
+        for _ in range(2):
+            for index in range(-len(expected), len(expected)):
+                same(cached[index], expected[index])
+            for batch, right in zip(
+                DataLoader(cached, 4, collate_fn=list), DataLoader(expected, 4, collate_fn=list), strict=True
+            ):
+                same(batch, right)
+        if isinstance(cached, CachedDataset):
+            assert cached.stats().hits > 0
+        with pytest.raises(IndexError):
+            cached[1000]
+    first, second = random_split(CachedDataset(plain, **options), [20, 10])
+    assert sorted(ids_of(first) + ids_of(second)) == list(range(30))
+
+
+def test_a_loader_does_with_it_what_it_does_with_the_dataset():
+    for kind, options in [
+        ("coco", {"batch_size": 4, "collate_fn": ids_of}),
+        ("coco", {"batch_size": None}),
+        ("large", {"batch_size": 4}),
+        ("tensor", {"batch_size": 4, "drop_last": True, "shuffle": True}),
+        ("tensor", {"batch_sampler": [[3, 4], [], [5, 3]], "collate_fn": list}),
+    ]:
+        plain = Counted(10, kind)
+        cached = CachedDataset(plain, memory_cache_size="1MB")
+        for _ in range(2):
+            orders = []
+            for source in (plain, cached):
+                generator = torch.Generator().manual_seed(3)
+                orders.append(list(DataLoader(source, generator=generator, **options)))
+            same(*orders)
+        same(list(cached), list(plain))
+        same(list(reversed(cached)), list(reversed(plain)))
+
+
+class Failing(Counted):
+    def __getitem__(self, index):
+        if index == 3:
+            raise KeyError("the third")
+        if index == 4:
+            raise StopIteration
+        return super().__getitem__(index)
+
+
+def test_errors_of_the_dataset_pass(log):
+    cached = CachedDataset(Failing(10), memory_cache_size="1MB")
+    for _ in range(2):
+        for ask in (lambda: cached[3], lambda: cached.__getitems__([2, 3])):
+            with pytest.raises(KeyError, match="the third"):
+                ask()
+        with pytest.raises(StopIteration):
+            cached[4]
+    same(cached.__getitems__([2, 5]), [Counted(10)[2], Counted(10)[5]])
+    assert (cached.stats().misses, cached.stats().hits, warnings_of(log)) == (2, 0, [])
+
+
+# Filling it
+
+
+@pytest.mark.parametrize("options", [{"memory_cache_size": "1MB"}, {"memory_cache_size": 0}])
+def test_warmup_goes_on_where_it_was_interrupted(path, options):
+    class Interrupted(Counted):
+        stops = True
+
+        def __getitem__(self, index):
+            if index == 33 and type(self).stops:
+                type(self).stops = False  # a class attribute would be part of the identity, but for the name
+                raise KeyboardInterrupt
+            return super().__getitem__(index)
+
+    log = path.parent / "log"
+    with contextlib.closing(CachedDataset(Interrupted(50, log=log), path, name="a", **options)) as cached:
+        with pytest.raises(KeyboardInterrupt):
+            cached.warmup(batch_size=10)
+        assert len(cached.missing()) == 20
+        done = cached.warmup(batch_size=10)
+        assert (done.computed, done.found) == (20, 30)
+        assert cached.missing().tolist() == [] and cached.warmup().computed == 0
+    assert max(noted(log).values()) == 2 and noted(log).total() == 53
+    with contextlib.closing(CachedDataset(Interrupted(50, log=log), path, name="a", **options)) as cached:
+        assert cached.missing().tolist() == []
+        same(cached[33], sample_of(33, "dict"))
+        assert cached.stats().misses == 0
+
+
+def test_warmup_tells_what_is_wrong(path):
+    with pytest.raises(KeyError, match="the third"):
+        CachedDataset(Failing(10), memory_cache_size="1MB").warmup()
+    with pytest.raises(OutputError, match="a builtins"):
+        CachedDataset([{1}, {2}], memory_cache_size="1MB", name="sets").warmup()
+    with pytest.raises(NotCachedError, match="random"):
+        CachedDataset(Drawing(), memory_cache_size="1MB").warmup()
+    cached = CachedDataset([], memory_cache_size="1MB")
+    done = cached.warmup()
+    assert (done.computed, done.found, cached.missing().tolist()) == (0, 0, [])
+    cached.close()
+    with pytest.raises(NotCachedError, match="closed"):
+        cached.warmup()
+    cached = CachedDataset(Refusing(), memory_cache_size="1MB")
+    assert cached.warmup(batch_size=4).computed == 10
+    assert cached.missing().tolist() == [1, 3, 5, 7, 9]
+
+
+def test_ranks_share_the_work_of_a_warmup(path, monkeypatch):
+    log = path.parent / "log"
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("TORCHCACHE_JOB", str(path))
+    handles = []
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        handles.append(CachedDataset(Counted(20, log=log), path, memory_cache_size="1MB"))
+        handles[-1].warmup(batch_size=3)
+    assert noted(log) == dict.fromkeys(map(str, range(20)), 1)
+    for handle in handles:
+        assert handle.missing().tolist() == []
+        handle.close()
+
+
+# Memory
+
+
+def test_memory_and_descriptors_go_with_the_dataset():
+    CachedDataset([1], memory_cache_size="1MB")[0]
+    gc.collect()
+    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for disk in (0, "1MB"):
+        for _ in range(10):
+            cached = CachedDataset(Batched(20), memory_cache_size="30kB", disk_cache_size=disk)
+            cached.__getitems__(list(range(20)))
+            copy.deepcopy(cached)[3]
+        del cached
+        gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before and threading.active_count() == threads
+
+
+def test_samples_take_nothing_of_dev_shm():
+    before = os.statvfs("/dev/shm").f_bfree
+    cached = CachedDataset(Batched(2000, "large"), memory_cache_size="20MB")
+    cached.__getitems__(list(range(2000)))
+    assert cached.stats().memory_bytes > 2000 * 2700
+    assert before - os.statvfs("/dev/shm").f_bfree < 500
+    cached.close()
+
+
+# Many samples
+
+
+@pytest.mark.parametrize("kind", ["ragged", "coco"])
+def test_many_samples_are_few_files(path, kind):
+    count = {"ragged": 100_000, "coco": 50_000}[kind] if SOAK else 3000
+    for run in range(2):
+        with contextlib.closing(
+            CachedDataset(Batched(count, kind), path, memory_cache_size="200kB")
+        ) as cached:
+            order = np.random.default_rng(run).permutation(count)
+            for indices in np.array_split(order, count // 64):
+                for index, sample in zip(
+                    indices.tolist(), cached.__getitems__(indices.tolist()), strict=True
+                ):
+                    same(sample, sample_of(index, kind))
+            assert cached.stats().misses == (0 if run else count)
+            assert cached.missing().tolist() == []
+    assert len(segments(path)) <= 40

@@ -69,6 +69,7 @@ class Fetcher:
         """
         keys = keys_of(self.levels.namespace, indices)
         absent = np.flatnonzero(~self.levels.has(keys))
+        self.levels.write_kept(keys.take(absent))
         loaded = nbytes = 0
         if len(absent):
             claim = self.levels.claim(keys.take(absent))

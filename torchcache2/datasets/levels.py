@@ -88,7 +88,14 @@ class Levels(TierStack):
 
     def has(self, keys: Keys) -> Flags:
         """Whether each key has a row in any tier now; with a folder that stays, in there."""
+        self.tiers[-1].look_again(self.namespace)
         return super().has(keys) if self._fills_up else self.tiers[-1].has(keys)
+
+    def write_kept(self, keys: Keys) -> None:
+        """Put rows that only memory has into the folder: the worker that was to write them was killed."""
+        if not self._fills_up:
+            for positions, rows in self.tiers[0].get(keys).parts:
+                self.keep(keys.take(positions), rows)
 
     def keep(self, keys: Keys, rows: Rows) -> bool:
         """Put rows into every tier, or each into the first with room; whether there was room for all."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 from typing import Any
 
 from torchcache2.core.environment import disabled_by_environment
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import listed
 from torchcache2.core.settings import CacheSettings
-from torchcache2.datasets.explain import explained_dataset
+from torchcache2.datasets.explain import document, explained_dataset
 from torchcache2.datasets.fetch import Fetcher
-from torchcache2.datasets.fingerprint import Identity, identify
+from torchcache2.datasets.fingerprint import Identity, identify, length_of
 from torchcache2.datasets.levels import Levels
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.tally import Tally
@@ -67,6 +68,15 @@ class Plan:
     tally: Tally = dataclasses.field(default_factory=Tally)
     job: bytes | None = None
     is_closed: bool = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what a pickle holds; if an earlier run has made it, the code may have changed since."""
+        self.__dict__.update(state)
+        if self.tally.is_new and multiprocessing.parent_process() is None:
+            self.identity = identify(self.dataset, name=self.name, version=self.version)
+            length = length_of(self.dataset)
+            self.document = document(self.identity, self.dataset, length, self.name, self.version)
+            self.job = None
 
     def check_readable(self) -> None:
         """Raise `OptionError` if the folder would be of no use to a later run."""

@@ -37,8 +37,10 @@ class Tally:
     """Counts by name, those of `COUNTS`, and flags for all processes.
 
     Safe under threads and fork. A pickle is a handle: it finds the counts as long as the process that
-    pickled it lives; otherwise it begins new ones.
+    pickled it lives; otherwise it begins new ones, and `is_new`.
     """
+
+    is_new = True
 
     def __init__(self) -> None:
         self._begin(_region())
@@ -63,6 +65,7 @@ class Tally:
             pid, start, descriptor, inode = state
             region = Region.open(pid, descriptor, inode) if is_alive(pid, start) else None
         self._begin(_region() if region is None else region)
+        self.is_new = region is None
 
     def add(self, **counts: int) -> None:
         """Count what this process has done."""

@@ -127,6 +127,9 @@ class Tier(abc.ABC):
     def has(self, keys: Keys) -> Flags:
         """Whether each key has a row here now, bool ``(n,)``. No row is read; any may be forgotten next."""
 
+    def look_again(self, namespace: bytes) -> None:  # noqa: B027
+        """Look for rows of other processes at the next call, which is otherwise done once in a while."""
+
     @abc.abstractmethod
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys, or only some of them, or none; returns how many were kept."""

@@ -69,6 +69,10 @@ class Gathering(Tier):
         self._hand_on_if_asked_for(keys)
         return self._tier.has(keys)
 
+    def look_again(self, namespace: bytes) -> None:
+        """Look for rows of other processes at the next call."""
+        self._tier.look_again(namespace)
+
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys; few of them wait until there are more."""
         if len(keys) >= _FEW:

@@ -113,6 +113,10 @@ class Located:
         self._descriptors.let_go(self._fingerprint)
         self._is_wanted = False
 
+    def look_again(self) -> None:
+        """Have the next `look` look."""
+        self._looked = -_LOOK_EVERY
+
     def look(self) -> bool:
         """Open segments that are new, and forget those that are gone, at most every few seconds.
 

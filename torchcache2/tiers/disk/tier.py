@@ -155,6 +155,13 @@ class DiskTier(Tier):
             self._health.fault(error, self.path)
             return np.zeros(len(keys), bool)
 
+    def look_again(self, namespace: bytes) -> None:
+        """Look for segments that other processes have sealed at the next call."""
+        with self._lock():
+            located = self._known.located.get(namespace)
+            if located is not None:
+                located.look_again()
+
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
         """Have rows under distinct keys written soon; waits only if too many wait to be written already."""
