@@ -769,3 +769,69 @@ def test_many_samples_are_few_files(path, kind):
             assert cached.stats().misses == (0 if run else count)
             assert cached.missing().tolist() == []
     assert len(segments(path)) <= 40
+
+
+# What users do to it
+
+
+class Named(CachedDataset):
+    """Somebody's own, with an attribute and a method."""
+
+    def __init__(self, dataset, **options):
+        super().__init__(dataset, memory_cache_size="1MB", **options)
+        self.extra = [5]
+
+    def __getitem__(self, index):
+        return super().__getitem__(index), self.extra
+
+
+def test_attributes_of_ones_own_are_pickled():
+    cached = Named(Given())
+    cached.more = 7
+    for one in (pickle.loads(pickle.dumps(cached)), copy.deepcopy(cached), copy.copy(cached), cached):
+        assert type(one) is Named and (one.extra, one.more) == ([5], 7)
+        assert one[3] == ({"index": 3}, [5])
+    assert cached.stats().misses == 1
+
+
+class Epochs(Dataset):
+    epoch = 0
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        return 100 * self.epoch + index
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def set_nothing(self, value):
+        return value
+
+
+@pytest.mark.parametrize("name", [None, "epochs"])
+def test_a_method_that_changes_the_dataset_ends_caching(log, path, name):
+    cached = CachedDataset(Epochs(), path, memory_cache_size="1MB", name=name)
+    assert [cached[3], cached[3], cached.set_nothing(4), cached[3]] == [3, 3, 4, 3]
+    assert warnings_of(log) == []
+    for epoch in (1, 2):
+        cached.set_epoch(epoch)
+        assert [cached[3], cached[3], cached[5]] == [100 * epoch + 3, 100 * epoch + 3, 100 * epoch + 5]
+    assert len(warnings_of(log)) == 1
+    assert CachedDataset(Epochs(), path, memory_cache_size="1MB", name=name)[3] == 3
+
+
+@pytest.mark.parametrize(
+    "options", [{"memory_cache_size": "1MB"}, {"memory_cache_size": 0, "disk_cache_size": "1MB"}]
+)
+@pytest.mark.parametrize("mode", [lambda: torch.device("meta"), torch.inference_mode, torch.no_grad])
+def test_modes_of_torch_do_not_change_samples(options, mode):
+    cached = CachedDataset(Batched(9, "coco"), **options)
+    with mode():
+        batches = [cached.__getitems__(list(range(9))), [cached[index] for index in range(9)]]
+    for batch in batches:
+        for index, sample in enumerate(batch):
+            same(sample, sample_of(index, "coco"))
+            assert not sample["boxes"].is_inference() or batch is batches[0]
+    assert cached.stats().hits == 9
