@@ -202,6 +202,20 @@ def test_a_sample_does_not_depend_on_the_kind_of_int_that_asked_first():
     assert cached.stats().hits == 4
 
 
+class Spelled(str):
+    def __str__(self):
+        return "something else"
+
+
+def test_texts_are_taken_as_they_are():
+    cached = CachedDataset(Given(), memory_cache_size="1MB")
+    for index in ("a", np.str_("a\0"), Spelled("b"), "\ud800", "", b"a", np.bytes_(b"a"), "b", "1", 1, b"1"):
+        for _ in range(2):
+            given = cached[index]["index"]
+            assert given == index and len(given) == len(index) if index != 1 else given == 1
+            assert type(given) in (str, bytes, int)
+
+
 @pytest.mark.parametrize(
     "index", [torch.tensor([3]), torch.tensor([1, 2]), np.array([3]), 1.0, None, (1, 2), slice(0, 2), [1]]
 )
