@@ -853,3 +853,46 @@ def test_modes_of_torch_do_not_change_samples(options, mode):
             same(sample, sample_of(index, "coco"))
             assert not sample["boxes"].is_inference() or batch is batches[0]
     assert cached.stats().hits == 9
+
+
+class Hooked(Live):
+    """Calls `hooks` after it has read a sample."""
+
+    hooks = ()
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        for hook in type(self).hooks:
+            hook()
+        return sample
+
+
+@pytest.mark.parametrize("memory", [0, "1MB"])
+@pytest.mark.parametrize("when", ["loading", "reading"])
+def test_a_sample_that_is_on_its_way_does_not_survive_a_clear(path, memory, when, monkeypatch):
+    file = path.parent / "value"
+    file.write_text("1")
+    options = {"path": path, "memory_cache_size": memory, "name": "live"}
+    if when == "reading":
+        with contextlib.closing(CachedDataset(Hooked(file), **options)) as cached:
+            assert cached.__getitems__([3, 4]) == [(1, 3), (1, 4)]
+    with contextlib.closing(CachedDataset(Hooked(file), **options)) as cached:
+        other = copy.deepcopy(cached)
+
+        def clear():
+            file.write_text("2")
+            other.clear()
+
+        with monkeypatch.context() as patch:
+            if when == "loading":
+                patch.setattr(Hooked, "hooks", [clear])
+            else:
+                disk = cached._fetcher.levels.tiers[-1]
+                get = disk.get
+                patch.setattr(disk, "get", lambda keys: [get(keys), clear()][0])
+            assert cached[3] in [(1, 3), (2, 3)]
+        assert [cached[3], other[3], cached[3], cached[4]] == [(2, 3), (2, 3), (2, 3), (2, 4)]
+        cached.flush()
+        other.close()
+    with contextlib.closing(CachedDataset(Hooked(file), **options)) as cached:
+        assert [cached[3], cached[4]] == [(2, 3), (2, 4)]
