@@ -41,7 +41,15 @@ def fill(dataset: Any, fetcher: Fetcher, mine: Positions, num_workers: int, batc
     counts = _Counts()
     left = len(absent)
     known = left if where.world_size == 1 else total
-    progress = Progress(fetcher.name, counts, levels, left, known, is_shown=where.rank == 0 and left > 0)
+    progress = Progress(
+        fetcher.name,
+        counts,
+        levels,
+        left,
+        known,
+        is_shown=where.rank == 0 and left > 0,
+        advice="What does not fit is loaded in each epoch: raise the budgets of memory or disk",
+    )
     nbytes = 0
     try:
         for found, loaded, size in loader:

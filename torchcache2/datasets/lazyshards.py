@@ -20,6 +20,7 @@ from torchcache2.datasets.dataset import CachedDataset
 from torchcache2.datasets.options import check_dataset
 from torchcache2.datasets.shardoptions import (
     Bound,
+    check_names,
     check_options,
     place_of,
     samples_of,
@@ -120,6 +121,7 @@ class LazyShardDataset(Dataset[Any]):
         if path is not None and disk_cache_path is not None:
             raise OptionError(f"path={path!r} and disk_cache_path={disk_cache_path!r}: these are one option")
         path = disk_cache_path if path is None else path
+        check_names(options)
         check_options(
             {"mode": mode, "even": even, "seed": seed, "overflow": overflow, "min_elements": min_elements}
         )

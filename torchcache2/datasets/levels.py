@@ -58,6 +58,7 @@ class Levels(TierStack):
         tally: Tally,
     ) -> None:
         super().__init__(settings, name)
+        self.fills_up = settings.persistent_cache_dir is None
         self._tally = tally
         self.namespace = namespace
         self._user = _User(namespace, description)
@@ -89,7 +90,7 @@ class Levels(TierStack):
     def has(self, keys: Keys) -> Flags:
         """Whether each key has a row in any tier now; with a folder that stays, in there."""
         self.tiers[-1].look_again(self.namespace)
-        return super().has(keys) if self._fills_up else self.tiers[-1].has(keys)
+        return super().has(keys) if self.fills_up else self.tiers[-1].has(keys)
 
     def found(self, keys: Keys) -> list[Parts]:
         """The parts of each tier that was asked."""
@@ -101,13 +102,13 @@ class Levels(TierStack):
 
     def write_kept(self, keys: Keys) -> None:
         """Put rows that only memory has into the folder: the worker that was to write them was killed."""
-        if not self._fills_up:
+        if not self.fills_up:
             for positions, rows in self.tiers[0].get(keys).parts:
                 self.keep(keys.take(positions), rows)
 
     def keep(self, keys: Keys, rows: Rows) -> bool:
         """Put rows into every tier, or each into the first with room; whether there was room for all."""
-        if not self._fills_up:
+        if not self.fills_up:
             self.put(self._user, keys, rows)
             return True  # the disk says itself if it is full
         for tier in self.tiers:
@@ -124,12 +125,8 @@ class Levels(TierStack):
         self.forget(self.namespace)
         self.leave(self._user)
 
-    @property
-    def _fills_up(self) -> bool:
-        return self.settings.persistent_cache_dir is None
-
     def _offer(self, tiers: Sequence[Tier], keys: Keys, rows: Rows) -> None:
-        if not self._fills_up:  # else there was no room for them before, and room does not come back
+        if not self.fills_up:  # else there was no room for them before, and room does not come back
             super()._offer(tiers, keys, rows)
 
     def _made(self, in_use: InUse, description: Description) -> Sequence[Tier]:

@@ -79,7 +79,7 @@ def level_settings(
     """The settings of the tiers, with both budgets in bytes, as of now."""
     if path == "redis":
         raise OptionError("path='redis': path is a folder, and this version keeps samples in no server")
-    if path is not None and (not isinstance(path, (str, os.PathLike)) or "://" in os.fspath(path)):
+    if path is not None and (not isinstance(path, (str, os.PathLike)) or not str(path) or "://" in str(path)):
         raise OptionError(f"path={path!r}: expected None or the path of a local folder, not a URL")
     disk = disk_cache_size if disk_cache_size is not None else 0 if path is None else _DISK_SHARE
     parse_size("memory_cache_size", memory_cache_size, free=0)

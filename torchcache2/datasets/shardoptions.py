@@ -16,7 +16,17 @@ from torchcache2.datasets.options import level_settings
 from torchcache2.datasets.samples import Samples
 from torchcache2.engine.randomness import RandomState
 
-__all__ = ["Bound", "check", "check_options", "is_count", "place_of", "samples_of", "sizes_of", "together_of"]
+__all__ = [
+    "Bound",
+    "check",
+    "check_names",
+    "check_options",
+    "is_count",
+    "place_of",
+    "samples_of",
+    "sizes_of",
+    "together_of",
+]
 
 _MODES = ("rank", "node", "disk")
 _PROBED = 8
@@ -31,6 +41,14 @@ def check(option: str, value: object, is_valid: bool, expected: str) -> None:
 def is_count(value: object) -> bool:
     """Whether a value is an int from 0 on."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 0
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    """Raise `OptionError` for options of `CachedDataset` that have other names here."""
+    for name in ("memory_size", "disk_size"):
+        theirs = name.replace("_", "_cache_")
+        if theirs in options:
+            raise OptionError(f"LazyShardDataset has no option {theirs!r}: it is {name}")
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torchcache2.core.locks import ProcessLock
@@ -48,15 +48,21 @@ class Source:
 
     def plain(self, indices: Sequence[Any]) -> list[Any]:
         """The samples, as the dataset gives them."""
+        if len(indices) == 0:
+            return []  # many datasets cannot load no samples
         start = time.perf_counter_ns()
         many = getattr(self._dataset, "__getitems__", None)
-        samples = list(many(indices)) if callable(many) else [self._dataset[index] for index in indices]
+        samples = many(indices) if callable(many) else [self._dataset[index] for index in indices]
+        said = f"{type(self._dataset).__name__}.__getitems__ has given"
+        if isinstance(samples, (Mapping, str, bytes)):
+            kind = type(samples).__name__
+            raise TypeError(
+                f"{said} a {kind}: a CachedDataset needs a list of samples, which it keeps each alone"
+            )
+        samples = list(samples)
         self.nanoseconds += time.perf_counter_ns() - start
         if len(samples) != len(indices):
-            raise RuntimeError(
-                f"{type(self._dataset).__name__}.__getitems__ has given {len(samples)} samples for "
-                f"{len(indices)} indices"
-            )
+            raise RuntimeError(f"{said} {len(samples)} samples for {len(indices)} indices")
         return samples
 
     def is_random(self, index: Any) -> bool:

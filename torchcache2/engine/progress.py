@@ -56,7 +56,8 @@ class Progress:
     """Counts the items of a warmup by the counters of its cache.
 
     There are `total` items, of which `items` are this rank's; None: not known. If it `is_shown`, there is a
-    bar, as far as tqdm is installed, and one line of cost when that is known.
+    bar, as far as tqdm is installed, and one line of cost when that is known, which ends in `advice` if the
+    tiers are too small.
     """
 
     def __init__(
@@ -68,12 +69,13 @@ class Progress:
         total: int | None,
         *,
         is_shown: bool,
+        advice: str = "What does not fit is computed at each call: raise the budgets, or set cache_dtype",
     ) -> None:
         self.batches = 0
         self.items = 0
         self._name, self._counters, self._tiers = name, counters, tiers
         self._mine, self._total = items, total
-        self._is_shown = is_shown
+        self._is_shown, self._advice = is_shown, advice
         self._before = counters.hits, counters.misses
         self._start = time.perf_counter()
         self._last = self._start
@@ -131,19 +133,19 @@ class Progress:
         mine, total = self._mine, self._total
         if mine is None or total is None:
             return f"{each}; how many items there are is not known"
-        lines, is_enough = [], {}
+        lines, shares = [], []
         for tier in self._tiers.tiers:
             # All ranks fill a folder together, those of a machine the memory that they share.
             count = total if tier.is_lasting else min(total, mine * ranks_here() if tier.is_shared else mine)
             need = count * (self._row_bytes + (0 if tier.is_lasting else _INDEX_BYTES))
             budget = getattr(tier, "budget", math.inf)
-            is_enough[tier.name] = need <= budget
+            shares.append(budget / max(1, need))
             lines.append(f"{tier.name} {size_text(need)} of {size_text(budget)}")
         left = str(datetime.timedelta(seconds=math.ceil(mine / rate)))
         counts = f"{total:,} items" + (f", {mine:,} on this rank" if mine < total else "")
         text = f"{counts}: {', '.join(lines)}; about {left} ({each})"
-        if not any(is_enough.values()):
-            text += ". What does not fit is computed at each call: raise the budgets, or set cache_dtype"
-        elif not all(is_enough.values()):
+        if (sum(shares) if self._tiers.fills_up else max(shares)) < 1:
+            text += f". {self._advice}"
+        elif shares[0] < 1:
             text += ". What does not fit in memory is read from the disk"
         return text

@@ -81,11 +81,18 @@ class TierStack:
 
     The tiers are made when the first rows come, or the first are asked for.
 
+    Attributes
+    ----------
+    fills_up : bool
+        Whether each row is in one tier only, the first with room, so that what they hold adds up.
+
     Raises
     ------
     OptionError
         If the cache directory is a file, or a folder with somebody else's files.
     """
+
+    fills_up = False
 
     def __init__(self, settings: CacheSettings, name: str = "") -> None:
         self.settings = settings

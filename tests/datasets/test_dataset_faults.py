@@ -1,0 +1,65 @@
+"""Faults that a review of the datasets' code has found."""
+
+import sys
+
+import pytest
+import torch
+
+from tests.helpers.datasets import Counted
+from torchcache2 import CachedDataset, LazyShardDataset
+from torchcache2.core.errors import OptionError
+
+
+class NeverNothing(Counted):
+    """Cannot load no samples, as many that stack what they have loaded."""
+
+    def __getitems__(self, indices):
+        assert indices
+        return [self[index] for index in indices]
+
+
+def test_the_source_is_never_asked_for_no_samples():
+    cached = CachedDataset(NeverNothing(3, "tensor"), memory_cache_size="1MB", verify=1e-9)
+    for _ in range(2):
+        torch.testing.assert_close(cached[1], NeverNothing(3, "tensor")[1])
+    assert cached.__getitems__([]) == []
+
+
+class Collated(Counted):
+    """Gives one dict for all samples, which only works without a cache."""
+
+    def __getitems__(self, indices):
+        return {"x": torch.tensor(indices), "y": torch.tensor(indices)}
+
+
+def test_a_batch_in_place_of_samples_is_an_error():
+    cached = CachedDataset(Collated(4), memory_cache_size="1MB")
+    for count in (2, 3):  # there are as many keys as samples, or not
+        with pytest.raises(TypeError, match=r"Collated.__getitems__ has given a dict.*list of samples"):
+            cached.__getitems__(list(range(count)))
+
+
+def test_options_are_called_by_their_own_names():
+    with pytest.raises(OptionError, match=r"^path=''"):
+        CachedDataset([1], "")
+    for option, name in (("memory_cache_size", "memory_size"), ("disk_cache_size", "disk_size")):
+        with pytest.raises(OptionError, match=f"LazyShardDataset has no option '{option}': it is {name}"):
+            LazyShardDataset([1], **{option: "1MB"})
+
+
+@pytest.mark.parametrize(
+    ("memory", "disk", "has_path", "text"),
+    [
+        ("1kB", 0, False, "is loaded in each epoch: raise the budgets of memory or disk"),
+        ("1kB", "1kB", True, "is loaded in each epoch: raise the budgets of memory or disk"),
+        ("2MB", "1kB", True, "items/s)"),  # later runs find less, but this one finds all
+        ("1kB", "2MB", True, "What does not fit in memory is read from the disk"),
+        ("20kB", "20kB", False, "What does not fit in memory is read from the disk"),
+    ],
+)
+def test_the_line_of_cost_says_what_does_not_fit(memory, disk, has_path, text, path, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # as if it was not installed
+    options = {"memory_cache_size": memory, "disk_cache_size": disk}
+    CachedDataset(Counted(250, "tensor"), path if has_path else None, **options).warmup()
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "250 items" in line]
+    assert line.endswith(text)
