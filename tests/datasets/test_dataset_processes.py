@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.helpers import warm
 from tests.helpers.datasets import noted
 from tests.helpers.gloo import run_ranks
 
+SOAK = bool(os.environ.get("SOAK"))
 PREAMBLE = """
 import copy, gc, glob, itertools, json, os, pickle, random, signal, sys, time
 import numpy as np
@@ -44,10 +46,11 @@ def left():
 """
 
 
-def run(script, folder, *args, env=None, **options):
+def run(script, folder, *args, env=None, timeout=warm.DEADLINE, **options):
     """Run a script behind `PREAMBLE`; it finds no temporary files but its own."""
     (folder / "tmp").mkdir(exist_ok=True)
-    return warm.run(text_of(script), *args, env={"TMPDIR": str(folder / "tmp"), **(env or {})}, **options)
+    env = {"TMPDIR": str(folder / "tmp"), **(env or {})}
+    return warm.start(text_of(script), *args, env=env, **options).done(timeout=timeout)
 
 
 def text_of(script):
@@ -414,3 +417,91 @@ def test_what_samples_depend_on_decides_whether_they_are_found(tmp_path):
         assert found(usual, "load") == (0, 3), (old, new)  # a pickle of a run with other code
         assert found(usual) == (3, 0)
     assert found(usual, name="scaled", version=3) == (0, 3)
+
+
+STORM = """
+import traceback
+
+def work(cached, seed, kind):
+    chance = np.random.default_rng(seed)
+    code = 1
+    try:
+        while True:
+            indices = chance.integers(-60, 60, 7).tolist()
+            if chance.random() < 0.5:
+                samples = cached.__getitems__(indices)
+            else:
+                samples = [cached[index] for index in indices]
+            for index, sample in zip(indices, samples, strict=True):
+                same(sample, sample_of(index % 60, kind))
+            what = chance.random()
+            if what < 0.01:
+                cached.clear()
+            elif what < 0.02:
+                cached.flush()
+            elif what < 0.03:
+                cached.missing()
+            elif what < 0.032:
+                code = 0
+                break
+    except BaseException:
+        traceback.print_exc()
+    cached.close()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    folder, end = sys.argv[1], time.monotonic() + float(sys.argv[2])
+    chance = random.Random(sys.argv[3])
+    for turn in itertools.count():
+        kind = chance.choice(["dict", "coco", "ragged"])
+        options = {
+            "path": chance.choice([None, f"{folder}/{turn}"]),
+            "memory_cache_size": chance.choice([0, "33kB", "100kB", "10MB"]),
+            "disk_cache_size": chance.choice([20_000, "1MB"]),
+            "policy": chance.choice(["mru", "lru"]),
+            "verify": chance.choice([0.0, 0.0, 0.1]),
+        }
+        cached = CachedDataset(chance.choice([Batched, Counted])(60, kind), **options)
+        children = []
+        stop = min(end, time.monotonic() + 1.0)
+        while time.monotonic() < stop:
+            pid = os.fork()
+            if pid == 0:
+                work(cached, len(children) + 1000 * turn + chance.randrange(10**6), kind)
+            children.append(pid)
+            if len(children) > 3:
+                victim = children.pop(chance.randrange(4))
+                if chance.random() < 0.5:
+                    os.kill(victim, signal.SIGKILL)
+                else:
+                    os.kill(victim, signal.SIGTERM)
+                code = os.waitstatus_to_exitcode(os.waitpid(victim, 0)[1])
+                assert code in (0, -signal.SIGKILL, -signal.SIGTERM), (code, options)
+            for index in chance.sample(range(60), 5):
+                same(cached[index], sample_of(index, kind))
+            time.sleep(chance.random() * 0.05)
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for index, sample in enumerate(cached.__getitems__(list(range(60)))):
+            same(sample, sample_of(index, kind))
+        stats = cached.stats()
+        assert (stats.corrupt, stats.faults, stats.mismatched) == (0, 0, 0), (options, stats)
+        cached.close()
+        again = CachedDataset(Batched(60, kind), **options)
+        for index, sample in enumerate(again.__getitems__(list(range(60)))):
+            same(sample, sample_of(index, kind))
+        assert (again.stats().corrupt, again.stats().faults) == (0, 0)
+        again.close()
+        if time.monotonic() > end:
+            break
+    print(left())
+"""
+
+
+def test_processes_that_come_and_go_and_are_killed_read_right_samples(tmp_path):
+    seconds = 300 if SOAK else 2
+    seed = str(random.random()) if SOAK else "1"
+    assert run(STORM, tmp_path, tmp_path, seconds, seed, timeout=seconds + 60).out == "[]\n", seed

@@ -28,6 +28,11 @@ class DatasetStats(CacheStats):
     memory_hits: int = 0
     disk_hits: int = 0
 
+    def _lines(self) -> list[tuple[str, str]]:
+        (name, hits), *others = super()._lines()
+        where = f"{self.memory_hits:,} in memory, {self.disk_hits:,} on disk"
+        return [(name, f"{hits}: {where}" if self.disk_hits else hits), *others]
+
     @classmethod
     def of(cls, counts: Mapping[str, int], tiers: Mapping[str, int]) -> DatasetStats:
         """From the counts of a `Tally`, and what the tiers say of themselves."""
