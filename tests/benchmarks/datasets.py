@@ -89,7 +89,7 @@ def _epochs(report, plot):
         runs = zip(second[share], second[Stocaching.name], second[UNCACHED], strict=True)
         over = [ours / (kept[share] * full + (1 - kept[share]) * plain) for ours, full, plain in runs]
         what = (
-            f"second epoch, {kept[share]:.0%} kept: time over that share of stocaching's, the rest uncached"
+            f"second epoch, {kept[share]:.0%} kept: time over stocaching's share and the rest uncached"
         )
         targets.append(at_most(what, statistics.median(over), 1.1))
     if plot is not None:
