@@ -88,9 +88,7 @@ def _epochs(report, plot):
     for share in SHARES:
         runs = zip(second[share], second[Stocaching.name], second[UNCACHED], strict=True)
         over = [ours / (kept[share] * full + (1 - kept[share]) * plain) for ours, full, plain in runs]
-        what = (
-            f"second epoch, {kept[share]:.0%} kept: time over stocaching's share and the rest uncached"
-        )
+        what = f"second epoch, {kept[share]:.0%} kept: time over stocaching's share and the rest uncached"
         targets.append(at_most(what, statistics.median(over), 1.1))
     if plot is not None:
         ends = times[UNCACHED][1], times[Stocaching.name][1]
