@@ -36,7 +36,8 @@ from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
 __all__ = ["CachedDataset"]
 
-_OWN = ("_plan", "_source", "_fetcher")  # attributes; all others are the dataset's
+_OF_PROCESS = ("_source", "_fetcher")
+_OWN = ("_plan", *_OF_PROCESS)  # attributes; all others are the dataset's
 
 
 class CachedDataset(Dataset[Any]):
@@ -109,6 +110,7 @@ class CachedDataset(Dataset[Any]):
     """
 
     __module__ = "torchcache2"
+    _plan: Plan
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ class CachedDataset(Dataset[Any]):
             verify=verify,
         )
         plan.check_readable()
-        self.__setstate__(plan)
+        self.__setstate__({"_plan": plan})
         if name is not None and self._fetcher is not None:
             try:
                 check_length(self._fetcher.levels, name, length)
@@ -155,13 +157,13 @@ class CachedDataset(Dataset[Any]):
                 self.close()
                 raise
 
-    def __getstate__(self) -> Plan:
-        return self._plan
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _OF_PROCESS}
 
-    def __setstate__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._source = plan.source()
-        self._fetcher = plan.fetcher(self._source)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._source = self._plan.source()
+        self._fetcher = self._plan.fetcher(self._source)
 
     def __len__(self) -> int:
         length = length_of(self._plan.dataset)
@@ -187,8 +189,11 @@ class CachedDataset(Dataset[Any]):
 
     def _change(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the dataset, such as ``set_epoch``, and cache no more if that changes it."""
+        if self._fetcher is None:
+            return method(*args, **kwargs)
+        before = self._plan.seen()
         result = method(*args, **kwargs)
-        if self._fetcher is not None and not self._plan.is_unchanged():
+        if self._plan.seen() != before:
             logger.warning(
                 "%s: %s has changed the dataset, so it is cached no more. Give what depends on the epoch as "
                 "transform=, which runs after the cache",

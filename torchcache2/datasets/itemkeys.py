@@ -42,7 +42,7 @@ def as_index(index: Any) -> Index:
     if kind is int or kind is str or kind is bytes:
         return index  # type: ignore[no-any-return]
     if isinstance(index, str):
-        return str(index)
+        return str.__str__(index)  # `str(index)` drops zeros at the end of a text of numpy
     if isinstance(index, bytes):
         return bytes(index)
     if not getattr(index, "shape", ()):  # a tensor (1,) would be taken for an int

@@ -17,7 +17,7 @@ from torchcache2.core.ranks import has_ranks, ranks_here
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.datasets.tally import Tally
-from torchcache2.engine.stack import TierStack
+from torchcache2.engine.stack import Parts, TierStack
 from torchcache2.tiers.base import Tier
 from torchcache2.tiers.make import Description, InUse, make_levels
 from torchcache2.tiers.shared.job import job_name
@@ -91,6 +91,14 @@ class Levels(TierStack):
         """Whether each key has a row in any tier now; with a folder that stays, in there."""
         self.tiers[-1].look_again(self.namespace)
         return super().has(keys) if self.fills_up else self.tiers[-1].has(keys)
+
+    def found(self, keys: Keys) -> list[Parts]:
+        """The parts of each tier that was asked."""
+        drops = self._tally.drops
+        found = super().found(keys)
+        if self._tally.drops != drops:  # what was read from the disk before may be in memory now
+            self.drop(self.namespace)
+        return found
 
     def write_kept(self, keys: Keys) -> None:
         """Put rows that only memory has into the folder: the worker that was to write them was killed."""
