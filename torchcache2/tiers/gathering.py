@@ -1,4 +1,4 @@
-"""`Gathering`: hands rows that come one by one to another tier in batches, as a call of that tier is dear."""
+"""`Gathering`: hands rows that come one by one to the disk tier in batches, as a call of that tier is dear."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.tiers.base import Found, Tier, TierStats
+from torchcache2.tiers.disk.tier import DiskTier
 
 __all__ = ["Gathering"]
 
@@ -28,28 +29,28 @@ _EXIT_PRIORITY = 20  # higher than that of the tier's own writer, which closes t
 
 
 class Gathering(Tier):
-    """A tier in front of another one, as which it appears.
+    """A tier in front of the disk tier, as which it appears.
 
     What waits is handed on when there is enough of it, when it is asked for, at `flush` and `close`, and at
     exit. Safe under threads, and under fork: the parent hands on what waited. When `drops()` changes, as a
     process of the job has dropped rows, what waits is forgotten.
     """
 
-    def __init__(self, tier: Tier, drops: Callable[[], int] | None = None) -> None:
+    name = DiskTier.name
+    is_lasting = True
+
+    def __init__(self, tier: DiskTier, drops: Callable[[], int] | None = None) -> None:
         self._drops = drops
         self._tier = tier
-        self.name = tier.name  # type: ignore[misc]
-        self.is_lasting = tier.is_lasting  # type: ignore[misc]
-        self.is_shared = tier.is_shared  # type: ignore[misc]
         self.directory = tier.directory
         self._lock = ProcessLock(threading.RLock)  # the garbage collector may close this at any point
         self._closed = False
         self._start_anew()
 
     @property
-    def budget(self) -> Any:
+    def budget(self) -> int:
         """That of the tier behind."""
-        return getattr(self._tier, "budget", None)
+        return self._tier.budget
 
     def _start_anew(self) -> None:
         self._pid = os.getpid()
@@ -117,6 +118,9 @@ class Gathering(Tier):
 
     def close(self) -> None:
         """Hand on what waits, and close the tier."""
+        if self._tier.is_busy_here():
+            self._tier.later(self.close)  # the garbage collector calls this while the tier changes its tables
+            return
         with self._lock():
             self.hand_on()
             self._closed = True

@@ -179,7 +179,7 @@ class DiskTier(Tier):
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, and delete its segments."""
         if self._lock()._is_owned():
-            self._later(self.drop, namespace)  # the garbage collector calls this while tables are changed
+            self.later(self.drop, namespace)  # the garbage collector calls this while tables are changed
             return
         with self._lock():
             self._known.begin()
@@ -224,7 +224,7 @@ class DiskTier(Tier):
 
     def flush(self) -> None:
         """Return when everything that was put is sealed, or forgotten because of a fault."""
-        if self._is_busy_here():
+        if self.is_busy_here():
             return  # waiting here would wait for this thread itself; the writer writes the rows soon
         with self._lock():
             self._known.begin()
@@ -236,8 +236,8 @@ class DiskTier(Tier):
         """Flush, close every file, and end the thread. From then on nothing is found or kept."""
         if self._known.closed:
             return
-        if self._is_busy_here():
-            self._later(self.close)
+        if self.is_busy_here():
+            self.later(self.close)
             return
         is_going = self._goes_with == os.getpid()
         if not is_going:
@@ -275,12 +275,13 @@ class DiskTier(Tier):
         with self._lock():
             return sum(located.nbytes for located in self._known.located.values())
 
-    def _is_busy_here(self) -> bool:
+    def is_busy_here(self) -> bool:
         """Whether this thread is at work in this tier, and the garbage collector calls from there."""
         writes = self._known.writer is not None and self._known.writer.writes_here()
         return writes or bool(self._lock()._is_owned())
 
-    def _later(self, function: Callable[..., None], *args: object) -> None:
+    def later(self, function: Callable[..., None], *args: object) -> None:
+        """Call a function in another thread."""
         # No thread can be started while the process ends; but then the tier is closed at exit.
         with contextlib.suppress(RuntimeError):
             threading.Thread(target=function, args=args, daemon=True).start()
