@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.core.spare import SpareMemory
 from torchcache2.core.transfer import Runtime
 
 __all__ = [
@@ -45,11 +46,13 @@ def with_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
-def empty_bytes(size: int, *, runtime: Runtime | None = None) -> Tensor:
+def empty_bytes(size: int, *, runtime: Runtime | None = None, spare: SpareMemory | None = None) -> Tensor:
     """Fresh uint8 memory on the CPU; cheap to touch for the first time if it is large.
 
-    With a `runtime`, page-locked memory for its accelerator.
+    With a `runtime`, page-locked memory for its accelerator. With `spare`, what that has.
     """
+    if spare is not None:
+        return spare.empty(size)
     if runtime is not None:
         return runtime.pinned((size,), torch.uint8)
     if size >= _HUGE:
@@ -94,14 +97,14 @@ def select(tensor: Tensor, positions: Tensor) -> Tensor:
     return tensor.index_select(0, positions)
 
 
-def gather(data: Tensor, positions: Tensor, *, runtime: Runtime | None = None) -> Tensor:
-    """Rows of contiguous uint8 ``(n, bytes)`` on the CPU, in fresh memory; see `empty_bytes`.
+def gather(data: Tensor, positions: Tensor, **kind: Any) -> Tensor:
+    """Rows of contiguous uint8 ``(n, bytes)`` on the CPU, in fresh memory of a `kind` of `empty_bytes`.
 
     If rows have many elements, torch's `index_select` copies each row with all threads. If other processes
     use the cores too, each such copy may wait for the scheduler. So long rows are copied in pieces.
     """
     row_bytes = data.shape[1]
-    picked = empty_bytes(len(positions) * row_bytes, runtime=runtime).view(len(positions), row_bytes)
+    picked = empty_bytes(len(positions) * row_bytes, **kind).view(len(positions), row_bytes)
     if picked.numel() <= _ALONE:
         np.take(data.numpy(), positions.numpy(), axis=0, out=picked.numpy(), mode="clip")
         return picked

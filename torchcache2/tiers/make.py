@@ -95,7 +95,8 @@ def make_levels(
     budget, tiers = settings.memory_budget(), list[Tier]()
     if budget:
         try:
-            tiers.append(SharedTier(job, budget, in_use, spills=True))  # its caller says if it is full
+            # The caller says itself if it is full.
+            tiers.append(SharedTier(job, budget, in_use, spills=True, is_copied=True))
         except SharingError as error:
             logger.warning(
                 "samples are kept in the memory of each process, as they cannot share it (%s): %d processes "

@@ -23,6 +23,7 @@ from torchcache2.core.arrays import Array, Positions
 from torchcache2.core.gather import gather, write
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Schema
+from torchcache2.core.spare import SpareMemory
 from torchcache2.core.transfer import Runtime
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.schemajson import schema_from_json, schema_to_json
@@ -196,7 +197,9 @@ class Chunks:
                 write(self._space.region.rows(width), first, values)
         return True
 
-    def gather(self, schema: Schema, locations: Positions, runtime: Runtime | None) -> Rows:
+    def gather(
+        self, schema: Schema, locations: Positions, runtime: Runtime | None, spare: SpareMemory | None
+    ) -> Rows:
         """A copy of rows of one schema, as one batch."""
         if len(locations) == 1 and runtime is None:
             return self.one(schema, locations.item(0))
@@ -204,7 +207,7 @@ class Chunks:
         for leaf, places in zip(schema.leaves, self._places(schema, locations), strict=True):
             if leaf.row_bytes:
                 data = self._space.region.rows(leaf.row_bytes)
-                picked = gather(data, torch.from_numpy(places), runtime=runtime).view(-1)
+                picked = gather(data, torch.from_numpy(places), runtime=runtime, spare=spare).view(-1)
             else:
                 picked = torch.empty(0, dtype=torch.uint8, device="cpu")
             columns.append(picked.view(leaf.stored).view(len(locations), *leaf.stored_shape))

@@ -20,7 +20,7 @@ taken back, and a miss.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -30,6 +30,7 @@ from xxhash import xxh3_64_intdigest
 from torchcache2.core.arrays import Array, Flags, Ordinals, Positions, Words
 from torchcache2.core.gather import as_bytes
 from torchcache2.core.rows import Rows
+from torchcache2.core.spare import SpareMemory
 from torchcache2.core.transfer import Runtime
 from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.chunks import Chunks
@@ -88,7 +89,9 @@ class SharedTable:
         """Whether nobody has dropped it."""
         return self.board.is_live(self.file, self.region.inode)
 
-    def get(self, words: Words, runtime: Runtime | None) -> list[tuple[Positions, Rows]]:
+    def get(
+        self, words: Words, runtime: Runtime | None, spare: SpareMemory | None
+    ) -> list[tuple[Positions, Rows]]:
         """The rows of those keys that are here, one part for each schema. Takes no lock."""
         ordinals, locations = self._index.find(words)
         if len(words) == 1 and runtime is None:
@@ -112,11 +115,11 @@ class SharedTable:
                 continue
             of, at = (ordinals, locations) if len(groups) == 1 else (ordinals[these], locations[these])
             if self._seen().take(of).all():
-                parts.append((positions[these], self._chunks.gather(schema, at, runtime)))
+                parts.append((positions[these], self._chunks.gather(schema, at, runtime, spare)))
                 continue
             fresh = np.flatnonzero(~self._seen()[of])
             self._chunks.populate(schema, at[fresh])
-            rows = self._chunks.gather(schema, at, runtime)
+            rows = self._chunks.gather(schema, at, runtime, spare)
             good = self._check(rows, words[these], of, at, fresh)
             if len(good) < len(rows):
                 these, rows = these[good], rows.take(torch.from_numpy(good))
@@ -170,7 +173,7 @@ class SharedTable:
             first += len(place)
         if kept == 0:
             return 0, fits
-        sums = _checksums(rows, words[absent])
+        sums = _checksums(rows, words[absent], range(kept))
         return self._publish(ordinals[absent], np.concatenate(places), sums), fits
 
     def _enter(self, words: Words) -> tuple[Ordinals, Positions]:
@@ -204,8 +207,7 @@ class SharedTable:
         self, rows: Rows, words: Words, ordinals: Ordinals, locations: Positions, fresh: Positions
     ) -> Positions:
         """Which rows are as they were written; those that are not are taken back."""
-        picked = rows if len(fresh) == len(rows) else rows.take(torch.from_numpy(fresh))
-        same = _checksums(picked, words[fresh]) == self._index.sums[ordinals[fresh]]
+        same = _checksums(rows, words, fresh.tolist()) == self._index.sums[ordinals[fresh]]
         self._seen()[ordinals[fresh[same]]] = True
         if same.all():
             return np.arange(len(rows))
@@ -276,9 +278,10 @@ class SharedTable:
         return is_row
 
 
-def _checksums(rows: Rows, words: Words) -> Array:
-    """xxh3-64 of each row, column after column, with its key as the seed."""
-    sums: list[int] = words[:, 0].tolist()
+def _checksums(rows: Rows, words: Words, positions: Sequence[int]) -> Array:
+    """xxh3-64 of the rows at some positions, column after column, with the key as the seed."""
+    sums: list[int] = words[positions, 0].tolist()
     for column in rows.columns:
-        sums = list(map(xxh3_64_intdigest, as_bytes(column).numpy(), sums))
+        data = as_bytes(column).numpy()
+        sums = list(map(xxh3_64_intdigest, map(data.__getitem__, positions), sums))
     return np.array(sums, np.uint64)

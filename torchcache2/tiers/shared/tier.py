@@ -29,6 +29,7 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows
+from torchcache2.core.spare import SpareMemory
 from torchcache2.core.transfer import CUDA, Runtime, to_host
 from torchcache2.files.errors import UnserialisableError
 from torchcache2.tiers.base import Claim, Found, Tier, TierStats
@@ -69,6 +70,8 @@ class SharedTier(Tier):
         Of the accelerator that rows may come from.
     spills : bool
         Whether there is a tier below that keeps what does not fit here.
+    is_copied : bool
+        Whether the caller copies the rows that it gets, so that the next ones can have their memory.
 
     Raises
     ------
@@ -89,10 +92,12 @@ class SharedTier(Tier):
         folder: str | None = None,
         runtime: Runtime = CUDA,
         spills: bool = False,
+        is_copied: bool = False,
     ) -> None:
         self._job = Job(job, budget, folder)
         self._leaving = weakref.finalize(self, _leave, self._job)
         self._runtime, self._spills = runtime, spills
+        self._spare = SpareMemory() if is_copied else None
         self._description = description
         self._lock = ProcessLock()
         self._claims = Claims(self._job.slot, self._guarded)
@@ -118,7 +123,7 @@ class SharedTier(Tier):
             if table is None:
                 return Found([])
             before = table.corrupt
-            parts = table.get(keys.words, self._runtime if self._pins else None)
+            parts = table.get(keys.words, self._runtime if self._pins else None, self._spare)
             if table.corrupt > before:
                 self._corrupt += table.corrupt - before
                 self._told(
