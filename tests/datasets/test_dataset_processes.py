@@ -505,3 +505,23 @@ def test_processes_that_come_and_go_and_are_killed_read_right_samples(tmp_path):
     seconds = 300 if SOAK else 2
     seed = str(random.random()) if SOAK else "1"
     assert run(STORM, tmp_path, tmp_path, seconds, seed, timeout=seconds + 60).out == "[]\n", seed
+
+
+PERSISTENT = """
+if __name__ == "__main__":
+    source = Counted(400, "coco", log=sys.argv[1])
+    dataset = CachedDataset(source, memory_cache_size=0, disk_cache_size="100MB")
+    loader = DataLoader(dataset, 20, shuffle=True, num_workers=2, persistent_workers=True, collate_fn=list)
+    loads = []
+    for _ in range(4):
+        read(loader, 400)
+        loads.append(len(noted(sys.argv[1])))
+        time.sleep(1)  # training takes longer than loading
+    print(json.dumps(loads))
+    dataset.close()
+"""
+
+
+def test_what_waits_in_persistent_workers_is_written_when_an_epoch_is_over(tmp_path):
+    process = run(PERSISTENT, tmp_path, tmp_path / "log")
+    assert process.out == "[400, 400, 400, 400]\n", (process.out, process.err)

@@ -31,6 +31,7 @@ from torchcache2.datasets.options import (
     level_settings,
 )
 from torchcache2.datasets.plan import Plan
+from torchcache2.datasets.tally import Tally
 from torchcache2.engine.progress import WarmupStats
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
@@ -147,6 +148,7 @@ class CachedDataset(Dataset[Any]):
             version=version,
             checks=not allow_random,
             verify=verify,
+            tally=Tally(length),
         )
         plan.check_readable()
         self.__setstate__({"_plan": plan})

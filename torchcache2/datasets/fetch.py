@@ -114,6 +114,7 @@ class Fetcher:
                 self.name,
             )
         self.tally.add(misses=len(samples) - len(batch.refused), refused=len(batch.refused))
+        self.tally.count_epochs()
         return samples, sum(len(rows) * rows.schema.row_bytes for _, rows in batch.parts)
 
     def _find(self, keys: Keys, samples: list[Any]) -> Array:

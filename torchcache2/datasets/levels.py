@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,12 +20,14 @@ from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.datasets.tally import Tally
 from torchcache2.engine.stack import Parts, TierStack
-from torchcache2.tiers.base import Tier
+from torchcache2.tiers.base import Signals, Tier
 from torchcache2.tiers.make import Description, InUse, make_levels
 from torchcache2.tiers.shared.job import job_name
 from torchcache2.tiers.shared.tier import SharedTier
 
 __all__ = ["Levels", "check_length"]
+
+_SEALING = 3.0  # seconds after an epoch in which others seal what waits in them
 
 
 class _User:
@@ -60,6 +64,7 @@ class Levels(TierStack):
         super().__init__(settings, name)
         self.fills_up = settings.persistent_cache_dir is None
         self._tally = tally
+        self._epochs, self._turned = 0, -math.inf  # epochs that are over, and when this was noticed
         self.namespace = namespace
         self._user = _User(namespace, description)
         self._is_worker = job is not None
@@ -94,6 +99,10 @@ class Levels(TierStack):
 
     def found(self, keys: Keys) -> list[Parts]:
         """The parts of each tier that was asked."""
+        if self._epochs != (epochs := self._tally.epochs):
+            self._epochs, self._turned = epochs, time.monotonic()
+        if time.monotonic() - self._turned < _SEALING:
+            self.tiers[-1].look_again(self.namespace)
         drops = self._tally.drops
         found = super().found(keys)
         if self._tally.drops != drops:  # what was read from the disk before may be in memory now
@@ -140,7 +149,7 @@ class Levels(TierStack):
             self.job,
             processes=processes,
             is_worker=self._is_worker,
-            drops=lambda: tally.drops,
+            signals=Signals(lambda: tally.drops, lambda: tally.epochs),
         )
 
 

@@ -65,7 +65,7 @@ class Plan:
     version: str | int | None
     checks: bool
     verify: float
-    tally: Tally = dataclasses.field(default_factory=Tally)
+    tally: Tally
     job: bytes | None = None
     is_closed: bool = False
 

@@ -28,7 +28,7 @@ COUNTS = (
     "nanoseconds",
     "spent",
 )
-_FLAGS = ("random", "full", "drops")
+_FLAGS = ("random", "full", "drops", "epochs")
 _PROCESSES = 1024
 _WORDS = 16  # of 8 bytes: a row is two cache lines, and no two processes write to one
 
@@ -42,7 +42,8 @@ class Tally:
 
     is_new = True
 
-    def __init__(self) -> None:
+    def __init__(self, length: int | None = None) -> None:
+        self._length = length  # of the dataset
         self._begin(_region())
 
     def _begin(self, region: Region | None) -> None:
@@ -55,14 +56,14 @@ class Tally:
 
     def __getstate__(self) -> Any:
         if self._region is None:
-            return None
+            return self._length, None
         pid = os.getpid()
-        return pid, start_time(pid), self._region.descriptor, self._region.inode
+        return self._length, (pid, start_time(pid), self._region.descriptor, self._region.inode)
 
     def __setstate__(self, state: Any) -> None:
-        region = None
-        if state is not None:
-            pid, start, descriptor, inode = state
+        (self._length, place), region = state, None
+        if place is not None:
+            pid, start, descriptor, inode = place
             region = Region.open(pid, descriptor, inode) if is_alive(pid, start) else None
         self._begin(_region() if region is None else region)
         self.is_new = region is None
@@ -94,6 +95,17 @@ class Tally:
     def drops(self) -> int:
         """A number that is another one after each `dropped`."""
         return int(self._table[0, _FLAGS.index("drops")])
+
+    @property
+    def epochs(self) -> int:
+        """How often all samples of the dataset have been asked for, as of the last `count_epochs`."""
+        return int(self._table[0, _FLAGS.index("epochs")])
+
+    def count_epochs(self) -> None:
+        """Count how many samples were asked for, in lengths of the dataset."""
+        if self._length:
+            asked = int(self._table[1:, : COUNTS.index("verified")].sum())
+            self._table[0, _FLAGS.index("epochs")] = asked // self._length
 
     def dropped(self) -> None:
         """Have all processes forget the samples that they keep apart, such as those that wait."""

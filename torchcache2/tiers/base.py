@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.files.directory import CacheDirectory
 
-__all__ = ["Claim", "Found", "Tier", "TierStats"]
+__all__ = ["Claim", "Found", "Signals", "Tier", "TierStats"]
 
 _NOWHERE: Positions = np.empty(0, np.int64)
 
@@ -59,6 +59,22 @@ class TierStats:
     evictions: int
     corrupt: int = 0
     faults: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Signals:
+    """What the processes of a job tell each other about rows that wait in them to be written.
+
+    Attributes
+    ----------
+    drops : callable
+        Returns a number that changes when a process drops rows: the others then forget theirs.
+    seals : callable
+        Returns a number that changes when others will need what waits, which is then written at once.
+    """
+
+    drops: Callable[[], int] = int
+    seals: Callable[[], int] = int
 
 
 class Claim:

@@ -1,4 +1,4 @@
-"""`Gathering`: hands rows that come one by one to the disk tier in batches, as a call of that tier is dear."""
+"""`Gathering`: hands rows that come one by one to the disk tier in batches: a call of that tier is dear."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Gathering(Tier):
     name = DiskTier.name
     is_lasting = True
 
-    def __init__(self, tier: DiskTier, drops: Callable[[], int] | None = None) -> None:
+    def __init__(self, tier: DiskTier, drops: Callable[[], int] = int) -> None:
         self._drops = drops
         self._tier = tier
         self.directory = tier.directory
@@ -54,7 +54,7 @@ class Gathering(Tier):
 
     def _start_anew(self) -> None:
         self._pid = os.getpid()
-        self._dropped = 0 if self._drops is None else self._drops()
+        self._dropped = self._drops()
         self._waiting: dict[tuple[bytes, bytes], tuple[Keys, Rows]] = {}
         self._bytes = 0
         self._since = 0.0
@@ -165,7 +165,7 @@ class Gathering(Tier):
 
     def _notice(self) -> None:
         """Forget what waits if it is the parent's, or if a process of the job has dropped rows."""
-        if self._pid != os.getpid() or (self._drops is not None and self._dropped != self._drops()):
+        if self._pid != os.getpid() or self._dropped != self._drops():
             if self._exit is not None and self._pid == os.getpid():
                 self._exit.cancel()
             self._start_anew()

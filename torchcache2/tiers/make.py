@@ -19,7 +19,7 @@ from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.eviction import used_bytes
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.tiers.base import Tier
+from torchcache2.tiers.base import Signals, Tier
 from torchcache2.tiers.disk.scratch import Scratch
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.gathering import Gathering
@@ -83,14 +83,13 @@ def make_levels(
     *,
     processes: int = 1,
     is_worker: bool = False,
-    drops: Callable[[], int] | None = None,
+    signals: Signals,
 ) -> list[Tier]:
     """The tiers of a dataset, fastest first: memory of the processes of a `job`, then a folder.
 
-    `drops` is as for `DiskTier`.
-
     The budgets are in bytes; one of 0 leaves its tier out. Where memory cannot be shared, it is divided by
-    the number of `processes`. A worker leaves its rows to others when it ends, in a temporary folder too.
+    the number of `processes`, which tell each other `signals`. A worker leaves its rows to others when it
+    ends, in a temporary folder too.
     """
     budget, tiers = settings.memory_budget(), list[Tier]()
     if budget:
@@ -116,9 +115,9 @@ def make_levels(
                 is_worker,
                 delay=_SAMPLES_SEALED_AFTER,
                 most_seconds=_most_seconds,
-                drops=drops,
+                signals=signals,
             )
-            tiers.append(Gathering(disk, drops))
+            tiers.append(Gathering(disk, signals.drops))
         except OSError as error:
             text = str(error)
             logger.warning("there is no temporary folder: what does not fit in memory is not kept (%s)", text)

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.helpers.storage import CPU, NAMESPACES, found, keys_of, put, value_of, warnings_of
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
+from torchcache2.tiers.index import KeyTable
 from torchcache2.tiers.make import make_tiers
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.shared import job as job_module
@@ -366,6 +367,23 @@ def test_memory_that_the_system_does_not_have_is_no_room(join, monkeypatch):
     monkeypatch.undo()
     assert put(tier, range(2, 600)) > 0
     assert found(tier, range(1, 600)) == list(range(1, 600))
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_rows_are_found_while_another_process_makes_a_larger_table(join, monkeypatch, count):
+    tier, other = join(), join()
+    put(tier, range(count))
+    find = KeyTable.find
+
+    def found_late(table, words):
+        if table is tier._tables.open[NAMESPACES[0]]._index._table:
+            monkeypatch.undo()
+            put(other, range(1000, 3000))
+        return find(table, words)
+
+    monkeypatch.setattr(KeyTable, "find", found_late)
+    assert found(tier, range(count)) == list(range(count))
+    assert found(tier, range(1000, 3000)) == list(range(1000, 3000))
 
 
 class Dict(RuleBasedStateMachine):

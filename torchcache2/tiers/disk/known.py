@@ -34,7 +34,7 @@ class Known:
         limit: int,
         in_use: Callable[[], Collection[bytes]] | None,
         make_writer: Callable[[], Writer],
-        drops: Callable[[], int] | None = None,
+        drops: Callable[[], int] = int,
     ) -> None:
         self.lock = ProcessLock(threading.RLock)
         self.located: dict[bytes, Located] = {}
@@ -47,7 +47,7 @@ class Known:
         self._in_use = in_use
         self._make_writer = make_writer
         self._drops = drops
-        self._dropped = 0 if drops is None else drops()
+        self._dropped = drops()
         self.numbers = itertools.count()
         self._wanted: set[bytes] = set()  # namespaces that are held, or should be
 
@@ -56,7 +56,7 @@ class Known:
         torn = self.lock.was_torn()
         if self.writer is None or self.writer.pid != os.getpid():
             self._begin(torn)
-        if self._drops is not None and self._dropped != (drops := self._drops()):
+        if self._dropped != (drops := self._drops()):
             self._dropped = drops
             for namespace in list(self.located):
                 self.start_anew(namespace)

@@ -30,7 +30,7 @@ from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.eviction import used_bytes
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.removal import Removal, remove_leftovers
-from torchcache2.tiers.base import Found, Tier, TierStats
+from torchcache2.tiers.base import Found, Signals, Tier, TierStats
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
 from torchcache2.tiers.disk.reading import Reader
@@ -75,8 +75,8 @@ class DiskTier(Tier):
         seconds, as measured. None, or a result of None: as many as `queue` allows.
     closed : callable, optional
         Called at the end of `close`, such as to delete a temporary directory.
-    drops : callable, optional
-        A number that changes when any process of the job drops rows: this one then forgets its own.
+    signals : Signals, optional
+        What the processes of a job tell each other.
 
     Raises
     ------
@@ -104,7 +104,7 @@ class DiskTier(Tier):
         temporary: bool = False,
         most_seconds: Callable[[], float | None] | None = None,
         closed: Callable[[], None] | None = None,
-        drops: Callable[[], int] | None = None,
+        signals: Signals | None = None,
     ) -> None:
         self.budget = budget
         self.policy = policy
@@ -117,6 +117,8 @@ class DiskTier(Tier):
         self._goes_with = os.getpid() if temporary else None  # the process
         self._on_closed = closed
         self._health = Health(self.directory)
+        self._signals = Signals() if signals is None else signals
+        drops = self._signals.drops
         self._known = Known(self.directory, self._health, max(budget, 1), in_use, self._make_writer, drops)
         self._lock = self._known.lock
         self._sealing = Sealing(
@@ -305,5 +307,6 @@ class DiskTier(Tier):
             limit=self._queue,
             delay=self._delay,
             most_seconds=self._most_seconds() if self._most_seconds is not None else None,
+            seals=self._signals.seals,
             at_exit=self.close,
         )

@@ -32,6 +32,7 @@ __all__ = ["Writer"]
 _EXIT_PRIORITY = 10  # higher than that of a temporary directory, which is deleted afterwards
 _SHARE = 0.02  # rows wait for this share of the time that rows of their namespace have waited before
 _LONGEST_DELAY = 600.0  # seconds
+_BETWEEN_LOOKS = 0.2  # seconds, while rows wait, between looks whether others need them
 _FIRST = 4e5, 0.1  # bytes and the seconds that writing them takes, before that was measured
 Kind = tuple[bytes, Schema]
 
@@ -41,9 +42,9 @@ class Writer:
 
     A segment is large enough from `target` bytes of rows on, and `limit` bytes may wait; both are less where
     writing that many would take more than `most_seconds`. A segment is written after `delay` seconds, however
-    small it is; later ones wait longer. ``write(pending)`` is called without the lock, says whether the rows
-    are written, and raises nothing but interrupts. If an interrupt stops it, ``forget(pending)`` is called,
-    as nobody will write these rows.
+    small it is; later ones wait longer. All are written when the number that `seals()` returns changes.
+    ``write(pending)`` is called without the lock, says whether the rows are written, and raises nothing but
+    interrupts. If an interrupt stops it, ``forget(pending)`` is called, as nobody will write these rows.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Writer:
         delay: float,
         at_exit: Callable[[], None],
         most_seconds: float | None = None,
+        seals: Callable[[], int] = int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.target = self._target = target
@@ -72,6 +74,7 @@ class Writer:
         self._at_exit = at_exit
         self._clock = clock
         self._most_seconds = most_seconds
+        self._seals, self._sealed = seals, seals()
         self._written, self._took = _FIRST  # bytes of the last segments, and seconds
         self._adjust()
         self._waited: dict[bytes, float] = {}  # seconds until segments were written because of age
@@ -202,11 +205,22 @@ class Writer:
                 if self._ending:
                     return False
                 left = self.close_old()
+                if self._open:
+                    left = min(left, self._close_if_asked())
                 if not self._ready:
                     self._wakes = self._clock() + left
                     self._changed.wait(None if left == math.inf else left)
                     self._wakes = math.inf
             return True
+
+    def _close_if_asked(self) -> float:
+        """Move all segments to those that are ready if others need them; seconds until the next look."""
+        if self._seals is int:
+            return math.inf
+        if (seals := self._seals()) != self._sealed:
+            self._sealed = seals
+            self._close_all()
+        return _BETWEEN_LOOKS
 
     def close_old(self) -> float:
         """Move segments that are old enough to those that are ready; with the lock held.

@@ -80,9 +80,10 @@ class SharedIndex:
         """Ordinal of each key, or -1, and its location, or 0. Needs no lock."""
         self.refresh()
         ordinals = self._table.find(words)
+        if ordinals.min(initial=0) < 0 and self._head[_TABLE] != self._seen[0]:
+            return self.find(words)  # another process has made a larger table meanwhile, and emptied this one
         locations = self.locations.take(ordinals, mode="clip")
-        if ordinals.min(initial=0) < 0:
-            locations[ordinals < 0] = 0
+        locations[ordinals < 0] = 0
         return ordinals, locations
 
     def prepare(self, count: int) -> bool:
