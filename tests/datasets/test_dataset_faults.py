@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.helpers.datasets import Counted
 from torchcache2 import CachedDataset, LazyShardDataset
@@ -63,3 +64,26 @@ def test_the_line_of_cost_says_what_does_not_fit(memory, disk, has_path, text, p
     CachedDataset(Counted(250, "tensor"), path if has_path else None, **options).warmup()
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "250 items" in line]
     assert line.endswith(text)
+
+
+class Refusing(Counted):
+    """Has samples that cannot be stored."""
+
+    def __getitem__(self, index):
+        return object() if index % 2 else torch.zeros(2000)
+
+
+def as_it_is(batch):
+    return batch
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_warn_once_for_all(method, path, capfd):
+    cached = CachedDataset(Refusing(40), path, memory_cache_size="1MB", disk_cache_size=30_000)
+    for _ in range(2 if method == "fork" else 1):
+        for _ in DataLoader(cached, 10, num_workers=2, multiprocessing_context=method, collate_fn=as_it_is):
+            pass
+    cached.flush()
+    shown = capfd.readouterr().err
+    assert shown.count("some samples cannot be cached") == 1
+    assert shown.count("is full (30000 bytes)") == 1, shown

@@ -13,6 +13,7 @@ from torch.utils.data import get_worker_info
 from torchcache2.core.arrays import Flags
 from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Keys
+from torchcache2.core.logs import ToldOnce
 from torchcache2.core.ranks import has_ranks, ranks_here
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
@@ -141,6 +142,7 @@ class Levels(TierStack):
             processes=processes,
             is_worker=self._is_worker,
             drops=lambda: tally.drops,
+            tell=ToldOnce(tally.is_first),
         )
 
 

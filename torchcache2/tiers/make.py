@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from torchcache2.core.errors import OptionError
-from torchcache2.core.logs import logger
+from torchcache2.core.logs import ToldOnce, logger
 from torchcache2.core.ranks import has_ranks, ranks_here
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import size_text
@@ -84,10 +84,11 @@ def make_levels(
     processes: int = 1,
     is_worker: bool = False,
     drops: Callable[[], int] | None = None,
+    tell: ToldOnce | None = None,
 ) -> list[Tier]:
     """The tiers of a dataset, fastest first: memory of the processes of a `job`, then a folder.
 
-    `drops` is as for `DiskTier`.
+    `drops` and `tell` are as for `DiskTier`.
 
     The budgets are in bytes; one of 0 leaves its tier out. Where memory cannot be shared, it is divided by
     the number of `processes`. A worker leaves its rows to others when it ends, in a temporary folder too.
@@ -116,6 +117,7 @@ def make_levels(
                 delay=_SAMPLES_SEALED_AFTER,
                 most_seconds=_most_seconds,
                 drops=drops,
+                tell=tell,
             )
             tiers.append(Gathering(disk, drops))
         except OSError as error:

@@ -22,6 +22,7 @@ import numpy as np
 from torchcache2.core.arrays import Flags
 from torchcache2.core.gather import with_ordinary_tensors
 from torchcache2.core.keys import Keys
+from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import Policy
 from torchcache2.files import codec as codecs
@@ -77,6 +78,8 @@ class DiskTier(Tier):
         Called at the end of `close`, such as to delete a temporary directory.
     drops : callable, optional
         A number that changes when any process of the job drops rows: this one then forgets its own.
+    tell : ToldOnce, optional
+        Warns of faults; default: in each process.
 
     Raises
     ------
@@ -105,6 +108,7 @@ class DiskTier(Tier):
         most_seconds: Callable[[], float | None] | None = None,
         closed: Callable[[], None] | None = None,
         drops: Callable[[], int] | None = None,
+        tell: ToldOnce | None = None,
     ) -> None:
         self.budget = budget
         self.policy = policy
@@ -116,7 +120,7 @@ class DiskTier(Tier):
         self._most_seconds = most_seconds
         self._goes_with = os.getpid() if temporary else None  # the process
         self._on_closed = closed
-        self._health = Health(self.directory)
+        self._health = Health(self.directory, tell)
         self._known = Known(self.directory, self._health, max(budget, 1), in_use, self._make_writer, drops)
         self._lock = self._known.lock
         self._sealing = Sealing(
