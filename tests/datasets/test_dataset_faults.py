@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader
 from tests.helpers.datasets import Counted
 from torchcache2 import CachedDataset, LazyShardDataset
 from torchcache2.core.errors import OptionError
+from torchcache2.tiers import make
+from torchcache2.tiers.shared.region import SharingError
 
 
 class NeverNothing(Counted):
@@ -64,6 +66,27 @@ def test_the_line_of_cost_says_what_does_not_fit(memory, disk, has_path, text, p
     CachedDataset(Counted(250, "tensor"), path if has_path else None, **options).warmup()
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "250 items" in line]
     assert line.endswith(text)
+
+
+class Wide(Counted):
+    """Samples of 10 kB."""
+
+    def __getitem__(self, index):
+        return torch.full((10_000,), index, dtype=torch.uint8)
+
+
+def test_workers_divide_memory_that_they_cannot_share(monkeypatch, capfd):
+    def refuse(*args, **options):
+        raise SharingError("there is no /proc")
+
+    monkeypatch.setattr(make, "SharedTier", refuse)
+    cached = CachedDataset(Wide(200), memory_cache_size="1MB")
+    loader = DataLoader(cached, 10, num_workers=2, multiprocessing_context="fork", persistent_workers=True)
+    for _ in range(2):
+        assert [batch[:, -1].tolist() for batch in loader] == torch.arange(200).view(20, 10).tolist()
+    assert 60 <= cached.stats().memory_hits <= 100
+    shown = capfd.readouterr().err
+    assert shown.count("cannot share it (there is no /proc): n workers have an nth part of 1.0 MB each") == 1
 
 
 class Refusing(Counted):
