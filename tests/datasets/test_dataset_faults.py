@@ -1,5 +1,6 @@
 """Faults that a review of the datasets' code has found."""
 
+import logging
 import sys
 
 import pytest
@@ -66,6 +67,16 @@ def test_the_line_of_cost_says_what_does_not_fit(memory, disk, has_path, text, p
     CachedDataset(Counted(250, "tensor"), path if has_path else None, **options).warmup()
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "250 items" in line]
     assert line.endswith(text)
+
+
+@pytest.mark.parametrize("has_path", [False, True])
+def test_memory_that_is_full_is_warned_of_once(has_path, path, log):
+    cached = CachedDataset(
+        Counted(600, "tensor"), path if has_path else None, memory_cache_size=30_000, disk_cache_size=0
+    )
+    cached.warmup()
+    (record,) = [record for record in log if record.levelno >= logging.WARNING]
+    assert "memory_cache_size is used up" in record.getMessage()
 
 
 class Wide(Counted):

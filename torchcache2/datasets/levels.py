@@ -58,7 +58,7 @@ class Levels(TierStack):
         tally: Tally,
     ) -> None:
         super().__init__(settings, name)
-        self.fills_up = settings.persistent_cache_dir is None
+        self.fills_up = settings.persistent_cache_dir is None or not settings.is_persistent
         self._tally = tally
         self.namespace = namespace
         self._user = _User(namespace, description)
