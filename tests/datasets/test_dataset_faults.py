@@ -1,13 +1,17 @@
 """Faults that a review of the datasets' code has found."""
 
+import logging
 import sys
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.helpers.datasets import Counted
 from torchcache2 import CachedDataset, LazyShardDataset
 from torchcache2.core.errors import OptionError
+from torchcache2.tiers import make
+from torchcache2.tiers.shared.region import SharingError
 
 
 class NeverNothing(Counted):
@@ -63,3 +67,57 @@ def test_the_line_of_cost_says_what_does_not_fit(memory, disk, has_path, text, p
     CachedDataset(Counted(250, "tensor"), path if has_path else None, **options).warmup()
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "250 items" in line]
     assert line.endswith(text)
+
+
+@pytest.mark.parametrize("has_path", [False, True])
+def test_memory_that_is_full_is_warned_of_once(has_path, path, log):
+    cached = CachedDataset(
+        Counted(600, "tensor"), path if has_path else None, memory_cache_size=30_000, disk_cache_size=0
+    )
+    cached.warmup()
+    (record,) = [record for record in log if record.levelno >= logging.WARNING]
+    assert "memory_cache_size is used up" in record.getMessage()
+
+
+class Wide(Counted):
+    """Samples of 10 kB."""
+
+    def __getitem__(self, index):
+        return torch.full((10_000,), index, dtype=torch.uint8)
+
+
+def test_workers_divide_memory_that_they_cannot_share(monkeypatch, capfd):
+    def refuse(*args, **options):
+        raise SharingError("there is no /proc")
+
+    monkeypatch.setattr(make, "SharedTier", refuse)
+    cached = CachedDataset(Wide(200), memory_cache_size="1MB")
+    loader = DataLoader(cached, 10, num_workers=2, multiprocessing_context="fork", persistent_workers=True)
+    for _ in range(2):
+        assert [batch[:, -1].tolist() for batch in loader] == torch.arange(200).view(20, 10).tolist()
+    assert 60 <= cached.stats().memory_hits <= 100
+    shown = capfd.readouterr().err
+    assert shown.count("cannot share it (there is no /proc): n workers have an nth part of 1.0 MB each") == 1
+
+
+class Refusing(Counted):
+    """Has samples that cannot be stored."""
+
+    def __getitem__(self, index):
+        return object() if index % 2 else torch.zeros(2000)
+
+
+def as_it_is(batch):
+    return batch
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_warn_once_for_all(method, path, capfd):
+    cached = CachedDataset(Refusing(40), path, memory_cache_size="1MB", disk_cache_size=30_000)
+    for _ in range(2 if method == "fork" else 1):
+        for _ in DataLoader(cached, 10, num_workers=2, multiprocessing_context=method, collate_fn=as_it_is):
+            pass
+    cached.flush()
+    shown = capfd.readouterr().err
+    assert shown.count("some samples cannot be cached") == 1
+    assert shown.count("is full (30000 bytes)") == 1, shown

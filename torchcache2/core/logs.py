@@ -26,17 +26,23 @@ _LEVELS = "DEBUG, INFO, WARNING, ERROR, CRITICAL"
 
 
 class ToldOnce:
-    """Logs each thing the first time only, however often it happens."""
+    """Logs each thing the first time only, however often it happens.
 
-    def __init__(self) -> None:
+    `is_first(what)` says whether no other process has told it; without it, each process tells it.
+    """
+
+    def __init__(self, is_first: Callable[[str], bool] | None = None) -> None:
         self._told: dict[str, object] = {}
+        self._is_first = is_first
 
     def __call__(
         self, what: str, message: str, *args: object, log: Callable[..., None] = logger.warning
     ) -> None:
         """Log a message, unless one with the same `what` has been logged before."""
         mine = object()
-        if self._told.setdefault(what, mine) is mine:  # this is atomic, so of two threads only one tells
+        # `setdefault` is atomic, so that of two threads only one tells.
+        is_mine = self._told.setdefault(what, mine) is mine
+        if is_mine and (self._is_first is None or self._is_first(what)):
             log(message, *args)
 
 

@@ -12,7 +12,7 @@ import torch
 from torchcache2.core.arrays import Array, Positions
 from torchcache2.core.errors import NotCachedError, OutputError
 from torchcache2.core.keys import Keys
-from torchcache2.core.logs import ToldOnce, logger
+from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows
 from torchcache2.datasets.itemkeys import as_index, keys_of
 from torchcache2.datasets.levels import Levels
@@ -35,7 +35,7 @@ class Fetcher:
         self.levels, self.source, self.tally = levels, source, tally
         self.name, self._verify = name, verify
         self._samples = Samples()
-        self._told = ToldOnce()
+        self._told = ToldOnce(tally.is_first)
         self._random_shares = np.random.default_rng()  # its own: the generators of others must not move
 
     def fetch(self, indices: Sequence[Any]) -> list[Any]:
@@ -106,9 +106,9 @@ class Fetcher:
         kept = [self.levels.keep(keys.take(positions), rows) for positions, rows in batch.parts]
         if self.tally.drops != drops:  # samples that were loaded before must not be found afterwards
             self.levels.drop(self.levels.namespace)
-        # A disk that is full says so itself.
-        if not (all(kept) or self.levels.settings.is_persistent) and self.tally.is_first("full"):
-            logger.warning(
+        if not (all(kept) or self.levels.settings.is_persistent):  # a disk that is full says so itself
+            self._told(
+                "full",
                 "%s: memory_cache_size is used up: samples that are not kept are loaded in each epoch. Raise "
                 "it, or give disk_cache_size, which keeps them in a temporary folder",
                 self.name,
@@ -134,7 +134,8 @@ class Fetcher:
         except UnreadableError as error:
             if len(rows) > 1:  # only some may be damaged
                 for i in range(len(rows)):
-                    self._read(positions[i : i + 1], rows.take(torch.tensor([i])), samples, found)
+                    one = rows.take(torch.from_numpy(np.array([i])))
+                    self._read(positions[i : i + 1], one, samples, found)
                 return
             self._told(
                 "unreadable", "%s: a cached sample cannot be read, and is loaded (%s)", self.name, str(error)
@@ -166,9 +167,11 @@ class Fetcher:
 
     def _moved(self, index: Any) -> None:
         """Random numbers were drawn while samples were loaded."""
-        if self.source.is_random(index) and self.tally.is_first("random"):
+        if self.source.is_random(index) and not self.tally.is_random:
+            self.tally.found_random()
             self.levels.clear()
-            logger.warning(
+            self._told(
+                "random",
                 "%s draws random numbers, so it is not cached: every epoch would get the same ones. Give "
                 "random augmentation to CachedDataset as transform=, which runs after the cache. If the "
                 "numbers do not matter, or are seeded by the index, pass allow_random=True",

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 
 from torchcache2.core.arrays import Flags
 from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Keys
-from torchcache2.core.ranks import has_ranks, ranks_here
+from torchcache2.core.logs import ToldOnce
+from torchcache2.core.ranks import has_ranks
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.datasets.tally import Tally
@@ -62,7 +62,7 @@ class Levels(TierStack):
         tally: Tally,
     ) -> None:
         super().__init__(settings, name)
-        self.fills_up = settings.persistent_cache_dir is None
+        self.fills_up = settings.persistent_cache_dir is None or not settings.is_persistent
         self._tally = tally
         self._epochs, self._turned = 0, -math.inf  # epochs that are over, and when this was noticed
         self.namespace = namespace
@@ -139,17 +139,14 @@ class Levels(TierStack):
             super()._offer(tiers, keys, rows)
 
     def _made(self, in_use: InUse, description: Description) -> Sequence[Tier]:
-        worker = get_worker_info()
-        processes = ranks_here() * (1 if worker is None else worker.num_workers)
         tally = self._tally  # tiers that refer to these levels would keep them alive
         return make_levels(
             self.settings,
             in_use,
             description,
             self.job,
-            processes=processes,
             is_worker=self._is_worker,
-            signals=Signals(lambda: tally.drops, lambda: tally.epochs),
+            signals=Signals(lambda: tally.drops, lambda: tally.epochs, ToldOnce(tally.is_first)),
         )
 
 

@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from torchcache2.core.locks import ProcessLock
 from torchcache2.tiers.shared.region import Region, is_alive, start_time
@@ -28,13 +29,13 @@ COUNTS = (
     "nanoseconds",
     "spent",
 )
-_FLAGS = ("random", "full", "drops", "epochs")
+_RANDOM, _DROPS, _EPOCHS, _TOLD = range(4)  # words of the first row; what was told is from the last one on
 _PROCESSES = 1024
 _WORDS = 16  # of 8 bytes: a row is two cache lines, and no two processes write to one
 
 
 class Tally:
-    """Counts by name, those of `COUNTS`, and flags for all processes.
+    """Counts by name, those of `COUNTS`, and what all processes have to know.
 
     Safe under threads and fork. A pickle is a handle: it finds the counts as long as the process that
     pickled it lives; otherwise it begins new ones, and `is_new`.
@@ -82,34 +83,40 @@ class Tally:
     @property
     def is_random(self) -> bool:
         """Whether a process has found that the source draws random numbers."""
-        return bool(self._table[0, _FLAGS.index("random")])
+        return bool(self._table[0, _RANDOM])
 
-    def is_first(self, flag: str) -> bool:
-        """Set a flag, ``"random"`` or ``"full"``, for all processes; whether it was not set."""
-        place = _FLAGS.index(flag)
-        before = bool(self._table[0, place])
-        self._table[0, place] = 1
-        return not before
+    def found_random(self) -> None:
+        """Have all processes know that the source draws random numbers."""
+        self._table[0, _RANDOM] = 1
+
+    def is_first(self, what: str) -> bool:
+        """Whether no process has asked this before, so that one of them warns of something for all."""
+        number = xxh3_64_intdigest(what.encode()) >> 1 | 1
+        told = self._table[0, _TOLD:]
+        if number in told:
+            return False
+        told[np.flatnonzero(told == 0)[:1]] = number  # without a free place, several may warn
+        return True
 
     @property
     def drops(self) -> int:
         """A number that is another one after each `dropped`."""
-        return int(self._table[0, _FLAGS.index("drops")])
+        return int(self._table[0, _DROPS])
 
     @property
     def epochs(self) -> int:
         """How often all samples of the dataset have been asked for, as of the last `count_epochs`."""
-        return int(self._table[0, _FLAGS.index("epochs")])
+        return int(self._table[0, _EPOCHS])
 
     def count_epochs(self) -> None:
         """Count how many samples were asked for, in lengths of the dataset."""
         if self._length:
             asked = int(self._table[1:, : COUNTS.index("verified")].sum())
-            self._table[0, _FLAGS.index("epochs")] = asked // self._length
+            self._table[0, _EPOCHS] = asked // self._length
 
     def dropped(self) -> None:
         """Have all processes forget the samples that they keep apart, such as those that wait."""
-        self._table[0, _FLAGS.index("drops")] = int.from_bytes(os.urandom(7), "little")
+        self._table[0, _DROPS] = int.from_bytes(os.urandom(7), "little")
 
     def _own_row(self) -> int:
         if self._pid != os.getpid():

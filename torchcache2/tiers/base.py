@@ -16,6 +16,7 @@ import numpy as np
 
 from torchcache2.core.arrays import Flags, Positions
 from torchcache2.core.keys import Keys
+from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows
 from torchcache2.files.directory import CacheDirectory
 
@@ -71,10 +72,13 @@ class Signals:
         Returns a number that changes when a process drops rows: the others then forget theirs.
     seals : callable
         Returns a number that changes when others will need what waits, which is then written at once.
+    tell : ToldOnce, optional
+        Warns of faults; default: in each process.
     """
 
     drops: Callable[[], int] = int
     seals: Callable[[], int] = int
+    tell: ToldOnce | None = None
 
 
 class Claim:

@@ -26,9 +26,9 @@ class Breaker:
         Warns once for each kind of fault.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tell: ToldOnce | None = None) -> None:
         self.faults = 0
-        self.tell = ToldOnce()
+        self.tell = ToldOnce() if tell is None else tell
         self._failures: Counter[bytes | None] = Counter()  # in a row, without a success
         self._paused_until: dict[bytes | None, float] = {}
 

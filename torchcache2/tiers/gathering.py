@@ -1,4 +1,4 @@
-"""`Gathering`: hands rows that come one by one to the disk tier in batches: a call of that tier is dear."""
+"""`Gathering`: hands rows that come one by one to the disk tier in batches, as a call of it is dear."""
 
 from __future__ import annotations
 

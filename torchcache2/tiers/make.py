@@ -81,28 +81,28 @@ def make_levels(
     description: Description,
     job: bytes,
     *,
-    processes: int = 1,
     is_worker: bool = False,
     signals: Signals,
 ) -> list[Tier]:
     """The tiers of a dataset, fastest first: memory of the processes of a `job`, then a folder.
 
-    The budgets are in bytes; one of 0 leaves its tier out. Where memory cannot be shared, it is divided by
-    the number of `processes`, which tell each other `signals`. A worker leaves its rows to others when it
-    ends, in a temporary folder too.
+    The budgets are in bytes; one of 0 leaves its tier out. Where memory cannot be shared, workers divide it.
+    A worker leaves its rows to others when it ends, in a temporary folder too; its parent has warned already.
     """
     budget, tiers = settings.memory_budget(), list[Tier]()
+    warn = logger.debug if is_worker else logger.warning
     if budget:
         try:
             # The caller says itself if it is full.
             tiers.append(SharedTier(job, budget, in_use, spills=True, is_copied=True))
         except SharingError as error:
-            logger.warning(
-                "samples are kept in the memory of each process, as they cannot share it (%s): %d processes "
-                "keep %s each, so that all of them hold as much as one would alone",
-                *(str(error), processes, size_text(budget // processes)),
+            warn(
+                "samples are kept in the memory of each process, as they cannot share it (%s): n workers "
+                "have an nth part of %s each, and find only what they have loaded themselves",
+                *(str(error), size_text(budget // ranks_here())),
             )
-            tiers.append(MemoryTier(budget // processes, in_use=in_use, spills=True))
+            memory = MemoryTier(budget // ranks_here(), in_use=in_use, spills=True, among=_workers)
+            tiers.append(memory)
     if settings.is_persistent:
         queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4))
         try:
@@ -119,8 +119,7 @@ def make_levels(
             )
             tiers.append(Gathering(disk, signals.drops))
         except OSError as error:
-            text = str(error)
-            logger.warning("there is no temporary folder: what does not fit in memory is not kept (%s)", text)
+            warn("there is no temporary folder: what does not fit in memory is not kept (%s)", str(error))
     return tiers or [MemoryTier(0)]
 
 
@@ -167,7 +166,12 @@ def _disk(
     )
 
 
+def _workers() -> int:
+    """How many workers there are, of which this process is one; 1 if it is none."""
+    worker = get_worker_info()
+    return 1 if worker is None else worker.num_workers
+
+
 def _most_seconds() -> float | None:
     """How long writing what waits may take in this process, if it is a worker: all write at the end."""
-    worker = get_worker_info()
-    return None if worker is None else _WORKERS_WRITE / (worker.num_workers * ranks_here())
+    return None if get_worker_info() is None else _WORKERS_WRITE / (_workers() * ranks_here())

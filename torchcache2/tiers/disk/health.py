@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 
+from torchcache2.core.logs import ToldOnce
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import DamagedError, NewerFormatError
 from torchcache2.files.filesystem import is_read_only
@@ -33,8 +34,8 @@ class Health(Breaker):
         Damaged rows and files that were met.
     """
 
-    def __init__(self, directory: CacheDirectory) -> None:
-        super().__init__()
+    def __init__(self, directory: CacheDirectory, tell: ToldOnce | None = None) -> None:
+        super().__init__(tell)
         self.reads = self.writes = True
         self.corrupt = 0
         self._directory = directory

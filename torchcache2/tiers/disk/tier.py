@@ -116,9 +116,9 @@ class DiskTier(Tier):
         self._most_seconds = most_seconds
         self._goes_with = os.getpid() if temporary else None  # the process
         self._on_closed = closed
-        self._health = Health(self.directory)
         self._signals = Signals() if signals is None else signals
         drops = self._signals.drops
+        self._health = Health(self.directory, self._signals.tell)
         self._known = Known(self.directory, self._health, max(budget, 1), in_use, self._make_writer, drops)
         self._lock = self._known.lock
         self._sealing = Sealing(

@@ -12,6 +12,7 @@ once. The next call waits for the copies, and puts the rows into their arena bef
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
@@ -51,6 +52,8 @@ class MemoryTier(Tier):
         The runtime of the accelerator that rows may come from.
     spills : bool
         Whether there is a tier below that keeps what does not fit here.
+    among : callable, optional
+        How many processes divide what is left of the budget; called once in each process, forked ones too.
     """
 
     name = "memory"
@@ -63,9 +66,11 @@ class MemoryTier(Tier):
         in_use: Callable[[], Collection[bytes]] | None = None,
         runtime: Runtime = CUDA,
         spills: bool = False,
+        among: Callable[[], int] | None = None,
     ) -> None:
         self._spills = spills
         self.budget = budget
+        self._among, self._pid = among, 0
         self._runtime = runtime
         # Rows that are being copied to the host, and the arena that has room for them.
         self._incoming: tuple[Arena, Keys, Arriving] | None = None
@@ -159,6 +164,10 @@ class MemoryTier(Tier):
 
     def _catch_up(self) -> None:
         self._forget_dropped()
+        if self._among is not None and self._pid != os.getpid():
+            self._pid = os.getpid()
+            self.budget = self._used() + (self.budget - self._used()) // self._among()
+            self._arenas.budget = self.budget
         incoming, self._incoming = self._incoming, None
         if incoming is None:
             return
