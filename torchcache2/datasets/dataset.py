@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import NotCachedError, OptionError
-from torchcache2.core.logs import logger
 from torchcache2.core.ranks import place
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size
@@ -32,16 +29,14 @@ from torchcache2.datasets.options import (
 )
 from torchcache2.datasets.plan import Plan
 from torchcache2.datasets.tally import Tally
+from torchcache2.datasets.wrapper import Wrapper
 from torchcache2.engine.progress import WarmupStats
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
 __all__ = ["CachedDataset"]
 
-_OF_PROCESS = ("_source", "_fetcher")
-_OWN = ("_plan", *_OF_PROCESS)  # attributes; all others are the dataset's
 
-
-class CachedDataset(Dataset[Any]):
+class CachedDataset(Wrapper):
     """A dataset that keeps the samples of another one, so that each is loaded once.
 
     Samples are kept in memory that all workers of a `DataLoader` and all ranks of a machine share, then in a
@@ -159,18 +154,6 @@ class CachedDataset(Dataset[Any]):
                 self.close()
                 raise
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in _OF_PROCESS}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._source = self._plan.source()
-        self._fetcher = self._plan.fetcher(self._source)
-
-    def __len__(self) -> int:
-        length = length_of(self._plan.dataset)
-        return len(self._plan.dataset) if length is None else length  # this says why there is none
-
     def __getitem__(self, index: Any) -> Any:
         """The sample at an index: an int, also one of numpy or a tensor, a str or bytes."""
         return self.__getitems__([index])[0]
@@ -180,38 +163,6 @@ class CachedDataset(Dataset[Any]):
         fetcher, transform = self._fetcher, self._plan.transform
         samples = self._source.plain(indices) if fetcher is None else fetcher.fetch(indices)
         return samples if transform is None else [transform(sample) for sample in samples]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith(("__", "_torchcache")) or name in _OWN:  # also while a pickle is read
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = getattr(self._plan.dataset, name)
-        if name.startswith("set_") and callable(value):
-            return functools.partial(self._change, value)
-        return value
-
-    def _change(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the dataset, such as ``set_epoch``, and cache no more if that changes it."""
-        if self._fetcher is None:
-            return method(*args, **kwargs)
-        before = self._plan.seen()
-        result = method(*args, **kwargs)
-        if self._plan.seen() != before:
-            logger.warning(
-                "%s: %s has changed the dataset, so it is cached no more. Give what depends on the epoch as "
-                "transform=, which runs after the cache",
-                self._plan.title,
-                method.__name__,
-            )
-            self.close()
-        return result
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _OWN and hasattr(self._plan.dataset, name):
-            raise AttributeError(
-                f"{name} is an attribute of the dataset that is cached, which must not be changed: what is "
-                "kept are samples without the change. Set it before CachedDataset(dataset) is made"
-            )
-        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         return f"<CachedDataset {self._plan.title} {self._plan.identity.namespace.hex()}>"
@@ -282,16 +233,6 @@ class CachedDataset(Dataset[Any]):
         """Forget every sample, on disk too."""
         if self._fetcher is not None:
             self._fetcher.levels.clear()
-
-    def close(self) -> None:
-        """Let go of the samples in memory; from now on this process loads all that it is asked for.
-
-        What waits to be written is on disk when this returns.
-        """
-        self._plan.is_closed = True
-        fetcher, self._fetcher = self._fetcher, None
-        if fetcher is not None:
-            fetcher.levels.close()
 
 
 setattr(CachedDataset, ADDED_ATTRIBUTE, True)

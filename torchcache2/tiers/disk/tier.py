@@ -11,7 +11,6 @@ segment appears whole or not at all.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -29,8 +28,9 @@ from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.eviction import used_bytes
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.removal import Removal, remove_leftovers
+from torchcache2.files.removal import remove_leftovers
 from torchcache2.tiers.base import Found, Signals, Tier, TierStats
+from torchcache2.tiers.disk.deletion import delete_files
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
 from torchcache2.tiers.disk.reading import Reader
@@ -186,26 +186,7 @@ class DiskTier(Tier):
         with self._lock():
             self._known.begin()
             self._known.start_anew(namespace)
-        folder = self.directory.folder(namespace)
-        try:
-            contents = self.directory.contents(namespace.hex())
-            names = [info.name for info in (*contents.segments, *contents.corrupt)]
-            removal = Removal(self.directory, math.inf)
-            try:
-                if self._health.writes:
-                    removal.files(contents)
-            finally:
-                for name in names:
-                    self._known.descriptors.forget(os.path.join(folder, name))
-                self._known.remove_files(namespace, names)  # another thread may have opened them since
-            if removal.error is not None:
-                self._health.fault(removal.error, folder)
-            if contents.segments:
-                with self._lock():  # files that stay, such as another user's, must stay closed
-                    located = self._known.located.get(namespace) or self._known.new(namespace)
-                    located.names |= {info.name for info in contents.segments}
-        except OSError as error:
-            self._health.fault(error, folder)
+        delete_files(self.directory, self._known, self._health, namespace)
 
     def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:
         """Write a newer description to ``fingerprint.json``; if there is none yet, only with `create`."""
