@@ -1,6 +1,7 @@
 """Faults that a review of the datasets' code has found."""
 
 import logging
+import os
 import sys
 
 import pytest
@@ -12,6 +13,8 @@ from torchcache2 import CachedDataset, LazyShardDataset
 from torchcache2.core.errors import OptionError
 from torchcache2.tiers import make
 from torchcache2.tiers.shared.region import SharingError
+
+SOAK = bool(os.environ.get("SOAK"))
 
 
 class NeverNothing(Counted):
@@ -111,7 +114,7 @@ def as_it_is(batch):
     return batch
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", *["spawn"] * SOAK])
 def test_workers_warn_once_for_all(method, path, capfd):
     cached = CachedDataset(Refusing(40), path, memory_cache_size="1MB", disk_cache_size=30_000)
     for _ in range(2 if method == "fork" else 1):

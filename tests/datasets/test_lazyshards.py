@@ -13,6 +13,7 @@ from tests.helpers import warm
 from tests.helpers.gloo import run_ranks
 from torchcache2 import LazyShardDataset, OptionError, OutputError
 
+SOAK = bool(os.environ.get("SOAK"))
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
@@ -456,7 +457,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1), ("forkserver", 1)])
+@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1), *[("forkserver", 1)] * SOAK])
 def test_persistent_workers_get_the_order_of_each_epoch(method, workers):
     process = warm.run(LOADING, method, workers)
     assert process.words == ["end"] and process.err == ""

@@ -1,5 +1,6 @@
 """Workers of a `DataLoader` that write: none loses rows when it ends, and none has more than it can write."""
 
+import os
 import time
 
 import pytest
@@ -8,6 +9,7 @@ from tests.helpers import warm
 from tests.helpers.storage import NEVER, Unsynced, keys_of, put, sealed_names
 from torchcache2.tiers.disk.tier import DiskTier
 
+SOAK = bool(os.environ.get("SOAK"))
 SPILL = """
 import gc, os, sys
 from torch.utils.data import DataLoader
@@ -29,7 +31,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("method", "workers"), [("fork", 3), ("spawn", 1), ("forkserver", 1)])
+@pytest.mark.parametrize(("method", "workers"), [("fork", 3), ("spawn", 1), *[("forkserver", 1)] * SOAK])
 def test_a_worker_that_ends_loses_no_rows(tmp_path, method, workers):
     warm.run(SPILL, method, workers, env={"TMPDIR": str(tmp_path)})
 

@@ -1,9 +1,13 @@
 """Rows that the workers of a `DataLoader` share, who come and go, and are killed."""
 
+import os
+
 import pytest
 
 from tests.helpers import warm
 from tests.tiers.shared.scripts import JOINING
+
+SOAK = bool(os.environ.get("SOAK"))
 
 EPOCHS = """
 import os, sys
@@ -60,7 +64,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("method", "epochs", "workers"), [("fork", 4, 2), ("spawn", 2, 1), ("forkserver", 2, 1)]
+    ("method", "epochs", "workers"), [("fork", 4, 2), ("spawn", 2, 1), *[("forkserver", 2, 1)] * SOAK]
 )
 def test_rows_outlive_the_workers_that_put_them(tmp_path, method, epochs, workers):
     process = warm.run(EPOCHS, tmp_path, method, epochs, workers)
@@ -77,7 +81,10 @@ BESIDE_THREADS = (
     JOINING
     + """
 import threading
+from tests.helpers.storage import value_of
 
+# Torch takes locks when it draws numbers: a child that is forked meanwhile would wait for ever.
+made = [value_of((worker, name), 4) for worker in range(12) for name in range(10)]
 tier, stop, errors = join(10**8), threading.Event(), []
 
 
