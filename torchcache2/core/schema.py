@@ -110,9 +110,8 @@ class Schema:
     def with_shapes(self, shapes: Iterable[tuple[int, ...]]) -> Schema:
         """The same schema for rows whose leaves have other shapes."""
         leaves = []
-        for leaf, shape in zip(
-            self.leaves, shapes, strict=True
-        ):  # `dataclasses.replace` takes several times as long
+        for leaf, shape in zip(self.leaves, shapes, strict=True):
+            # `dataclasses.replace` takes several times as long.
             rest = leaf.channels_last, leaf.device
             leaves.append(Leaf(leaf.path, leaf.kind, leaf.dtype, leaf.stored, shape, *rest))
         return Schema(self.structure, tuple(leaves))

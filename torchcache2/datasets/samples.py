@@ -146,9 +146,8 @@ def from_rows(rows: Rows) -> list[Any]:
         return listed(_closed(rows.schema.structure, columns, len(rows)))
     except (UnreadableError, MemoryError):
         raise
-    except (
-        Exception
-    ) as error:  # such as a dtype that a node cannot have, as anybody may have written the schema
+    except Exception as error:
+        # Anybody may have written the schema, such as one with a dtype that a node cannot have.
         raise DamagedError(f"rows that are no samples: {error!r}") from None
 
 

@@ -18,10 +18,8 @@ from torchcache2.engine.randomness import RandomState
 
 __all__ = [
     "Bound",
-    "check",
     "check_names",
     "check_options",
-    "is_count",
     "place_of",
     "samples_of",
     "sizes_of",
@@ -32,13 +30,13 @@ _MODES = ("rank", "node", "disk")
 _PROBED = 8
 
 
-def check(option: str, value: object, is_valid: bool, expected: str) -> None:
+def _check(option: str, value: object, is_valid: bool, expected: str) -> None:
     """Raise `OptionError` for a value that is not valid."""
     if not is_valid:
         raise OptionError(f"{option}={value!r}: expected {expected}")
 
 
-def is_count(value: object) -> bool:
+def _is_count(value: object) -> bool:
     """Whether a value is an int from 0 on."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 0
 
@@ -55,16 +53,16 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raise `OptionError` for an option that cannot have its value."""
     for option, value in options.items():
         if option == "mode":
-            check(option, value, value in _MODES, f"one of {', '.join(map(repr, _MODES))}")
+            _check(option, value, value in _MODES, f"one of {', '.join(map(repr, _MODES))}")
         elif option == "even":
-            check(option, value, value in (None, "drop", "repeat"), "None, 'drop' or 'repeat'")
+            _check(option, value, value in (None, "drop", "repeat"), "None, 'drop' or 'repeat'")
         elif option == "seed":
-            check(option, value, is_count(value) and value < 1 << 64, "an int from 0 to 2**64 - 1")
+            _check(option, value, _is_count(value) and value < 1 << 64, "an int from 0 to 2**64 - 1")
         elif option == "overflow":
             is_valid = value is None or (isinstance(value, (int, float)) and value >= 0)
-            check(option, value, is_valid, "None, or a number from 0 on")
+            _check(option, value, is_valid, "None, or a number from 0 on")
         else:
-            check(option, value, is_count(value), "an int from 0 on")
+            _check(option, value, _is_count(value), "an int from 0 on")
 
 
 def sizes_of(mode: str, path: Any, memory_size: Size, disk_size: Size | None) -> tuple[Size, Size | None]:
@@ -93,7 +91,7 @@ def place_of(rank: int | None, num_replicas: int | None) -> Place:
     given = f"rank={rank!r}, num_replicas={num_replicas!r}"
     if rank is None or num_replicas is None:
         raise OptionError(f"{given}: give both, or none of them")
-    if not (is_count(rank) and is_count(num_replicas) and rank < num_replicas):
+    if not (_is_count(rank) and _is_count(num_replicas) and rank < num_replicas):
         raise OptionError(f"{given}: expected ints, and a rank from 0 to num_replicas - 1")
     return Place(int(rank), int(num_replicas))
 

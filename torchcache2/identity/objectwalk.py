@@ -54,6 +54,7 @@ class ObjectWalk(OwnerWalk):
     """The part of a walk that reads objects.
 
     `tokens` are random bytes, by id, that stand for objects that cannot be read; `texts` are what source
+    files compile to. A caller that walks again passes both again, so that an object keeps its token.
     """
 
     most_objects = most_before_bulk = 100_000

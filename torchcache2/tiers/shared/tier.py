@@ -126,9 +126,7 @@ class SharedTier(Tier):
             parts = table.get(keys.words, self._runtime if self._pins else None, self._spare)
             if table.corrupt > before:
                 self._corrupt += table.corrupt - before
-                self._told(
-                    "corrupt", "rows in shared memory differ from their checksums, and are computed again"
-                )
+                self._told("corrupt", "rows in shared memory differ from their checksums: they are misses")
             return Found(parts)
 
         return self._guarded(found) or Found([])
