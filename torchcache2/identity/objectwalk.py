@@ -53,8 +53,8 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 class ObjectWalk(OwnerWalk):
     """The part of a walk that reads objects.
 
-    `tokens` are random bytes, by id, that stand for objects that cannot be read; `texts` are what source
-    files compile to. A caller that walks again passes both again, so that an object keeps its token.
+    `tokens` are random bytes, by id, for objects that cannot be read, `texts` what source files compile to.
+    A caller that walks again passes both again, so that an object keeps its token.
     """
 
     most_objects = most_before_bulk = 100_000

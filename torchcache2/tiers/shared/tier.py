@@ -96,9 +96,8 @@ class SharedTier(Tier):
     ) -> None:
         self._job = Job(job, budget, folder)
         self._leaving = weakref.finalize(self, _leave, self._job)
-        self._runtime, self._spills = runtime, spills
+        self._runtime, self._spills, self._description = runtime, spills, description
         self._spare = SpareMemory() if is_copied else None
-        self._description = description
         self._lock = ProcessLock()
         self._claims = Claims(self._job.slot, self._guarded)
         self._tables = Tables(self._job, in_use)
