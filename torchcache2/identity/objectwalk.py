@@ -65,8 +65,7 @@ class ObjectWalk(OwnerWalk):
         self.generators: list[Any] = []  # random generators, whose state is not part of the namespace
         self.unread: list[str] = []  # where something was met that cannot be read
         self.containers: dict[int, tuple[Any, tuple[Any, ...]]] = {}  # by id, with their content at that time
-        self._tokens = tokens
-        self._objects = 0
+        self._tokens, self._objects = tokens, 0
         self._too_much = os.urandom(16)
         self._bulk = Bulk(self.most_before_bulk, self.held_in_bulk)
 

@@ -71,7 +71,7 @@ def test_rows_outlive_the_workers_that_put_them(tmp_path, method, epochs, worker
     assert process.out == "[]\n" and process.err == ""
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", *["spawn"] * SOAK])
 def test_rows_of_a_worker_that_is_killed_stay(tmp_path, method):
     process = warm.run(KILLED, tmp_path, method)
     assert process.out == "[]\n"
