@@ -525,3 +525,41 @@ if __name__ == "__main__":
 def test_what_waits_in_persistent_workers_is_written_when_an_epoch_is_over(tmp_path):
     process = run(PERSISTENT, tmp_path, tmp_path / "log")
     assert process.out == "[400, 400, 400, 400]\n", (process.out, process.err)
+
+
+LARGE = """
+class Scans(Counted):
+    def __getitem__(self, index):
+        return torch.full((100, 200), index, dtype=torch.int16), torch.full((9000,), index, dtype=torch.bfloat16)
+
+
+def edited(samples):
+    '''Samples as a worker has them: each has a storage of its own, and is edited in place.'''
+    tensors = [tensor for sample in samples for tensor in sample]
+    values = [tensor.flatten()[0].item() for tensor in tensors]
+    for number, tensor in enumerate(tensors):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
+        assert (tensor == values[number]).all()
+        tensor.fill_(-1 - number)
+    for number, tensor in enumerate(tensors):
+        assert (tensor == -1 - number).all()
+    return values[::2]
+
+
+if __name__ == "__main__":
+    dataset = CachedDataset(Scans(40), memory_cache_size="10MB")
+    kept = []
+    for _ in range(3):
+        for values in DataLoader(dataset, 8, num_workers=1, collate_fn=edited):
+            kept += values
+    assert kept == [*range(40)] * 3 and dataset.stats().hits == 80, dataset.stats()
+    for batch in DataLoader(dataset, 8, num_workers=1, collate_fn=list):  # sent as they are
+        kept += [sample[0][3, 4].item() for sample in batch]
+    assert kept[120:] == [*range(40)]
+    dataset.close()
+"""
+
+
+def test_large_samples_of_workers_have_storages_of_their_own(tmp_path):
+    process = run(LARGE, tmp_path)
+    assert process.err == ""

@@ -120,13 +120,15 @@ class Levels(TierStack):
         if not self.fills_up:
             self.put(self._user, keys, rows)
             return True  # the disk says itself if it is full
-        for tier in self.tiers:
+        absent = np.arange(len(keys))
+        for depth, tier in enumerate(self.tiers):
+            if depth:
+                keys, rows = keys.take(absent), rows.take(torch.from_numpy(absent))
             if tier.put(keys, rows) == len(keys):
                 return True
             absent = np.flatnonzero(~tier.has(keys))
             if len(absent) == 0:
                 return True
-            keys, rows = keys.take(absent), rows.take(torch.from_numpy(absent))
         return False
 
     def close(self) -> None:

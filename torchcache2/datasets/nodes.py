@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import get_worker_info
 
 from torchcache2.core.arrays import Array
 from torchcache2.core.gather import as_bytes
@@ -55,6 +56,7 @@ COMMON = frozenset(  # dtypes that torch copies
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     ]
 )
+_LARGE = 16 << 10  # bytes of a tensor
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -136,10 +138,17 @@ class Permuted(Node):
 
 
 def listed(column: Column) -> list[Any]:
-    """The values of a column; each tensor has its own memory."""
+    """The values of a column; each tensor has its own memory.
+
+    The worker of a `DataLoader` is about to put the samples together, and does not keep them: there, large
+    ones have each a storage of their own in the column's memory, which goes with the last of them.
+    """
     if type(column) is list:
         return column
     if column.dtype in COMMON:
+        is_large = column.nbytes >= _LARGE * len(column) > 0 and column.dtype != torch.bfloat16
+        if is_large and column.is_contiguous() and get_worker_info() is not None:
+            return list(map(torch.from_numpy, column.numpy()))
         rows: Any = torch.unbind_copy(column)  # type: ignore[func-returns-value]
         return list(rows)
     # Torch cannot copy all dtypes, but it can copy their bytes.
