@@ -530,7 +530,8 @@ def test_what_waits_in_persistent_workers_is_written_when_an_epoch_is_over(tmp_p
 LARGE = """
 class Scans(Counted):
     def __getitem__(self, index):
-        return torch.full((100, 200), index, dtype=torch.int16), torch.full((9000,), index, dtype=torch.bfloat16)
+        scan = torch.full((100, 200), index, dtype=torch.int16)
+        return scan, torch.full((9000,), index, dtype=torch.bfloat16)
 
 
 def edited(samples):
