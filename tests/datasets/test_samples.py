@@ -624,7 +624,7 @@ def test_how_many_leaves_a_sample_has(sample, leaves):
         (torch.zeros(2, 2), torch.zeros(2, 2).T),
         (torch.zeros(2, 2), np.zeros((2, 2), "f4")),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_samples_that_compare_equal_are_told_apart_in_a_tier(a, b):
     tier = MemoryTier(1 << 20)
