@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, random_split
 from tests.helpers.datasets import Batched, Counted, note, noted, same, sample_of
 from torchcache2 import CachedDataset
+
+sys.dont_write_bytecode = True  # that of a module which is written twice in a second is that of the first one
 
 
 def read(loader, count, kind="coco"):
@@ -46,10 +49,17 @@ def left():
 """
 
 
+@pytest.fixture(autouse=True)
+def temporary(tmp_path):
+    """A folder for temporary files whose path is short, as that of a socket has to be."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        (tmp_path / "tmp").symlink_to(folder)
+        yield
+
+
 def run(script, folder, *args, env=None, timeout=warm.DEADLINE, **options):
     """Run a script behind `PREAMBLE`; it finds no temporary files but its own."""
-    (folder / "tmp").mkdir(exist_ok=True)
-    env = {"TMPDIR": str(folder / "tmp"), **(env or {})}
+    env = {"TMPDIR": os.path.realpath(folder / "tmp"), **(env or {})}
     return warm.start(text_of(script), *args, env=env, **options).done(timeout=timeout)
 
 
@@ -213,9 +223,8 @@ torch.distributed.destroy_process_group()
 
 
 def test_ranks_and_their_workers_share_samples(tmp_path):
-    (tmp_path / "tmp").mkdir()
     script = "from tests.helpers.datasets import noted\n" + warm.dedented(RANKS)
-    env = {"TORCHCACHE_JOB": str(tmp_path), "TMPDIR": str(tmp_path / "tmp")}
+    env = {"TORCHCACHE_JOB": str(tmp_path), "TMPDIR": os.path.realpath(tmp_path / "tmp")}
     first, second = run_ranks(script, tmp_path, tmp_path, "10MB", env=env)
     assert set(noted(tmp_path / "log").values()) == {1}
     assert first.words[:4] == ["60"] * 4 and [first.words[5], second.words[5]] == ["0", "0"]
@@ -312,10 +321,9 @@ if __name__ == "__main__":
     ids=["temporary", "lasting"],
 )
 def test_a_main_process_that_is_killed_leaves_nothing(tmp_path, levels):
-    (tmp_path / "tmp").mkdir()
     if "path" in levels:
         levels = levels | {"path": str(tmp_path / "cache")}
-    options = {"env": {"TMPDIR": str(tmp_path / "tmp")}}
+    options = {"env": {"TMPDIR": os.path.realpath(tmp_path / "tmp")}}
     arguments = [tmp_path, "first", json.dumps(levels)]
     process = warm.start(text_of(KILLED_MAIN), *arguments, **options).until("5\n5\n5\n5\n5\n5\n5\n5\n")
     workers = children_of(process.pid)

@@ -81,6 +81,12 @@ def notes():
     return vars(threading.current_thread()).setdefault("notes", [])
 
 
+@pytest.fixture(autouse=True)
+def no_notes():
+    """What a test has left of its notes is not found by the next."""
+    notes().clear()
+
+
 def long(number):
     """A tensor of some number, whose end can be edited unseen."""
     return torch.full((2000,), number)
