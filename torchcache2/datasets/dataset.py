@@ -134,7 +134,6 @@ class CachedDataset(Wrapper):
         plan = Plan(
             dataset,
             transform,
-            title=type(dataset).__name__ if name is None else name,
             identity=identity,
             document=document(identity, dataset, length, name, version),
             settings=settings,

@@ -11,6 +11,7 @@ import torch
 
 from torchcache2.core.arrays import Array, Positions
 from torchcache2.core.errors import NotCachedError, OutputError
+from torchcache2.core.gather import as_bytes
 from torchcache2.core.keys import Keys
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows
@@ -47,8 +48,9 @@ class Fetcher:
         indices = [as_index(index) for index in indices]  # a sample may have it
         keys = keys_of(self.levels.namespace, indices)
         samples: list[Any] = [None] * len(indices)
-        found = self._find(keys, samples)
+        found, counts = self._find(keys, samples)
         if self._verify > 0.0 and not self._is_verified(indices, samples, found):
+            self.tally.add(**counts)
             return self.source.plain(indices)
         missing = np.flatnonzero(~found)
         if len(missing):
@@ -56,7 +58,10 @@ class Fetcher:
             for position, sample in zip(missing.tolist(), loaded, strict=True):
                 samples[position] = sample
         in_source = self.source.nanoseconds - before
-        self.tally.add(nanoseconds=in_source, spent=time.perf_counter_ns() - start - in_source)
+        spent = time.perf_counter_ns() - start - in_source
+        self.tally.add(**counts, nanoseconds=in_source, spent=spent)
+        if len(missing):
+            self.tally.count_epochs()
         return samples
 
     def fill(self, indices: Sequence[int]) -> tuple[int, int, int]:
@@ -114,19 +119,18 @@ class Fetcher:
                 self.name,
             )
         self.tally.add(misses=len(samples) - len(batch.refused), refused=len(batch.refused))
-        self.tally.count_epochs()
         return samples, sum(len(rows) * rows.schema.row_bytes for _, rows in batch.parts)
 
-    def _find(self, keys: Keys, samples: list[Any]) -> Array:
-        """Put the samples that the tiers have into their places; which of them these are."""
-        found = np.zeros(len(keys), bool)
+    def _find(self, keys: Keys, samples: list[Any]) -> tuple[Array, dict[str, int]]:
+        """Put the samples that tiers have into their places; which these are, and how many of each tier."""
+        found, counts = np.zeros(len(keys), bool), dict[str, int]()
         names = [f"{tier.name}_hits" for tier in self.levels.tiers]
         for name, parts in zip(names, self.levels.found(keys), strict=False):
             before = int(found.sum())
             for positions, rows in parts:
                 self._read(positions, rows, samples, found)
-            self.tally.add(**{name: int(found.sum()) - before})
-        return found
+            counts[name] = int(found.sum()) - before
+        return found, counts
 
     def _read(self, positions: Positions, rows: Rows, samples: list[Any], found: Array) -> None:
         try:
@@ -192,7 +196,4 @@ def _same(left: Any, right: Any) -> bool:
     if both.refused or len(both.parts) != 1:
         return False
     ((_, rows),) = both.parts
-    return all(
-        torch.equal(*column.contiguous().view(2, -1).view(torch.uint8)) if column.numel() else True
-        for column in rows.columns
-    )
+    return all(torch.equal(*as_bytes(column)) for column in rows.columns)

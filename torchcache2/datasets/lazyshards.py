@@ -17,7 +17,7 @@ from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import logger
 from torchcache2.core.sizes import Size
 from torchcache2.datasets.dataset import CachedDataset
-from torchcache2.datasets.options import check_dataset
+from torchcache2.datasets.options import aliased, check_dataset
 from torchcache2.datasets.shardoptions import (
     Bound,
     check_names,
@@ -118,9 +118,7 @@ class LazyShardDataset(Dataset[Any]):
         **options: Any,
     ) -> None:
         check_dataset(dataset)
-        if path is not None and disk_cache_path is not None:
-            raise OptionError(f"path={path!r} and disk_cache_path={disk_cache_path!r}: these are one option")
-        path = disk_cache_path if path is None else path
+        path, _ = aliased(path, None, {"disk_cache_path": disk_cache_path})
         check_names(options)
         check_options(
             {"mode": mode, "even": even, "seed": seed, "overflow": overflow, "min_elements": min_elements}

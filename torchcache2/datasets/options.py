@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 from collections.abc import Mapping
@@ -12,11 +11,8 @@ from torch.utils.data import IterableDataset
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.settings import CacheSettings
-from torchcache2.core.sizes import Size, free_disk, parse_size
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.errors import NewerFormatError
-from torchcache2.files.eviction import used_bytes
-from torchcache2.files.filesystem import FileSystem
+from torchcache2.core.sizes import Size, parse_size
+from torchcache2.tiers.make import disk_budget
 
 __all__ = ["aliased", "check_dataset", "check_others", "check_values", "level_settings"]
 
@@ -83,9 +79,10 @@ def level_settings(
         raise OptionError(f"path={path!r}: expected None or the path of a local folder, not a URL")
     disk = disk_cache_size if disk_cache_size is not None else 0 if path is None else _DISK_SHARE
     parse_size("memory_cache_size", memory_cache_size, free=0)
+    parse_size("disk_cache_size", disk, free=0)
     settings = CacheSettings(
         max_memory_cache_size=memory_cache_size,
-        max_persistent_cache_size=0,
+        max_persistent_cache_size=disk,
         persistent=disk != 0,
         persistent_cache_dir=path,
         policy=policy,
@@ -93,10 +90,9 @@ def level_settings(
         distributed="off",
     )
     folder = settings.persistent_cache_dir
-    free = free_disk(tempfile.gettempdir() if folder is None else str(folder))
-    if isinstance(disk, float) and free is not None and folder is not None:
-        with contextlib.suppress(OSError, NewerFormatError):
-            free += used_bytes(CacheDirectory(str(folder), FileSystem()).scan())
-    budget = parse_size("disk_cache_size", disk, free=free)
+    if folder is None:
+        budget = settings.persistent_budget(tempfile.gettempdir())
+    else:
+        budget = disk_budget(settings, str(folder))
     budgets = {"max_memory_cache_size": settings.memory_budget(), "max_persistent_cache_size": budget}
     return settings.replace(budgets)

@@ -29,8 +29,6 @@ class Plan:
     ----------
     dataset, transform : object
         The source, and what is called with each sample after the cache.
-    title : str
-        What messages call it.
     identity : Identity
         Which dataset it is.
     document : dict
@@ -56,7 +54,6 @@ class Plan:
 
     dataset: Any
     transform: Any
-    title: str
     identity: Identity
     document: dict[str, Any]
     settings: CacheSettings
@@ -68,6 +65,11 @@ class Plan:
     tally: Tally
     job: bytes | None = None
     is_closed: bool = False
+
+    @property
+    def title(self) -> str:
+        """What messages call the dataset."""
+        return type(self.dataset).__name__ if self.name is None else self.name
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what a pickle holds; if an earlier run has made it, the code may have changed since."""

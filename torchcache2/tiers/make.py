@@ -28,7 +28,7 @@ from torchcache2.tiers.shared.job import job_name
 from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.tier import SharedTier
 
-__all__ = ["Description", "InUse", "check_folder", "job_of", "make_levels", "make_tiers"]
+__all__ = ["Description", "InUse", "check_folder", "disk_budget", "job_of", "make_levels", "make_tiers"]
 
 _LEAST_QUEUED, _MOST_QUEUED = 16 << 20, 256 << 20
 _WORKERS_WRITE = 2.0  # seconds; a `DataLoader` kills its workers 5 seconds after their end
@@ -43,6 +43,15 @@ def check_folder(settings: CacheSettings) -> None:
     if settings.is_persistent and settings.persistent_cache_dir is not None:
         with contextlib.suppress(OSError, NewerFormatError):  # the tier will warn of these
             CacheDirectory(str(settings.persistent_cache_dir), FileSystem()).check()
+
+
+def disk_budget(settings: CacheSettings, folder: str) -> int:
+    """How many bytes the rows in a folder may take, as of now; a share counts theirs as free."""
+    used = 0
+    if isinstance(settings.max_persistent_cache_size, float):
+        with contextlib.suppress(OSError, NewerFormatError):
+            used = used_bytes(CacheDirectory(folder, FileSystem()).scan())
+    return settings.persistent_budget(folder, used)
 
 
 def job_of(settings: CacheSettings, name: str) -> bytes | None:
@@ -147,13 +156,9 @@ def _disk(
 ) -> DiskTier:
     scratch = Scratch(job) if settings.persistent_cache_dir is None else None
     path = scratch.path if scratch is not None else str(settings.persistent_cache_dir)
-    used = 0
-    if isinstance(settings.max_persistent_cache_size, float):
-        with contextlib.suppress(OSError):
-            used = used_bytes(CacheDirectory(path, FileSystem()).scan())
     return DiskTier(
         path,
-        settings.persistent_budget(path, used),
+        disk_budget(settings, path),
         settings.policy,
         settings.compression,
         settings.compression_quality,
