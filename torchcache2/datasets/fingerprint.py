@@ -171,7 +171,7 @@ class _DatasetWalk(Walk):
             return self.encode(value.dataset, path)
         data = super().other(value, path)
         if self.generators and self.generators[-1] is value:
-            # A dataset that draws from it is not cached, but another may make samples of its seed.
+            # A dataset may use the seed of a generator without drawing from it, so the state counts.
             data += self.encode(state_of(value), f"{path} (state)")
         return data
 

@@ -41,7 +41,7 @@ class Plan:
     name, version : str or int, optional
         What stands for the dataset, instead of what is read of it or besides.
     checks : bool
-        Whether it is looked for random numbers.
+        Whether the dataset is watched for random numbers that it draws.
     verify : float
         Share of hits that are loaded again.
     tally : Tally

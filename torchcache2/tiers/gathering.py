@@ -94,7 +94,7 @@ class Gathering(Tier):
                 self._bytes += rows.schema.row_bytes
                 kept += 1
             if self._waiting and self._exit is None:
-                # It closes the tier, too: a writer that begins while the process ends is not asked to end.
+                # The tier is closed as well: a writer that starts while the process ends is not told to end.
                 self._exit, self._since = AtExit(self.close, _EXIT_PRIORITY), time.monotonic()
             is_enough = len(self._waiting) >= _MOST_ROWS or self._bytes >= _MOST_BYTES
         if is_enough or time.monotonic() - self._since > _LONGEST:
