@@ -199,7 +199,7 @@ class CachedDataset(Wrapper):
         return fill(self, self._fetcher, mine, num_workers, batch_size)
 
     def missing(self) -> Positions:
-        """The indices of samples that are cached nowhere; with a `path`, not in the folder: int64 ``(k,)``."""
+        """Indices of samples that are cached nowhere; with a `path`, not in the folder: int64 ``(k,)``."""
         indices = np.arange(len(self))
         if self._fetcher is None:
             return indices
