@@ -1,25 +1,46 @@
-"""Fixtures for the whole suite."""
+"""Fixtures for the whole suite. Torch is imported where it is used: who only starts others need not."""
 
+import collections
 import gc
 import logging
+import os
 import sys
 
 import hypothesis
 import pytest
-import torch
-
-from tests.helpers.storage import NEVER, Unsynced
-from torchcache2.tiers.disk import catalog as located_module
-from torchcache2.tiers.disk.tier import DiskTier
 
 hypothesis.settings.register_profile("suite", deadline=None)  # a slow machine is no fault
 hypothesis.settings.load_profile("suite")
 
-# Tests that take long, or that share processes which do.
-_FIRST = ("tests/pages/", "tests/project/test_sphinx.py", "tests/torch/zoo/test_names.py")
+# Tests that take long, or that share processes or imports which do.
+_FIRST = ("tests/pages/", "tests/project/test_sphinx.py", "tests/torch/zoo/")
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers",
+        "one_in(n): run one in n combinations of the parameters of a test: those whose positions in their "
+        "lists add up to a multiple of n. `make soak` runs all.",
+    )
+
+
+def _those_of_every_day(items):
+    lists = collections.defaultdict(list)  # the values of each parameter, in the order in which they appear
+    for item in items:
+        total = 0
+        if mark := item.get_closest_marker("one_in"):
+            for name, value in item.callspec.params.items():
+                values = lists[item.nodeid.partition("[")[0], name]
+                if id(value) not in values:
+                    values.append(id(value))
+                total += values.index(id(value))
+        if mark is None or total % mark.args[0] == 0:
+            yield item
 
 
 def pytest_collection_modifyitems(items):
+    if not os.environ.get("SOAK"):
+        items[:] = _those_of_every_day(items)
     # A process that has run all of its tests takes some from the end of another's: there are the short ones.
     items.sort(key=lambda item: not item.nodeid.startswith(_FIRST))
 
@@ -71,6 +92,8 @@ def log():
 
 @pytest.fixture(autouse=True)
 def _seeded():
+    import torch
+
     # `torch.manual_seed` is slow without an accelerator: torch notes for each kind from where it was called.
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
     yield
@@ -85,6 +108,9 @@ def path(tmp_path):
 @pytest.fixture
 def make(path):
     """Makes handles of one directory that seal at `flush`, or when a segment is full."""
+    from tests.helpers.storage import NEVER, Unsynced
+    from torchcache2.tiers.disk.tier import DiskTier
+
     tiers = []
 
     def one(*args, where=path, **options):
@@ -99,4 +125,4 @@ def make(path):
 @pytest.fixture
 def at_once(monkeypatch):
     """New segments are looked for at every miss."""
-    monkeypatch.setattr(located_module, "_LOOK_EVERY", 0.0)
+    monkeypatch.setattr("torchcache2.tiers.disk.catalog._LOOK_EVERY", 0.0)

@@ -10,9 +10,11 @@ if _typing.TYPE_CHECKING:
     from torchcache2.core.errors import (
         DecorationError,
         InputError,
+        MissingSampleError,
         NotCachedError,
         OptionError,
         OutputError,
+        RankError,
         TorchcacheError,
         UnhashableArgumentError,
     )
@@ -21,6 +23,7 @@ if _typing.TYPE_CHECKING:
     from torchcache2.datasets.counts import DatasetStats
     from torchcache2.datasets.dataset import CachedDataset
     from torchcache2.datasets.lazyshards import LazyShardDataset
+    from torchcache2.datasets.loader import CacheLoader
     from torchcache2.datasets.reserve import get_shm_size
     from torchcache2.datasets.slots import SharedCache
     from torchcache2.decorator.torchcache import torchcache
@@ -30,6 +33,7 @@ if _typing.TYPE_CHECKING:
 
 __all__ = [
     "Cache",
+    "CacheLoader",
     "CacheSettings",
     "CacheStats",
     "CachedDataset",
@@ -38,9 +42,11 @@ __all__ = [
     "InputError",
     "Keys",
     "LazyShardDataset",
+    "MissingSampleError",
     "NotCachedError",
     "OptionError",
     "OutputError",
+    "RankError",
     "SharedCache",
     "TorchcacheError",
     "UnhashableArgumentError",
@@ -55,6 +61,7 @@ _FILES = {
     "_load_cache": "decorator.modulecache",  # which pickles name
     "_load_instance": "decorator.instances",
     "Cache": "engine.cache",
+    "CacheLoader": "datasets.loader",
     "CacheSettings": "core.settings",
     "CacheStats": "engine.stats",
     "CachedDataset": "datasets.dataset",

@@ -7,7 +7,9 @@ from pathlib import Path
 import torch
 
 from tests.benchmarks import (
+    buckets,
     codecs,
+    collective,
     compiled,
     costs,
     datasets,
@@ -15,6 +17,7 @@ from tests.benchmarks import (
     hits,
     losing,
     ranks,
+    servers,
     sizes,
     slots,
     verify,
@@ -31,8 +34,11 @@ SECTIONS = {
     "codecs": codecs.run,
     "disk": disk.run,
     "ranks": ranks.run,
+    "collective": collective.run,
     "slots": slots.run,
     "datasets": datasets.run,
+    "redis": servers.run,
+    "buckets": buckets.run,
 }
 PLOTS = {"sizes": "sizes.png", "datasets": "shares.svg"}
 

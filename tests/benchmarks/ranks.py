@@ -1,16 +1,8 @@
-"""Ranks of a machine that share memory: forwards, time and memory, beside ranks that do not.
+"""Ranks of a machine that share memory: forwards, time and memory, beside ranks that do not."""
 
-Each rank is a process that imports this package anew, as `torchrun` starts them; they meet through gloo.
-"""
-
-import contextlib
-import json
 import os
 import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from functools import partial
@@ -20,32 +12,15 @@ import torch
 from torch import nn
 from torch.utils.data import DistributedSampler, TensorDataset
 
+from tests.benchmarks.jobs import Backbone, computed, run_job
 from tests.benchmarks.report import at_least, at_most, duration
 from tests.benchmarks.timing import interleave, progress, ratio
 from torchcache2 import Cache, CacheSettings, Keys, torchcache
 
 ITEMS, BATCH, EPOCHS = 384, 16, 3
-SECONDS = 0.010  # of an item
 ROUNDS = 3
 LARGE = 65_536  # rows of (768,) whose memory is measured, 201 MB
 SHAPES = {(768,): 256, (197, 768): 64}  # of rows, and how many a step has
-ROOT = Path(__file__).parents[2]
-
-
-class Backbone(nn.Module):
-    """Takes 10 ms for an item, and no processor: so ranks do not take turns."""
-
-    def forward(self, x):
-        take_time(len(x))
-        return x * 2
-
-
-COUNTER = os.memfd_create("")  # its length; a number that counts would be a state of the forward
-
-
-def take_time(count):
-    os.write(COUNTER, bytes(count))
-    time.sleep(SECONDS * count)
 
 
 def run(report):
@@ -58,7 +33,7 @@ def _epochs(report):
     for turn in range(ROUNDS):  # interleaved, as the machine has slow moments
         for ranks, distributed in [(1, "off"), (2, "auto"), (2, "off"), (4, "auto"), (4, "off")]:
             progress(f"ranks: {ranks}, distributed={distributed!r}, {turn + 1} of {ROUNDS}")
-            found = _ranks("epochs", ranks, distributed)
+            found = run_job(__name__, "epochs", ranks, distributed)
             seconds.setdefault((ranks, distributed), []).append(
                 ([max(one["seconds"][e] for one in found) for e in range(EPOCHS)], found)
             )
@@ -83,7 +58,7 @@ def _epochs(report):
 
 def _steps(report):
     progress("ranks: all-hit steps")
-    (found,) = _ranks("steps", 1, "node")
+    (found,) = run_job(__name__, "steps", 1, "node")
     rows, targets = [], []
     for (shape, batch), times in zip(SHAPES.items(), found["steps"], strict=True):
         what = f"{batch} × {shape}"
@@ -99,7 +74,7 @@ def _steps(report):
 
 def _memory(report):
     progress("ranks: memory")
-    found = _ranks("memory", 4, "auto")
+    found = run_job(__name__, "memory", 4, "auto")
     pss = sum(one["pss"] for one in found)
     size, index = found[0]["memory_bytes"], found[0]["index"] / LARGE
     report.text(
@@ -117,7 +92,7 @@ def _killed(report):
     taken = []
     for turn in range(ROUNDS):
         progress(f"ranks: a claimant is killed, {turn + 1} of {ROUNDS}")
-        found = _ranks("killed", 4, "auto", killed=0)
+        found = run_job(__name__, "killed", 4, "auto", killed=0)
         assert sum(one["taken_over"] for one in found) >= 1
         taken.append(max(one["seconds"] for one in found))
     return at_most("SIGKILL of a claimant: the others have its item after", max(taken), 1.0, " s")
@@ -126,11 +101,11 @@ def _killed(report):
 # What the ranks do
 
 
-def _epochs_of(rank, ranks, distributed, meet, _):
+def epochs_of(rank, ranks, distributed, meet, _):
     data = TensorDataset(torch.arange(float(ITEMS))[:, None].expand(-1, 768).contiguous())
     net = torchcache(probe=False, distributed=distributed)(Backbone())
     net(-torch.ones(2 + rank, 768))  # what a first call costs, and may compute
-    before = os.fstat(COUNTER).st_size
+    before = computed()
     sampler = DistributedSampler(data, ranks, rank, shuffle=True)
     seconds = []
     for epoch in range(EPOCHS):
@@ -142,8 +117,9 @@ def _epochs_of(rank, ranks, distributed, meet, _):
             assert torch.equal(net(x), x * 2)
         seconds.append(time.perf_counter() - start)
     meet()
-    computed = os.fstat(COUNTER).st_size - before
-    return {"seconds": seconds, "computed": computed, "waited": net.cache_instance.stats().waited}
+    stats = net.cache_instance.stats()
+    counts = {"computed": computed() - before, "waited": stats.waited, "received": stats.received}
+    return {"seconds": seconds, **counts}
 
 
 def _steps_of(rank, ranks, distributed, meet, folder):
@@ -239,42 +215,4 @@ def _killed_of(rank, ranks, distributed, meet, folder):
     return {"seconds": time.monotonic() - killed, "taken_over": stats.taken_over}
 
 
-PARTS = {"epochs": _epochs_of, "steps": _steps_of, "memory": _memory_of, "killed": _killed_of}
-
-
-def _ranks(part, ranks, distributed, killed=None):
-    """What each rank has returned, but the one that is killed."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        started = []
-        for rank in range(ranks):
-            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-            env = {name: str(value) for name, value in env.items()} | {"TORCHCACHE_JOB": folder}
-            command = [sys.executable, "-m", __name__, part, distributed]
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=os.environ | env | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE
-            )
-            stack.callback(process.kill)
-            started.append(process)
-        found = []
-        for rank, process in enumerate(started):
-            out, _ = process.communicate(timeout=300)
-            assert process.returncode == (-signal.SIGKILL if rank == killed else 0), (part, rank)
-            if rank != killed:
-                found.append(json.loads(out.splitlines()[-1]))
-        return found
-
-
-def main(part, distributed):
-    """One rank."""
-    folder, rank, ranks = os.environ["TORCHCACHE_JOB"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    Path(folder, f"pid {rank}").write_text(str(os.getpid()))
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks
-    )
-    with torch.no_grad():
-        found = PARTS[part](rank, ranks, distributed, torch.distributed.barrier, folder)
-    print(json.dumps(found), flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+PARTS = {"epochs": epochs_of, "steps": _steps_of, "memory": _memory_of, "killed": _killed_of}

@@ -11,7 +11,7 @@ import torch
 
 from tests.benchmarks.timing import progress
 
-PACKAGES = ("torch", "torchcache2", "torchcache", "joblib", "numpy", "brotli", "blosc2", "lmdb")
+PACKAGES = ("torch", "torchcache2", "torchcache", "joblib", "numpy", "brotli", "blosc2", "lmdb", "redis")
 
 
 class Report:

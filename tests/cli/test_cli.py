@@ -1199,6 +1199,7 @@ def test_the_page_shows_what_a_terminal_shows(tmp_path, monkeypatch):
         "rm",
         "export",
         "import",
+        "dump",
     }
     for line, output in shown:
         program, *arguments = line.split()

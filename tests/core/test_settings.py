@@ -103,7 +103,7 @@ WRONG = [
     ("persistent", [0, 1, "", "yes", "/tmp"], "expected True or False"),
     (
         "persistent_cache_dir",
-        ["", 5, b"/tmp", True, "s3://bucket/folder", "redis://localhost"],
+        ["", 5, b"/tmp", True],
         "path of a",
     ),
     ("compression", [None, "", "zstd", "Brotli", True, b"none", ["none"]], "'brotli', 'blosc2' or 'none'"),
@@ -120,7 +120,12 @@ WRONG = [
     ("probe", [None, 1, "yes"], "True or False"),
     ("strict", [None, 1, "yes"], "True or False"),
     ("miss_batch", [None, "", "padded", "PAD", True, 2], "'exact' or 'pad'"),
-    ("distributed", [None, "on", True, 2, ["node"]], "'auto', 'off' or 'node'"),
+    ("claims", [None, 1, "yes"], "True or False"),
+    ("local_dir", ["/tmp/rows"], "as only a bucket has this"),  # more of these three in test_buckets
+    ("storage_options", [{}, {"key": "me"}], "as only a bucket has this"),
+    ("remote_size", [1, "2TB"], "as only a bucket has this"),
+    ("distributed", [None, "on", True, 2, ["node"]], "'auto', 'off', 'node' or 'collective'"),
+    ("process_group", [5, len], "None, as only distributed='collective' has one"),
     ("verify", [None, "0.1", True, -0.1, 1.1, float("nan"), 2, [0.5]], "a share of hits from 0.0 to 1.0"),
 ]
 WRONG_CASES = [(option, value, expected) for option, values, expected in WRONG for value in values]
@@ -159,7 +164,8 @@ def test_a_wrong_value_is_an_error_that_names_option_value_and_what_is_expected(
     with pytest.raises(OptionError) as caught:
         CacheSettings(**{option: value})
     message = str(caught.value)
-    assert message.startswith(f"{option}={value!r}: ")
+    shown = "…" if option == "storage_options" else repr(value)  # there may be a secret in it
+    assert message.startswith(f"{option}={shown}: ")
     assert expected in message
 
 
@@ -194,6 +200,11 @@ def test_every_option_has_its_documented_default():
         "miss_batch": "exact",
         "verify": 0.0,
         "distributed": "auto",
+        "process_group": None,
+        "claims": True,
+        "local_dir": None,
+        "storage_options": None,
+        "remote_size": None,
     }
 
 

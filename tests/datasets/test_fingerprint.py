@@ -7,14 +7,12 @@ import io
 import itertools
 import json
 import multiprocessing
-import os
 import pathlib
 import pickle
 import random
 import re
 import socket
 import sqlite3
-import subprocess
 import sys
 import threading
 import tracemalloc
@@ -300,12 +298,8 @@ def test_reading_a_dataset_changes_nothing_and_reads_no_sample(name):
 @pytest.fixture(scope="module")
 def processes():
     """What two processes say, with other hash seeds: one, and one that was spawned by a script."""
-    first = warm.start(Path(sources.__file__), seed="1")
-    command = [sys.executable, sources.__file__, "spawn"]
-    environ = {**os.environ, "PYTHONHASHSEED": "2"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=warm.ROOT, env=environ)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(first.done(timeout=300).out), json.loads(done.stdout)]
+    running = [warm.start(Path(sources.__file__), seed="1"), warm.start(Path(sources.__file__), "spawn")]
+    return [json.loads(process.done(timeout=300).out) for process in running]
 
 
 @pytest.mark.parametrize("name", sources.MAKERS)
@@ -577,7 +571,10 @@ def test_the_document_is_json_and_has_what_the_format_says(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "title"),
-    [({}, "tests.helpers.sources.Source (10)"), ({"name": "coco"}, "tests.helpers.sources.Source coco (10)")],
+    [
+        ({}, "tests.helpers.sources.Source (10, 0 % filled)"),
+        ({"name": "coco"}, "tests.helpers.sources.Source coco (10, 0 % filled)"),
+    ],
 )
 def test_the_commands_name_a_dataset(tmp_path, capsys, options, title):
     described(tmp_path, Source(), **options)
@@ -589,7 +586,7 @@ def test_the_commands_name_a_dataset(tmp_path, capsys, options, title):
     assert listed[0].splitlines()[1].split("\t")[1] == title
     (one,) = json.loads(listed[1])
     assert one["class"] == "tests.helpers.sources.Source"
-    assert one["dataset"] == {"length": 10, "name": options.get("name"), "version": None}
+    assert one["dataset"] == {"length": 10, "name": options.get("name"), "version": None, "filled": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -601,7 +598,7 @@ def test_the_commands_do_not_break_on_what_somebody_has_edited(tmp_path, stated)
     path.write_text(json.dumps({**json.loads(path.read_text()), "dataset": stated}))
     (one,) = (namespace(directory, contents) for contents in directory.scan())
     assert one.title == text["class"]
-    nothing = {"length": None, "name": None, "version": None}
+    nothing = {"length": None, "name": None, "version": None, "filled": None}
     assert one.to_json()["dataset"] == (nothing if isinstance(stated, dict) else None)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import json
 import math
+import os
 import sys
 import tracemalloc
 import types
@@ -33,6 +34,8 @@ from torchcache2.files.errors import DamagedError, UnknownClassError, Unreadable
 from torchcache2.files.schemajson import schema_from_json, schema_to_json
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.shared.tier import SharedTier
+
+SOAK = bool(os.environ.get("SOAK"))
 
 
 class Point(NamedTuple):
@@ -232,7 +235,7 @@ def nested(inner):
 SAMPLES = st.recursive(LEAVES, nested, max_leaves=8)
 
 
-@settings(max_examples=150)
+@settings(max_examples=150 if SOAK else 40)
 @given(st.lists(SAMPLES, min_size=1, max_size=4))
 def test_any_sample_comes_back_as_it_was(batch):
     samples = Samples()
@@ -241,13 +244,13 @@ def test_any_sample_comes_back_as_it_was(batch):
             same(sample, found)
 
 
-@settings(max_examples=150)
+@settings(max_examples=150 if SOAK else 40)
 @given(SAMPLES)
 def test_any_sample_can_be_packed(sample):
     same(sample, unpack(pack(sample)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=60 if SOAK else 20)
 @given(SAMPLES, st.data())
 def test_damaged_bytes_are_refused_or_a_sample(sample, data):
     packed = bytearray(pack(sample))
@@ -264,7 +267,7 @@ def test_damaged_bytes_are_refused_or_a_sample(sample, data):
             pack(unpack(bytes(other)))
 
 
-@settings(max_examples=200)
+@settings(max_examples=200 if SOAK else 50)
 @given(
     st.lists(st.one_of(st.sampled_from(list(b"NTFiIfcsbltdonuRAGXPVCK")), st.integers(0, 255)), max_size=40)
 )

@@ -17,6 +17,8 @@ from tests.helpers import warm
 from torchcache2 import OptionError, SharedCache, get_shm_size
 from torchcache2.datasets import reserve as reserve_module
 
+SOAK = bool(os.environ.get("SOAK"))
+
 GIB = 1 << 30
 DIMS = (3, 8, 8)
 ROW = math.prod(DIMS)
@@ -467,7 +469,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1), ("forkserver", 1)])
+@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1), *[("forkserver", 1)] * SOAK])
 def test_workers_of_a_loader_share_the_slots(method, workers):
     process = warm.run(LOADING, method, workers)
     assert len(process.words) == workers and process.err == ""

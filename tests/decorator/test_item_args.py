@@ -132,6 +132,7 @@ ENTRIES |= {
 
 @pytest.mark.parametrize("name", ENTRIES)
 @pytest.mark.parametrize("options", [{}, {"miss_batch": "pad", "probe": False}, {"verify": 1.0}], ids=str)
+@pytest.mark.one_in(3)
 def test_entries_of_every_kind_are_items(name, options):
     forward, entries = ENTRIES[name]
 

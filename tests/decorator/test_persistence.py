@@ -565,8 +565,14 @@ INVALID = [
         {"compression": "blosc2", "compression_quality": 10},
         r"^compression_quality=10: expected an int from 0 to 9 for 'blosc2'",
     ),
-    ({"persistent_cache_dir": "s3://bucket/rows"}, r"^persistent_cache_dir='s3://bucket/rows': .* not a URL"),
-    ({"persistent_cache_dir": 5}, r"^persistent_cache_dir=5: expected None or the path of a folder"),
+    (
+        {"persistent_cache_dir": "nonsense://bucket/rows"},
+        r"^persistent_cache_dir='nonsense://…': fsspec knows no such scheme; expected a URL such as 's3://",
+    ),
+    (
+        {"persistent_cache_dir": 5},
+        r"^persistent_cache_dir=5: expected None, the path of a folder, or the URL",
+    ),
     ({"max_persistent_cache_size": "much"}, r"^max_persistent_cache_size='much'"),
     ({"persistent": "yes"}, r"^persistent='yes': expected True or False"),
     ({"persistent_dir": "rows"}, r"unknown option 'persistent_dir'"),

@@ -403,8 +403,6 @@ stats = net.cache_instance.warmup(dataset, batch_size=16, num_workers=int(worker
 assert len(seen) == stats.computed and stats.found == 0
 print(*sorted(int(number) // 4 for number in seen))
 net.cache_instance.close()
-if kind == "joined":
-    torch.distributed.destroy_process_group()
 """
 
 

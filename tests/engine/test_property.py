@@ -1,5 +1,7 @@
 """Random pytrees, batches, orders, duplicates and interleavings against the plain forward."""
 
+import os
+
 import hypothesis
 import hypothesis.strategies as st
 import torch
@@ -9,8 +11,10 @@ from tests.helpers.outputs import assert_same
 from tests.helpers.trees import LEAVES, OTHERS, build, nested
 from torchcache2 import torchcache
 
+SOAK = bool(os.environ.get("SOAK"))
 
-@hypothesis.settings(max_examples=75)
+
+@hypothesis.settings(max_examples=75 if SOAK else 25)
 @hypothesis.given(
     argument=nested(st.one_of(LEAVES, OTHERS)),
     output=nested(st.one_of(LEAVES, OTHERS)),
@@ -36,7 +40,7 @@ def test_outputs_are_those_of_the_plain_forward(argument, output, batches, optio
         assert function.cache_instance.stats().memory_bytes <= options["max_memory_cache_size"]
 
 
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=30 if SOAK else 15)
 @hypothesis.given(
     calls=st.lists(
         st.tuples(

@@ -2,12 +2,14 @@
 
 import shutil
 
+import numpy as np
 import pytest
 
 from tests.helpers.storage import NAMESPACES, found, keys_of, rows_of, seal
 from torchcache2 import CacheSettings
 from torchcache2.engine import stack as stack_module
 from torchcache2.engine.stack import TierStack
+from torchcache2.tiers.base import Claim
 from torchcache2.tiers.make import make_tiers
 from torchcache2.tiers.memory.tier import MemoryTier
 
@@ -38,6 +40,20 @@ class Named(MemoryTier):
         super().close()
 
 
+class Granting(Named):
+    """Gives claims of some keys; the others are somebody else's."""
+
+    def __init__(self, granted):
+        super().__init__("memory")
+        self.granted, self.claimed = keys_of(granted).data.tolist(), []
+
+    def claim(self, keys):
+        self.claimed.append(len(keys))
+        claim, is_granted = Claim(len(keys)), [key in self.granted for key in keys.data.tolist()]
+        claim.mine, claim.others = np.flatnonzero(is_granted), np.flatnonzero(np.logical_not(is_granted))
+        return claim
+
+
 class User:
     namespace = NAMESPACES[0]
 
@@ -52,7 +68,7 @@ def tiers():
 
 @pytest.fixture
 def stack(tiers, monkeypatch):
-    monkeypatch.setattr(stack_module, "make_tiers", lambda settings, in_use, describe, job: tiers)
+    monkeypatch.setattr(stack_module, "make_tiers", lambda *options: tiers)
     return TierStack(CacheSettings())
 
 
@@ -181,3 +197,22 @@ def test_what_a_folder_holds_does_not_make_the_budget_of_the_next_run_smaller(tm
     assert budget(200) == total // 2
     assert usage(path).free < total - 200 * 10_000
     assert budget(0) == total // 2
+
+
+def test_a_batch_is_claimed_in_each_tier_that_has_claims(stack, tiers):
+    tiers[1:] = [Granting(range(6)), Named("disk"), Granting(range(3, 10))]
+    claim = stack.claim(keys_of(range(10)))
+    assert claim.mine.tolist() == [3, 4, 5] and claim.others.tolist() == [0, 1, 2, 6, 7, 8, 9]
+    assert tiers[1].claimed == [10] and tiers[3].claimed == [6]
+    claim.release()
+    del tiers[3]
+    assert type(stack.claim(keys_of(range(10)))) is Claim and tiers[1].claimed == [10, 10]
+
+
+@pytest.mark.parametrize("claims", [True, False])
+def test_without_claims_all_is_computed(tiers, monkeypatch, claims):
+    monkeypatch.setattr(stack_module, "make_tiers", lambda *options: tiers)
+    tiers[:] = [Granting([1]), Granting([1])]
+    claim = TierStack(CacheSettings(claims=claims)).claim(keys_of(range(3)))
+    assert claim.mine.tolist() == ([1] if claims else [0, 1, 2])
+    assert tiers[0].claimed == [3] * claims

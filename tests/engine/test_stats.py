@@ -43,7 +43,7 @@ def test_hit_rate_is_the_share_of_all_items_that_were_asked_for(stats, rate):
 def test_the_default_is_a_cache_that_has_done_nothing():
     assert CacheStats() == Counters().stats(**MEMORY)
     assert dict(CacheStats().bypasses) == {}
-    assert [value for name, value in vars(CacheStats()).items() if name != "bypasses"] == [0] * 16
+    assert [value for name, value in vars(CacheStats()).items() if name != "bypasses"] == [0] * 24
 
 
 def test_str_is_a_table_of_everything():
@@ -143,9 +143,11 @@ def test_stats_of_a_cache_can_be_made_a_dict():
     plain = dataclasses.asdict(counters.stats(**MEMORY))
     assert dict(plain.pop("bypasses")) == {"grad": 5}
     counts = dict.fromkeys(("hits", "misses", "verified", "mismatched", "corrupt", "faults"), 0)
-    counts |= dict.fromkeys(("waited", "taken_over"), 0)
+    counts |= dict.fromkeys(("waited", "taken_over", "received", "sent"), 0)
     counts |= dict.fromkeys(("disk_rows", "disk_bytes", "disk_evictions"), 0)
-    assert plain == MEMORY | counts | {"seconds_computed": 0.0, "seconds_saved": 0.0}
+    counts |= dict.fromkeys(("remote_rows", "remote_bytes", "remote_evictions", "bytes_up", "bytes_down"), 0)
+    seconds = dict.fromkeys(("seconds_computed", "seconds_saved", "exchange_seconds"), 0.0)
+    assert plain == MEMORY | counts | seconds
 
 
 def test_counters_add_up():

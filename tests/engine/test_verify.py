@@ -714,6 +714,7 @@ def test_grad_modes(kind):
 
 @pytest.mark.parametrize("batch", [1, 6])
 @MAKERS
+@pytest.mark.one_in(2)
 def test_compiled(make, batch, log):
     torch.compiler.reset()
     module = make(**FULL)
@@ -764,7 +765,7 @@ def test_threads(verify):
     def work(number):
         generator = torch.Generator().manual_seed(number)
         right = True
-        for _ in range(60):
+        for _ in range(60 if SOAK else 25):
             x = items[torch.randint(60, (7,), generator=generator)]
             right &= torch.equal(module(x), plain(module, x))
         return right
@@ -865,6 +866,7 @@ def test_errors_of_a_forward(kind, failure):
 
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("kind", ["class", "instance"])
+@pytest.mark.one_in(2)
 def test_nothing_is_held_after_an_error(kind, failure, collector_off):
     module = failing(kind, failure)
     x = -torch.ones(3, WIDTH)
@@ -922,8 +924,8 @@ def test_an_interrupt_anywhere_leaves_the_cache_working(options, collector_off):
     x = whole(3, WIDTH)
     module(x)
     expected = plain(module, x)
-    # Every point in `make soak`, and otherwise a quarter of them, another one in each run.
-    for number in range(1 if SOAK else random.randint(1, 4), 2000, 1 if SOAK else 4):
+    # Every point in `make soak`, and otherwise one in twelve, others in each run.
+    for number in range(1 if SOAK else random.randint(1, 12), 2000, 1 if SOAK else 12):
         batch = torch.cat([x, whole(2, WIDTH) + number / 4])
         error = interrupted(lambda batch=batch: module(batch), number)
         if error is None:
@@ -1045,7 +1047,7 @@ def test_a_number_for_an_empty_batch_in_another_dtype():
 # Random sequences of batches
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=60 if SOAK else 20)
 @hypothesis.given(
     # At least one tensor: an output without any has no rows.
     output=st.tuples(LEAVES, nested(st.one_of(LEAVES, OTHERS))),
@@ -1078,7 +1080,7 @@ def test_outputs_are_those_of_the_plain_forward(output, batches, options):
         assert stats.verified == 0
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=40 if SOAK else 15)
 @hypothesis.given(
     steps=st.lists(
         st.one_of(

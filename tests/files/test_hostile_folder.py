@@ -10,7 +10,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import tempfile
 import threading
 import traceback
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers import warm
 from tests.helpers.storage import (
     NAMESPACES,
     NEVER,
@@ -277,9 +277,8 @@ def test_a_run_and_its_end_do_not_wait_for_a_pipe(path):
     (path / same).mkdir(parents=True)
     (path / TAG).write_text(TAG_TEXT)
     os.mkfifo(path / same / FINGERPRINT)
-    done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stderr.count("WARNING") == 1, done.stderr
-    assert "is not a regular file" in done.stderr
+    done = warm.run(script, path, whole=True)
+    assert done.err.count("WARNING") == 1 and "is not a regular file" in done.err, done.err
 
 
 # Files that are open

@@ -27,6 +27,7 @@ from torchcache2.files import classnames, jsonparts, schemajson
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.schemajson import schema_from_json, schema_to_json
 
+SOAK = bool(os.environ.get("SOAK"))
 CPU = torch.device("cpu")
 
 
@@ -371,7 +372,8 @@ def test_what_has_no_json_form_is_refused_by_type_and_place(make, message):
 
 def test_the_largest_structures_come_back():
     for output in (nested(100), [1] * 10_000, {(i, str(i)): None for i in range(10_000)}):
-        assert_same_schema(through_text(schema_of(output)), schema_of(output))
+        schema = schema_of(output)
+        assert_same_schema(through_text(schema), schema)
 
 
 def test_a_class_of_a_script_is_named_alike_in_the_processes_that_it_spawns(monkeypatch):
@@ -792,7 +794,7 @@ def _nodes(inner):
     )
 
 
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=150 if SOAK else 40)
 @hypothesis.given(st.recursive(st.sampled_from([x(1), x(), 1, "a", None]), _nodes, max_leaves=10))
 def test_any_output_of_plain_nodes_comes_back(output):
     schema = schema_of(output)
@@ -865,7 +867,9 @@ def mutated(draw):
     return root[0]
 
 
-@hypothesis.settings(max_examples=200, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+@hypothesis.settings(
+    max_examples=200 if SOAK else 50, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 @hypothesis.given(mutated())
 def test_json_that_was_changed_is_refused_or_is_a_schema(data):
     modules = set(sys.modules)

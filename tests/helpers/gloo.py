@@ -1,4 +1,8 @@
-"""Ranks of one job: processes that run a script and talk to each other over gloo."""
+"""Ranks of one job: processes that run a script and talk to each other over gloo.
+
+No such script ends with `destroy_process_group`: torch 2.4 then opens the file of its store once more, and
+waits for minutes if another rank has deleted it by then. Processes of `warm` end without.
+"""
 
 from tests.helpers import warm
 

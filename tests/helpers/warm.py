@@ -1,6 +1,7 @@
 """Processes that need not import torch: they are forked from one that has.
 
-Those that need other slow libraries as well name them, and are forked from another one that has these too.
+Those that need other slow libraries as well name them, and are forked from another one that has these too,
+which was itself forked from the first one. All workers of pytest share that.
 
 `start` runs a script as ``__main__`` in a process of its own, which ends as any other: its threads are waited
 for, its handlers of `atexit` run, and it has an exit code. With ``whole=True`` the interpreter is also
@@ -11,27 +12,25 @@ with the stacks of its threads.
 from __future__ import annotations
 
 import atexit
-import faulthandler
+import fcntl
 import functools
-import gc
-import importlib
 import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
 import time
-import traceback
-import types
-import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 60.0  # seconds
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+TEMPORARY = tempfile.gettempdir()  # tests change it
 _PATIENCE = 2.0
 
 
@@ -93,33 +92,45 @@ class Process:
 
 
 class Server:
-    """The process that has imported torch, and some other modules; with a hash seed for texts."""
+    """A process that has imported torch, and some other modules; with a hash seed for texts."""
 
     def __init__(self, seed, *imports):
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.warm", *imports],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-                "HF_HUB_OFFLINE": "1",
-                "PYTHONHASHSEED": seed,
-            },
-        )
+        first = {"imports": imports, "env": {**os.environ, **ENVIRONMENT, "PYTHONHASHSEED": seed}}
+        with open(__file__) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # or two start the one that they share
+            try:
+                self._connect(seed)
+            except (OSError, ValueError):  # there is none, or it is about to end
+                subprocess.run(
+                    [sys.executable, "-m", "tests.helpers.warmserver", _address(seed)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    cwd=ROOT,
+                    env=first["env"],
+                    check=True,
+                )
+                self._connect(seed)
+        self.ask(**first)
         atexit.register(self.close)
+
+    def _connect(self, seed):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(_address(seed))
+            self._requests = connection.makefile("rw")
+            try:
+                self.ask()
+            except BaseException:
+                self._requests.close()
+                raise
 
     def ask(self, **request):
         with self._lock:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            return json.loads(self._process.stdout.readline())
+            self._requests.write(json.dumps(request) + "\n")
+            self._requests.flush()
+            return json.loads(self._requests.readline())
 
     def start(self, script, *args, env=None, cwd=None, whole=False, warnings=()):
         """Run a script: a path, or its text; what is to be done about warnings, as in Python's ``-W``."""
@@ -142,10 +153,13 @@ class Server:
         return self.start(script, *args, **options).done()
 
     def close(self):
-        self._process.stdin.close()
-        self._process.wait(DEADLINE)
-        self._process.stdout.close()
+        self._requests.close()
         self._folder.cleanup()
+
+
+def _address(seed):
+    """The socket of the process that all workers of this run of the tests share."""
+    return f"{TEMPORARY}/warm-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}-{seed}"
 
 
 @functools.cache
@@ -163,107 +177,3 @@ def run(script, *args, seed="random", imports=(), **options):
 
 
 dedented = textwrap.dedent
-
-
-# In the other process
-
-
-def _main():
-    import torch
-
-    import torchcache2
-    import torchcache2.tiers.disk.tier
-
-    for name in torchcache2.__all__:
-        getattr(torchcache2, name)  # it is imported only now, and half of what is slow to import with it
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what libraries say of each other when they are imported
-        for name in sys.argv[1:]:
-            importlib.import_module(name)
-    torch.set_num_threads(1)
-    replies = sys.stdout
-    gc.collect()
-    gc.freeze()  # or the children copy all objects when they collect
-    living = set()
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "start" in request:
-            reply = os.fork()
-            if reply == 0:
-                return _become(request)
-            living.add(reply)
-        else:
-            reply = _wait(request["wait"], request["timeout"])
-            if reply is not None:
-                living.remove(request["wait"])
-        print(json.dumps(reply), file=replies, flush=True)
-    for pid in living:
-        os.kill(pid, signal.SIGKILL)
-    return None
-
-
-def _wait(pid, timeout):
-    end = time.monotonic() + timeout
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() >= end:
-            return None
-        time.sleep(0.002)
-
-
-def _become(request):
-    """Make this process one that looks as if it had been started with a script."""
-    for number, name, flags in (
-        (0, os.devnull, os.O_RDONLY),
-        (1, request["out"], os.O_WRONLY | os.O_APPEND),
-        (2, request["err"], os.O_WRONLY | os.O_APPEND),
-    ):
-        file = os.open(name, flags)
-        os.dup2(file, number)
-        os.close(file)
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    os.environ.update(request["env"])
-    warnings._processoptions(request["warnings"])  # as Python does with its ``-W``
-    tempfile.tempdir = None  # TMPDIR may be another
-    os.chdir(request["cwd"])
-    path = request["start"]
-    sys.argv = [path, *request["args"]]
-    sys.path[:1] = [os.path.dirname(path), str(ROOT)]
-    main = types.ModuleType("__main__")
-    main.__file__ = path
-    main.__dict__["__spec__"] = None
-    sys.modules["__main__"] = main
-    faulthandler.register(signal.SIGUSR1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if pytest runs in the background
-    return functools.partial(_run if request["whole"] else _run_and_leave, path, main.__dict__)
-
-
-def _run(path, names):
-    # Without this file's `annotations` of the future, which torch 2.4 cannot read in a custom op.
-    exec(compile(Path(path).read_text(), path, "exec", dont_inherit=True), names)
-
-
-def _run_and_leave(path, names):
-    code = 0
-    try:
-        _run(path, names)
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        if code != stop.code and stop.code is not None:
-            print(stop.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-if __name__ == "__main__":
-    job = _main()
-    if job is not None:
-        job()

@@ -32,7 +32,10 @@ def test_readme_code_prints_what_the_readme_says(tmp_path):
         script.write_text(shared if "import torch" not in code else code)
         shared = shared if "import torch" not in code else code
         run = warm.run(script, cwd=tmp_path, warnings=["error"])
-        assert run.err == ""
+        said = [
+            line for line in run.err.splitlines() if "Without the dataset, CachedDataset(None" not in line
+        ]
+        assert said == []  # but for what `warmup` says in the end
         if expected:
             assert without_times(run.out).endswith(without_times(expected))
 

@@ -104,6 +104,13 @@ def test_every_file_is_imported_somewhere():
     assert imported == {name for name in files if name and not name.endswith(".")} - faces
 
 
+def test_torch_may_be_built_without_distributed():
+    for name, text in sources().items():
+        for node in ast.parse(text).body:
+            is_import = isinstance(node, ast.ImportFrom)
+            assert not (is_import and f"{node.module}.".startswith("torch.distributed.")), name
+
+
 FILES = {
     "": "from torchcache2.top.one import thing",
     "low.": '"""Low."""',

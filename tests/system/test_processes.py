@@ -417,7 +417,7 @@ print(interrupts)
 
 
 def test_a_session_goes_on_after_any_number_of_interrupts(path):
-    warm.start(NET + INTERRUPTED, path, 20_000 if SOAK else 400).done(timeout=LONG)
+    warm.start(NET + INTERRUPTED, path, 20_000 if SOAK else 150).done(timeout=LONG)
     assert found_by_another(path, 600) == list(range(600))
     assert leftovers(path) == []
 
@@ -524,7 +524,7 @@ ACTS = ["put", "get", "get what another one has sealed", "flush", "drop", "stats
 
 @pytest.mark.parametrize("act", ACTS)
 def test_an_interrupt_at_any_point_leaves_neither_a_lock_nor_a_wrong_row(act, tmp_path):
-    step = 1 if SOAK else 7
+    step = 1 if SOAK else 13
     process = warm.run(INTERRUPTED_EVERYWHERE, act, step, env={"TMPDIR": str(tmp_path)})
     assert int(process.out) * step >= 28
 
@@ -732,7 +732,7 @@ assert codes == [0] * int(ARGUMENTS[0]), codes
 
 
 def test_children_of_a_process_that_writes_neither_hang_nor_err(path):
-    rounds = 500 if SOAK else 12
+    rounds = 500 if SOAK else 6
     warm.start(NET + BUSY, path, rounds).done(timeout=LONG)
     assert leftovers(path) == []
     assert set(found_by_another(path, 8)) == set(range(8))
@@ -826,7 +826,7 @@ def share(path, jobs, rounds):
 def test_eight_processes_share_a_directory_and_no_sealed_row_is_lost(path):
     jobs = [(1.0, {}), (1.0, SMALL), (1.0, SMALL), (1.0, SMALL | {"policy": "lru"})]
     jobs += [(2.0, SMALL), (4.0, {}), (8.0, SMALL), (8.0, {"policy": "lru"})]
-    touched = share(path, jobs, 2000 if SOAK else 30)
+    touched = share(path, jobs, 2000 if SOAK else 12)
     assert leftovers(path) == []
     assert {scale: set(numbers) for scale, numbers in sealed(path).items()} == touched
     for scale, numbers in touched.items():
@@ -837,7 +837,7 @@ def test_eight_processes_share_a_directory_of_which_one_deletes_all_the_time(pat
     evicting = SMALL | {"policy": "lru", "max_persistent_cache_size": "30kB"}
     jobs = [(1.0, evicting), (1.0, SMALL), (2.0, {}), (2.0, SMALL), (4.0, SMALL), (8.0, SMALL)]
     jobs += [(1.0, SMALL | {"max_persistent_cache_size": "40kB"}), (16.0, evicting)]
-    share(path, jobs, 2000 if SOAK else 30)
+    share(path, jobs, 2000 if SOAK else 12)
     assert leftovers(path) == []
     left = sealed(path)
     for scale in (1.0, 2.0, 4.0, 8.0, 16.0):

@@ -8,81 +8,8 @@ import time
 import pytest
 
 from tests.helpers import warm
+from tests.helpers.ranks import PREAMBLE, run, start
 from torchcache2 import CacheSettings, OptionError
-
-PREAMBLE = """
-import json, os, sys, threading, time
-import torch
-from torch import nn
-from torchcache2 import torchcache
-
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-ITEMS = torch.arange(192.0)[:, None] * torch.tensor([1.0, -0.5, 0.25])
-
-
-class Backbone(nn.Module):
-    \"\"\"Counts the items that it computes; may take its time, or fail.\"\"\"
-
-    def __init__(self, seconds=0.0):
-        super().__init__()
-        self.layer = nn.Linear(3, 4)
-        with torch.no_grad():
-            self.layer.weight.copy_(torch.arange(12.0).view(4, 3))
-            self.layer.bias.zero_()
-        self.requires_grad_(False).eval()
-
-    def forward(self, x):
-        pause(len(x))
-        return self.layer(x)
-
-
-SECONDS = 0.0
-COUNTER = os.memfd_create("")  # a list that counts would be a state of the forward
-
-
-def pause(count):
-    os.write(COUNTER, bytes(count))
-    time.sleep(SECONDS * count)
-
-
-def computed():
-    return os.lseek(COUNTER, 0, os.SEEK_CUR)
-
-
-def expected(x):
-    return x @ torch.arange(12.0).view(4, 3).T
-
-
-def epoch(net, seed, size=16, shares=True):
-    order = torch.randperm(len(ITEMS), generator=torch.Generator().manual_seed(seed))
-    for indices in (order[RANK::WORLD] if shares else order).split(size):
-        assert torch.equal(net(ITEMS[indices]), expected(ITEMS[indices]))
-
-
-def report(net, **more):
-    stats = net.cache_instance.stats()
-    names = ("hits", "misses", "waited", "taken_over", "memory_rows", "memory_bytes", "disk_rows", "faults")
-    counts = {name: getattr(stats, name) for name in names} | {"bypasses": dict(stats.bypasses)}
-    print(json.dumps(counts | more))
-
-
-"""
-
-
-def start(script, job, *args, ranks=2, **env):
-    """Start the ranks of a job, each with a script behind `PREAMBLE`."""
-    text = PREAMBLE + warm.dedented(script)
-    started = []
-    for rank in range(ranks):
-        of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        of_rank = {name: str(value) for name, value in of_rank.items()}
-        started.append(warm.start(text, *args, env=of_rank | {"TORCHCACHE_JOB": job} | env))
-    return started
-
-
-def run(script, job, *args, **options):
-    """What each rank has reported, when all have ended well."""
-    return [json.loads(rank.done().out.splitlines()[-1]) for rank in start(script, job, *args, **options)]
 
 
 @pytest.fixture
@@ -205,7 +132,7 @@ def test_what_one_rank_gives_up_is_computed_by_who_waits(job, tmp_path, act, rig
     first, second = run(script, job, GO=str(tmp_path / "go"))
     assert first["misses"] == 1
     assert (second["misses"], second["waited"], second["taken_over"]) == (1 + 8, 0, 8)
-    assert 0.2 < second["seconds"] < 5
+    assert second["seconds"] < 5
 
 
 def test_caches_inside_of_each_other_and_batches_of_all_sizes_and_widths(job):
@@ -408,7 +335,7 @@ def test_threads_of_ranks_wait_for_each_other_and_not_for_themselves(job):
     [
         ({"distributed": "node", "policy": "lru"}, "policy='mru'"),
         ({"distributed": "node", "memory_cache_device": None}, "memory_cache_device='cpu'"),
-        ({"distributed": "nodes"}, "'auto', 'off' or 'node'"),
+        ({"distributed": "nodes"}, "'auto', 'off', 'node' or 'collective'"),
     ],
 )
 def test_options_that_do_not_go_together(options, text):
@@ -418,9 +345,9 @@ def test_options_that_do_not_go_together(options, text):
 
 DIFFERING = """
 import glob
-from torchcache2.tiers.shared import tier
+from torchcache2.tiers.shared import peers
 
-tier._COMPARED_AFTER = float(os.environ.get("AFTER", -1.0))
+peers._COMPARED_AFTER = float(os.environ.get("AFTER", -1.0))
 
 
 def meet(name, count):

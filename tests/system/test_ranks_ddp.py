@@ -41,7 +41,6 @@ def train():
 
 
 train()
-torch.distributed.destroy_process_group()  # when no model is left that uses it
 """
 
 

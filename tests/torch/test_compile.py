@@ -157,7 +157,7 @@ without_probe = torchcache(probe=False)
 )
 def test_modules_of_torch_itself_run_compiled(decorate):
     plain, graphs = sequential(), Graphs()
-    others = [decorate(sequential().eval().requires_grad_(False)) for _ in range(12)]
+    others = [decorate(sequential().eval().requires_grad_(False)) for _ in range(10)]
     for cached in others:
         compiled = torch.compile(cached, backend=graphs)
         for x in (X, X.flip(0)):
@@ -304,6 +304,7 @@ def hit_patterns(batch, rounds, seed):
 
 @pytest.mark.parametrize("batch", [16, 24])
 @pytest.mark.parametrize("dynamic", [None, False])
+@pytest.mark.one_in(2)
 def test_padded_misses_compile_few_graphs(batch, dynamic):
     cached, plain, graphs = as_class(miss_batch="pad", probe=True), Net(), Graphs()
     # Found through the standard library, a set is not the state of the forward.

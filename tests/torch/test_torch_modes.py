@@ -348,6 +348,7 @@ MODES = {
 @KINDS
 @pytest.mark.parametrize("reading", MODES)
 @pytest.mark.parametrize("writing", MODES)
+@pytest.mark.one_in(3)
 def test_rows_cross_gradient_modes(writing, reading, make):
     cached, plain = make()
     with MODES[writing]():

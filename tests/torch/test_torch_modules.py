@@ -242,6 +242,7 @@ def seeded(function, *args):
 @pytest.mark.filterwarnings(WEIGHT_NORM)
 @MAKERS
 @pytest.mark.parametrize("name", PARAMETRIZATIONS)
+@pytest.mark.one_in(2)
 def test_parametrizations(name, make):
     prepare, change = PARAMETRIZATIONS[name]
     cached, plain = twins(make, Gained)
@@ -322,6 +323,7 @@ AFTER_PRUNING = {
 @MAKERS
 @pytest.mark.parametrize("change", AFTER_PRUNING)
 @pytest.mark.parametrize("name", PRUNE)
+@pytest.mark.one_in(4)
 def test_pruning(name, change, make):
     cached, plain = twins(make)
     assert_found_at_last(cached, plain)
@@ -801,6 +803,7 @@ CHANGES = {
 
 @MAKERS
 @pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.one_in(2)
 def test_replaced_parts_are_noticed(name, make):
     cached, plain = twins(make, Blocks)
     assert_found(cached, plain, same=assert_close)
@@ -894,6 +897,7 @@ def changed_weights(module, factor):
 @pytest.mark.filterwarnings(STATELESS)
 @pytest.mark.parametrize("call", [functional_call, stateless.functional_call])
 @MAKERS
+@pytest.mark.one_in(2)
 def test_functional_call(call, make):
     cached, plain = twins(make)
     for _ in range(2):
@@ -1030,6 +1034,7 @@ def transformed(name):
 @WARM
 @TARGETS
 @pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.one_in(3)
 def test_transforms_run_the_plain_forward(name, target, warm):
     cached, plain = targets(target, warm)
     for _ in range(2):
@@ -1222,6 +1227,7 @@ def exported_names(in_model, strict):
 @pytest.mark.parametrize("strict", [False, *([True] if can_export_strictly() else [])])
 @WARM
 @TRACED_MODULES
+@pytest.mark.one_in(3)
 def test_export(target, warm, strict):
     cached, plain = traced_targets(target, warm)
     program = torch.export.export(cached, (X,), strict=strict)
@@ -1242,6 +1248,7 @@ def test_export(target, warm, strict):
 
 @WARM
 @TRACED_MODULES
+@pytest.mark.one_in(2)
 def test_export_with_batches_of_any_size(target, warm):
     cached, plain = traced_targets(target, warm)
     batch = torch.export.Dim("batch", min=2, max=100)
@@ -1253,6 +1260,7 @@ def test_export_with_batches_of_any_size(target, warm):
 @pytest.mark.filterwarnings(TRACED)
 @WARM
 @TRACED_MODULES
+@pytest.mark.one_in(2)
 def test_jit_trace(target, warm):
     cached, plain = traced_targets(target, warm)
     traced = torch.jit.trace(cached, (X,))
@@ -1282,6 +1290,7 @@ def test_jit_trace_of_a_function(warm):
 
 @WARM
 @TRACED_MODULES
+@pytest.mark.one_in(2)
 def test_symbolic_trace(target, warm):
     cached, plain = traced_targets(target, warm)
     graph = torch.fx.symbolic_trace(cached)
@@ -1429,6 +1438,7 @@ CHECKPOINTS = {
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @MAKERS
+@pytest.mark.one_in(3)
 def test_checkpoints(name, reentrant, needs, make):
     cached, plain = make(Net).eval(), Net().eval()
     results = []
@@ -1735,6 +1745,7 @@ def test_outputs_of_other_layouts_are_passed_through(name, log):
 @LAYOUT_WARNINGS
 @pytest.mark.parametrize("name", LAYOUTS)
 @MAKERS
+@pytest.mark.one_in(2)
 def test_weights_of_other_layouts(name, make):
     table, _ = LAYOUTS[name]
 

@@ -12,7 +12,7 @@ from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableE
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.segment import Descriptors, Segment
 
-__all__ = ["STATES", "Verdict", "printable", "row_limit", "verdict"]
+__all__ = ["STATES", "Verdict", "printable", "row_limit", "trouble", "verdict"]
 
 State = Literal["good", "damaged", "unchecked", "gone"]
 STATES: tuple[State, ...] = ("good", "damaged", "unchecked", "gone")
@@ -47,22 +47,26 @@ def verdict(fs: FileSystem, path: str, namespace: str, limit: int) -> Verdict:
         if found != namespace:
             return Verdict("damaged", len(segment), f"belongs to namespace {found}")
         damaged = segment.check()
-    except FileNotFoundError:
-        return Verdict("gone")
-    except OSError as error:
-        return Verdict("damaged", reason=f"cannot be read: {error.strerror}")
-    except DamagedError as error:
-        return Verdict("damaged", reason=printable(str(error)))
-    except NewerFormatError as error:
-        return Verdict("unchecked", reason=printable(f"is of the newer format {error}: upgrade torchcache2"))
-    except (UnreadableError, OptionError) as error:
-        return Verdict("unchecked", reason=printable(str(error)))
-    except MemoryError:
-        return Verdict("unchecked", reason="needs more memory than there is")
+    except (OSError, UnreadableError, OptionError, MemoryError) as error:
+        return trouble(error)
     count = len(segment)
     if damaged:
         return Verdict("damaged", count, f"{damaged:,} of {count:,} rows are not what was written")
     return Verdict("good", count)
+
+
+def trouble(error: Exception) -> Verdict:
+    """What an error says of the segment that could not be read."""
+    if isinstance(error, FileNotFoundError):
+        return Verdict("gone")
+    if isinstance(error, OSError):
+        return Verdict("damaged", reason=f"cannot be read: {error.strerror}")
+    if isinstance(error, MemoryError):
+        return Verdict("unchecked", reason="needs more memory than there is")
+    reason = str(error)
+    if isinstance(error, NewerFormatError):
+        reason = f"is of the newer format {error}: upgrade torchcache2"
+    return Verdict("damaged" if isinstance(error, DamagedError) else "unchecked", reason=printable(reason))
 
 
 def printable(text: str) -> str:

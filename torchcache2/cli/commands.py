@@ -6,33 +6,29 @@ if something is damaged, or was not done; 2 if the command cannot be carried out
 
 from __future__ import annotations
 
-import enum
+import contextlib
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 import torchcache2.cli.printing as out
+from torchcache2.cli.dumpcommand import dump
+from torchcache2.cli.parameters import AsFormat as _AsFormat
+from torchcache2.cli.parameters import Dir as _Dir
+from torchcache2.cli.parameters import Format as _Format
+from torchcache2.cli.parameters import print_bad, print_deleted
+from torchcache2.cli.rmcommand import remove_in_bucket
+from torchcache2.core.buckets import is_url
 from torchcache2.core.errors import OptionError, TorchcacheError
 from torchcache2.core.version import __version__
 from torchcache2.files.errors import NewerFormatError
 
 # Commands import what reads a directory when they run: it needs PyTorch, which takes a second to import.
-if TYPE_CHECKING:
-    from torchcache2.cli.report import Gone
-    from torchcache2.files.directory import CacheDirectory, Contents
 
 __all__ = ["run"]
 
-
-class _Format(str, enum.Enum):
-    table = "table"
-    json = "json"
-
-
-_Dir = Annotated[str, typer.Argument(metavar="DIR", help="The cache directory.", show_default="here")]
-_AsFormat = Annotated[_Format, typer.Option("--format", help="How to print the result.")]
 
 app = typer.Typer(
     help="Look into cache directories of torchcache2, check them, and make room in them.",
@@ -74,9 +70,10 @@ def _options(
 def _ls(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     """List the namespaces: whose they are, rows, bytes, use."""
     from torchcache2.cli import report
+    from torchcache2.cli.places import opened
 
-    cache, contents = _scanned(directory)
-    found = [report.namespace(cache, one) for one in contents]
+    with opened(directory) as cache:
+        found = [report.namespace(cache, one) for one in cache.scan()]
     found.sort(key=lambda one: one.last_used or 0.0, reverse=True)
     if form is _Format.json:
         out.print_json([one.to_json() for one in found])
@@ -97,8 +94,10 @@ def _ls(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
 def _stats(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     """Count what is in a cache directory."""
     from torchcache2.cli import report
+    from torchcache2.cli.places import opened
 
-    totals = report.totals(*_scanned(directory))
+    with opened(directory) as cache:
+        totals = report.totals(cache, cache.scan())
     if form is _Format.json:
         out.print_json(totals)
         return
@@ -125,11 +124,14 @@ def _stats(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
 def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     """Read every row and compare its checksum. Exit code 1 if one is damaged. Changes nothing."""
     from torchcache2.cli.check import STATES, row_limit, verdict
+    from torchcache2.cli.places import opened
 
-    cache, contents = _scanned(directory)
-    counts, rows, bad = dict.fromkeys(STATES, 0), 0, []
-    limit = row_limit()
-    with out.progress("checking", sum(info.size for one in contents for info in one.segments)) as advance:
+    counts, rows, bad, limit = dict.fromkeys(STATES, 0), 0, [], row_limit()
+    with contextlib.ExitStack() as stack:
+        cache = stack.enter_context(opened(directory))
+        contents = cache.scan()
+        size = sum(info.size for one in contents for info in one.segments)
+        advance = stack.enter_context(out.progress("checking", size))
         for one in contents:
             for info in one.segments:
                 name = f"{one.namespace}/{info.name}"
@@ -144,7 +146,7 @@ def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     if form is _Format.json:
         out.print_json({**counts, "rows": rows, "set_aside": aside, "files": bad})
     else:
-        _print_bad(bad)
+        print_bad(bad)
         good = f"{out.counted(counts['good'], 'good segment')} with {out.counted(rows, 'row')}"
         rest = f"{counts['damaged']:,} damaged, {counts['unchecked']:,} not checked"
         out.say(f"{good}; {rest}, {aside:,} set aside earlier")
@@ -163,17 +165,19 @@ def _prune(
     than the size is in use.
     """
     from torchcache2.cli import report
+    from torchcache2.cli.places import folder
     from torchcache2.core.sizes import parse_size
     from torchcache2.files.eviction import make_room, used_bytes
     from torchcache2.files.removal import remove_leftovers
 
     budget = parse_size("--max-size", max_size)
-    cache, before = _scanned(directory)
+    cache = folder(directory, "prune")
+    before = cache.scan()
     names = {one.namespace: report.name(cache, one.namespace) for one in before}
     remove_leftovers(cache)
     enough = make_room(cache, 0, budget, lru=False)
     after = cache.scan()
-    _print_deleted(report.gone(before, after), names, form)
+    print_deleted(report.gone(before, after), names, form)
     if not enough:
         out.tell(f"torchcache2: {out.size(used_bytes(after))} are left, in use by running processes")
         raise typer.Exit(1)
@@ -184,15 +188,19 @@ def _rm(
     namespaces: Annotated[
         list[str],
         typer.Argument(
-            metavar="NAMESPACE...", help="First characters of a namespace, or the path of its folder."
+            metavar="NAMESPACE...",
+            help="First characters of a namespace, or the path of its folder, or a URL of one or all.",
         ),
     ],
-    directory: Annotated[str, typer.Option("--dir", help="The cache directory.")] = ".",
+    directory: Annotated[str, typer.Option("--dir", help="The cache directory, or its URL.")] = ".",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Also what a running process uses.")] = False,
     form: _AsFormat = _Format.table,
 ) -> None:
     """Delete namespaces. Files that are not the cache's stay."""
+    if any(map(is_url, [directory, *namespaces])):
+        remove_in_bucket(namespaces, directory, form, ask=not yes)
+        return
     from torchcache2.cli import report
     from torchcache2.files.filesystem import FileSystem
     from torchcache2.files.removal import remove_namespace
@@ -212,7 +220,7 @@ def _rm(
     busy = [one.namespace for cache, one in chosen if not remove_namespace(cache, one.namespace, force=force)]
     before = [one for _, one in chosen]
     after = [cache.contents(one.namespace) for cache, one in chosen]
-    _print_deleted(report.gone(before, after), {one.id: one.name for one in found}, form)
+    print_deleted(report.gone(before, after), {one.id: one.name for one in found}, form)
     if busy:
         out.tell(f"torchcache2: {', '.join(busy)}: a process uses it by now")
         raise typer.Exit(1)
@@ -226,8 +234,10 @@ def _export(
 ) -> None:
     """Write all segments to one file, for another machine."""
     from torchcache2.cli import archive
+    from torchcache2.cli.places import folder
 
-    cache, contents = _scanned(directory)
+    cache = folder(directory, "export")
+    contents = cache.scan()
     with out.progress("exporting", sum(info.size for one in contents for info in one.segments)) as advance:
         count, nbytes = archive.export(cache, file, advance)
     if form is _Format.json:
@@ -245,9 +255,11 @@ def _import(
     """Add the segments of an exported file, after checking each. Exit code 1 if some are left out."""
     from torchcache2.cli import archive
     from torchcache2.cli.members import ArchiveError
+    from torchcache2.cli.places import check_folder
     from torchcache2.files.directory import CacheDirectory
     from torchcache2.files.filesystem import FileSystem
 
+    check_folder(directory, "import")
     try:
         with out.progress("importing", os.stat(file).st_size) as advance:
             done = archive.import_archive(file, CacheDirectory(directory, FileSystem()), advance)
@@ -258,7 +270,7 @@ def _import(
         counts = {"segments": done.segments, "rows": done.rows, "bytes": done.nbytes, "kept": done.kept}
         out.print_json({**counts, "files": bad})
     else:
-        _print_bad(bad)
+        print_bad(bad)
         new = f"{out.counted(done.segments, 'segment')} with {out.counted(done.rows, 'row')}"
         out.say(
             f"{new}, {out.size(done.nbytes)} imported; {done.kept:,} there already, {len(bad):,} left out"
@@ -266,25 +278,4 @@ def _import(
     raise typer.Exit(1 if bad else 0)
 
 
-def _scanned(path: str) -> tuple[CacheDirectory, list[Contents]]:
-    from torchcache2.cli.report import existing
-    from torchcache2.files.filesystem import FileSystem
-
-    cache = existing(path, FileSystem())
-    return cache, cache.scan()
-
-
-def _print_bad(files: Sequence[dict[str, str]]) -> None:
-    for one in files:
-        out.say("{file}: {state}: {reason}".format_map(one))
-
-
-def _print_deleted(gone: Sequence[Gone], names: dict[str, str], form: _Format) -> None:
-    if form is _Format.json:
-        out.print_json([{"class": names[one.namespace], **one._asdict()} for one in gone])
-        return
-    if gone:
-        rows = [(one.namespace, names[one.namespace], f"{one.files:,}", out.size(one.bytes)) for one in gone]
-        out.print_table(("namespace", "class", "files", "bytes"), rows)
-    files, nbytes = sum(one.files for one in gone), sum(one.bytes for one in gone)
-    out.say(f"{out.counted(files, 'file')} deleted, {out.size(nbytes)}")
+app.command("dump")(dump)

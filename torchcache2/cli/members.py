@@ -13,6 +13,7 @@ from torchcache2.core.errors import TorchcacheError
 from torchcache2.files.filenames import (
     FINGERPRINT,
     LOCK,
+    MIRROR,
     NAMESPACE_NAME,
     SEGMENT_NAME,
     TAG,
@@ -83,7 +84,7 @@ def _names(info: tarfile.TarInfo) -> tuple[str, str]:
     if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
         kind = _KINDS.get(info.type, "not a plain file")
         raise ArchiveError(f"has {info.name!r}, which is {kind}: it is no export of a cache directory")
-    if path in (TAG, LOCK) or is_left_over(path):
+    if path in (TAG, LOCK, MIRROR) or is_left_over(path):
         return "", path
     namespace, _, name = path.partition("/")
     is_ours = name == FINGERPRINT or SEGMENT_NAME.fullmatch(name) or is_left_over(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import datetime
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,15 +13,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchcache2.cli.check import printable
+from torchcache2.core.arrays import Array
+from torchcache2.core.buckets import is_url
 from torchcache2.core.errors import OptionError
+from torchcache2.core.intkeys import filled
 from torchcache2.files.directory import CacheDirectory, Contents
 from torchcache2.files.errors import UnreadableError
-from torchcache2.files.filenames import LOCK, TAG
+from torchcache2.files.filenames import LOCK, MIRROR, TAG
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.removal import in_use
 from torchcache2.files.segment import Descriptors, Segment
 
-__all__ = ["Gone", "Namespace", "existing", "gone", "name", "namespace", "totals", "wanted"]
+__all__ = ["Gone", "Namespace", "existing", "gone", "matching", "name", "namespace", "totals", "wanted"]
 
 _ANY = 2**63  # bytes that a row may have: any number, as only the index is read
 _BASE_32 = str.maketrans("JKMNPQRSTVWXYZ", "IJKLMNOPQRSTUV")  # from the letters of a ULID to those of `int`
@@ -32,7 +36,7 @@ class Namespace:
 
     id: str  # 32 hexadecimal digits
     name: str  # of the class or function; "?" if its ``fingerprint.json`` does not say
-    dataset: dict[str, Any] | None  # what is said of the dataset, if it is one
+    dataset: dict[str, Any] | None  # what is said of the dataset, if it is one, and which share is there
     segments: int
     unreadable: int  # segments that could not be opened; the next four are about the others
     rows: int
@@ -53,8 +57,12 @@ class Namespace:
     def title(self) -> str:
         """The name for people; of a dataset also the name that it was given, and its length."""
         said = {} if self.dataset is None else self.dataset
-        name = f" {said['name']}" if said.get("name") else ""
-        return self.name + name + (f" ({said['length']:,})" if said.get("length") is not None else "")
+        name, length, share = f" {said['name']}" if said.get("name") else "", "", ""
+        if said.get("filled") is not None:
+            share = f", {math.floor(1e3 * said['filled']) / 10:g} % filled"
+        if said.get("length") is not None:
+            length = f" ({said['length']:,}{share})"
+        return self.name + name + length
 
     def to_json(self) -> dict[str, Any]:
         """The report for ``json.dumps``."""
@@ -96,6 +104,7 @@ def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
     """Read what there is to say about a namespace, from the indices of its segments without their rows."""
     rows = row_bytes = stored = unreadable = 0
     codecs: collections.Counter[str] = collections.Counter()
+    dataset, keys = _dataset(directory.fingerprint(contents.namespace).get("dataset")), list[Array]()
     descriptors = Descriptors(directory.fs)
     for info in contents.segments:
         path = os.path.join(directory.path, contents.namespace, info.name)
@@ -107,14 +116,19 @@ def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
             unreadable += 1
             continue
         rows += len(segment)
+        if dataset is not None and segment.keys is not None:
+            keys.append(segment.keys)
         for schema, which in segment.schemas(np.arange(len(segment))):
             row_bytes += schema.row_bytes * len(which)
         stored += segment.nbytes
         codecs[segment.layout.codec] += 1
+    if dataset is not None:
+        length = dataset["length"]  # the share is 1.0 only if all samples are there
+        dataset["filled"] = None if length is None else math.floor(1e4 * filled(length, keys)) / 1e4
     return Namespace(
         id=contents.namespace,
         name=name(directory, contents.namespace),
-        dataset=_dataset(directory.fingerprint(contents.namespace).get("dataset")),
+        dataset=dataset,
         segments=len(contents.segments),
         unreadable=unreadable,
         rows=rows,
@@ -124,7 +138,8 @@ def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
         codecs=dict(sorted(codecs.items())),
         created=_created(directory.fingerprint(contents.namespace).get("created"), contents),
         last_used=contents.last_used or None,
-        in_use=in_use(directory, contents.namespace),
+        # A bucket has no locks, so nobody knows who uses it.
+        in_use=None if is_url(directory.path) else in_use(directory, contents.namespace),
     )
 
 
@@ -164,16 +179,21 @@ def wanted(names: Sequence[str], directory: str, fs: FileSystem) -> list[tuple[C
         top, name = os.path.split(os.path.normpath(text))
         is_path = os.sep in text
         cache = existing((top or ".") if is_path else directory, fs)
-        matching = [one for one in cache.scan() if text and one.namespace.startswith(name)]
-        if is_path:
-            matching = [one for one in matching if one.namespace == name]
-        if not matching:
-            raise OptionError(f"there is no namespace {name!r} in {cache.path}")
-        if len(matching) > 1:
-            several = ", ".join(one.namespace for one in matching)
-            raise OptionError(f"{name!r} is the beginning of several namespaces: {several}")
-        found[cache.path, matching[0].namespace] = cache, matching[0]
+        contents = [one for one in cache.scan() if one.namespace == name or not is_path]
+        one = matching(cache, contents, name)
+        found[cache.path, one.namespace] = cache, one
     return list(found.values())
+
+
+def matching(cache: CacheDirectory, contents: Sequence[Contents], start: str) -> Contents:
+    """The namespace that begins so; an `OptionError` if there is none, or another one that does."""
+    found = [one for one in contents if start and one.namespace.startswith(start)]
+    if not found:
+        raise OptionError(f"there is no namespace {start!r} in {cache.path}")
+    if len(found) > 1:
+        several = ", ".join(one.namespace for one in found)
+        raise OptionError(f"{start!r} is the beginning of several namespaces: {several}")
+    return found[0]
 
 
 def gone(before: Sequence[Contents], after: Sequence[Contents]) -> list[Gone]:
@@ -214,7 +234,7 @@ def totals(directory: CacheDirectory, contents: list[Contents]) -> dict[str, Any
 
 def _foreign(directory: CacheDirectory, contents: list[Contents]) -> int:
     """Names in the directory and in its namespaces that are not the cache's, and are left alone."""
-    ours = {LOCK, *(one.namespace for one in contents)}
+    ours = {LOCK, MIRROR, *(one.namespace for one in contents)}
     names = [info.name for info in directory.fs.listing(directory.path)]
     count = sum(name not in ours and name != TAG and not name.startswith(TAG + ".") for name in names)
     for one in contents:

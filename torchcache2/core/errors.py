@@ -5,15 +5,16 @@
     TorchcacheError
     ├── OptionError (ValueError)
     ├── DecorationError (TypeError)
+    ├── MissingSampleError (LookupError)
     └── NotCachedError (RuntimeError)
         ├── InputError (ValueError)
         ├── UnhashableArgumentError (TypeError)
         └── OutputError (ValueError)
 
-The first two are a programmer's mistakes, and are raised at once. The others are raised only under
-``strict=True`` and in a warmup: otherwise a call that cannot be cached is passed to the plain forward, with
-one warning.
-Faults of storage or network are never exceptions: they are counted misses and one warning.
+The first two are a programmer's mistakes, and are raised at once. The third is raised where there are samples
+without the dataset that could load them again. The others are raised only under ``strict=True`` and in a
+warmup: otherwise a call that cannot be cached is passed to the plain forward, with one warning.
+Other faults of storage or network are never exceptions: they are counted misses and one warning.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 __all__ = [
     "DecorationError",
     "InputError",
+    "MissingSampleError",
     "NotCachedError",
     "OptionError",
     "OutputError",
@@ -46,6 +48,31 @@ class DecorationError(TorchcacheError, TypeError):
     """What `torchcache` should decorate is neither a module nor a function."""
 
     __module__ = "torchcache2"
+
+
+class MissingSampleError(TorchcacheError, LookupError):
+    """A sample is not where it should be, and there is no dataset that could load it."""
+
+    __module__ = "torchcache2"
+
+
+class RankError(TorchcacheError, RuntimeError):
+    """With ``distributed="collective"``: another rank has failed, ended, not come, or is out of step.
+
+    Attributes
+    ----------
+    rank : int or None
+        Which rank of the process group it is; None if several are, or that is not known.
+    """
+
+    __module__ = "torchcache2"
+
+    def __init__(self, text: str, rank: int | None = None) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type, tuple[str, int | None]]:
+        return type(self), (str(self), self.rank)
 
 
 class NotCachedError(TorchcacheError, RuntimeError):

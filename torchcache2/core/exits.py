@@ -1,13 +1,18 @@
-"""`AtExit`: calls a function when the process ends, however Python ends it."""
+"""`AtExit`: calls a function when the process ends, however Python ends it. `before_pools_end` is earlier."""
 
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401  # it registers before `before_pools_end`, which so comes first
+import contextlib
 import multiprocessing.process
 import multiprocessing.util
+import threading
+import weakref
 from collections.abc import Callable
+from typing import Any
 
-__all__ = ["AtExit"]
+__all__ = ["AtExit", "before_pools_end"]
 
 
 class AtExit:
@@ -33,3 +38,22 @@ class AtExit:
         if self._finalizer is not None:
             self._finalizer.cancel()
         self._function = self._finalizer = None
+
+
+def before_pools_end(method: Callable[[], None]) -> None:
+    """Call a method when the main thread has ended, unless its object is gone; it comes before `AtExit`.
+
+    After that, nothing may be given to a `concurrent.futures` pool any more. `asyncio` looks up the names of
+    hosts in one, so that a network client can make no new connection when the functions of `atexit` run.
+    """
+    reference: weakref.WeakMethod[Any] = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    register = getattr(threading, "_register_atexit", None)  # `concurrent.futures` uses it, too
+    if register is not None:
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending already
+            register(call)

@@ -18,6 +18,7 @@ __all__ = [
     "empty_bytes",
     "empty_rows",
     "gather",
+    "gather_into",
     "is_channels_last",
     "moved",
     "select",
@@ -98,16 +99,22 @@ def select(tensor: Tensor, positions: Tensor) -> Tensor:
 
 
 def gather(data: Tensor, positions: Tensor, **kind: Any) -> Tensor:
-    """Rows of contiguous uint8 ``(n, bytes)`` on the CPU, in fresh memory of a `kind` of `empty_bytes`.
+    """Rows of contiguous uint8 ``(n, bytes)`` on the CPU, in fresh memory of a `kind` of `empty_bytes`."""
+    picked = empty_bytes(len(positions) * data.shape[1], **kind).view(len(positions), data.shape[1])
+    gather_into(picked, data, positions)
+    return picked
+
+
+def gather_into(picked: Tensor, data: Tensor, positions: Tensor) -> None:
+    """The same, in memory that begins at a multiple of 8 bytes of its storage.
 
     If rows have many elements, torch's `index_select` copies each row with all threads. If other processes
     use the cores too, each such copy may wait for the scheduler. So long rows are copied in pieces.
     """
     row_bytes = data.shape[1]
-    picked = empty_bytes(len(positions) * row_bytes, **kind).view(len(positions), row_bytes)
     if picked.numel() <= _ALONE:
         np.take(data.numpy(), positions.numpy(), axis=0, out=picked.numpy(), mode="clip")
-        return picked
+        return
     offset = data.storage_offset()
     word = next(t for t in _WORDS if row_bytes % t.itemsize == 0 and offset % t.itemsize == 0)
     words = row_bytes // word.itemsize
@@ -115,7 +122,6 @@ def gather(data: Tensor, positions: Tensor, **kind: Any) -> Tensor:
     index = (positions[:, None] * pieces + torch.arange(pieces, device="cpu")).view(-1)
     source = data.view(-1).view(word).view(-1, words // pieces)
     torch.index_select(source, 0, index, out=picked.view(-1).view(word).view(-1, words // pieces))
-    return picked
 
 
 def write(data: Tensor, first: int, values: Tensor) -> None:

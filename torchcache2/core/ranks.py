@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Place", "has_ranks", "place", "ranks_here", "ranks_of_each"]
+__all__ = ["Place", "has_ranks", "node_number", "place", "ranks_here", "ranks_of_each", "ranks_on_each"]
 
 
 class Place(NamedTuple):
@@ -42,6 +42,16 @@ def has_ranks() -> bool:
 def ranks_here() -> int:
     """How many ranks this machine has; at most, where the launcher says how many there are in all."""
     return max(1, _number("LOCAL_WORLD_SIZE", place().world_size))
+
+
+def ranks_on_each() -> int | None:
+    """How many ranks this machine has as the launcher says; None if it does not."""
+    return _number("LOCAL_WORLD_SIZE", 0) or None
+
+
+def node_number() -> int:
+    """Which machine of the job this is, from 0 on; 0 if nothing says it."""
+    return _number("GROUP_RANK", place().rank // ranks_here())
 
 
 def ranks_of_each(rank: int, world_size: int) -> int | None:

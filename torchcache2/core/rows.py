@@ -10,6 +10,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -20,7 +21,7 @@ from torchcache2.core.gather import as_bytes, empty_rows, moved, select, with_or
 from torchcache2.core.schema import BARE, Leaf, Schema
 from torchcache2.core.transfer import to_device
 
-__all__ = ["Rows", "UnstorableError", "rounded"]
+__all__ = ["Parts", "Rows", "UnstorableError", "merged", "rounded"]
 
 _HOST = torch.device("cpu")
 
@@ -162,6 +163,28 @@ class Rows:
                 flat.index_copy_(0, torch.from_numpy(positions).to(place), column)
             columns.append(target)
         return Rows(schema, columns, count)
+
+
+Parts = list[tuple[Positions, Rows]]
+
+
+def merged(parts: Parts) -> Parts:
+    """The parts of a batch, positions and rows, as one for each schema, in the order of their positions."""
+    if len(parts) < 2:
+        return parts
+    by_schema: dict[Schema, Parts] = {}
+    for part in parts:
+        by_schema.setdefault(part[1].schema, []).append(part)
+    return [_joined(same) if len(same) > 1 else same[0] for same in by_schema.values()]
+
+
+def _joined(parts: Parts) -> tuple[Positions, Rows]:
+    # A row may be in two parts, if it was read again beside one that is damaged: each position has one place.
+    positions = np.unique(np.concatenate([where for where, _ in parts]))
+    ranked = [(np.searchsorted(positions, where), rows) for where, rows in parts]
+    columns = parts[0][1].columns
+    device = columns[0].device if columns else _HOST
+    return positions, Rows.scatter(ranked, len(positions), device=device)
 
 
 def rounded(output: Any, dtype: torch.dtype) -> Any:

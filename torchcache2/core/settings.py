@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-import importlib
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
+from torchcache2.core.buckets import Bucket, Secrets
 from torchcache2.core.errors import OptionError
+from torchcache2.core.extras import require
+from torchcache2.core.groups import check_group
+from torchcache2.core.optionnames import check_names
+from torchcache2.core.places import Place, place_of
+from torchcache2.core.servers import Servers
 from torchcache2.core.sizes import Size, free_disk, free_memory, parse_size
 
-__all__ = ["CacheSettings", "require"]
+__all__ = ["CacheSettings"]
 
 Policy = Literal["mru", "lru"]
 MissBatch = Literal["exact", "pad"]
-Distributed = Literal["auto", "off", "node"]
+Distributed = Literal["auto", "off", "node", "collective"]
 Compression = Literal["brotli", "blosc2", "none"]
 
 _MOST_QUALITY = {"brotli": 11, "blosc2": 9, "none": 11}
-_OF_TORCHCACHE = {  # options of torchcache 0.6 that do not exist here
-    "zstd_compression": "it is compression='brotli'",
-    "zstd_compression_level": "it is compression_quality",
-    "zstd_compression_threads": "nothing takes its place, as one thread compresses behind the caller's back",
-    "use_mmap_on_load": "nothing takes its place, as files are read and never mapped",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +43,10 @@ class CacheSettings:
     persistent : bool, optional
         Whether rows are kept on disk too, and found again by later runs. None: yes, if there is a
         `persistent_cache_dir`. False does not use that folder, as for a run that tries something out.
-    persistent_cache_dir : path, optional
-        The folder for these rows, in which nothing else may be; any number of runs may share it. None: with
-        ``persistent=True``, a temporary folder that is deleted at exit.
+    persistent_cache_dir : path or URL, optional
+        The folder for these rows, in which nothing else may be; any number of runs may share it. Or the URL
+        of a Redis server, such as ``redis://:password@host:6379/0``, or of a folder in a bucket, such as
+        ``s3://bucket/folder``. None: with ``persistent=True``, a temporary folder that is deleted at exit.
     persistent_module_hash : str, optional
         A name to use instead of the computed namespace. Nothing about the module is then checked.
     max_memory_cache_size : int, str or float
@@ -85,12 +84,26 @@ class CacheSettings:
         compiled again for each new size, of which ``"pad"`` leaves few.
     verify : float
         Share of hits, in [0, 1], that are computed again and compared.
-    distributed : {"auto", "off", "node"}
-        What the ranks of a job share, which are processes on one machine. ``"node"``: one memory tier of
+    distributed : {"auto", "off", "node", "collective"}
+        What the ranks of a job share. ``"node"``: those of one machine have one memory tier of
         `max_memory_cache_size` in all, and an item that one rank computes is not computed by another. Needs
         Linux, ``policy="mru"`` and ``memory_cache_device="cpu"``. ``"off"``: each process has its own.
         ``"auto"``: ``"node"`` where a launcher or `torch.distributed` says that there are several ranks, and
-        the other options allow it.
+        the other options allow it. ``"collective"``: memory as with ``"auto"``, and all ranks call forward in
+        step, send each other the rows that they have, and share out the items that nobody has.
+    process_group : ProcessGroup or callable, optional
+        The ranks of ``distributed="collective"``, or a function that returns their group. None: all ranks.
+    claims : bool
+        Whether an item that another rank computes now is waited for. False: two ranks that miss the same item
+        at the same time both compute it.
+    local_dir : path, optional
+        With a bucket, the folder for what has come from it, and for new rows until they are uploaded; its
+        budget is `max_persistent_cache_size`. None: a temporary one.
+    storage_options : mapping, optional
+        What fsspec needs to reach the bucket, such as keys, if they are not in the environment. It is never
+        shown, and in no pickle but for a process that is being started.
+    remote_size : int or str, optional
+        How many bytes the folder in the bucket may have. None: any number.
 
     Raises
     ------
@@ -103,7 +116,7 @@ class CacheSettings:
     enabled: bool = True
     subsample_count: int | None = None
     persistent: bool | None = None
-    persistent_cache_dir: str | os.PathLike[str] | None = None
+    persistent_cache_dir: Place | None = None
     persistent_module_hash: str | None = None
     max_memory_cache_size: Size = 1_000_000_000
     max_persistent_cache_size: Size = 10_000_000_000
@@ -119,6 +132,11 @@ class CacheSettings:
     miss_batch: MissBatch = "exact"
     verify: float = 0.0
     distributed: Distributed = "auto"
+    process_group: Any = None
+    claims: bool = True
+    local_dir: str | os.PathLike[str] | None = None
+    storage_options: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False)
+    remote_size: Size | None = None
 
     def __post_init__(self) -> None:
         self._require("enabled", isinstance(self.enabled, bool), "True or False")
@@ -158,9 +176,12 @@ class CacheSettings:
         self._require("verify", is_number and 0 <= share <= 1, "a share of hits from 0.0 to 1.0")
         object.__setattr__(self, "verify", float(share))
         self._check_distributed()
+        self._require("claims", isinstance(self.claims, bool), "True or False")
 
     def _check_distributed(self) -> None:
-        self._require("distributed", self.distributed in ("auto", "off", "node"), "'auto', 'off' or 'node'")
+        is_known = self.distributed in get_args(Distributed)
+        self._require("distributed", is_known, "'auto', 'off', 'node' or 'collective'")
+        check_group(self.process_group, is_used=self.distributed == "collective")
         if self.distributed == "node" and not self.can_be_shared:
             raise OptionError(
                 "distributed='node' needs policy='mru' and memory_cache_device='cpu', but these are "
@@ -172,15 +193,10 @@ class CacheSettings:
         is_known = self.persistent is None or isinstance(self.persistent, bool)
         self._require("persistent", is_known, "True or False, or None: if there is a folder")
         parse_size("max_persistent_cache_size", self.max_persistent_cache_size, free=0)
-        path = self.persistent_cache_dir
-        if path is not None:
-            text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-            is_text = isinstance(text, str) and text != ""
-            self._require("persistent_cache_dir", is_text, "None or the path of a folder")
-            assert isinstance(text, str)
-            self._require("persistent_cache_dir", "://" not in text, "the path of a local folder, not a URL")
-            self._require("persistent_cache_dir", _is_name(text), "a path that the system can have")
-            object.__setattr__(self, "persistent_cache_dir", os.path.abspath(os.path.expanduser(text)))
+        for_buckets = {name: getattr(self, name) for name in ("local_dir", "storage_options", "remote_size")}
+        object.__setattr__(self, "persistent_cache_dir", place_of(self.persistent_cache_dir, for_buckets))
+        if self.storage_options is not None:
+            object.__setattr__(self, "storage_options", Secrets(self.storage_options))
         name, quality = self.compression, self.compression_quality
         is_known = isinstance(name, str) and name in _MOST_QUALITY
         self._require("compression", is_known, "'brotli', 'blosc2' or 'none'")
@@ -209,8 +225,20 @@ class CacheSettings:
         return self.policy == "mru" and str(self.memory_cache_device) == "cpu"
 
     @property
+    def servers(self) -> Servers | None:
+        """The servers that keep rows; None if a folder does, or nothing."""
+        place = self.persistent_cache_dir
+        return place if isinstance(place, Servers) and self.is_persistent else None
+
+    @property
+    def bucket(self) -> Bucket | None:
+        """The bucket that keeps rows; None if something else does."""
+        place = self.persistent_cache_dir
+        return place if isinstance(place, Bucket) and self.is_persistent else None
+
+    @property
     def is_persistent(self) -> bool:
-        """Whether rows are kept on disk: as `persistent` says or, if it is None, if there is a folder."""
+        """Whether rows are kept outside of memory: as `persistent` says or, if None, if there is a place."""
         return self.persistent_cache_dir is not None if self.persistent is None else self.persistent
 
     def replace(self, options: Mapping[str, Any]) -> CacheSettings:
@@ -233,6 +261,7 @@ class CacheSettings:
             "max_persistent_cache_size",
             "compression",
             "compression_quality",
+            "claims",
         )
         return tuple(getattr(self, name) for name in names)
 
@@ -262,38 +291,8 @@ _init = CacheSettings.__init__
 @functools.wraps(_init)
 def _init_by_name(self: CacheSettings, *args: Any, **options: Any) -> None:
     """Set the options. Unlike a dataclass's own constructor, this suggests names for a wrong one."""
-    known = [field.name for field in dataclasses.fields(CacheSettings)]
-    for name in options:
-        if name in _OF_TORCHCACHE:
-            raise OptionError(f"{name} is an option of torchcache 0.6; here {_OF_TORCHCACHE[name]}")
-        if name not in known:
-            close = [option for option in known if len(name) > 1 and name.lower() in option]
-            if not 1 <= len(close) <= 2:
-                close = difflib.get_close_matches(name.lower(), known, n=1)
-            meant = f": did you mean {' or '.join(close)}? The" if close else "; the"
-            raise OptionError(f"unknown option {name!r}{meant} options are {', '.join(known)}")
+    check_names(options, [field.name for field in dataclasses.fields(CacheSettings)])
     _init(self, *args, **options)
 
 
 CacheSettings.__init__ = _init_by_name  # type: ignore[method-assign]
-
-
-def require(library: str, extra: str, wanted: str) -> Any:
-    """Import a library that only some options need; an `OptionError` says how to install it.
-
-    `extra` is the extra of this package that installs it, and `wanted` the option as the user has written it.
-    """
-    try:
-        return importlib.import_module(library)
-    except ImportError as error:
-        raise OptionError(
-            f'{wanted} needs a library that is not installed: pip install "torchcache2[{extra}]" ({error})'
-        ) from None
-
-
-def _is_name(path: str) -> bool:
-    """Whether the system can be asked for a path at all."""
-    try:
-        return b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:  # the text has half of a surrogate pair
-        return False

@@ -16,8 +16,8 @@ class DatasetStats(CacheStats):
 
     Attributes
     ----------
-    memory_hits, disk_hits : int
-        Samples that were found in memory, and those found on disk; `hits` are both.
+    memory_hits, disk_hits, remote_hits : int
+        Samples that were found in memory, on disk, and on servers or in a bucket; `hits` are all of these.
     misses : int
         Samples that were loaded and offered to the cache. Samples that were loaded and not kept are
         `bypasses`, by reason: ``"random"`` and ``"refused"``, as they cannot be stored.
@@ -27,16 +27,20 @@ class DatasetStats(CacheStats):
 
     memory_hits: int = 0
     disk_hits: int = 0
+    remote_hits: int = 0
 
     def _lines(self) -> list[tuple[str, str]]:
         (name, hits), *others = super()._lines()
-        where = f"{self.memory_hits:,} in memory, {self.disk_hits:,} on disk"
-        return [(name, f"{hits}: {where}" if self.disk_hits else hits), *others]
+        where = f"{self.memory_hits:,} in memory"
+        where += f", {self.disk_hits:,} on disk" if self.disk_hits else ""
+        where += f", {self.remote_hits:,} remote" if self.remote_hits else ""
+        return [(name, f"{hits}: {where}" if self.disk_hits or self.remote_hits else hits), *others]
 
     @classmethod
     def of(cls, counts: Mapping[str, int], tiers: Mapping[str, int]) -> DatasetStats:
         """From the counts of a `Tally`, and what the tiers say of themselves."""
-        hits = counts["memory_hits"] + counts["disk_hits"]
+        where = {name: counts[name] for name in ("memory_hits", "disk_hits", "remote_hits")}
+        hits = sum(where.values())
         seconds, spent = counts["nanoseconds"] / 1e9, counts["spent"] / 1e9
         loaded = counts["misses"]
         mean = seconds / loaded if loaded else 0.0
@@ -44,8 +48,7 @@ class DatasetStats(CacheStats):
             hits=hits,
             misses=loaded,
             bypasses={name: counts[name] for name in ("random", "refused") if counts[name]},
-            memory_hits=counts["memory_hits"],
-            disk_hits=counts["disk_hits"],
+            **where,
             verified=counts["verified"],
             mismatched=counts["mismatched"],
             seconds_computed=seconds,

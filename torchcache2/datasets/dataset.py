@@ -1,34 +1,32 @@
-"""`CachedDataset`: a dataset whose samples are loaded once, and then found in memory or on disk."""
+"""`CachedDataset`: a dataset whose samples are loaded once, and then found in memory or elsewhere."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from torchcache2.core.arrays import Positions
-from torchcache2.core.errors import NotCachedError, OptionError
+from torchcache2.core.errors import NotCachedError
 from torchcache2.core.ranks import place
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size
 from torchcache2.datasets.counts import DatasetStats
-from torchcache2.datasets.explain import document
 from torchcache2.datasets.filling import fill
-from torchcache2.datasets.fingerprint import identify, length_of
-from torchcache2.datasets.itemkeys import int_keys
-from torchcache2.datasets.levels import check_length
 from torchcache2.datasets.options import (
     aliased,
     check_dataset,
     check_others,
+    check_portable,
     check_values,
     level_settings,
 )
 from torchcache2.datasets.plan import Plan
-from torchcache2.datasets.tally import Tally
+from torchcache2.datasets.portable import PortablePlan
+from torchcache2.datasets.serving import CAPACITY, Serving
 from torchcache2.datasets.wrapper import Wrapper
 from torchcache2.engine.progress import WarmupStats
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
@@ -40,42 +38,71 @@ class CachedDataset(Wrapper):
     """A dataset that keeps the samples of another one, so that each is loaded once.
 
     Samples are kept in memory that all workers of a `DataLoader` and all ranks of a machine share, then in a
-    folder. They may be any nesting of tensors, numpy arrays, PIL images, numbers, texts, bytes and None, and
-    come back as they were.
+    folder; or on Redis servers. They may be any nesting of tensors, numpy arrays, PIL images, numbers, texts,
+    bytes and None, and come back as they were.
 
     Parameters
     ----------
-    dataset : Dataset
-        Any object with ``__getitem__``, and ``__getitems__`` if it has one.
-    path : path, optional
-        A folder that keeps all samples for later runs; any number of runs and datasets may share it. An alias
-        is ``disk_cache_path``. None: nothing outlives the run.
-    memory_cache_size : int, str or float
+    dataset : Dataset or None
+        Any object with ``__getitem__``, and ``__getitems__`` if it has one. None: the samples that are in
+        `path` are served without it, from a folder in which nothing is changed.
+    path : path or URL, optional
+        A folder that keeps all samples for later runs; any number of runs and datasets may share it. It may
+        be in a bucket: ``s3://bucket/folder``, ``gs://…``. An alias is ``disk_cache_path``. None: nothing
+        outlives the run.
+    memory_cache_size : int, str or float, optional
         How much memory samples may take, once for all processes of the machine: bytes, a text like ``"4GB"``,
-        or a share of what is free now. 0: none.
+        or a share of what is free now. 0: none. None: a share of 0.25, but none in front of a server.
     disk_cache_size : int, str or float, optional
         How much the folder may take, as above. None: a share of 0.8 with a `path`, else 0. Without `path`, a
         temporary folder has what did not fit in memory.
     name : str, optional
         What to call the dataset, whose attributes and code are then not read: only `name` and `version` say
-        which samples belong to it. An alias is ``dataset_name``.
+        which samples belong to it. An alias is ``dataset_name``. Without a dataset: which one of several in
+        the folder, by its name, its class, or the first digits of its namespace.
     version : str or int, optional
         Change it when samples change in a way that cannot be seen, such as files behind the same paths.
     transform : callable, optional
         Is called with each sample after the cache, as for random augmentation.
     policy : {"mru", "lru"}
-        What a full folder does: keep what came first, or drop what was not used for longest.
+        What a full folder does, or a server of our own: keep what came first, or drop what was not used for
+        longest.
     compression : {"none", "brotli", "blosc2"}
-        How samples are compressed in the folder.
+        How samples are compressed in the folder or on the server.
     allow_random : bool
         Whether a dataset that draws random numbers is cached all the same.
     verify : float
         Share of hits, in [0, 1], that are loaded again and compared.
+    partial : bool
+        Without a dataset: whether samples may be missing. A missing one is a `MissingSampleError` when it is
+        asked for.
+    backend : {"local", "redis"}
+        Where samples are kept: as `path` and the sizes say, or on Redis servers, which any number of machines
+        may share.
+    hosts : str, dict, or sequence of these, optional
+        The servers, as for `CacheLoader`. None: a server of our own on each machine.
+    cluster_mode : bool
+        Whether each machine uses the servers of all machines, or one of them.
+    capacity_per_node : int, str or float
+        How much memory a server of our own may take, as for `memory_cache_size`.
+    writer_buffer_size : int
+        How many samples are gathered before they are sent to a server.
+    local_dir : path, optional
+        With a bucket, the folder for what has come from it, and for new samples until they are uploaded; its
+        budget is `disk_cache_size`. None: a temporary one.
+    storage_options : mapping, optional
+        What fsspec needs to reach the bucket, such as keys, if they are not in the environment. It is never
+        shown.
+    remote_size : int or str, optional
+        How many bytes the folder in the bucket may have. None: any number.
 
     Raises
     ------
     OptionError
-        If an option cannot have its value; if there is a `path`, and the dataset cannot be told from others.
+        If an option cannot have its value; if there is a `path` or a server, and the dataset cannot be told
+        from others; if a server refuses the password.
+    MissingSampleError
+        Without a dataset, if not all samples are in the folder.
     OutputError
         At the first sample, if it cannot be stored.
 
@@ -113,7 +140,7 @@ class CachedDataset(Wrapper):
         dataset: Any,
         path: str | os.PathLike[str] | None = None,
         *,
-        memory_cache_size: Size = 0.25,
+        memory_cache_size: Size | None = None,
         disk_cache_size: Size | None = None,
         name: str | None = None,
         version: str | int | None = None,
@@ -122,36 +149,52 @@ class CachedDataset(Wrapper):
         compression: str = "none",
         allow_random: bool = False,
         verify: float = 0.0,
+        partial: bool = False,
+        backend: Literal["local", "redis"] = "local",
+        hosts: Any = None,
+        cluster_mode: bool = True,
+        capacity_per_node: Size = CAPACITY,
+        writer_buffer_size: int = 20,
+        local_dir: str | os.PathLike[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        remote_size: Size | None = None,
         **others: Any,
     ) -> None:
         path, name = aliased(path, name, others)
         check_others(others)
-        check_dataset(dataset)
         check_values(transform, verify)
-        settings = level_settings(path, memory_cache_size, disk_cache_size, policy, compression)
-        length, identity = length_of(dataset), identify(dataset, name=name, version=version)
-        given = (memory_cache_size, disk_cache_size, settings.persistent_cache_dir, policy, compression)
-        plan = Plan(
-            dataset,
-            transform,
-            identity=identity,
-            document=document(identity, dataset, length, name, version),
-            settings=settings,
-            options=repr(given),
-            name=name,
-            version=version,
-            checks=not allow_random,
-            verify=verify,
-            tally=Tally(length),
+        if dataset is None:
+            check_portable(path, backend, verify, partial)
+        else:
+            check_dataset(dataset, partial=partial)
+        serving = Serving.of(
+            backend,
+            hosts,
+            cluster_mode=cluster_mode,
+            capacity_per_node=capacity_per_node,
+            policy=policy,
+            writer_buffer_size=writer_buffer_size,
         )
-        plan.check_readable()
+        for_buckets = {"local_dir": local_dir, "storage_options": storage_options, "remote_size": remote_size}
+        settings = level_settings(
+            path, memory_cache_size, disk_cache_size, policy, compression, serving, for_buckets
+        )
+        given: list[Any] = [
+            memory_cache_size,
+            disk_cache_size,
+            settings.persistent_cache_dir,
+            policy,
+            compression,
+        ]
+        given += [] if serving is None else [serving]
+        common: dict[str, Any] = {"name": name, "version": version, "transform": transform}
+        common["options"] = repr(tuple(given))
+        plan = (
+            PortablePlan.served(settings, partial=partial, **common)
+            if dataset is None
+            else Plan.of(dataset, settings, serving, checks=not allow_random, verify=verify, **common)
+        )
         self.__setstate__({"_plan": plan})
-        if name is not None and self._fetcher is not None:
-            try:
-                check_length(self._fetcher.levels, name, length)
-            except OptionError:
-                self.close()
-                raise
 
     def __getitem__(self, index: Any) -> Any:
         """The sample at an index: an int, also one of numpy or a tensor, a str or bytes."""
@@ -199,12 +242,8 @@ class CachedDataset(Wrapper):
         return fill(self, self._fetcher, mine, num_workers, batch_size)
 
     def missing(self) -> Positions:
-        """Indices of samples that are cached nowhere; with a `path`, not in the folder: int64 ``(k,)``."""
-        indices = np.arange(len(self))
-        if self._fetcher is None:
-            return indices
-        levels = self._fetcher.levels
-        return indices[~levels.has(int_keys(levels.namespace, indices))]
+        """Indices of samples, int64 ``(k,)``, that are not cached; with a `path` or server, not there."""
+        return np.arange(len(self)) if self._fetcher is None else self._fetcher.levels.absent(len(self))
 
     def stats(self) -> DatasetStats:
         """What all processes have done with this dataset so far."""
@@ -229,7 +268,11 @@ class CachedDataset(Wrapper):
             self._fetcher.levels.flush()
 
     def clear(self) -> None:
-        """Forget every sample, on disk too."""
+        """Forget every sample, on disk too.
+
+        `NotCachedError` if there is no dataset, as nothing could load the samples again.
+        """
+        self._plan.check_clear()
         if self._fetcher is not None:
             self._fetcher.levels.clear()
 

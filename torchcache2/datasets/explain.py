@@ -14,7 +14,7 @@ from torchcache2.files.directory import CacheDirectory
 from torchcache2.identity.encoding import qualified_name
 from torchcache2.identity.modulewalk import Fingerprint
 
-__all__ = ["document", "explained_dataset"]
+__all__ = ["document", "document_of", "explained_dataset"]
 
 
 def explained_dataset(
@@ -54,16 +54,17 @@ def document(
     identity: Identity, dataset: Any, length: int | None, name: str | None, version: str | int | None
 ) -> dict[str, Any]:
     """What the namespace of a dataset stands for, as JSON for ``fingerprint.json``."""
+    said = {"length": length, "name": name, "version": None if version is None else str(version)}
+    return document_of(identity, qualified_name(type(dataset))) | {"dataset": said}
+
+
+def document_of(identity: Identity, kind: str) -> dict[str, Any]:
+    """The same of anything that has an identity, whose class is called `kind`."""
     return {
-        "class": qualified_name(type(dataset)),
+        "class": kind,
         "library": __version__,
         "torch": str(torch.__version__),
         "created": time_now(),
         "parts": {part: data.hex() for part, data in identity.fingerprint.parts.items()},
         "values": dict(identity.fingerprint.values),
-        "dataset": {
-            "length": length,
-            "name": name,
-            "version": None if version is None else str(version),
-        },
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +14,12 @@ from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import logger
 from torchcache2.core.ranks import place
+from torchcache2.core.sizes import size_text
 from torchcache2.datasets.fetch import Fetcher
+from torchcache2.datasets.folders import kept_in, with_samples
 from torchcache2.datasets.itemkeys import int_keys
 from torchcache2.engine.progress import Progress, WarmupStats
+from torchcache2.files.filenames import HEAD
 
 __all__ = ["fill"]
 
@@ -29,7 +33,7 @@ def fill(dataset: Any, fetcher: Fetcher, mine: Positions, num_workers: int, batc
     absent = mine[~levels.has(int_keys(levels.namespace, mine))].tolist()
     there = len(mine) - len(absent)
     if there:
-        logger.info("%s: %d of %d samples are there already", fetcher.name, there, len(mine))
+        logger.info("%s: %d of %d samples are there already", fetcher.store.name, there, len(mine))
     loader: DataLoader[Any] = DataLoader(
         _Filling(dataset),
         batch_size,
@@ -42,7 +46,7 @@ def fill(dataset: Any, fetcher: Fetcher, mine: Positions, num_workers: int, batc
     left = len(absent)
     known = left if where.world_size == 1 else total
     progress = Progress(
-        fetcher.name,
+        fetcher.store.name,
         counts,
         levels,
         left,
@@ -60,8 +64,38 @@ def fill(dataset: Any, fetcher: Fetcher, mine: Positions, num_workers: int, batc
     finally:
         progress.close()
     levels.flush()
+    if where.rank == 0 and (line := _outcome(fetcher, total)):
+        print(f"{fetcher.store.name}: {line}", file=sys.stderr)
     done = progress.stats()
     return dataclasses.replace(done, found=done.found + there, bytes=nbytes)
+
+
+def _outcome(fetcher: Fetcher, total: int) -> str | None:
+    """Whether a folder that stays has all samples now, and how they are served; None if there is none."""
+    levels, directory = fetcher.levels, fetcher.levels.directory
+    folder, bucket = levels.settings.persistent_cache_dir, levels.settings.bucket
+    if folder is None or directory is None:
+        return None
+    path = str(folder) if bucket is None else bucket.url
+    there = total - len(levels.absent(total))
+    try:
+        kept = with_samples(directory, kept_in(directory))
+        contents = directory.contents(levels.namespace.hex())
+    except OSError:
+        return None
+    mine = next((one for one in kept if one.namespace == contents.namespace), None)
+    if there == 0 or mine is None:
+        return f"{path} has none of {total:,} samples"
+    size = sum(info.size for info in (*contents.segments, *contents.others))
+    if bucket is not None:
+        size += sum(tier.stats().bytes for tier in levels.tiers if tier.is_lasting and tier.directory is None)
+        there_too = {info.name.removesuffix(HEAD) for info in contents.heads}
+        left = sum(info.name not in there_too for info in contents.segments)
+        if left:
+            return f"{left:,} of {len(contents.segments):,} files of {directory.path} are not in {path} yet"
+    share = f"all {total:,} samples" if there == total else f"{there:,} of {total:,} samples"
+    call = mine.call(path, [one for one in kept if one is not mine], partial=there < total)
+    return f"{path} has {share} ({size_text(size)}). Without the dataset, {call} serves them"
 
 
 class _Counts:

@@ -24,7 +24,7 @@ from torchcache2.identity.objectwalk import GENERATORS
 from torchcache2.identity.readable import readable, texts_of
 from torchcache2.identity.tensorwatch import TensorWatch
 
-__all__ = ["Identity", "identify"]
+__all__ = ["Identity", "check_called", "identify", "identify_prefix", "length_of"]
 
 _FORMAT = 1
 _MOST_LISTED = 64  # objects in longer containers have no parts
@@ -78,14 +78,10 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
     OptionError
         If `name` is not a text, or `version` neither text nor int.
     """
-    if name is not None and not (isinstance(name, str) and name):
-        raise OptionError(f"name={name!r}: expected a text that stands for the dataset, such as 'coco-train'")
-    if version is not None and (isinstance(version, bool) or not isinstance(version, (str, int))):
-        raise OptionError(f"version={version!r}: expected a text or an int")
+    check_called(name, version)
     given: dict[str, Any] = {"name": name, "version": version}
     if name is not None:
-        parts = {"format": f"dataset {_FORMAT}".encode()}
-        return Identity(_fingerprint(parts, given), [], _generators(dataset))
+        return Identity(_named("dataset", given), [], _generators(dataset))
     walk = _DatasetWalk(_Given(dataset), {}, CompiledTexts())
     tensors = TensorWatch(walk.tensors)
     tensors.refresh()
@@ -93,6 +89,27 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
     given["length"] = length_of(dataset)  # may be one of files that are there, about which no attribute tells
     unread = sorted({*walk.unread, *tensors.unreadable})
     return Identity(_fingerprint(walk.parts, given, tensors), unread, walk.generators)
+
+
+def identify_prefix(key_prefix: str, version: str | int | None = None) -> Identity:
+    """Which samples those of a `CacheLoader` are, which is not that of any dataset."""
+    if not isinstance(key_prefix, str):
+        raise OptionError(f"key_prefix={key_prefix!r}: expected a text, such as 'coco-train'")
+    check_called(None, version)
+    return Identity(_named("loader", {"prefix": key_prefix, "version": version}), [], [])
+
+
+def check_called(name: Any, version: Any) -> None:
+    """Raise `OptionError` for what cannot be the name or the version of a dataset."""
+    if name is not None and not (isinstance(name, str) and name):
+        raise OptionError(f"name={name!r}: expected a text that stands for the dataset, such as 'coco-train'")
+    if version is not None and (isinstance(version, bool) or not isinstance(version, (str, int))):
+        raise OptionError(f"version={version!r}: expected a text or an int")
+
+
+def _named(kind: str, given: Mapping[str, Any]) -> Fingerprint:
+    """That of something of which only a name and a version count."""
+    return _fingerprint({"format": f"{kind} {_FORMAT}".encode()}, given)
 
 
 def _fingerprint(

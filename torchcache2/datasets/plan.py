@@ -3,91 +3,101 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 from typing import Any
 
-from torchcache2.core.environment import disabled_by_environment
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import listed
 from torchcache2.core.settings import CacheSettings
 from torchcache2.datasets.explain import document, explained_dataset
 from torchcache2.datasets.fetch import Fetcher
-from torchcache2.datasets.fingerprint import Identity, identify, length_of
-from torchcache2.datasets.levels import Levels
+from torchcache2.datasets.fingerprint import identify, length_of
+from torchcache2.datasets.levels import check_length
+from torchcache2.datasets.serving import Serving
 from torchcache2.datasets.source import Source
+from torchcache2.datasets.storeplan import StorePlan
 from torchcache2.datasets.tally import Tally
 from torchcache2.files.directory import CacheDirectory
 
 __all__ = ["Plan"]
 
 
-@dataclasses.dataclass
-class Plan:
+@dataclasses.dataclass(kw_only=True)
+class Plan(StorePlan):
     """How samples of a dataset are cached.
 
     Attributes
     ----------
     dataset, transform : object
         The source, and what is called with each sample after the cache.
-    identity : Identity
-        Which dataset it is.
-    document : dict
-        What ``fingerprint.json`` says about it.
-    settings : CacheSettings
-        Those of the tiers, with budgets in bytes.
-    options : str
-        The options as they were given. Ranks whose options are equal share, though they may have measured
-        different numbers of free bytes.
     name, version : str or int, optional
         What stands for the dataset, instead of what is read of it or besides.
     checks : bool
         Whether the dataset is watched for random numbers that it draws.
     verify : float
         Share of hits that are loaded again.
-    tally : Tally
-        What all processes have counted.
-    job : bytes or None
-        By which processes find each other; None before the first one has begun.
-    is_closed : bool
-        Whether nothing is cached any more.
     """
 
     dataset: Any
     transform: Any
-    identity: Identity
-    document: dict[str, Any]
-    settings: CacheSettings
-    options: str
     name: str | None
     version: str | int | None
     checks: bool
     verify: float
-    tally: Tally
-    job: bytes | None = None
-    is_closed: bool = False
 
-    @property
-    def title(self) -> str:
-        """What messages call the dataset."""
-        return type(self.dataset).__name__ if self.name is None else self.name
+    @classmethod
+    def of(
+        cls,
+        dataset: Any,
+        settings: CacheSettings,
+        serving: Serving | None,
+        *,
+        name: str | None,
+        version: str | int | None,
+        transform: Any,
+        options: str,
+        checks: bool,
+        verify: float,
+    ) -> Plan:
+        """Read the dataset; an `OptionError` if no later run could know what is kept of it."""
+        length, identity = length_of(dataset), identify(dataset, name=name, version=version)
+        plan = cls(
+            dataset=dataset,
+            transform=transform,
+            title=type(dataset).__name__ if name is None else name,
+            identity=identity,
+            document=document(identity, dataset, length, name, version),
+            settings=settings,
+            options=options,
+            serving=serving,
+            name=name,
+            version=version,
+            checks=checks,
+            verify=verify,
+            tally=Tally(length),
+        )
+        plan._check_readable()
+        return plan
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what a pickle holds; if an earlier run has made it, the code may have changed since."""
-        self.__dict__.update(state)
-        if self.tally.is_new and multiprocessing.parent_process() is None:
+        super().__setstate__(state)
+        if self.is_of_earlier_run:
             self.identity = identify(self.dataset, name=self.name, version=self.version)
             length = length_of(self.dataset)
             self.document = document(self.identity, self.dataset, length, self.name, self.version)
-            self.job = None
 
-    def check_readable(self) -> None:
-        """Raise `OptionError` if the folder would be of no use to a later run."""
-        if self.identity.unread and self.settings.persistent_cache_dir is not None:
+    def _check_readable(self) -> None:
+        is_kept = self.serving is not None or self.settings.persistent_cache_dir is not None
+        if self.identity.unread and is_kept:
+            where = "in path" if self.serving is None else "on the server"
             raise OptionError(
                 f"{self.title} has {listed(self.identity.unread)}, which cannot be read, so that no later "
-                "run could know whether the samples in path are its own: pass name= and version=, which "
+                f"run could know whether the samples {where} are its own: pass name= and version=, which "
                 "stand for it"
             )
+
+    def check_clear(self) -> None:
+        """Raise `NotCachedError` if samples must not be forgotten."""
 
     def seen(self) -> bytes:
         """What the dataset is now, as 16 bytes: it is read although it may have a name."""
@@ -99,14 +109,16 @@ class Plan:
 
     def fetcher(self, source: Source) -> Fetcher | None:
         """The part of this process in the cache; None if nothing is cached."""
-        sizes = self.settings.max_memory_cache_size, self.settings.is_persistent
-        if self.is_closed or disabled_by_environment() or not any(sizes):
+        store = self.store()
+        if store is None:
             return None
-        levels = Levels(
-            self.settings, self.identity.namespace, self.document, self.options, self.job, self.tally
-        )
-        self.job = levels.job
-        return Fetcher(self.title, levels, source, self.tally, self.verify)
+        try:
+            if self.name is not None:
+                check_length(store.levels, self.name, self.document["dataset"]["length"])
+        except OptionError:
+            store.levels.close()
+            raise
+        return Fetcher(store, source, self.verify)
 
     def explained(self, directory: CacheDirectory | None, *, is_cached: bool) -> str:
         """Why samples were not found; see `CachedDataset.explain`."""
@@ -117,4 +129,9 @@ class Plan:
             bypass = "it draws random numbers"
         kind, created = self.document["class"], self.document["created"]
         now = self.identity.fingerprint
+        if self.serving is not None and bypass is None:
+            return (
+                f"namespace {now.namespace.hex()}: a server knows no more of a dataset than this number, so "
+                "there is nothing to compare with. What other runs have left is found if it has the same"
+            )
         return explained_dataset(self.title, kind, now, directory, created, bypass)

@@ -21,7 +21,7 @@ from torchcache2.core.errors import (
     UnhashableArgumentError,
 )
 from torchcache2.core.rows import UnstorableError
-from torchcache2.engine.batch import NotStoredError
+from torchcache2.engine.batch import NotStoredError, RefusedError
 from torchcache2.engine.randomness import RandomContexts
 from torchcache2.identity.arguments import BoundCall, Signature, UncachedArgumentError
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
@@ -81,7 +81,8 @@ REASONS = {
     "sharded": Reason(
         "module",
         "a rank that finds all items would skip a forward in which others wait. Cache a module that is whole "
-        "on each rank, such as a frozen one outside of the model that is sharded",
+        "on each rank, such as a frozen one outside of the model that is sharded; or have ranks call it in "
+        "step, by distributed='collective' with a persistent_module_hash",
     ),
     "output": Reason("forward"),
 }
@@ -92,20 +93,17 @@ _LAYERS = {  # reason and text by what an `UnsteadyLayer` does
 }
 
 
-class BypassError(Exception):
+class BypassError(RefusedError):
     """Raised where a check finds that a call cannot be cached.
 
-    `reason` is a key of `REASONS`, `text` says why and what to do, and `error` is the exception behind it, if
-    there is one. If it `is_final`, calls of this kind are not expected to be cached later.
+    `reason` is a key of `REASONS`, and `text` says why and what to do. If it `is_final`, calls of this kind
+    are not expected to be cached later.
     """
 
     def __init__(
         self, reason: str, text: str, error: Exception | None = None, *, is_final: bool = True
     ) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.text = text
-        self.error = error
+        super().__init__(reason, text, error)
         self.is_final = is_final and REASONS[reason].asked in ("arguments", "forward")
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -48,16 +49,24 @@ class Computation:
     bind: Callable[[tuple[Any, ...], Mapping[str, Any]], BoundCall]  # for this and the next see `Inputs`
     keys_of: Callable[[BoundCall], Bytes2D]
     settings: CacheSettings
+    has_run: bool = False  # whether it was asked for any item
+    ran: list[Any] = dataclasses.field(default_factory=list)  # the output of a forward that runs only once
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the forward waits for other processes: it runs for whole batches, and once at most."""
+        return self.seen.shards is not None
 
     @property
     def device(self) -> torch.device:
         """The device of the batch or, if that is no tensor, of the weights."""
-        tensors = self.seen.tensors.tensors
-        return self.call.device or (tensors[0].device if tensors else torch.device("cpu"))
+        tensors = chain(self.seen.tensors.tensors, self.seen.shards.tensors() if self.seen.shards else ())
+        return self.call.device or next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes of the tensors that the forward reads."""
-        return {tensor.dtype for _, tensor in self.call.leaves} | self.seen.tensors.dtypes
+        of_shards = self.seen.shards.dtypes() if self.seen.shards else set()
+        return {tensor.dtype for _, tensor in self.call.leaves} | self.seen.tensors.dtypes | of_shards
 
     def steps(self, positions: Tensor) -> Steps[Any]:
         """The output for the items at some positions (int64, CPU, shape ``(k,)``), or a `WholeBatch`.
@@ -67,6 +76,12 @@ class Computation:
         NotStoredError
             If the output must not be stored.
         """
+        self.has_run = True
+        if self.is_sharded:
+            if not self.ran:
+                self.ran.append((yield from self._run_once()))
+            is_part = len(positions) < self.call.batch_size
+            return WholeBatch(self.ran[0]) if is_part else self.ran[0]
         self.plan.decide_uneven()
         is_whole = len(positions) == self.call.batch_size
         if not (is_whole or self._may_compute_parts()):
@@ -102,6 +117,29 @@ class Computation:
                 output = yield from self._probe(compare, output)
         self._remember(shapes)
         return self._own(output, inputs.tensors) if is_whole else output
+
+    def runs_whole_batch(self) -> bool:
+        """Whether the forward would run for the whole batch, whatever items are asked for."""
+        return not self._may_compute_parts()
+
+    def _run_once(self) -> Steps[Any]:
+        """The output of the whole batch of a forward that other processes run at the same time.
+
+        Another run, such as a probe, would wait for them in vain. So calls that were random once stay random.
+        """
+        positions = torch.arange(self.call.batch_size)
+        inputs = Inputs(self.call, self.call.args, self.call.kwargs, positions, self.bind, self.keys_of)
+        state = RandomState(self.keeper.generators)
+        was_random = self.random.is_suspect(self.context)
+        output = pytree.tree_map(_waited, (yield from self.forward(inputs.args, inputs.kwargs)))
+        reason = self._trace(inputs, state, False, output) or ("random" if was_random else None)
+        if reason is not None:
+            raise not_stored(reason, output)
+        shapes = _shapes_of_items(output, self.call.batch_size)
+        if self._is_odd(shapes) and self.call.lengths is None:
+            raise not_stored("batch", output, self._odd_text(shapes))
+        self._remember(shapes)
+        return self._own(output, inputs.tensors)
 
     def _may_compute_parts(self) -> bool:
         """Whether the forward may run for a part of the batch.
@@ -239,6 +277,11 @@ def _storage(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # a subclass or layout that has no storage
         return 0
+
+
+def _waited(leaf: Any) -> Any:
+    """What tensor parallelism returns in place of a tensor that is on its way, as the tensor."""
+    return leaf.trigger_wait() if type(leaf).__name__ == "AsyncCollectiveTensor" else leaf
 
 
 def _copied(leaf: Any) -> Any:

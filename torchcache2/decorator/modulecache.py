@@ -11,20 +11,22 @@ from typing import Any
 
 from torch import nn
 
-from torchcache2.core.environment import disabled_by_environment, strict_by_environment
+from torchcache2.core.environment import disabled_by_environment
 from torchcache2.core.keys import Keys
 from torchcache2.core.settings import CacheSettings
 from torchcache2.decorator import bypass
 from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.explain import CallSeen, explained
 from torchcache2.decorator.forward import Computation, Shapes
+from torchcache2.decorator.passing import Passing
 from torchcache2.decorator.probe import STRONGEST
 from torchcache2.decorator.probes import DEPENDENT, Kind, ProbePlan, Probes
-from torchcache2.decorator.shortcuts import Glance, Shortcuts, glance
+from torchcache2.decorator.shortcuts import Glance, glance
 from torchcache2.decorator.tracing import Runner, is_traced
 from torchcache2.decorator.warmup import warm_up
 from torchcache2.engine.batch import NotStoredError
 from torchcache2.engine.cache import Cache, now
+from torchcache2.engine.collective.apart import apart
 from torchcache2.engine.randomness import RandomContexts
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.steps import Steps
@@ -41,7 +43,7 @@ Forward = Callable[..., Any]
 _RESULTS = range(DEPENDENT, STRONGEST + 1)
 
 
-class ModuleCache(Cache):
+class ModuleCache(Passing):
     """The cache of one module or function, which `bind` names.
 
     Caches of one decorator share the `tiers`, the `history` that `explain` compares with, and the results of
@@ -64,9 +66,6 @@ class ModuleCache(Cache):
         self._random = RandomContexts()
         self._shapes: dict[bytes, Shapes | None] = {}
         self._probes = probes if probes is not None else Probes()
-        self._shortcuts = Shortcuts()
-        self._bypass: str | None = None  # the reason of the last call, if it was not cached
-        self._reasons: dict[str, str] = {}  # the last text for each reason
         self._walks = 1
 
     def bind(self, root: Any, plain: Forward) -> None:
@@ -117,17 +116,6 @@ class ModuleCache(Cache):
 
     warmup = warm_up  # a method, which is documented where it is written
 
-    def _why_not_cached(self) -> str | None:
-        """Why the last call was not cached; None if it was."""
-        if self._closed:
-            return "the cache is closed"
-        if not self.settings.enabled:
-            return "enabled=False"
-        if disabled_by_environment():
-            return "TORCHCACHE_DISABLE is set"
-        reason = self._bypass
-        return None if reason is None else f"{reason}: {self._reasons[reason]}"
-
     def description(self, namespace: bytes) -> dict[str, Any]:
         """What a namespace of this cache stands for, as JSON, for people and `explain`."""
         document = super().description(namespace)
@@ -148,26 +136,41 @@ class ModuleCache(Cache):
         start = time.perf_counter()
         root = self._living_root()
         kind = glance(root, args, kwargs)
+        try:
+            computation = self._cacheable(root, plain, args, kwargs, kind)
+        except Exception as error:
+            self._stand_by(error)
+            raise
+        if computation is None:
+            with self._stand_by():
+                return (yield from self._runner.run(plain, args, kwargs))
+        try:
+            output = yield from self._cached(computation, start)
+            self._shortcuts.clear(kind)
+            return output
+        except BypassError as stop:
+            self._step_aside(stop, kind, first_batch_size(args, kwargs))
+        except NotStoredError as stop:
+            is_final = stop.reason != "random" or self._random.is_final(computation.context)
+            self._step_aside(BypassError.of(stop, is_final=is_final), kind, len(computation.keys))
+            return stop.output
+        with apart():  # the other ranks have taken their step
+            return (yield from self._runner.run(plain, args, kwargs))
+
+    def _cacheable(
+        self, root: Any, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: Glance
+    ) -> Computation | None:
+        """What computes the items of a call; None if it is not cached, which is counted."""
         reason = None if self._is_strict() else self._shortcuts.reason(kind)
         self._bypass = reason
         if reason is not None:
             self.count_bypass(reason, first_batch_size(args, kwargs), "")
-            return (yield from self._runner.run(plain, args, kwargs))
-        computation = None
+            return None
         try:
-            computation = self._computation(root, plain, args, kwargs)
-            if computation is not None:
-                output = yield from self._cached(computation, start)
-                self._shortcuts.clear(kind)
-                return output
+            return self._computation(root, plain, args, kwargs)
         except BypassError as stop:
             self._step_aside(stop, kind, first_batch_size(args, kwargs))
-        except NotStoredError as stop:
-            assert computation is not None
-            is_final = stop.reason != "random" or self._random.is_final(computation.context)
-            self._step_aside(BypassError.of(stop, is_final=is_final), kind, len(computation.keys))
-            return stop.output
-        return (yield from self._runner.run(plain, args, kwargs))
+            return None
 
     def _computation(
         self, root: Any, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -191,9 +194,8 @@ class ModuleCache(Cache):
         context = digest([seen.namespace, call.context])
         bypass.ask_randomness(self._random, context)
         keys = self._keys(seen.namespace, call)
-        plan = ProbePlan(
-            self._probes, self._probed_before, root, self.fingerprint, call, keys, is_on=self.settings.probe
-        )
+        is_on = self.settings.probe and seen.shards is None
+        plan = ProbePlan(self._probes, self._probed_before, root, self.fingerprint, call, keys, is_on=is_on)
         plan.decide()
         return Computation(
             call,
@@ -221,15 +223,24 @@ class ModuleCache(Cache):
         dtypes = computation.dtypes() if self.settings.verify or probes else ()
         try:
             output = yield from self.steps(
-                keys, computation.steps, computation.device, dtypes, since=start, probes=probes
+                keys,
+                computation.steps,
+                computation.device,
+                dtypes,
+                since=start,
+                probes=probes,
+                is_whole=computation.runs_whole_batch,
+                is_sharded=computation.is_sharded,
+                note=lambda: plan.note(has_run=computation.has_run),
+                is_known=plan.is_known,
             )
         except NotStoredError as stop:
             if stop.reason == "batch":
                 for kind in plan.overlooked():
                     self._probed(kind, DEPENDENT)
-                self._tiers.drop(keys.namespace)
+                self._drop(keys.namespace)
             raise
-        for kind, result in plan.kinds.items():
+        for kind, result in plan.kinds.items() if computation.has_run else ():
             self._probed(kind, result)
         return output
 
@@ -242,19 +253,6 @@ class ModuleCache(Cache):
         """The results of probes that earlier runs have left in the cache directory, for a namespace."""
         found = self._tiers.description(namespace).get("probed")
         return {str(k): v for k, v in found.items() if v in _RESULTS} if isinstance(found, dict) else {}
-
-    def _step_aside(self, stop: BypassError, kind: Glance, items: int) -> None:
-        """Count a call that is not cached, or raise if such calls are errors."""
-        self._reasons[stop.reason] = stop.text
-        self._bypass = stop.reason
-        if self._is_strict():
-            raise stop.as_error(self._name()) from None
-        self.count_bypass(stop.reason, items, stop.text)
-        if stop.is_final:
-            self._shortcuts.add(kind, stop.reason)
-
-    def _is_strict(self) -> bool:
-        return self.settings.strict or strict_by_environment()
 
     def _not_stacked(self, output: Any) -> Any:
         if not self.settings.probe:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -175,9 +175,26 @@ class ProbePlan:
         else:
             self.kinds[kind] = possible
 
+    def note(self, *, has_run: bool) -> str:
+        """What is known of calls like this one, for other ranks; `has_run`: it has been probed if needed."""
+        kind = Kind.of(self.fingerprint, self.call)
+        found = self.kinds.get(kind) if has_run else None
+        return _note(kind, found or self.probes.result(kind, self.recall) or DEPENDENT)
+
+    def is_known(self, notes: Collection[str]) -> bool:
+        """Whether the probes of other ranks, by their notes, are enough for this call."""
+        return all(
+            any(_note(kind, result) in notes for result in range(possible, STRONGEST + 1))
+            for kind, possible in self.kinds.items()
+        )
+
     def overlooked(self) -> list[Kind]:
         """The kinds of call to note as dependent, when computing this call has shown that they are."""
         return [*self.kinds] or [Kind.of(self.fingerprint, self.call)]
+
+
+def _note(kind: Kind, result: int) -> str:
+    return f"{kind.namespace.hex()} {kind.exact.hex()} {result}"
 
 
 def _has_collectives(root: Any, fingerprint: Fingerprint) -> bool:

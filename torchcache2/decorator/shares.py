@@ -32,11 +32,13 @@ class Share(NamedTuple):
     total: int | None
 
 
-def share_of(data: Any, where: Place, batch_size: int, num_workers: int) -> Share:
+def share_of(data: Any, where: Place, batch_size: int, num_workers: int, *, is_even: bool = False) -> Share:
     """The batches that a rank takes of a dataset, a loader, or any other iterable of batches.
 
     The last kind, and a loader that gives each rank a part of its own, such as one with a
-    `DistributedSampler`, are taken as they are. Raises `OptionError` of anything else, and if it is empty.
+    `DistributedSampler`, are taken as they are. If shares are to be even, some samples are there twice, so
+    that each rank has the same number of them; of streams and of batches of samplers they may still differ
+    by one. Raises `OptionError` of anything else, and if it is empty.
     """
     for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
         if type(value) is not int or value < least:
@@ -48,13 +50,13 @@ def share_of(data: Any, where: Place, batch_size: int, num_workers: int) -> Shar
         )
     is_text = isinstance(data, (str, bytes))
     if isinstance(data, DataLoader):
-        share = _of_loader(data, where)
+        share = _of_loader(data, where, is_even)
     elif isinstance(data, IterableDataset):
         stream = _Turns(data, where) if where.world_size > 1 else data
         loader: Any = DataLoader(stream, batch_size, num_workers=num_workers, collate_fn=_collated)
         share = Share(loader, *_counts(data, where))
     elif hasattr(data, "__getitem__") and hasattr(data, "__len__") and not is_text:
-        turns = range(where.rank, len(data), where.world_size)
+        turns = _turns(range(len(data)), where, is_even)
         loader = DataLoader(data, batch_size, sampler=turns, num_workers=num_workers, collate_fn=_collated)
         share = Share(loader, len(turns), len(data))
     elif isinstance(data, Iterable) and not is_text:
@@ -69,7 +71,14 @@ def share_of(data: Any, where: Place, batch_size: int, num_workers: int) -> Shar
     return share
 
 
-def _of_loader(loader: DataLoader[Any], where: Place) -> Share:
+def _turns(indices: Any, where: Place, is_even: bool) -> Any:
+    """Which of some indices are this rank's, a range or a list."""
+    mine = indices[where.rank :: where.world_size]
+    is_short = is_even and len(mine) * where.world_size < len(indices)
+    return [*mine, indices[0]] if is_short else mine
+
+
+def _of_loader(loader: DataLoader[Any], where: Place, is_even: bool) -> Share:
     dataset, sampler = loader.dataset, loader.sampler
     if any(hasattr(part, name) for part in (dataset, sampler, loader.batch_sampler) for name in _SHARED_OUT):
         items = len(sampler) if isinstance(sampler, Sized) else None
@@ -85,7 +94,7 @@ def _of_loader(loader: DataLoader[Any], where: Place) -> Share:
     else:
         count = len(sampler) if isinstance(sampler, Sized) else None
         indices = sorted(set(islice(sampler, count)))  # ranks may draw them in different orders
-    mine = indices[where.rank :: where.world_size]
+    mine = _turns(indices, where, is_even)
     if loader.batch_size is None:  # what the dataset calls a sample is a batch
         return Share(_with(loader, sampler=mine), None, None)
     batches = BatchSampler(mine, loader.batch_size, drop_last=False)

@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
@@ -61,6 +61,11 @@ def torchcache(
     miss_batch: MissBatch = "exact",
     verify: float = 0.0,
     distributed: Distributed = "auto",
+    process_group: Any = None,
+    claims: bool = True,
+    local_dir: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    remote_size: Size | None = None,
 ) -> Callable[[T], T]: ...
 
 
@@ -84,7 +89,8 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
         `enabled`, `subsample_count`, `persistent`, `persistent_cache_dir`, `persistent_module_hash`,
         `max_memory_cache_size`, `max_persistent_cache_size`, `compression`, `compression_quality`,
         `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`, `item_args`, `probe`, `strict`,
-        `miss_batch`, `verify`, `distributed`.
+        `miss_batch`, `verify`, `distributed`, `process_group`, `claims`, `local_dir`, `storage_options`,
+        `remote_size`.
 
     Returns
     -------

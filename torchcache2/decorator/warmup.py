@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torchcache2.core.environment import disabled_by_environment
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import listed, logger
-from torchcache2.core.ranks import place
+from torchcache2.core.ranks import Place
 from torchcache2.core.settings import CacheSettings
 from torchcache2.decorator.bypass import BypassError, ask_module
 from torchcache2.decorator.shares import share_of
@@ -51,6 +52,12 @@ class Warmable(Protocol):
         """Make rows durable."""
         ...
 
+    def join(self) -> AbstractContextManager[None]:
+        """Around calls of which ranks make different numbers."""
+        ...
+
+    def _place(self) -> Place: ...
+
     def _living_root(self) -> Any: ...
     def _name(self) -> str: ...
 
@@ -66,9 +73,10 @@ def warm_up(
     """Compute the items of a dataset that are not there yet.
 
     In a job of several ranks, all of them call this, and each takes every n-th sample: rank and number of
-    ranks come from `torch.distributed` or, if that is not initialised, from ``RANK`` and ``WORLD_SIZE``. The
-    ranks do not wait for each other; rows of others are found if they share memory or a folder. Rank 0 shows
-    how far it is, with rate and time left, and after the first batches what all of it will take.
+    ranks come from `torch.distributed` or, if that is not initialised, from ``RANK`` and ``WORLD_SIZE``; with
+    ``distributed="collective"``, from its process group. Only then ranks wait for each other; else rows of
+    others are found if they share memory or a folder. Rank 0 shows how far it is, with rate and time left,
+    and after the first batches what all of it will take.
 
     Calls run under `torch.no_grad`, and otherwise in the state that the caller has set: device, autocast,
     ``eval()``. Tensors on the CPU are moved to the device of the module's weights. Generators of random
@@ -113,10 +121,18 @@ def warm_up(
     >>> backbone.cache_instance.stats().hits
     10
     """
-    root, name, where = self._living_root(), self._name(), place()
+    with self.join():  # shares may have different numbers of batches, or none, which is an error
+        return _warmed_up(self, data, inputs, batch_size, num_workers)
+
+
+def _warmed_up(
+    self: Warmable, data: Any, inputs: Callable[[Any], Any] | None, batch_size: int, num_workers: int
+) -> WarmupStats:
+    root, name, where = self._living_root(), self._name(), self._place()
     if self._closed:
         raise NotCachedError(f"{name}: its cache is closed, so nothing would be kept")
-    share = share_of(data, where, batch_size, num_workers)
+    is_sharded = self.keeper.looks_sharded(root)  # then all ranks have to make as many calls
+    share = share_of(data, where, batch_size, num_workers, is_even=is_sharded)
     if not self.settings.enabled or disabled_by_environment():
         logger.info("%s: nothing is warmed up, because caching is turned off", name)
         return WarmupStats(0, 0, 0.0, 0)

@@ -17,23 +17,30 @@ from torchcache2.core.rows import Rows, UnstorableError, rounded
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.steps import Steps
 
-__all__ = ["Batch", "ComputeSteps", "Hits", "Misses", "NotStoredError", "WholeBatch"]
+__all__ = ["Batch", "ComputeSteps", "Hits", "Misses", "NotStoredError", "RefusedError", "WholeBatch"]
 
 ComputeSteps = Callable[[Tensor], Steps[Any]]
 
 
-class NotStoredError(Exception):
-    """Raised when an output must not be stored; carries the output of the whole batch.
+class RefusedError(Exception):
+    """Raised when a call is not to be cached.
 
     `reason` is a word for statistics, and `text` a sentence. `error` is the exception behind it, if any.
     """
 
-    def __init__(self, reason: str, text: str, output: Any, error: Exception | None = None) -> None:
+    def __init__(self, reason: str, text: str, error: Exception | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
         self.text = text
-        self.output = output
         self.error = error
+
+
+class NotStoredError(RefusedError):
+    """Raised when an output must not be stored; carries the output of the whole batch."""
+
+    def __init__(self, reason: str, text: str, output: Any, error: Exception | None = None) -> None:
+        super().__init__(reason, text, error)
+        self.output = output
 
 
 class WholeBatch:
@@ -59,6 +66,10 @@ class Hits(NamedTuple):
     positions: Positions
     rows: Rows | None
     checked: Positions
+
+    def is_all(self, count: int) -> bool:
+        """Whether they are all of `count` items, and none is to be checked."""
+        return self.rows is not None and len(self.positions) == count and len(self.checked) == 0
 
 
 class Misses(NamedTuple):
@@ -118,6 +129,13 @@ class Batch:
         Time spent in the forward.
     whole : Rows, optional
         The rows of all n items, if the forward could only compute the whole batch.
+    is_whole : callable
+        ``is_whole()`` says whether `compute` computes the whole batch whatever it is asked for.
+    note, is_known : callable
+        ``note()`` says what is known of items of calls like this one; ``is_known(notes)``, whether the notes
+        of other ranks are enough to take their rows.
+    is_sharded : bool
+        Whether the forward of a rank waits for those of other ranks.
     """
 
     def __init__(
@@ -138,6 +156,10 @@ class Batch:
         self.computed = 0
         self.seconds = 0.0
         self.whole: Rows | None = None
+        self.is_whole: Callable[[], bool] = lambda: probes
+        self.is_sharded = False
+        self.note: Callable[[], str] = str
+        self.is_known: Callable[[Collection[str]], bool] = lambda notes: True
         self._compute = compute
         self.device = device
         self._pads = settings.miss_batch == "pad"

@@ -22,7 +22,7 @@ from torchcache2.core.logs import ToldOnce
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.version import __version__
 from torchcache2.engine.batch import Batch, ComputeSteps, NotStoredError
-from torchcache2.engine.outcomes import Outcomes
+from torchcache2.engine.collective.stepped import SteppedOutcomes
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import CacheStats
 from torchcache2.engine.steps import Steps, run_steps, transparent
@@ -40,7 +40,7 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
 
 
-class Cache(Outcomes):
+class Cache(SteppedOutcomes):
     """Finds rows of one namespace, and has the others computed.
 
     Safe under threads. Two threads that miss the same key at once both compute it.
@@ -124,16 +124,25 @@ class Cache(Outcomes):
         dtypes: Collection[torch.dtype] = (),
         since: float | None = None,
         probes: bool = False,
+        is_whole: Callable[[], bool] = lambda: False,
+        is_sharded: bool = False,
+        note: Callable[[], str] = str,
+        is_known: Callable[[Collection[str]], bool] = lambda notes: True,
     ) -> Steps[Any]:
         """The steps of `fetch`: yields the calls to make; see `torchcache2.engine.steps`.
 
         `dtypes` are those of the tensors that `compute` reads: `verify` tolerates what the coarsest of them
         rounds. The cost of caching is counted from the time `since` on (of `time.perf_counter`), by default
         from now on. If `compute` `probes` the batch, all items are computed, and the rows that are found are
-        compared with them. `NotStoredError` if the output of `compute` must not, or cannot, be stored.
+        compared with them. ``is_whole()`` says whether `compute` runs for the whole batch whatever it is
+        asked for, and `is_sharded`, whether it waits for the other ranks. For `note` and `is_known` see
+        `Batch`. `NotStoredError` if the output of
+        `compute` must not, or cannot, be stored.
         """
         start = time.perf_counter() if since is None else since
         batch = Batch(keys, compute, device, self.settings, dtypes, probes=probes)
+        batch.is_whole, batch.is_sharded = is_whole, is_sharded
+        batch.note, batch.is_known = note, is_known
         output = yield from self._outcome(batch)
         self._counters.count(
             hits=len(keys) - batch.misses,
@@ -169,7 +178,7 @@ class Cache(Outcomes):
 
     def clear(self) -> None:
         """Forget every row of this cache's namespace, on disk too."""
-        self._tiers.drop(self.namespace)
+        self._drop(self.namespace)
 
     def close(self) -> None:
         """Stop caching and let go of the rows in memory; calls compute everything from then on.

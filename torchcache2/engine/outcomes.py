@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,11 @@ import torch
 from torchcache2.core.arrays import Positions
 from torchcache2.core.keys import Keys
 from torchcache2.core.logs import logger
-from torchcache2.core.rows import Rows
+from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.batch import Batch, Hits, Misses
-from torchcache2.engine.stack import Parts, TierStack
+from torchcache2.engine.collective.apart import apart
+from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import Counters
 from torchcache2.engine.steps import Steps
 from torchcache2.engine.verify import differences
@@ -45,10 +47,16 @@ class Outcomes:
         if self._closed:
             return (yield from batch.compute_all())
         hits = self._find(batch)
+        if hits is not None and hits.is_all(len(batch.keys)):
+            assert hits.rows is not None
+            return (yield from batch.output(hits.rows))
+        with apart():  # a rank that finds these rows does not run the forward, nor the modules in it
+            return (yield from self._computed(batch, hits))
+
+    def _computed(self, batch: Batch, hits: Hits | None) -> Steps[Any]:
+        """The output of a batch for which the forward runs."""
         if hits is None:
             return self._not_stacked((yield from batch.compute_all()))
-        if hits.rows is not None and len(hits.positions) == len(batch.keys) and len(hits.checked) == 0:
-            return (yield from batch.output(hits.rows))
         misses = Misses.of(batch.keys, hits)
         keys = batch.keys.take(misses.distinct)
         claim = self._tiers.claim(keys)
@@ -115,8 +123,8 @@ class Outcomes:
         return parts
 
     def _find(self, batch: Batch) -> Hits | None:
-        """The rows that the tiers have; None if some are of different schemas, which do not stack."""
-        parts = self._tiers.get(batch.keys).parts
+        """The rows that are there; None if some are of different schemas, which do not stack."""
+        parts = self._rows(batch.keys)
         if len(parts) > 1:
             return None
         positions, rows = parts[0] if parts else (_NOWHERE, None)
@@ -150,7 +158,7 @@ class Outcomes:
             return (yield from batch.compute_all())
         finally:
             self._distrust()
-            self._tiers.drop(batch.keys.namespace)
+            self._drop(batch.keys.namespace)
 
     def _keep(self, keys: Keys, rows: Rows) -> None:
         """Put computed rows into the tiers."""
@@ -158,9 +166,17 @@ class Outcomes:
         if self._closed:  # another thread has closed it while this one computed
             self._tiers.forget(keys.namespace)
 
-    def _put_together(self, batch: Batch, hits: Hits, misses: Misses, rows: Rows) -> Steps[Any]:
-        """The output of the batch in its order: of hits, and of the rows computed for distinct misses."""
-        if len(misses.positions) == 0:
+    def _rows(self, keys: Keys) -> Sequence[tuple[Positions, Rows]]:
+        """The rows of those keys that are there: positions and rows, one part for each schema."""
+        return self._tiers.get(keys).parts
+
+    def _drop(self, namespace: bytes) -> None:
+        """Forget every row of a namespace, on disk too."""
+        self._tiers.drop(namespace)
+
+    def _put_together(self, batch: Batch, hits: Hits, misses: Misses, rows: Rows | None) -> Steps[Any]:
+        """The output of the batch in its order: of hits, and of the rows of distinct misses, if any."""
+        if len(misses.positions) == 0 or rows is None:
             assert hits.rows is not None
             return (yield from batch.output(hits.rows))
         if misses.inverse is not None:

@@ -140,12 +140,17 @@ class Progress:
             need = count * (self._row_bytes + (0 if tier.is_lasting else _INDEX_BYTES))
             budget = getattr(tier, "budget", math.inf)
             shares.append(budget / max(1, need))
-            lines.append(f"{tier.name} {size_text(need)} of {size_text(budget)}")
+            room = "" if budget == math.inf else f" of {size_text(budget)}"  # a server knows its own
+            lines.append(f"{tier.name} {size_text(need)}{room}")
         left = str(datetime.timedelta(seconds=math.ceil(mine / rate)))
         counts = f"{total:,} items" + (f", {mine:,} on this rank" if mine < total else "")
         text = f"{counts}: {', '.join(lines)}; about {left} ({each})"
         if (sum(shares) if self._tiers.fills_up else max(shares)) < 1:
             text += f". {self._advice}"
         elif shares[0] < 1:
-            text += ". What does not fit in memory is read from the disk"
+            place = self._tiers.settings
+            where = (
+                "servers" if place.servers is not None else "bucket" if place.bucket is not None else "disk"
+            )
+            text += f". What does not fit in memory is read from the {where}"
         return text

@@ -12,19 +12,19 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Flags, Positions
+from torchcache2.core.arrays import Flags
 from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
-from torchcache2.core.rows import Rows
+from torchcache2.core.rows import Parts, Rows, merged
 from torchcache2.core.settings import CacheSettings
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.tiers.base import Claim, Found, Tier
-from torchcache2.tiers.make import Description, InUse, check_folder, job_of, make_tiers
+from torchcache2.tiers.jointclaim import JointClaim
+from torchcache2.tiers.make import Description, InUse, Opened, check_place, job_of, make_tiers
 
-__all__ = ["Parts", "TierStack"]
+__all__ = ["TierStack", "has_any"]
 
 _MOST_DESCRIBED = _MOST_DROPS = 256
-Parts = list[tuple[Positions, Rows]]
 
 
 class NamespaceUser(Protocol):
@@ -89,7 +89,7 @@ class TierStack:
     Raises
     ------
     OptionError
-        If the cache directory is a file, or a folder with somebody else's files.
+        If rows cannot be kept where the settings say; see `check_place`.
     """
 
     fills_up = False
@@ -103,7 +103,10 @@ class TierStack:
         self._drops: dict[bytes, object] = {}  # a new object after each drop of a namespace
         self._drops_forgotten = object()  # a new object each time that `_drops` is emptied
         self._finalizer: Any = None
-        check_folder(settings)
+        self._opened = self._check_place()  # connections to a bucket, until tiers take them over
+
+    def _check_place(self) -> Opened | None:
+        return check_place(self.settings)
 
     @property
     def tiers(self) -> Sequence[Tier]:
@@ -113,15 +116,16 @@ class TierStack:
             with self._lock():
                 tiers = self._tiers
                 if not tiers:
-                    tiers = self._made(self._users.namespaces, self._users.description)
+                    opened, self._opened = self._opened, None
+                    tiers = self._made(self._users.namespaces, self._users.description, opened)
                     self._finalizer = weakref.finalize(self, _close, tiers)
                     self._finalizer.atexit = False  # tiers that must be closed at exit do it themselves
                     self._tiers = tiers
         return tiers
 
-    def _made(self, in_use: InUse, description: Description) -> Sequence[Tier]:
+    def _made(self, in_use: InUse, description: Description, opened: Opened | None) -> Sequence[Tier]:
         """New tiers; see `make_tiers`."""
-        return make_tiers(self.settings, in_use, description, job_of(self.settings, self.name))
+        return make_tiers(self.settings, in_use, description, job_of(self.settings, self.name), opened)
 
     @property
     def directory(self) -> CacheDirectory | None:
@@ -133,7 +137,7 @@ class TierStack:
 
         Each tier is asked for what the faster ones do not have, and what it has is offered to them.
         """
-        return Found(_merged(list(chain.from_iterable(self.found(keys)))))
+        return Found(merged(list(chain.from_iterable(self.found(keys)))))
 
     def found(self, keys: Keys) -> list[Parts]:
         """The parts that `get` merges, of each tier that was asked."""
@@ -168,16 +172,20 @@ class TierStack:
 
     def has(self, keys: Keys) -> Flags:
         """Whether each key has a row in any tier now."""
-        found = np.zeros(len(keys), bool)
-        for tier in self.tiers:
-            missing = np.flatnonzero(~found)
-            if len(missing):
-                found[missing] = tier.has(keys.take(missing))
-        return found
+        return has_any(self.tiers, keys)
 
     def claim(self, keys: Keys) -> Claim:
-        """Say which of these distinct keys, which `get` has missed, the caller computes."""
-        return self.tiers[0].claim(keys)
+        """Say which of these distinct keys, which `get` has missed, the caller computes.
+
+        They are claimed in each tier that has claims, the fastest first.
+        """
+        tiers = [tier for tier in self.tiers if type(tier).claim is not Tier.claim]
+        if not tiers or not self.settings.claims:
+            return Claim(len(keys))
+        claim = tiers[0].claim(keys)
+        for tier in tiers[1:]:
+            claim = JointClaim(claim, keys, tier.claim)
+        return claim
 
     def put(self, cache: NamespaceUser, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys, in every tier; how many were kept in any."""
@@ -240,10 +248,11 @@ class TierStack:
     def leave(self, cache: NamespaceUser) -> None:
         """Count a closed cache no longer; the tiers are closed with the last one."""
         with self._lock():
-            is_last = self._users.discard(cache)
+            is_last, opened = self._users.discard(cache), None
             tiers, finalizer = self._tiers, self._finalizer
             if is_last:
                 self._tiers, self._finalizer = (), None
+                opened, self._opened = self._opened, None
         # The lock is released before tiers take theirs: the garbage collector may call this in a thread that
         # has the lock of a tier, and that thread waits for ours.
         if not is_last:
@@ -252,19 +261,20 @@ class TierStack:
                     tier.flush()
         elif finalizer is not None:
             finalizer()
+        if opened is not None:
+            opened.close()
+
+
+def has_any(tiers: Sequence[Tier], keys: Keys) -> Flags:
+    """Whether each key has a row in any of some tiers now."""
+    found = np.zeros(len(keys), bool)
+    for tier in tiers:
+        missing = np.flatnonzero(~found)
+        if len(missing):
+            found[missing] = tier.has(keys.take(missing) if len(missing) < len(keys) else keys)
+    return found
 
 
 def _close(tiers: Sequence[Tier]) -> None:
     for tier in tiers:
         tier.close()
-
-
-def _merged(parts: Parts) -> Parts:
-    """The parts as one, in the order of their positions, if all are of one schema."""
-    if len(parts) < 2 or any(rows.schema != parts[0][1].schema for _, rows in parts):
-        return parts
-    positions = np.sort(np.concatenate([where for where, _ in parts]))
-    ranked = [(np.searchsorted(positions, where), rows) for where, rows in parts]
-    columns = parts[0][1].columns
-    device = columns[0].device if columns else torch.device("cpu")
-    return [(positions, Rows.scatter(ranked, len(positions), device=device))]

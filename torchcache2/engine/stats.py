@@ -28,10 +28,14 @@ class CacheStats:
         Hits that another rank has computed while this one waited, by all caches that share the budget.
     taken_over : int
         Items that another rank had begun to compute, and then ended or failed, so that this one has.
+    received, sent : int
+        With ``distributed="collective"``: hits whose rows came from other ranks, and rows sent to them.
+    exchange_seconds : float
+        Time spent on that, waiting for other ranks included.
     bypasses : mapping of str to int
         Items that were computed and not stored, by reason.
     evictions : int
-        Rows forgotten to make room, by all caches that share the budget.
+        Rows forgotten to make room, by all caches that share the budget; without those that other ranks own.
     memory_rows : int
         Rows in the memory tier, of all caches that share the budget.
     memory_bytes : int
@@ -43,10 +47,19 @@ class CacheStats:
         Bytes of the whole cache directory; 0 before the first rows are sealed there.
     disk_evictions : int
         Rows that were deleted from the directory to make room.
+    remote_rows : int
+        Rows on Redis servers, whoever put them; or in a bucket and not on disk, of the namespaces that were
+        asked for.
+    remote_bytes : int
+        Bytes of memory that the servers use, or of those namespaces in the bucket.
+    remote_evictions : int
+        Rows that the servers have forgotten to make room.
+    bytes_up, bytes_down : int
+        Bytes that this process has sent to a bucket, and got from there.
     corrupt : int
         Damaged rows and files that were met. The files are set aside, and the items are computed again.
     faults : int
-        Calls of the operating system for the cache directory that failed.
+        Calls of the operating system for the cache directory, of servers, and of a bucket, that failed.
     verified : int
         Hits that were computed again; see the option `verify`.
     mismatched : int
@@ -65,6 +78,9 @@ class CacheStats:
     misses: int = 0
     waited: int = 0
     taken_over: int = 0
+    received: int = 0
+    sent: int = 0
+    exchange_seconds: float = 0.0
     bypasses: Mapping[str, int] = dataclasses.field(default_factory=dict)
     evictions: int = 0
     memory_rows: int = 0
@@ -72,6 +88,11 @@ class CacheStats:
     disk_rows: int = 0
     disk_bytes: int = 0
     disk_evictions: int = 0
+    remote_rows: int = 0
+    remote_bytes: int = 0
+    remote_evictions: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
     corrupt: int = 0
     faults: int = 0
     verified: int = 0
@@ -93,7 +114,7 @@ class CacheStats:
             ("bypasses", bypasses or "0"),
             ("evictions", f"{self.evictions:,}"),
             ("memory", f"{self.memory_rows:,} rows, {size_text(self.memory_bytes)}"),
-            *self._disk_lines(),
+            *self._lines_of_slower_tiers(),
             ("computed", f"{self.seconds_computed:.2f} s"),
             ("saved", _UNKNOWN if self.seconds_saved is None else f"{self.seconds_saved:.2f} s (estimated)"),
         ]
@@ -101,18 +122,29 @@ class CacheStats:
             lines.append(("verified", f"{self.verified:,}, of which {self.mismatched:,} differed"))
         return lines
 
-    def _disk_lines(self) -> list[tuple[str, str]]:
+    def _lines_of_slower_tiers(self) -> list[tuple[str, str]]:
         lines = []
         if self.waited or self.taken_over:
             text = f"{self.waited:,} rows that other ranks computed; {self.taken_over:,} were taken over"
             lines.append(("waited", text))
+        if self.exchange_seconds:
+            text = f"{self.received:,} rows received and {self.sent:,} sent in {self.exchange_seconds:.2f} s"
+            lines.append(("exchanged", text))
         if self.disk_rows or self.disk_bytes:
             size = f"{size_text(self.disk_bytes)} in the directory" if self.disk_bytes else "not sealed yet"
             lines.append(("disk", f"{self.disk_rows:,} rows, {size}"))
         if self.disk_evictions:
             lines.append(("deleted", f"{self.disk_evictions:,} rows on disk, to make room"))
+        if self.remote_rows or self.remote_bytes:
+            evicted = f", {self.remote_evictions:,} evicted" if self.remote_evictions else ""
+            lines.append(("remote", f"{self.remote_rows:,} rows, {size_text(self.remote_bytes)}{evicted}"))
+        if self.bytes_up or self.bytes_down:
+            text = f"{size_text(self.bytes_up)} to the bucket, {size_text(self.bytes_down)} from there"
+            lines.append(("sent", text))
         if self.corrupt or self.faults:
-            lines.append(("faults", f"{self.faults:,} on disk, and {self.corrupt:,} damaged rows or files"))
+            where = "on disk or remote" if self.remote_bytes else "on disk"
+            text = f"{self.faults:,} {where}, and {self.corrupt:,} damaged rows or files"
+            lines.append(("faults", text))
         return lines
 
     def __str__(self) -> str:
@@ -135,6 +167,9 @@ class Counters:
         self.hits = 0
         self.misses = 0
         self.bypasses: dict[str, int] = {}
+        self.received = 0
+        self.sent = 0
+        self.exchange_seconds = 0.0
         self.verified = 0
         self.mismatched = 0
         self.seconds_computed = 0.0
@@ -156,6 +191,13 @@ class Counters:
             self.verified += verified
             self.mismatched += mismatched
 
+    def exchange(self, *, received: int, sent: int, seconds: float) -> None:
+        """Count rows that went between ranks, and the time that it took."""
+        with self._lock():
+            self.received += received
+            self.sent += sent
+            self.exchange_seconds += seconds
+
     def bypass(self, reason: str, items: int) -> None:
         """Count items that were not stored."""
         with self._lock():
@@ -170,6 +212,9 @@ class Counters:
             return CacheStats(
                 hits=self.hits,
                 misses=self.misses,
+                received=self.received,
+                sent=self.sent,
+                exchange_seconds=self.exchange_seconds,
                 bypasses=dict(self.bypasses),
                 **tiers,
                 verified=self.verified,

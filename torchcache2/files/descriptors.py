@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Protocol
 
 from torchcache2.core.locks import ProcessLock
@@ -34,11 +35,20 @@ class Descriptor:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self._close = os.close
+        self._close: Callable[[int], None] = os.close
 
     def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file now, although something may refer to it."""
+        close, self._close = self._close, _nothing
         with contextlib.suppress(OSError):
-            self._close(self.number)
+            close(self.number)
+
+
+def _nothing(number: int) -> None:
+    pass
 
 
 def most_open() -> int:

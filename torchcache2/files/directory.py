@@ -24,8 +24,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from torchcache2.core.buckets import is_url
 from torchcache2.core.errors import OptionError
-from torchcache2.files.errors import DamagedError, NewerFormatError
+from torchcache2.files.errors import DamagedError
 from torchcache2.files.filenames import (
     CORRUPT,
     FINGERPRINT,
@@ -34,6 +35,7 @@ from torchcache2.files.filenames import (
     TAG,
     TAG_TEXT,
     Contents,
+    check_format,
     contents_of,
     is_ours,
     stated_format,
@@ -52,10 +54,10 @@ _TRIES, _BETWEEN_TRIES = 20, 0.005  # seconds
 
 
 class CacheDirectory:
-    """A folder of segments."""
+    """A folder of segments; its path may be a URL, if the file system knows what to do with it."""
 
     def __init__(self, path: str, fs: FileSystem) -> None:
-        self.path = os.path.abspath(path)
+        self.path = path if is_url(path) else os.path.abspath(path)
         self.fs = fs
 
     def check(self) -> None:
@@ -86,12 +88,8 @@ class CacheDirectory:
                     f"{self.path!r} is not a cache directory and not empty (it has {name!r}): give a folder "
                     "that does not exist yet, or an empty one"
                 )
-        elif not 1 <= tag <= FORMAT_VERSION:
-            raise NewerFormatError(
-                f"{self.path!r} has format {tag}, and this version of torchcache2 knows format "
-                f"{FORMAT_VERSION}: nothing is read or written there. Upgrade torchcache2, or give another "
-                "folder"
-            )
+        else:
+            check_format(repr(self.path), tag)
 
     def create(self) -> None:
         """Make the folder, and the file that says that it is a cache."""

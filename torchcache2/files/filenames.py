@@ -6,18 +6,23 @@ import dataclasses
 import re
 
 from torchcache2.files.encode import SEGMENT, TEMPORARY
+from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.filesystem import FileInfo
 from torchcache2.files.layout import FORMAT_VERSION
 
 __all__ = [
     "CORRUPT",
     "FINGERPRINT",
+    "HEAD",
+    "HEAD_NAME",
     "LOCK",
+    "MIRROR",
     "NAMESPACE_NAME",
     "SEGMENT_NAME",
     "TAG",
     "TAG_TEXT",
     "Contents",
+    "check_format",
     "contents_of",
     "is_left_over",
     "is_ours",
@@ -26,8 +31,10 @@ __all__ = [
 
 TAG = "CACHEDIR.TAG"
 LOCK = ".lock"
+MIRROR = ".mirror"
 FINGERPRINT = "fingerprint.json"
 CORRUPT = ".corrupt"
+HEAD = ".head"  # behind the name of a segment that a bucket has
 TAG_TEXT = f"""Signature: 8a477f597d28d172789f06886806bc55
 # This folder is a cache of torchcache2, format {FORMAT_VERSION}. Deleting it loses nothing but time.
 # For cache directory tags, see https://bford.info/cachedir/
@@ -36,6 +43,7 @@ _IS_OURS = re.compile(rb"^# This folder is a cache of torchcache2, format (\d+)"
 _MOST_DIGITS = 9
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 SEGMENT_NAME = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}" + re.escape(SEGMENT))
+HEAD_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(HEAD))
 _TEMPORARY_TEXT = re.compile(f"({re.escape(FINGERPRINT)}|{re.escape(TAG)})" + r"\.[0-9A-Z]{26}")
 _LEFT_OVER = re.compile(f"{SEGMENT_NAME.pattern}({re.escape(TEMPORARY)}|{re.escape(CORRUPT)})")
 
@@ -44,12 +52,13 @@ _LEFT_OVER = re.compile(f"{SEGMENT_NAME.pattern}({re.escape(TEMPORARY)}|{re.esca
 class Contents:
     """The files of one namespace, which is 32 hexadecimal digits.
 
-    Besides segments there are those that were found `corrupt`, `temporary` files that are being written, and
-    `others`: ``fingerprint.json``.
+    Besides segments there are the `heads` of those that a bucket has, segments that were found `corrupt`,
+    `temporary` files that are being written, and `others`: ``fingerprint.json``.
     """
 
     namespace: str
     segments: list[FileInfo]
+    heads: list[FileInfo]
     corrupt: list[FileInfo]
     temporary: list[FileInfo]
     others: list[FileInfo]
@@ -57,7 +66,7 @@ class Contents:
     @property
     def files(self) -> list[FileInfo]:
         """All of these files."""
-        return [*self.segments, *self.corrupt, *self.temporary, *self.others]
+        return [*self.segments, *self.heads, *self.corrupt, *self.temporary, *self.others]
 
     @property
     def nbytes(self) -> int:
@@ -72,12 +81,14 @@ class Contents:
 
 def contents_of(namespace: str, listing: list[FileInfo]) -> Contents:
     """The files of a namespace among what is in its folder."""
-    found = Contents(namespace, [], [], [], [])
+    found = Contents(namespace, [], [], [], [], [])
     for info in listing:
         if info.is_folder:
             continue
         if SEGMENT_NAME.fullmatch(info.name):
             found.segments.append(info)
+        elif HEAD_NAME.fullmatch(info.name):
+            found.heads.append(info)
         elif info.name == FINGERPRINT:
             found.others.append(info)
         elif is_left_over(info.name):
@@ -89,7 +100,7 @@ def is_ours(info: FileInfo) -> bool:
     """Whether something in the directory is the cache's own."""
     if info.is_folder:
         return NAMESPACE_NAME.fullmatch(info.name) is not None
-    return info.name in (TAG, LOCK) or _TEMPORARY_TEXT.fullmatch(info.name) is not None
+    return info.name in (TAG, LOCK, MIRROR) or _TEMPORARY_TEXT.fullmatch(info.name) is not None
 
 
 def is_left_over(name: str) -> bool:
@@ -102,3 +113,12 @@ def stated_format(tag: bytes) -> int | None:
     match = _IS_OURS.search(tag)
     # Python refuses numbers with thousands of digits; the first digits show that a format is not known.
     return int(match[1][:_MOST_DIGITS]) if match else None
+
+
+def check_format(place: str, number: int) -> None:
+    """Raise `NewerFormatError` if this version does not know the format that a place states."""
+    if not 1 <= number <= FORMAT_VERSION:
+        raise NewerFormatError(
+            f"{place} has format {number}, and this version of torchcache2 knows format {FORMAT_VERSION}: "
+            "nothing is read or written there. Upgrade torchcache2, or give another folder"
+        )

@@ -28,23 +28,27 @@ def read_size(start: bytes, file_bytes: int) -> int:
     return size
 
 
-def stated(text: bytes, file_bytes: int) -> tuple[int, bytes]:
-    """How many bytes of a file its checksum covers, and the checksum, from `text`, the header's JSON.
+def stated(text: bytes, file_bytes: int | None) -> tuple[int, bytes, int]:
+    """How many bytes of a file its checksum covers, the checksum, and the bytes of the file.
 
+    `text` is the header's JSON, and `file_bytes` what the file has; None: as many as the header states.
     `DamagedError` if it does not say. Nothing else is read before the checksum has been compared. Both are at
     the same place in every version of the format.
     """
     end = 8 + len(text)
     try:
         header = json.loads(text)
-        checksum = header["__metadata__"]["checksum"].encode()
+        checksum = header.pop("__metadata__")["checksum"].encode()
+        if file_bytes is None:
+            file_bytes = end + max(tensor["data_offsets"][1] for tensor in header.values())
         rows = [name for name in header if name == "payload" or name.startswith("output")]
         start = end + min((header[name]["data_offsets"][0] for name in rows), default=file_bytes - end)
     except _UNPARSABLE as error:
         raise DamagedError(_unparsed(error)) from None
-    if type(start) is not int or not end <= start <= file_bytes or len(checksum) != 16:
+    are_numbers = type(start) is int and type(file_bytes) is int
+    if not are_numbers or not end <= start <= file_bytes or len(checksum) != 16:
         raise DamagedError(f"rows that do not begin within the {file_bytes} bytes of the file")
-    return start, checksum
+    return start, checksum, file_bytes
 
 
 def parse(text: bytes, file_bytes: int, limit: int, *, structured: bool = True) -> Layout:

@@ -19,7 +19,7 @@ from torchcache2.core.schema import Schema
 from torchcache2.files.errors import UnserialisableError
 from torchcache2.files.schemajson import schema_to_json
 
-__all__ = ["FORMAT_VERSION", "Layout", "schema_text"]
+__all__ = ["DTYPES", "FORMAT_VERSION", "Layout", "nbytes_of", "schema_text"]
 
 FORMAT_VERSION = 1
 _MOST_SCHEMA_BYTES = 2 << 20  # the header escapes it, and has the paths of its leaves once more
@@ -28,7 +28,7 @@ FORMAT = "torchcache2"
 ZEROS = b"0" * 16
 _PAGE = 4096
 _ALIGNED = 1 << 20
-_DTYPES = {
+DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -101,7 +101,7 @@ class Layout:
     @property
     def index_bytes(self) -> int:
         """Bytes of the tensors of `index`."""
-        return sum(_nbytes(dtype, shape) for dtype, shape in self.index.values())
+        return sum(nbytes_of(dtype, shape) for dtype, shape in self.index.values())
 
     @property
     def columns(self) -> list[str]:
@@ -130,7 +130,7 @@ class Layout:
     def column_order(self) -> list[int]:
         """Numbers of the leaves as their tensors lie in the file: wide elements first, so all are aligned."""
         stored = [str(leaf.stored)[6:] for leaf in self.schema.leaves]
-        return sorted(range(len(stored)), key=lambda i: -_nbytes(_DTYPES.get(stored[i], "U8")))
+        return sorted(range(len(stored)), key=lambda i: -nbytes_of(DTYPES.get(stored[i], "U8")))
 
     @property
     def row_data_bytes(self) -> int:
@@ -146,12 +146,12 @@ class Layout:
             names = self.columns
             for i in self.column_order:
                 leaf = self.schema.leaves[i]
-                dtype = _DTYPES.get(str(leaf.stored)[6:])
+                dtype = DTYPES.get(str(leaf.stored)[6:])
                 shape = leaf.shape if dtype else (leaf.row_bytes,)
                 tensors[names[i]] = (dtype or "U8", (self.count, *shape))
         members, position = {}, 0
         for name, (kind, extents) in tensors.items():
-            end = position + _nbytes(kind, extents)
+            end = position + nbytes_of(kind, extents)
             members[name] = {"dtype": kind, "shape": list(extents), "data_offsets": [position, end]}
             position = end
         return members
@@ -184,6 +184,7 @@ def schema_text(schema: Schema) -> str:
     return text
 
 
-def _nbytes(dtype: str, shape: Sequence[int] = ()) -> int:
+def nbytes_of(dtype: str, shape: Sequence[int] = ()) -> int:
+    """Bytes of a tensor, whose dtype is named as in a header; without a shape, of one element."""
     is_wide = dtype not in ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2")
     return math.prod(shape) * (int(dtype.lstrip("BFIU")) // 8 if is_wide else 1)

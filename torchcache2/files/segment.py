@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,18 +17,24 @@ from torchcache2.core.schema import Schema
 from torchcache2.files import codec as codecs
 from torchcache2.files.descriptors import Descriptors
 from torchcache2.files.encode import Encoded, row_checksums
-from torchcache2.files.errors import DamagedError, TooLargeError
+from torchcache2.files.errors import DamagedError
 from torchcache2.files.filesystem import Descriptor, FileSystem
-from torchcache2.files.header import checked, parse, read_size, stated
+from torchcache2.files.heads import parse_head, read_head
 from torchcache2.files.lanes import lane
 from torchcache2.files.layout import Layout
 
 __all__ = ["Descriptors", "Segment", "empty_columns", "rows_of"]
 
 _CHECKED_AT_ONCE = 8 << 20  # bytes
-_MOST_EXTENT = 1 << 48
-_FIRST_READ = 64 << 10  # so many bytes are read at once, as most headers are shorter
 Columns = list[np.ndarray[Any, np.dtype[np.uint8]]]
+
+
+class Files(Protocol):
+    """Files that are open."""
+
+    def get(self, path: str) -> Descriptor:
+        """The file of a path, open for reading."""
+        ...
 
 
 class Segment:
@@ -46,13 +53,13 @@ class Segment:
     def __init__(
         self,
         fs: FileSystem,
-        descriptors: Descriptors,
+        descriptors: Files,
         path: str,
         layout: Layout,
         start: int,
         index: dict[str, Array],
     ) -> None:
-        self._fs = fs
+        self.fs = fs
         self._descriptors = descriptors
         self.path = path
         self.layout = layout
@@ -90,31 +97,38 @@ class Segment:
         see `schema_from_json`. Raises an `OSError`, what `torchcache2.files.header.parse` raises, and an
         `OptionError` if the codec is not installed.
         """
-        file = fs.open(path)
-        size = fs.size(file)
-        first = fs.read_bytes(file, 0, min(size, _FIRST_READ))
-        end = 8 + read_size(first[:8], size)
-        if end > len(first):
-            first += fs.read_bytes(file, len(first), end - len(first))
-        start, checksum = stated(first[8:end], size)
-        if start > len(first):
-            first += fs.read_bytes(file, len(first), start - len(first))
-        if not checked(first[:start], checksum):
-            raise DamagedError("another checksum")
-        layout = parse(first[8:end], size, limit, structured=structured)
-        index, position = {}, end
-        for name, (dtype, shape) in layout.index.items():
-            kind = {"U8": "<u1", "U64": "<u8", "I64": "<i8"}[dtype]
-            array = np.frombuffer(first, kind, int(np.prod(shape)), position).reshape(shape)
-            index[name] = array.copy()  # a view would keep all of `first` in memory
-            position += array.nbytes
-        _check_index(layout, index, limit)
-        return cls(fs, descriptors, path, layout, start, index)
+        head, size = read_head(fs, path)
+        return cls.of_head(fs, descriptors, path, head, size=size, limit=limit, structured=structured)
+
+    @classmethod
+    def of_head(
+        cls,
+        fs: FileSystem,
+        descriptors: Descriptors,
+        path: str,
+        head: bytes,
+        *,
+        limit: int,
+        size: int | None = None,
+        structured: bool = True,
+    ) -> Segment:
+        """The same from the bytes before the rows, of a segment that need not be in its path.
+
+        It must have `size` bytes; None: as many as the head states.
+        """
+        layout, index = parse_head(head, size, limit, structured=structured)
+        return cls(fs, descriptors, path, layout, len(head), index)
 
     @classmethod
     def written(cls, fs: FileSystem, descriptors: Descriptors, path: str, encoded: Encoded) -> Segment:
         """The segment that has just been written."""
         return cls(fs, descriptors, path, encoded.layout, len(encoded.head), dict(encoded.index))
+
+    def through(self, fs: FileSystem, files: Files) -> Segment:
+        """The same segment, whose rows are read by `fs` from what `files` has for its path."""
+        other = copy.copy(self)
+        other.fs, other._descriptors = fs, files
+        return other
 
     def schemas(self, rows: Array) -> Iterator[tuple[Schema, Array]]:
         """The schemas of some rows, shape ``(m,)``, and for each the positions in `rows` that have it."""
@@ -142,7 +156,7 @@ class Segment:
                 base, size = self._start + start, leaf.row_bytes
                 ranges += [(base + row * size, (end - first) * size) for first, end, row in runs if size]
         for offset, size in ranges:
-            self._fs.will_need(file, offset, size)
+            self.fs.will_need(file, offset, size)
 
     def read(self, rows: Array, columns: Columns, targets: Array) -> bool:
         """Read rows of one schema into columns; False if one of them is damaged.
@@ -198,7 +212,7 @@ class Segment:
             base = self._start + start
             for first, end, row in runs:
                 buffers = [view[place * size : place * size + size] for place in places[first:end]]
-                self._fs.read_all(file, buffers, base + row * size)
+                self.fs.read_all(file, buffers, base + row * size)
 
     def _read_blocks(self, file: Descriptor, rows: Array, columns: Columns, targets: Array) -> None:
         assert self._offsets is not None and self._block_checksums is not None
@@ -212,7 +226,7 @@ class Segment:
         checksums = self._block_checksums[blocks].tolist()
         for i, first in enumerate(firsts):
             data = memoryview(bytearray(sizes[i]))
-            self._fs.read_all(file, [data], starts[i])
+            self.fs.read_all(file, [data], starts[i])
             if xxh3_64_intdigest(data) & 0xFFFFFFFF != checksums[i]:
                 raise DamagedError("another checksum")
             if per_block == 1:
@@ -275,26 +289,3 @@ def rows_of(schema: Schema, columns: Columns, count: int) -> Rows:
         return rows
     pairs = zip(schema.leaves, tensors, strict=True)
     return Rows(schema, [moved(t, 1, -1) if leaf.channels_last else t for leaf, t in pairs], count)
-
-
-def _check_index(layout: Layout, index: dict[str, Array], limit: int) -> None:
-    """Raise if offsets or shapes are impossible, as anybody may have written them."""
-    if "offsets" in index:
-        offsets = index["offsets"]
-        if offsets[0] != 0 or offsets[-1] != layout.payload_bytes or (offsets[1:] < offsets[:-1]).any():
-            raise DamagedError("offsets that do not grow")
-    if "shapes" in index:
-        shapes = index["shapes"]
-        if (shapes < 0).any() or (shapes > _MOST_EXTENT).any():
-            raise DamagedError("impossible shapes")
-        column = 0
-        sizes = np.zeros(layout.count)
-        with np.errstate(over="ignore", invalid="ignore"):
-            for leaf in layout.schema.leaves:
-                sizes_of_leaf = np.full(layout.count, float(leaf.stored.itemsize))
-                for extent in leaf.shape:
-                    sizes_of_leaf *= shapes[:, column] if extent < 0 else extent
-                    column += extent < 0
-                sizes += sizes_of_leaf
-        if not (sizes <= limit).all():
-            raise TooLargeError(f"a row of more than {limit} bytes")

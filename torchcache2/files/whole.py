@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torchcache2.files.filesystem import Descriptor, FileSystem
 
-__all__ = ["ulid", "write_whole"]
+__all__ = ["made_at", "ulid", "write_whole"]
 
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
@@ -24,6 +24,14 @@ def ulid() -> str:
     return "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5))
 
 
+def made_at(name: str) -> int:
+    """When the `ulid` was made that a name begins with, in milliseconds since 1970."""
+    number = 0
+    for letter in name[:10]:
+        number = number << 5 | _ALPHABET.index(letter)
+    return number
+
+
 def write_whole(
     fs: FileSystem,
     path: str,
@@ -32,6 +40,7 @@ def write_whole(
     stem: str,
     suffix: str = "",
     replaces: bool = True,
+    sync: bool = True,
     sync_name: bool = True,
 ) -> None:
     """Write a file that is whole or not there, whenever the process is killed or the power goes off.
@@ -42,7 +51,7 @@ def write_whole(
     dead writers have left sees that this writer lives.
 
     If there is a file of that name, it is replaced; without `replaces` that is a `FileExistsError`. With
-    `sync_name` the name is on the disk, too, when this returns.
+    `sync_name` the name is on the disk, too, when this returns. Without `sync` a power cut may leave garbage.
     """
     temporary, is_renamed = "", False
     try:
@@ -55,7 +64,8 @@ def write_whole(
             content(file, temporary)
         else:
             fs.write_all(file, content, 0)
-        fs.sync(file)
+        if sync:
+            fs.sync(file)
         if replaces:
             fs.rename(temporary, path)
             is_renamed = True

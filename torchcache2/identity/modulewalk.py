@@ -30,7 +30,7 @@ from torchcache2.identity.encoding import (
 from torchcache2.identity.marks import INIT_ATTRIBUTE, cache_options, original
 from torchcache2.identity.objectwalk import ObjectWalk
 from torchcache2.identity.readable import readable
-from torchcache2.identity.sharded import check_whole
+from torchcache2.identity.sharded import Shards
 from torchcache2.identity.torchcode import SCRIPT_FIELDS, ScriptState, script_code
 from torchcache2.identity.writeonly import assigned_by_forward
 
@@ -88,7 +88,7 @@ class Walk(ObjectWalk):
     """Everything that a module or function computes with, as named parts.
 
     `tokens` and `texts` are as for `ObjectWalk`. A walk inside of another one gets the `labels` of what that
-    has met, by id. Raises `ShardedError` if it meets a sharded module.
+    has met, by id. `shards` says what happens to sharded modules.
     """
 
     def __init__(
@@ -97,8 +97,10 @@ class Walk(ObjectWalk):
         tokens: MutableMapping[int, tuple[object, bytes]],
         texts: CompiledTexts,
         labels: Mapping[int, bytes] | None = None,
+        shards: Shards | None = None,
     ) -> None:
         super().__init__(tokens, texts)
+        self.shards = shards if shards is not None else Shards()
         self._is_inner = labels is not None
         self._labels.update(labels or {})
         self.tensors: dict[str, Tensor] = {}  # by path; their content becomes part of the namespace later
@@ -167,7 +169,7 @@ class Walk(ObjectWalk):
             pass
         if self._is_inner:
             return b""  # the element may contain this set, which would never end
-        walk = Walk(element, self._tokens, self._texts, self._labels)
+        walk = Walk(element, self._tokens, self._texts, self._labels, self.shards)
         small = [tensor for tensor in walk.tensors.values() if tensor.nbytes <= _SMALL]
         return digest([Fingerprint.of_parts(walk.parts).namespace, *map(tensor_digest, small)])
 
@@ -181,7 +183,8 @@ class Walk(ObjectWalk):
             self.is_foreign = before
 
     def _new_module(self, module: nn.Module, path: str) -> bytes:
-        check_whole(module)
+        if self.shards.takes(module):
+            return self.label(module, f"module {path}")
         reference = self.label(module, f"module {path}")
         path = reference.decode().removeprefix("module ")  # labels are unique, so this path is unique too
         kind = type(module)
@@ -214,13 +217,11 @@ class Walk(ObjectWalk):
             self.parts[f"cached {path}"] = self.encode(options, path)
         init, unread = vars(module).get(INIT_ATTRIBUTE, ({}, ()))
         self.unread += unread
-        for name, data in init.items():
-            self.parts[f"constructor argument {where}{name}"] = data
+        self.parts |= {f"constructor argument {where}{name}": data for name, data in init.items()}
         self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
         children = list(module._modules.keys())  # in scripted modules this is no dict
         self.parts[reference.decode()] = self.klass(kind, path) + Encoder().encode(children, path)
-        if not path:
-            # Hooks of the root run outside of the forward: what they collect in containers does not matter.
+        if not path:  # hooks of the root run outside of the forward: what they collect does not matter
             containers = dict(self.containers)
             self._hooks(module, where)
             self.containers = containers

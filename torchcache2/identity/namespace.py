@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -18,8 +19,9 @@ from torchcache2.identity.containers import Attributes
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.mixing import UnsteadyLayer, unsteady
 from torchcache2.identity.modulewalk import Fingerprint, Walk
+from torchcache2.identity.objectwalk import GENERATORS
 from torchcache2.identity.readable import texts_of
-from torchcache2.identity.sharded import ShardedError, sharding
+from torchcache2.identity.sharded import ShardedError, Shards, sharding
 from torchcache2.identity.tensorwatch import TensorWatch
 from torchcache2.identity.watch import Watch
 
@@ -34,13 +36,15 @@ _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 class Seen(NamedTuple):
     """A namespace, and the tensors as they were when it was made.
 
-    With `has_old_casts`, the forward may compute with copies that autocast has made of earlier weights.
+    With `has_old_casts`, the forward may compute with copies that autocast has made of earlier weights. If
+    there are `shards`, the forward waits for other processes, and their parameters are not in `tensors`.
     """
 
     namespace: bytes
     tensors: TensorWatch
     generation: int
     has_old_casts: bool = False
+    shards: Shards | None = None
 
 
 class Facts(NamedTuple):
@@ -50,7 +54,7 @@ class Facts(NamedTuple):
     is_uncounted: bool = False  # tensors without version counters are too large to compare at every call
     is_parametrized: bool = False  # a submodule is
     unsteady: UnsteadyLayer | None = None  # the first layer that draws random numbers or mixes items
-    sharded: str | None = None  # which part of it needs other processes to compute; it is then not walked
+    sharded: str | None = None  # which part of it waits for other processes, if it is not cached for that
 
 
 class History:
@@ -91,6 +95,10 @@ class NamespaceKeeper:
         self.generators: list[Any] = []  # random generators that the module refers to
         self.walks = 0  # how often code and attributes have been read
         self._settings = settings
+        # Ranks that call in step can skip such a forward together. Each has other shards, so a name has to
+        # stand for the weights.
+        in_step = settings.distributed == "collective"
+        self._caches_sharded = in_step and settings.persistent_module_hash is not None
         self._lock = ProcessLock(threading.RLock)
         self._tokens: dict[int, tuple[object, bytes]] = {}
         self._texts = CompiledTexts()
@@ -101,7 +109,8 @@ class NamespaceKeeper:
         """Forget everything that has been read, so that the next look reads it anew."""
         with self._lock():
             self._watch: Watch | None = None
-            self._sharded: Callable[[], nn.Module | None] = _nothing  # the part that was found to be sharded
+            self._sharded: Callable[[], nn.Module | None] = _nothing  # the part for which it is not cached
+            self._shards = Shards()
             self._tensors = TensorWatch({})
             self._facts = Facts()
             self._parts: dict[str, bytes] = {}
@@ -113,11 +122,19 @@ class NamespaceKeeper:
         """The facts about the module as it is now."""
         with self._lock():
             self._notice_structure(root)
+            if self._shards and self._facts.unsteady is None:
+                return self._facts._replace(unsteady=self._shards.unsteady())
             return self._facts
+
+    def looks_sharded(self, root: Any) -> bool:
+        """Whether the module is sharded now, and is cached all the same."""
+        with self._lock():
+            self._notice_structure(root)
+            return bool(self._shards)
 
     def requires_grad(self) -> bool:
         """Whether a tensor of the module requires grad; `facts` has looked which tensors it has."""
-        return any(map(_requires_grad, self._tensors.tensors))
+        return any(map(_requires_grad, chain(self._tensors.tensors, self._shards.tensors())))
 
     def look(self, root: Any) -> Seen:
         """The namespace as of now; of a sharded module, the one before it was."""
@@ -138,7 +155,8 @@ class NamespaceKeeper:
                     self._has_old_casts = True
             self._has_old_casts = self._has_old_casts and keeps_casts
             tensors = self._tensors
-            return Seen(self.fingerprint.namespace, tensors, tensors.generation, self._has_old_casts)
+            namespace, generation = self.fingerprint.namespace, tensors.generation
+            return Seen(namespace, tensors, generation, self._has_old_casts, self._shards or None)
 
     def changed_since(self, seen: Seen, root: Any) -> bool:
         """Whether the module, or a tensor of it, has changed since it was looked at."""
@@ -172,15 +190,17 @@ class NamespaceKeeper:
         if self._lock.was_torn():
             self.reset()
         module = _module(root)
-        if self._watch is not None and not self._tensors.has_lazy and self._watch.same(module):
+        watch = None if self._tensors.has_lazy else self._watch
+        if watch is not None and watch.same(module) and self._shards.same():
             return
         is_sharded = self._facts.sharded is not None
         if is_sharded and (part := self._sharded()) is not None and sharding(part) is not None:
             return
         self._watch = None  # in case the walk is interrupted
         self.walks += 1
+        self._shards = Shards(are_cached=self._caches_sharded)
         try:
-            walk = Walk(root, self._tokens, self._texts)
+            walk = Walk(root, self._tokens, self._texts, shards=self._shards)
         except ShardedError as stop:
             self._facts, self._sharded = Facts(sharded=str(stop)), stop.part
             self._tensors = TensorWatch({})  # a tensor that is watched cannot be freed
@@ -189,10 +209,10 @@ class NamespaceKeeper:
         self._values = texts_of(walk.parts)
         self._parts["option cache_dtype"] = str(self._settings.cache_dtype).encode()
         self._values["option cache_dtype"] = str(self._settings.cache_dtype)
-        self._tensors = TensorWatch(walk.tensors, self._tensors)
-        self.generators = walk.generators
+        self._tensors = TensorWatch(walk.tensors | self._shards.buffers(), self._tensors)
+        self.generators = walk.generators + self._shards.held(GENERATORS)
         self._is_known = False
-        parts = [part for part, _, _ in walk.modules]
+        parts = [*[part for part, _, _ in walk.modules], *self._shards.parts()]
         self._facts = Facts(
             self._tensors.has_lazy,
             self._tensors.is_blind and self._settings.persistent_module_hash is None,

@@ -1,13 +1,18 @@
-"""Which modules have weights that are spread over processes, so that their forwards wait for each other."""
+"""Modules whose weights are spread over processes, so that their forwards wait for each other."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-__all__ = ["ShardedError", "check_whole", "sharding"]
+from torchcache2.identity.mixing import UnsteadyLayer, unsteady
+
+__all__ = ["ShardedError", "Shards", "sharding"]
 
 _FSDP = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 _FSDP_MARK = "_is_fsdp_managed_module"  # FSDP sets it on each module whose parameters it gathers
@@ -38,7 +43,75 @@ def sharding(module: nn.Module) -> str | None:
     return None
 
 
-def check_whole(module: nn.Module) -> None:
-    """Raise `ShardedError` if the parameters of a module are spread over processes."""
-    if (text := sharding(module)) is not None:
-        raise ShardedError(module, text)
+class Shards:
+    """The sharded modules that a walk has met; it holds none of them, as one may own the cache.
+
+    Where they `are_cached`, a name says who computes, and nothing of them is read. Elsewhere the first one
+    ends the walk.
+    """
+
+    def __init__(self, *, are_cached: bool = False) -> None:
+        self._are_cached = are_cached
+        self._found: list[tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] = []
+
+    def __bool__(self) -> bool:
+        return len(self._found) > 0
+
+    def takes(self, module: nn.Module) -> bool:
+        """Whether a module, or a part of it, is sharded, so that it is not to be walked.
+
+        Raises `ShardedError` if the module is sharded and such modules are not cached.
+        """
+        if not self._are_cached:
+            if (text := sharding(module)) is not None:
+                raise ShardedError(module, text)
+            return False
+        part = next((part for part in module.modules() if sharding(part) is not None), None)
+        if part is not None:
+            self._found.append((weakref.ref(module), weakref.ref(part)))
+        return part is not None
+
+    def same(self) -> bool:
+        """Whether each module still exists, and the part of it that was found to be sharded still is."""
+        parts = [part() for _, part in self._found]
+        return all(part is not None and sharding(part) is not None for part in parts)
+
+    def parts(self) -> Iterator[nn.Module]:
+        """The modules, and all of their submodules."""
+        for module, _ in self._found:
+            if (living := module()) is not None:
+                yield from living.modules()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Their parameters and buffers, as they are now."""
+        for part in self.parts():
+            every = chain(part._parameters.values(), part._buffers.values())
+            yield from [tensor for tensor in every if tensor is not None]
+
+    def buffers(self) -> dict[str, Tensor]:
+        """By name, the buffers that are whole. Parameters are no state, as they come and go when gathered."""
+        buffers: dict[str, Tensor] = {}
+        for number, part in enumerate(self.parts()):
+            for name, buffer in part._buffers.items():
+                if type(buffer) is Tensor and buffer.layout == torch.strided and not buffer.is_meta:
+                    buffers[f"{name} of part {number}"] = buffer
+        return buffers
+
+    def held(self, kinds: tuple[type, ...]) -> list[Any]:
+        """Attributes of theirs that are of some classes."""
+        return [value for part in self.parts() for value in vars(part).values() if isinstance(value, kinds)]
+
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes of their tensors, and those in which FSDP has them compute."""
+        dtypes = {tensor.dtype for tensor in self.tensors()}
+        for part in self.parts():
+            ask_state: Any = getattr(part, "_get_fsdp_state", None)
+            policy = getattr(ask_state and ask_state(), "_mp_policy", None)
+            policies = policy, getattr(part, "mixed_precision", None)
+            named = [getattr(policy, "param_dtype", None) for policy in policies]
+            dtypes |= {dtype for dtype in named if isinstance(dtype, torch.dtype)}
+        return dtypes
+
+    def unsteady(self) -> UnsteadyLayer | None:
+        """Their first layer that draws random numbers or mixes items now."""
+        return next(filter(None, map(unsteady, self.parts())), None)

@@ -8,7 +8,9 @@ warning, never an exception.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -19,8 +21,9 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows
 from torchcache2.files.directory import CacheDirectory
+from torchcache2.identity.encoding import digest
 
-__all__ = ["Claim", "Found", "Signals", "Tier", "TierStats"]
+__all__ = ["Claim", "Found", "Signals", "Tier", "TierStats", "replicas_of"]
 
 _NOWHERE: Positions = np.empty(0, np.int64)
 
@@ -69,7 +72,8 @@ class Signals:
     Attributes
     ----------
     drops : callable
-        Returns a number that changes when a process drops rows: the others then forget theirs.
+        Returns when a process last dropped rows, in nanoseconds since 1970; 0: never. The others then forget
+        theirs.
     seals : callable
         Returns a number that changes when others will need what waits, which is then written at once.
     tell : ToldOnce, optional
@@ -79,6 +83,11 @@ class Signals:
     drops: Callable[[], int] = int
     seals: Callable[[], int] = int
     tell: ToldOnce | None = None
+
+
+def replicas_of(namespace: bytes) -> bytes:
+    """The namespace of the replicas of a namespace; see `Tier.keep_replicas`."""
+    return digest([namespace, b"replica"])
 
 
 class Claim:
@@ -158,6 +167,15 @@ class Tier(abc.ABC):
         """Keep rows as `put` does, but forget no row that is in use for them: a slower tier has them too."""
         return self.put(keys, rows)
 
+    def keep_replicas(self, keys: Keys, rows: Rows) -> int:
+        """Keep rows that other ranks own, in room that nothing else needs; returns how many were kept.
+
+        The keys are distinct, and of the namespace `replicas_of` that of their owners, with which they are
+        dropped. No row is forgotten for them, and they are the first to make room for others; that is no
+        eviction.
+        """
+        return 0
+
     def claim(self, keys: Keys) -> Claim:
         """Say which of some distinct keys, missed by `get`, this call computes; `release` it in the end."""
         return Claim(len(keys))
@@ -183,6 +201,14 @@ class Tier(abc.ABC):
     def stats(self) -> TierStats:
         """What is here now."""
 
+    def count(self, namespace: bytes) -> int:
+        """How many rows of a namespace, which was asked for, are here; all rows are if it is the only one."""
+        return self.stats().rows
+
+    def reasons(self, namespace: bytes) -> list[Exception]:
+        """Why rows of a namespace that may be here are not found, as far as that is known."""
+        return []
+
     def counts(self) -> dict[str, int]:
         """What `CacheStats` says of this tier; counts of the same name are added up over all tiers."""
         stats = self.stats()
@@ -192,3 +218,9 @@ class Tier(abc.ABC):
 
     def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:  # noqa: B027
         """Keep a newer description of a namespace; if there is none yet, only with `create`."""
+
+    def later(self, function: Callable[..., None], *args: object) -> None:
+        """Call a function in another thread, where the garbage collector has called in the middle of work."""
+        # No thread can be started while the process ends; but then the tier is closed at exit.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=function, args=args, daemon=True).start()

@@ -24,11 +24,14 @@ class Breaker:
         Calls of the system that failed.
     tell : ToldOnce
         Warns once for each kind of fault.
+    shortest : float
+        The first pause in seconds; each further one is twice as long, up to a minute.
     """
 
-    def __init__(self, tell: ToldOnce | None = None) -> None:
+    def __init__(self, tell: ToldOnce | None = None, shortest: float = 2.0) -> None:
         self.faults = 0
         self.tell = ToldOnce() if tell is None else tell
+        self.shortest = shortest
         self._failures: Counter[bytes | None] = Counter()  # in a row, without a success
         self._paused_until: dict[bytes | None, float] = {}
 
@@ -44,7 +47,8 @@ class Breaker:
         """
         self._failures[part] += 1
         if self._failures[part] > 1 or is_lasting:
-            self.pause(part, 2.0 ** min(self._failures[part], 10))  # a power of thousands would overflow
+            # Two to the power of thousands would overflow.
+            self.pause(part, self.shortest * 2.0 ** min(self._failures[part] - 1, 10))
 
     def pause(self, part: bytes | None = None, seconds: float = _LONGEST_PAUSE) -> None:
         """Allow nothing for some seconds, at most a minute."""

@@ -101,6 +101,10 @@ class Gathering(Tier):
             self.hand_on()
         return kept
 
+    def offer(self, keys: Keys, rows: Rows) -> int:
+        """Keep rows that a slower tier has; see `DiskTier.offer`."""
+        return 0 if self._tier.mirrored else super().offer(keys, rows)
+
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace."""
         self.hand_on()
@@ -135,6 +139,10 @@ class Gathering(Tier):
         """What `CacheStats` says of the tier."""
         self.hand_on()
         return self._tier.counts()
+
+    def reasons(self, namespace: bytes) -> list[Exception]:
+        """Why rows that may be in the tier are not found."""
+        return self._tier.reasons(namespace)
 
     def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:
         """Keep a newer description of a namespace."""

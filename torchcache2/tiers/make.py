@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
 
+from torchcache2.core.buckets import Bucket
 from torchcache2.core.errors import OptionError
-from torchcache2.core.logs import logger
+from torchcache2.core.logs import ToldOnce, logger
 from torchcache2.core.ranks import has_ranks, ranks_here
+from torchcache2.core.servers import Servers
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import size_text
 from torchcache2.files.directory import CacheDirectory
@@ -23,12 +26,26 @@ from torchcache2.tiers.base import Signals, Tier
 from torchcache2.tiers.disk.scratch import Scratch
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.gathering import Gathering
+from torchcache2.tiers.meeting import job_name
 from torchcache2.tiers.memory.tier import MemoryTier
-from torchcache2.tiers.shared.job import job_name
+from torchcache2.tiers.redis.clients import Clients
+from torchcache2.tiers.redis.tier import RedisTier
+from torchcache2.tiers.remote.mirror import Mirror
+from torchcache2.tiers.remote.objects import Objects
+from torchcache2.tiers.remote.tier import RemoteTier
 from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.tier import SharedTier
 
-__all__ = ["Description", "InUse", "check_folder", "disk_budget", "job_of", "make_levels", "make_tiers"]
+__all__ = [
+    "Description",
+    "InUse",
+    "Opened",
+    "check_place",
+    "disk_budget",
+    "job_of",
+    "make_levels",
+    "make_tiers",
+]
 
 _LEAST_QUEUED, _MOST_QUEUED = 16 << 20, 256 << 20
 _WORKERS_WRITE = 2.0  # seconds; a `DataLoader` kills its workers 5 seconds after their end
@@ -36,13 +53,36 @@ _SAMPLES_SEALED_AFTER = 60.0  # seconds; loading samples takes long, and segment
 
 InUse = Callable[[], Collection[bytes]]
 Description = Callable[[bytes], Mapping[str, Any]]
+Opened = Objects  # what was opened to look at the place: the tiers take it over
 
 
-def check_folder(settings: CacheSettings) -> None:
-    """Raise `OptionError` if the cache directory is a file, or a folder with somebody else's files."""
-    if settings.is_persistent and settings.persistent_cache_dir is not None:
-        with contextlib.suppress(OSError, NewerFormatError):  # the tier will warn of these
-            CacheDirectory(str(settings.persistent_cache_dir), FileSystem()).check()
+def check_place(settings: CacheSettings) -> Opened | None:
+    """Raise `OptionError` if rows cannot be kept where the settings say.
+
+    The cache directory may be a file, or a folder with somebody else's files; a server may refuse a password,
+    and a bucket, credentials. If a bucket has answered, its connections are returned: for `make_tiers` or
+    `make_levels`, whose tiers close them, or to be closed.
+    """
+    quiet = ToldOnce(lambda kind: False)  # of a server or bucket that does not answer the tier will warn
+    folder = str(settings.persistent_cache_dir) if settings.persistent_cache_dir is not None else None
+    if settings.servers is not None:
+        with contextlib.closing(Clients(settings.servers, quiet)) as clients:
+            clients.check()
+        return None
+    with contextlib.ExitStack() as stack:
+        objects = None
+        if settings.bucket is not None:
+            folder, objects = settings.bucket.local_dir, Objects(settings.bucket, quiet)
+            stack.callback(objects.close)
+            objects.check()
+        if settings.is_persistent and folder is not None:
+            with contextlib.suppress(OSError, NewerFormatError):  # the tier will warn of these
+                CacheDirectory(folder, FileSystem()).check()
+        if objects is None or objects.cause is not None:
+            return None
+        stack.pop_all()
+        objects.tell = ToldOnce()
+        return objects
 
 
 def disk_budget(settings: CacheSettings, folder: str) -> int:
@@ -56,27 +96,37 @@ def disk_budget(settings: CacheSettings, folder: str) -> int:
 
 def job_of(settings: CacheSettings, name: str) -> bytes | None:
     """The job whose ranks share what they make under one name with equal options; None: nothing is shared."""
-    is_asked = settings.distributed == "node" or (settings.distributed == "auto" and has_ranks())
+    is_asked = settings.distributed == "node" or (settings.distributed != "off" and has_ranks())
     if not (is_asked and settings.can_be_shared):
         return None
     return job_name(os.environ, name, repr(settings.of_tiers()))
 
 
 def make_tiers(
-    settings: CacheSettings, in_use: InUse, description: Description, job: bytes | None = None
+    settings: CacheSettings,
+    in_use: InUse,
+    description: Description,
+    job: bytes | None = None,
+    opened: Opened | None = None,
 ) -> list[Tier]:
     """The tiers of one budget, fastest first.
 
     `in_use()` are the namespaces that something alive in this process uses. `description(namespace)` says
     what a namespace stands for, for people and later runs. The processes of a `job` share their memory.
+    `opened` are connections to the bucket, if there are any already; the tiers close them.
     """
     budget, ranks = settings.memory_budget(), 1 if job is None else ranks_here()
     # Rows that wait to be written count as memory, too.
     queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4)) // ranks if settings.is_persistent else 0
     tiers = [_memory(settings, max(0, budget - queue * ranks), in_use, description, job)]
-    if settings.is_persistent:
+    if settings.servers is not None:
+        tiers.append(_redis(settings, settings.servers, queue, claims=settings.claims))
+    elif settings.is_persistent:
         try:
-            tiers.append(_disk(settings, queue, in_use, description, job))
+            if settings.bucket is not None:
+                tiers += _mirrored(settings, settings.bucket, opened, queue, in_use, description, job)
+            else:
+                tiers.append(_disk(settings, queue, in_use, description, job))
         except OSError as error:
             logger.warning("there is no temporary folder: rows stay in memory (%s)", str(error))
         except OptionError as error:  # the folder was accepted when the decorator ran, and has changed since
@@ -92,11 +142,14 @@ def make_levels(
     *,
     is_worker: bool = False,
     signals: Signals,
+    writes: bool = True,
+    opened: Opened | None = None,
 ) -> list[Tier]:
-    """The tiers of a dataset, fastest first: memory of the processes of a `job`, then a folder.
+    """The tiers of a dataset, fastest first: memory of the processes of a `job`, then a folder or servers.
 
     The budgets are in bytes; one of 0 leaves its tier out. Where memory cannot be shared, workers divide it.
     A worker leaves its rows to others when it ends, in a temporary folder too; its parent has warned already.
+    Unless it `writes`, nothing in the folder is changed, nor in the bucket. For `opened`, see `make_tiers`.
     """
     budget, tiers = settings.memory_budget(), list[Tier]()
     warn = logger.debug if is_worker else logger.warning
@@ -112,21 +165,20 @@ def make_levels(
             )
             memory = MemoryTier(budget // ranks_here(), in_use=in_use, spills=True, among=_workers)
             tiers.append(memory)
-    if settings.is_persistent:
-        queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4))
+    queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4))
+    options: dict[str, Any] = {"most_seconds": _most_seconds, "signals": signals}
+    if settings.servers is not None:
+        tiers.append(_redis(settings, settings.servers, queue, claims=False, **options))
+    elif settings.is_persistent:
         try:
-            disk = _disk(
-                settings,
-                queue,
-                in_use,
-                description,
-                job,
-                is_worker,
-                delay=_SAMPLES_SEALED_AFTER,
-                most_seconds=_most_seconds,
-                signals=signals,
-            )
-            tiers.append(Gathering(disk, signals.drops))
+            options |= {"delay": _SAMPLES_SEALED_AFTER, "writes": writes}
+            if settings.bucket is not None:
+                options["gather"] = lambda disk: Gathering(disk, signals.drops)
+                options["job"] = job
+                tiers += _mirrored(settings, settings.bucket, opened, queue, in_use, description, **options)
+            else:
+                disk = _disk(settings, queue, in_use, description, job, is_worker, **options)
+                tiers.append(Gathering(disk, signals.drops))
         except OSError as error:
             warn("there is no temporary folder: what does not fit in memory is not kept (%s)", str(error))
     return tiers or [MemoryTier(0)]
@@ -145,6 +197,11 @@ def _memory(
     return MemoryTier(budget, settings.policy, device, in_use, spills=settings.is_persistent)
 
 
+def _redis(settings: CacheSettings, servers: Servers, queue: int, **options: Any) -> RedisTier:
+    codec, quality = settings.compression, settings.compression_quality
+    return RedisTier(servers, codec=codec, quality=quality, queue=queue, **options)
+
+
 def _disk(
     settings: CacheSettings,
     queue: int,
@@ -156,6 +213,63 @@ def _disk(
 ) -> DiskTier:
     scratch = Scratch(job) if settings.persistent_cache_dir is None else None
     path = scratch.path if scratch is not None else str(settings.persistent_cache_dir)
+    options["temporary"] = scratch is not None and not is_worker
+    options["closed"] = None if scratch is None else scratch.remove
+    return _folder(settings, path, queue, in_use, description, **options)
+
+
+def _mirrored(
+    settings: CacheSettings,
+    bucket: Bucket,
+    objects: Objects | None,
+    queue: int,
+    in_use: InUse,
+    description: Description,
+    job: bytes | None,
+    gather: Callable[[DiskTier], Tier] = lambda disk: disk,
+    writes: bool = True,
+    **options: Any,
+) -> list[Tier]:
+    """A folder, what `gather` puts in front of it, and the bucket behind it."""
+    mirrors = weakref.WeakSet[Mirror]()  # the folder must not keep the mirror alive, which refers to it
+
+    def sealed() -> None:
+        for one in mirrors:
+            one.wake()
+
+    with contextlib.ExitStack() as stack:
+        if objects is not None:
+            stack.callback(objects.close)
+        scratch = Scratch(job) if bucket.local_dir is None else None
+        path = scratch.path if scratch is not None else str(bucket.local_dir)
+        is_temporary = scratch is not None
+        options |= {"mirrored": True, "temporary": is_temporary, "sealed": sealed}
+        disk = _folder(settings, path, queue, in_use, description, **options)
+        front = gather(disk)
+        stack.pop_all()
+
+    def mirror(objects: Objects) -> Mirror:
+        made = Mirror(
+            objects, disk.directory, disk.budget, front.flush, uploads=writes, temporary=is_temporary
+        )
+        mirrors.add(made)
+        return made
+
+    remote = RemoteTier(
+        bucket,
+        disk.directory,
+        disk.budget,
+        signals=options.get("signals"),
+        objects=objects,
+        mirror=mirror,
+        closed=None if scratch is None else scratch.remove,
+    )
+    return [front, remote]
+
+
+def _folder(
+    settings: CacheSettings, path: str, queue: int, in_use: InUse, description: Description, **options: Any
+) -> DiskTier:
     return DiskTier(
         path,
         disk_budget(settings, path),
@@ -165,8 +279,6 @@ def _disk(
         queue=queue,
         in_use=in_use,
         description=description,
-        temporary=scratch is not None and not is_worker,
-        closed=None if scratch is None else scratch.remove,
         **options,
     )
 

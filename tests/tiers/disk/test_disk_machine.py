@@ -279,7 +279,7 @@ class Directory(RuleBasedStateMachine):
 
 TestDirectory = Directory.TestCase
 TestDirectory.settings = hypothesis.settings(
-    max_examples=3000 if SOAK else 30,
+    max_examples=3000 if SOAK else 15,
     stateful_step_count=60 if SOAK else 25,
     deadline=None,
     derandomize=not SOAK,  # `make soak` looks for what nobody has seen yet

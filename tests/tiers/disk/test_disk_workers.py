@@ -87,6 +87,6 @@ def test_without_a_time_all_may_wait_that_the_queue_allows(tmp_path):
     for name in range(100):
         put(tier, [name], 20_000)
     writer = tier._known.writer
-    assert writer.nbytes > 8_000_000 and writer.limit == 10**9
+    assert writer.nbytes > 8_000_000 and writer.pace.limit == 10**9
     tier.drop(keys_of([]).namespace)
     tier.close()

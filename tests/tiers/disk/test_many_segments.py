@@ -32,9 +32,10 @@ from torchcache2.files.eviction import Allowance, make_room
 from torchcache2.tiers.disk import places as places_module
 from torchcache2.tiers.disk.places import Places
 from torchcache2.tiers.disk.tier import DiskTier
-from torchcache2.tiers.disk.unwritten import OwnRows, Slabs
-from torchcache2.tiers.disk.writer import Writer
 from torchcache2.tiers.index import KeyIndex
+from torchcache2.tiers.pace import Pace
+from torchcache2.tiers.unwritten import OwnRows, Slabs
+from torchcache2.tiers.writer import Writer
 
 NOWHERE = "nowhere"
 ROWS = 8  # of a segment
@@ -427,9 +428,7 @@ class Slow:
             self.lock,
             lambda pending: self.sealed.append((self.clock.now - 1000, self.clock.now - pending.since)),
             lambda pending: None,
-            target=64 << 20,
-            limit=256 << 20,
-            delay=delay,
+            Pace(target=64 << 20, limit=256 << 20, delay=delay),
             at_exit=lambda: None,
             clock=self.clock,
         )
@@ -501,7 +500,7 @@ def test_a_namespace_that_is_new_does_not_wait_for_the_share_of_another(make, pa
     tier = make(delay=0.2)
     tier._known.begin()
     writer = tier._known.writer
-    writer._waited[NAMESPACES[0]] = 100 * NEVER
+    writer.pace.waited[NAMESPACES[0]] = 100 * NEVER
     put(tier, range(4), namespace=NAMESPACES[0])
     put(tier, range(4), namespace=NAMESPACES[1])
     event = threading.Event()

@@ -18,9 +18,9 @@ from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.tiers.index import KeyTable
 from torchcache2.tiers.make import make_tiers
+from torchcache2.tiers.meeting import job_name
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.shared import job as job_module
-from torchcache2.tiers.shared.job import job_name
 from torchcache2.tiers.shared.region import Region, SharingError
 from torchcache2.tiers.shared.tier import SharedTier
 
@@ -487,7 +487,7 @@ class Dict(RuleBasedStateMachine):
 
 TestDict = Dict.TestCase
 TestDict.settings = settings(
-    max_examples=2000 if SOAK else 30,
+    max_examples=2000 if SOAK else 15,
     stateful_step_count=25,
     deadline=None,
     derandomize=not SOAK,

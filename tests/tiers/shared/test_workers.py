@@ -83,9 +83,12 @@ BESIDE_THREADS = (
 import threading
 from tests.helpers.storage import value_of
 
-# Torch takes locks when it draws numbers: a child that is forked meanwhile would wait for ever.
+# Torch takes locks when it draws numbers, and when one of its functions is called for the first time: a child
+# that is forked meanwhile would wait for ever.
 made = [value_of((worker, name), 4) for worker in range(12) for name in range(10)]
 tier, stop, errors = join(10**8), threading.Event(), []
+put(tier, ["first"])
+assert found(tier, ["first", "absent"]) == ["first"]
 
 
 def read_and_put(number):

@@ -16,9 +16,10 @@ from torchcache2.files.descriptors import Descriptor
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.files.filenames import FINGERPRINT
+from torchcache2.files.filesystem import FileInfo
 from torchcache2.files.segment import Descriptors, Segment
 from torchcache2.tiers.disk.places import Places
-from torchcache2.tiers.disk.unwritten import Pending
+from torchcache2.tiers.unwritten import Pending
 
 __all__ = ["AnySegment", "Located"]
 
@@ -42,6 +43,8 @@ class Located:
     segments : dict of int to AnySegment
     names : set of str
         Names of files that are known, so that they need not be opened.
+    unopened : dict of str to Exception
+        Why files, by their names, could not be opened.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Located:
         self.namespace = namespace
         self.segments: dict[int, AnySegment] = {}
         self.names: set[str] = set()
+        self.unopened: dict[str, Exception] = {}
         self._directory = directory
         self._descriptors = descriptors
         self._next_numbers = numbers
@@ -136,13 +140,14 @@ class Located:
                 return False
             # The clock of a file system is coarse: a second change soon after may leave the time as it is.
             self._changed = changed if time.time_ns() - changed > _SETTLED else -1
-            files = self._directory.contents(self.namespace.hex()).segments
+            files = self._files()
         except OSError as error:
             self._changed = -1  # look again
             self._on_fault(error, self._directory.folder(self.namespace))
             return False
         missing = self._numbers.keys() - {file.name for file in files}  # other processes have deleted
         self.remove_files(missing)
+        self.unopened = {file.name: e for file in files if (e := self.unopened.get(file.name)) is not None}
         before = len(self.segments)
         waiting: dict[int, Array] = {}  # keys that are not in `places` yet
         count = 0
@@ -159,24 +164,35 @@ class Located:
             self.hold()
         return bool(missing) or len(self.segments) > before
 
+    def _files(self) -> list[FileInfo]:
+        """The segments that there are."""
+        return self._directory.contents(self.namespace.hex()).segments
+
+    def _open(self, path: str) -> Segment:
+        """Open one of them; raises what `Segment.open` raises."""
+        return Segment.open(self._directory.fs, self._descriptors, path, limit=self._limit)
+
     def _opened(self, name: str) -> dict[int, Array]:
         """Open one segment; returns its number and keys, or nothing if it has no rows of this namespace."""
         path = os.path.join(self._directory.folder(self.namespace), name)
         try:
-            segment = Segment.open(self._directory.fs, self._descriptors, path, limit=self._limit)
+            segment = self._open(path)
         except FileNotFoundError:
             return {}
         except (OSError, DamagedError, NewerFormatError) as error:
+            self.unopened[name] = error.with_traceback(None)  # its frames would keep the file open
             if isinstance(error, DamagedError):
                 self.names.add(name)
             else:
                 self._changed = -1
             self._on_fault(error, path)
             return {}
-        except (OptionError, UnreadableError):
+        except (OptionError, UnreadableError) as error:
+            self.unopened[name] = error.with_traceback(None)
             self._changed = -1  # it may be opened later, when its codec is installed or its class is imported
             return {}
         self.names.add(name)
+        self.unopened.pop(name, None)
         if segment.layout.namespace != self.namespace:
             return {}  # somebody has renamed the folder
         number = next(self._next_numbers)

@@ -34,7 +34,6 @@ def delete_files(directory: CacheDirectory, known: Known, health: Health, namesp
             health.fault(removal.error, folder)
         if contents.segments:
             with known.lock():
-                located = known.located.get(namespace) or known.new(namespace)
-                located.names |= {info.name for info in contents.segments}
+                known.ignore(namespace, [info.name for info in contents.segments])
     except OSError as error:
         health.fault(error, folder)

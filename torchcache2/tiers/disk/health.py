@@ -32,12 +32,20 @@ class Health(Breaker):
         Whether the directory can be read, and written, at all.
     corrupt : int
         Damaged rows and files that were met.
+    serves_only : bool
+        Whether nothing in the directory may be changed, as it is not ours.
+    last : list of Exception
+        One that says which call of the system failed last, if any has.
     """
 
-    def __init__(self, directory: CacheDirectory, tell: ToldOnce | None = None) -> None:
+    def __init__(
+        self, directory: CacheDirectory, tell: ToldOnce | None = None, *, serves_only: bool = False
+    ) -> None:
         super().__init__(tell)
-        self.reads = self.writes = True
+        self.reads, self.writes = True, not serves_only
+        self.serves_only = serves_only
         self.corrupt = 0
+        self.last: list[Exception] = []
         self._directory = directory
         self._unwritable: set[str] = set()  # folders of namespaces
 
@@ -54,11 +62,17 @@ class Health(Breaker):
             )
         elif isinstance(error, DamagedError):
             self.corrupt += 1
+            if self.serves_only:
+                self.tell("corrupt", "%s is damaged (%s): rows of it are missing", path, str(error))
+                return
             self.tell("corrupt", "%s is damaged (%s): it is set aside, and computed again", path, str(error))
             with contextlib.suppress(OSError):
                 self._directory.set_aside(path)
         else:
             self.faults += 1
+            self.last = [
+                OSError(f"{type(error).__name__}: {error}")
+            ]  # without the frames of the error itself
             # The error is logged as text: a log record that refers to it would keep files open and locked.
             self.tell(
                 "fault", "the cache directory fails at %s, and goes on in memory: %s", path, repr(error)
@@ -102,9 +116,19 @@ class Health(Breaker):
         self.reads = self.writes = False
         self.tell("newer", "%s", message)
 
-    def full(self, budget: int) -> None:
+    def full(self, budget: int, *, mirrored: bool = False) -> None:
         """Pause writing, as there is no room and none can be made."""
         self.pause()
+        if mirrored:
+            self.tell(
+                "full",
+                "the local folder %s is full (%d bytes) of rows that the bucket does not have yet, and "
+                "they are not uploaded fast enough: new rows stay in memory. Raise max_persistent_cache_size "
+                "(of a dataset, disk_cache_size)",
+                self._directory.path,
+                budget,
+            )
+            return
         self.tell(
             "full",
             "the cache directory %s is full (%d bytes) of rows that are in use, or not ours to delete: new "

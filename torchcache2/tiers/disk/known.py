@@ -14,7 +14,7 @@ from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import Descriptor
 from torchcache2.tiers.disk.catalog import Located
 from torchcache2.tiers.disk.health import Health
-from torchcache2.tiers.disk.writer import Writer
+from torchcache2.tiers.writer import Writer
 
 __all__ = ["Known"]
 
@@ -66,8 +66,7 @@ class Known:
         """Have the files that are there now stay closed, as another process is about to delete them."""
         with contextlib.suppress(OSError):
             files = self._directory.contents(namespace.hex()).segments
-            located = self.located.get(namespace) or self.new(namespace)
-            located.names |= {file.name for file in files}
+            self.ignore(namespace, {file.name for file in files})
 
     def _begin(self, torn: bool) -> None:
         if torn:
@@ -95,6 +94,13 @@ class Known:
             namespace, self._directory, self.descriptors, self.numbers, self._limit, self._health.fault
         )
         return located
+
+    def ignore(self, namespace: bytes, names: Collection[str]) -> None:
+        """Never open files of these names; with the lock held."""
+        located = self.located.get(namespace)  # it may have no rows, but names already
+        if located is None:
+            located = self.new(namespace)
+        located.names.update(names)
 
     def remove(self, namespace: bytes, numbers: Collection[int], damaged: Collection[int] = ()) -> int:
         """Forget segments; returns how many rows were found in them. Other segments may have them too."""
@@ -128,6 +134,12 @@ class Known:
             # The thread may still be writing these: it deletes the files once it sees that they are dropped.
             self.new(namespace).names = names
 
+    def unopened(self, namespace: bytes) -> list[Exception]:
+        """Why segments of a namespace could not be opened."""
+        with self.lock():
+            located = self.located.get(namespace)
+            return [] if located is None else list(located.unopened.values())
+
     def let_go(self) -> Collection[bytes] | None:
         """Stop counting as a user of namespaces that nothing alive uses; returns those in use, if known.
 
@@ -140,7 +152,7 @@ class Known:
             self.begin()
             for namespace in self._wanted.difference(in_use):
                 self._wanted.discard(namespace)
-                if located := self.located.get(namespace):
+                if (located := self.located.get(namespace)) is not None:
                     located.let_go()
         return in_use
 
@@ -150,7 +162,7 @@ class Known:
         with self.lock():
             self.begin()
             for namespace in self.located if in_use is None else in_use:
-                if located := self.located.get(namespace):
+                if (located := self.located.get(namespace)) is not None:
                     self._wanted.add(namespace)
                     located.hold(is_used=False)  # another process may have made its folder since
 
@@ -163,6 +175,7 @@ class Known:
         if held is None:
             held = enter()
             with self.lock():
-                if namespace in self._wanted and (located := self.located.get(namespace)):
+                located = self.located.get(namespace)
+                if namespace in self._wanted and located is not None:
                     located.hold()
         return held

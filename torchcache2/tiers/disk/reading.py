@@ -22,7 +22,7 @@ from torchcache2.tiers.disk.catalog import AnySegment, Located
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
 
-__all__ = ["Reader"]
+__all__ = ["Reader", "read_rows"]
 
 _TOUCHED_EVERY = 60.0  # seconds
 _ASKED_BESIDE = 8 << 20  # from so many bytes on, the system is asked in a thread of its own
@@ -48,13 +48,15 @@ class Reader:
             numbers, rows = located.places.where(ordinals[positions])
             segments = {number: located.segments[number] for number in set(numbers.tolist())}
 
-        found, failed = _read_rows(segments, numbers, rows, positions)
+        found, failed = read_rows(segments, numbers, rows, positions)
         for number, error in failed.items():
             if not isinstance(error, FileNotFoundError):  # a file that is gone was deleted to make room
                 self._health.fault(error, getattr(segments[number], "path", self._directory.path))
         if failed:
             damaged = [number for number, error in failed.items() if isinstance(error, DamagedError)]
-            self._known.remove(keys.namespace, failed, damaged)
+            # Nobody computes the other rows of a damaged segment again where nothing may be changed.
+            gone = failed.keys() - (damaged if self._health.serves_only else ())
+            self._known.remove(keys.namespace, gone, damaged)
         for segment in segments.values():
             self._touch(segment)
         return found
@@ -104,7 +106,7 @@ class _Job(NamedTuple):
     positions: Positions
 
 
-def _read_rows(
+def read_rows(
     segments: Mapping[int, AnySegment], numbers: Array, rows: Array, positions: Positions
 ) -> tuple[list[tuple[Positions, Rows]], dict[int, Exception]]:
     """Read rows by schema; also the error of each segment that cannot be read, whose rows are left out.

@@ -18,28 +18,28 @@ from torchcache2.core.version import __version__
 from torchcache2.files.codec import Codec
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.encode import SEGMENT, Encoded, encode, write
-from torchcache2.files.errors import UnserialisableError
 from torchcache2.files.eviction import Allowance, room_after
 from torchcache2.files.filesystem import Descriptor
-from torchcache2.files.layout import schema_text
 from torchcache2.files.segment import Segment
 from torchcache2.files.whole import ulid
+from torchcache2.tiers.disk.awaited import AwaitedUploads
 from torchcache2.tiers.disk.catalog import Located
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
-from torchcache2.tiers.disk.unwritten import OwnRows, Pending, Slabs
-from torchcache2.tiers.disk.writer import Writer
+from torchcache2.tiers.serialisable import Serialisable
+from torchcache2.tiers.unwritten import OwnRows, Pending, Slabs
+from torchcache2.tiers.writer import Writer
 
 __all__ = ["Sealing"]
-
-_MOST_SCHEMAS = 1000
 
 
 class Sealing:
     """Keeps the rows of one tier until they are sealed, in segments of `target` bytes.
 
     The whole directory has at most `budget` bytes. `description(namespace)` is what ``fingerprint.json`` says
-    about a namespace. A directory that is `temporary` is not made again once it has been deleted.
+    about a namespace. A directory that is `temporary` is not made again once it has been deleted. One that is
+    `mirrored` in a bucket loses nothing that the bucket lacks: a segment waits until there is room for it.
+    `sealed()` is called when one was written.
 
     Attributes
     ----------
@@ -59,6 +59,8 @@ class Sealing:
         *,
         target: int,
         temporary: bool,
+        mirrored: bool,
+        sealed: Callable[[], object] | None,
     ) -> None:
         self.evictions = 0
         self._directory = directory
@@ -70,9 +72,11 @@ class Sealing:
         self._policy = policy
         self._description = description
         self._temporary = temporary
+        self._mirrored = mirrored
+        self._on_sealed = sealed
         self._allowance = Allowance(target)
         self._one_at_a_time = ProcessLock()
-        self._serialisable: dict[Schema, bool] = {}
+        self._serialisable = Serialisable(health.tell, "such outputs stay in memory, not on disk: %s")
         self._slabs = Slabs()
 
     def takes(self, namespace: bytes, schema: Schema) -> bool:
@@ -80,18 +84,7 @@ class Sealing:
         may_write = self._health.may_write(namespace) and not self._known.closed
         if not may_write or schema.row_bytes > self._budget:
             return False
-        known = self._serialisable.get(schema.family)
-        if known is None:
-            try:
-                schema_text(schema)
-                known = True
-            except UnserialisableError as error:
-                self._health.tell("schema", "such outputs stay in memory, not on disk: %s", str(error))
-                known = False
-            if len(self._serialisable) > _MOST_SCHEMAS:
-                self._serialisable.clear()
-            self._serialisable[schema.family] = known
-        return known
+        return self._serialisable(schema)
 
     def keep(self, keys: Keys, rows: Rows) -> int:
         """Have the rows that are not here yet wait to be written; returns how many these are."""
@@ -116,7 +109,7 @@ class Sealing:
     def _queue_rows(self, writer: Writer, located: Located, keys: Keys, own: OwnRows) -> None:
         """Add rows to segments that will be written, so that none gets much larger than the target."""
         family = own.schema.family
-        step = max(1, writer.target // max(1, own.schema.row_bytes))
+        step = max(1, writer.pace.target // max(1, own.schema.row_bytes))
         for start in range(0, len(keys), step):
             some, piece = keys, own
             if step < len(keys):
@@ -159,6 +152,8 @@ class Sealing:
                         self._fs.remove(path)
                 else:
                     located.sealed(pending.number, segment)
+            if self._on_sealed is not None:
+                self._on_sealed()
             return True
         except Exception as error:
             self.forget(pending)
@@ -209,19 +204,32 @@ class Sealing:
         self._known.hold_what_is_used()
         room = -1
         try:
-            room = room_after(
-                self._directory, size, self._budget, lru=self._policy == "lru", removed=self._removed
-            )
+            room = self._room_after(size)
         except PermissionError:
             self._health.faults += 1  # the segments that would make room belong to another user
         except OSError as error:
             self._health.write_fault(error, self._directory.path)  # this concerns the whole directory
             return False
         if room < 0:
-            self._health.full(self._budget)
+            self._health.full(self._budget, mirrored=self._mirrored)
             return False
         self._allowance.looked(room, size)
         return True
+
+    def _room_after(self, size: int) -> int:
+        """The bytes that are left when a segment is written; less than 0 if it does not fit."""
+        awaited = AwaitedUploads(self._directory) if self._mirrored else None
+        while True:
+            room = room_after(
+                self._directory,
+                size,
+                self._budget,
+                lru=self._policy == "lru",
+                mirrored=self._mirrored,
+                removed=self._removed,
+            )
+            if room >= 0 or awaited is None or not awaited.one_more():
+                return room
 
     def _removed(self, namespace: str, names: list[str]) -> None:
         self.evictions += self._known.remove_files(bytes.fromhex(namespace), names)

@@ -4,15 +4,13 @@ Rows that were put can be read at once. They are on the disk when they are seale
 when there are enough of them, after some seconds, at `flush` and `close`, and at exit. If rows are missing,
 the tier looks for segments that other processes have sealed since.
 
-Safe under threads, and for any number of processes that share a directory: no file is ever modified, and a
-segment appears whole or not at all.
+Safe under threads, and for processes that share a directory: files appear whole, and are never modified.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -35,7 +33,8 @@ from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
 from torchcache2.tiers.disk.reading import Reader
 from torchcache2.tiers.disk.sealing import Sealing
-from torchcache2.tiers.disk.writer import Writer
+from torchcache2.tiers.pace import Pace
+from torchcache2.tiers.writer import Writer
 
 __all__ = ["DiskTier"]
 
@@ -54,11 +53,9 @@ class DiskTier(Tier):
     budget : int
         Bytes of the whole directory, whoever wrote them. Each writer exceeds it by one segment at most.
     policy : {"mru", "lru"}
-        If the directory is full of rows in use, ``mru`` stops writing, and ``lru`` deletes the segments that
-        were not used for longest.
+        If it is full of rows in use, ``mru`` stops writing; ``lru`` deletes what was not used for longest.
     codec : {"brotli", "blosc2", "none"}
-    quality : int
-        The quality of the codec.
+    quality : int, of the codec
     queue : int
         Bytes of rows that may wait to be written. A caller that puts more waits until there is room.
     in_use : callable, optional
@@ -66,17 +63,21 @@ class DiskTier(Tier):
     description : callable, optional
         What a namespace stands for, for its ``fingerprint.json``.
     delay : float
-        Seconds after which rows are sealed, however few; see `torchcache2.tiers.disk.writer`.
+        Seconds after which rows are sealed, however few; see `torchcache2.tiers.pace`.
     temporary : bool
-        Whether the directory goes with this process: `close` then does not write the rows that wait. Forked
-        children write theirs as long as the directory exists, as the others may read them.
+        Whether the directory goes with this process, whose `close` then does not write the rows that wait.
+        Forked children write theirs as long as the directory exists.
     most_seconds : callable, optional
         Called once in each process that writes: no more rows may wait there than it writes in so many
-        seconds, as measured. None, or a result of None: as many as `queue` allows.
-    closed : callable, optional
-        Called at the end of `close`, such as to delete a temporary directory.
+        seconds. None, or a result of None: as many as `queue` allows.
+    closed, sealed : callable, optional
+        Called at the end of `close`, such as to delete a temporary directory, and after each new segment.
     signals : Signals, optional
         What the processes of a job tell each other.
+    mirrored : bool
+        Whether a bucket gets every segment: those that it has make room for new ones, and no others do.
+    writes : bool
+        False: nothing in the directory is changed, and the good rows of a damaged segment are served.
 
     Raises
     ------
@@ -104,21 +105,24 @@ class DiskTier(Tier):
         temporary: bool = False,
         most_seconds: Callable[[], float | None] | None = None,
         closed: Callable[[], None] | None = None,
+        sealed: Callable[[], object] | None = None,
         signals: Signals | None = None,
+        mirrored: bool = False,
+        writes: bool = True,
     ) -> None:
         self.budget = budget
         self.policy = policy
-        self._fs = fs if fs is not None else FileSystem()
-        self.directory = CacheDirectory(os.fspath(path), self._fs)
+        self.mirrored = mirrored
+        self.directory = CacheDirectory(os.fspath(path), fs if fs is not None else FileSystem())
         self._queue = queue
         self._target = max(1, min(_SEGMENT_BYTES, budget // 8, queue // 4))
         self._delay = delay
         self._most_seconds = most_seconds
-        self._goes_with = os.getpid() if temporary else None  # the process
+        self._goes_with = os.getpid() if temporary and not mirrored else None  # the process
         self._on_closed = closed
         self._signals = Signals() if signals is None else signals
         drops = self._signals.drops
-        self._health = Health(self.directory, self._signals.tell)
+        self._health = Health(self.directory, self._signals.tell, serves_only=not writes)
         self._known = Known(self.directory, self._health, max(budget, 1), in_use, self._make_writer, drops)
         self._lock = self._known.lock
         self._sealing = Sealing(
@@ -131,6 +135,8 @@ class DiskTier(Tier):
             description,
             target=self._target,
             temporary=temporary,
+            mirrored=mirrored,
+            sealed=sealed,
         )
         self._reader = Reader(self.directory, self._known, self._health)
         self._open_directory()
@@ -177,6 +183,10 @@ class DiskTier(Tier):
         if kept and self._known.writer is not None:
             self._known.writer.wait_for_room()
         return kept
+
+    def offer(self, keys: Keys, rows: Rows) -> int:
+        """Keep rows that a slower tier has; none if that is a bucket, from which whole segments come."""
+        return 0 if self.mirrored else super().offer(keys, rows)
 
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, and delete its segments."""
@@ -252,6 +262,10 @@ class DiskTier(Tier):
             size = 0
         return TierStats(rows, size, self._sealing.evictions, self._health.corrupt, self._health.faults)
 
+    def reasons(self, namespace: bytes) -> list[Exception]:
+        """Why segments cannot be opened, and what the system has refused."""
+        return self._known.unopened(namespace) + self._health.last
+
     @property
     def index_bytes(self) -> int:
         """Bytes of memory that finding rows takes."""
@@ -263,31 +277,24 @@ class DiskTier(Tier):
         writes = self._known.writer is not None and self._known.writer.writes_here()
         return writes or bool(self._lock()._is_owned())
 
-    def later(self, function: Callable[..., None], *args: object) -> None:
-        """Call a function in another thread."""
-        # No thread can be started while the process ends; but then the tier is closed at exit.
-        with contextlib.suppress(RuntimeError):
-            threading.Thread(target=function, args=args, daemon=True).start()
-
     def _open_directory(self) -> None:
         try:
             self.directory.check()
-            self.directory.create()
-            remove_leftovers(self.directory)
+            if self._health.writes:
+                self.directory.create()
+                remove_leftovers(self.directory)
         except NewerFormatError as error:
             self._health.newer(str(error))
         except OSError as error:
             self._health.write_fault(error, self.path)
 
     def _make_writer(self) -> Writer:
+        seconds = None if self._most_seconds is None else self._most_seconds()
         return Writer(
             self._lock(),
             self._sealing.write,
             self._sealing.forget,
-            target=self._target,
-            limit=self._queue,
-            delay=self._delay,
-            most_seconds=self._most_seconds() if self._most_seconds is not None else None,
+            Pace(target=self._target, limit=self._queue, delay=self._delay, most_seconds=seconds),
             seals=self._signals.seals,
             at_exit=self.close,
         )

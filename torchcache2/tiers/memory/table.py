@@ -3,9 +3,12 @@
 Keys of one group have everything but the item's content in common: arguments, modes, shapes of items. Their
 rows are in one arena or in few, so that a look-up asks these, however many arenas a namespace has.
 
-When the budget is full, namespaces that nothing alive uses are forgotten first, beginning with the least
-recently used one. After that ``mru`` keeps the rows that came first, and ``lru`` forgets the least recently
-used rows.
+When the budget is full, replicas, which other ranks own, are forgotten first, and then namespaces that
+nothing alive uses, beginning with the least recently used one. After that ``mru`` keeps the rows that came
+first, and ``lru`` forgets the least recently used rows.
+
+All replicas go at once, and those that come later leave a quarter of what they took to other rows. So how
+often they go is bounded, as each time they take a quarter less. A table that is full without them takes none.
 
 Not thread-safe: the tier holds a lock.
 """
@@ -26,6 +29,7 @@ __all__ = ["ArenaTable"]
 
 _GROUP_BYTES = 256  # about what a group takes in memory
 _MOST_GROUPS = 100_000  # in one namespace
+_LEFT_FREE = 4  # replicas leave free one in so many of the bytes that they took when they last had to go
 _EVICTED_AT_ONCE = 64  # at least a 64th of all rows goes at once, as finding the oldest ones reads all ticks
 
 Name = tuple[Schema, tuple[bool, ...], torch.device]
@@ -59,6 +63,10 @@ class ArenaTable:
         """Forget everything."""
         self.nbytes = 0
         self.last_used: dict[bytes, int] = {}
+        self._replicas: set[bytes] = set()
+        self._reserve = 0  # bytes that replicas leave free
+        self._too_little = -1  # bytes that were left for replicas when some did not fit
+        self._is_full = False  # whether something has not found room, and no rows were dropped since
         self._arenas: dict[bytes, dict[Name, Arena]] = {}
         self._groups: dict[bytes, dict[bytes, list[Arena]]] = {}
         self._sizes: dict[Arena, int] = {}
@@ -113,7 +121,12 @@ class ArenaTable:
         arenas = self._arenas.pop(namespace, {}).values()
         self.nbytes -= sum(self._sizes.pop(arena) for arena in arenas)
         self.nbytes -= _GROUP_BYTES * len(self._groups.pop(namespace, ()))
-        return sum(map(len, arenas))
+        rows = sum(map(len, arenas))
+        if namespace in self._replicas:
+            self._replicas.remove(namespace)
+        elif rows:
+            self._is_full = False
+        return rows
 
     def pop_empty(self, namespace: bytes, keep: Arena | None = None) -> None:
         """Forget arenas without rows, except the one to `keep`, and the namespace if it has no arena left."""
@@ -131,25 +144,59 @@ class ArenaTable:
                     del groups[group]
                     self.nbytes -= _GROUP_BYTES
 
+    def has_replicas(self, namespace: bytes) -> bool:
+        """Whether a namespace is one of replicas."""
+        return namespace in self._replicas
+
+    def add_replicas(self, namespace: bytes) -> bool:
+        """Note that a namespace is one of replicas; False if there is no room for any."""
+        if self._is_full or self._left <= self._too_little:
+            return False
+        self._replicas.add(namespace)
+        return True
+
+    @property
+    def _left(self) -> int:
+        """Bytes that are left for replicas."""
+        return self.budget - self.nbytes - self._reserve
+
+    def drop_replicas(self) -> bool:
+        """Forget all replicas; whether there were any."""
+        before = self.nbytes
+        for namespace in list(self._replicas):
+            self.pop(namespace)
+        if self.nbytes == before:
+            return False
+        self._reserve = (before - self.nbytes) // _LEFT_FREE
+        return True
+
     def make_room(self, namespace: bytes, arena: Arena, count: int, evicts: bool) -> int:
         """Make room for `count` rows, or for as many as the budget and the policy allow; returns how many."""
+        is_owned = namespace not in self._replicas
         while arena.room < count:
-            free = self.budget - self.nbytes - _GROUP_BYTES
-            for wanted in (arena.slab(count), count):
-                if arena.cost(wanted) <= free and self._reserve(arena, wanted):
-                    return count
-            if self.drop_unused(namespace):
+            free = self._left - _GROUP_BYTES + (self._reserve if is_owned else 0)
+            if arena.cost(slab := arena.slab(count)) <= free and self._grow(arena, slab):
+                return count
+            if is_owned and self.drop_replicas():
                 continue
+            if arena.cost(count) <= free and self._grow(arena, count):
+                return count
+            if is_owned and self.drop_unused(namespace):
+                continue
+            self._is_full |= is_owned
             if evicts and self.policy == "lru" and self._evict(arena, count - arena.room):
                 continue
             low, high = arena.room, count  # `low` rows fit, `high` rows do not
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (middle, high) if arena.cost(middle) <= free else (low, middle)
-            return low if arena.cost(low) <= free and self._reserve(arena, low) else 0
+            kept = low if arena.cost(low) <= free and self._grow(arena, low) else 0
+            if not is_owned:
+                self._too_little = self._left
+            return kept
         return count
 
-    def _reserve(self, arena: Arena, count: int) -> bool:
+    def _grow(self, arena: Arena, count: int) -> bool:
         try:
             return arena.reserve(count)
         finally:

@@ -27,7 +27,7 @@ from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import Policy
 from torchcache2.core.transfer import CUDA, Arriving, Runtime
-from torchcache2.tiers.base import Found, Tier, TierStats
+from torchcache2.tiers.base import Found, Tier, TierStats, replicas_of
 from torchcache2.tiers.memory.arena import Arena
 from torchcache2.tiers.memory.table import ArenaTable
 
@@ -105,15 +105,16 @@ class MemoryTier(Tier):
         return np.zeros(len(keys), bool)
 
     @with_ordinary_tensors
-    def put(self, keys: Keys, rows: Rows, *, evicts: bool = True) -> int:
+    def put(self, keys: Keys, rows: Rows, *, evicts: bool = True, are_replicas: bool = False) -> int:
         """Keep rows under distinct keys; those that are here already stay as they are.
 
-        Without `evicts`, no row that is in use makes room for them.
+        Without `evicts`, no row that is in use makes room for them. For `are_replicas`, see `keep_replicas`.
         """
         with self._lock():
             try:
                 self._catch_up()
-                return self._keep(keys, rows, evicts)
+                if not are_replicas or self._arenas.add_replicas(keys.namespace):
+                    return self._keep(keys, rows, evicts)
             except BaseException as error:
                 self._start_anew(error, "written")
         return 0
@@ -122,9 +123,13 @@ class MemoryTier(Tier):
         """Keep rows that a slower tier has too, if no row in use has to go for them."""
         return self.put(keys, rows, evicts=False)
 
+    def keep_replicas(self, keys: Keys, rows: Rows) -> int:
+        """Keep rows that other ranks own, where there is room that nothing else needs."""
+        return self.put(keys, rows, evicts=False, are_replicas=True)
+
     def drop(self, namespace: bytes) -> None:
-        """Forget every row of a namespace, now or before the next call."""
-        self._dropped.append(namespace)
+        """Forget every row of a namespace, and its replicas, now or before the next call."""
+        self._dropped.extend((namespace, replicas_of(namespace)))
         self._lock.if_free(self._forget_dropped)
 
     def flush(self) -> None:
@@ -225,7 +230,7 @@ class MemoryTier(Tier):
         self._arenas.last_used[keys.namespace] = self._clock
         kept = self._arenas.make_room(keys.namespace, arena, len(keys), evicts)
         if kept < len(keys):
-            if self.policy == "mru" and not self._spills:
+            if self.policy == "mru" and not self._spills and not self._arenas.has_replicas(keys.namespace):
                 self._told(
                     "full",
                     "the memory cache is full (%d bytes): new items are computed at every call. "
@@ -280,7 +285,9 @@ class MemoryTier(Tier):
         arena = self._arenas.get(namespace, name)
         if arena is None and rows.schema.row_bytes < self.budget:
             if len(self._arenas) >= _MOST_ARENAS:
-                self._arenas.drop_unused(namespace)
+                if self._arenas.has_replicas(namespace):
+                    return None
+                _ = self._arenas.drop_replicas() or self._arenas.drop_unused(namespace)
             is_remote = any(map(self._runtime.owns, rows.columns))
             try:
                 arena = Arena(rows.schema, device, self.budget, self._runtime if is_remote else None)

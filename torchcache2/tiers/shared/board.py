@@ -6,7 +6,7 @@ the job's lock. Four things need no lock: to drop a file, to give a ticket back,
 nobody else writes there, and to write a word of the head, where the last one wins.
 
 ==================  =====================================================================================
-head                magic, the job's name, and the words `LOCK` … `WARNED`
+head                magic, the job's name, and the words `LOCK` … `WARNED`, and those of `Budget`
 members             the processes: pid, start time
 files               one for each namespace: state, inode, bytes, rows, flags, the namespace, ranks
 holders             who has which file open: file + 1, member, descriptor
@@ -21,6 +21,18 @@ import functools
 import numpy as np
 
 from torchcache2.core.arrays import Array
+from torchcache2.tiers.shared.budget import (
+    BUDGET,
+    DEAD,
+    FULL,
+    INODE,
+    LIVE,
+    NAMESPACE,
+    RANKS,
+    REPLICAS,
+    STATE,
+    Budget,
+)
 from torchcache2.tiers.shared.region import PAGE, Region, is_alive, pages
 from torchcache2.tiers.shared.tickets import Tickets
 
@@ -31,17 +43,13 @@ _MEMBERS, _FILES, _HOLDERS = 512, 512, 2048  # rows
 _SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (Tickets.MOST, Tickets.COLUMNS)]
 _SIZE = PAGE + sum(pages(8 * rows * columns) for rows, columns in _SHAPES)
 
-_SMALL, _SUFFICIENT = 30_000, 200_000  # bytes: from the first on, a budget has as much room as the second
-
-# Words of the head.
-_NAME, _LOCK, _BUDGET, _LONGEST, _FULL, _PRESSURE, _CHANGES, _PROGRESS, _WARNED = 1, 3, 4, 5, 6, 7, 8, 9, 10
+# Words of the head, beside those of `Budget`.
+_NAME, _LOCK, _LONGEST, _CHANGES, _PROGRESS, _WARNED = 1, 3, 5, 8, 9, 10
 _PID, _START = range(2)
-_STATE, _INODE, _BYTES, _ROWS, _UNCLAIMED, _NAMESPACE, _, _RANKS = range(8)
 _FILE, _MEMBER, _DESCRIPTOR = range(3)
-_LIVE, _DEAD = 1, 2
 
 
-class Board:
+class Board(Budget):
     """The tables of a job.
 
     Parameters
@@ -62,12 +70,13 @@ class Board:
         is_new = region is None
         self.rank = rank
         self.region = Region.create(_SIZE) if region is None else region
-        self._head = self.region.array("<i8", 0, PAGE // 8)
+        head = self.region.array("<i8", 0, PAGE // 8)
         tables, offset = [], PAGE
         for rows, columns in _SHAPES:
             tables.append(self.region.array("<i8", offset, rows * columns).reshape(rows, columns))
             offset += pages(8 * rows * columns)
-        self._members, self._files, self._holders, tickets = tables
+        self._members, files, self._holders, tickets = tables
+        super().__init__(head, files, _SIZE)
         # With a method of the board, it and `tickets` would refer to each other, and only the garbage
         # collector could free them.
         self._is_alive = functools.partial(_is_alive, self._members)
@@ -75,7 +84,7 @@ class Board:
         if is_new:
             self.region.reserve(0, _SIZE)
             self._head[_NAME : _NAME + 2] = np.frombuffer(name, np.int64)
-            self._head[_LOCK], self._head[_BUDGET] = lock, budget
+            self._head[_LOCK], self._head[BUDGET] = lock, budget
             self._head[0] = _MAGIC
 
     @staticmethod
@@ -83,7 +92,7 @@ class Board:
         """Whether a region has the board of a job."""
         if region.size != _SIZE:
             return False
-        head = region.array("<i8", 0, _BUDGET)
+        head = region.array("<i8", 0, _LOCK + 1)
         return head[0] == _MAGIC and head[_NAME:_LOCK].tobytes() == name and head[_LOCK] == lock
 
     def read_progress(self) -> int:
@@ -129,7 +138,7 @@ class Board:
         for member in np.flatnonzero(self._members[:, _PID]).tolist():
             if not self._is_alive(member):
                 self.leave(member)
-        for file in np.flatnonzero(self._files[:, _STATE]).tolist():
+        for file in np.flatnonzero(self._files[:, STATE]).tolist():
             self._free_if_unheld(file)
 
     # Files
@@ -141,26 +150,28 @@ class Board:
 
     def file_of(self, namespace: bytes) -> int | None:
         """The number of a namespace's file; None if it has none."""
-        same = self._files[:, _NAMESPACE : _NAMESPACE + 2] == np.frombuffer(namespace, np.int64)
-        found = np.flatnonzero((self._files[:, _STATE] == _LIVE) & same.all(axis=1))
+        same = self._files[:, NAMESPACE : NAMESPACE + 2] == np.frombuffer(namespace, np.int64)
+        found = np.flatnonzero((self._files[:, STATE] == LIVE) & same.all(axis=1))
         return int(found[0]) if len(found) else None
 
     def is_live(self, file: int, inode: int) -> bool:
         """Whether nobody has dropped a file."""
         files = self._files
-        return bool(files.item(file, _STATE) == _LIVE and files.item(file, _INODE) == inode)
+        return bool(files.item(file, STATE) == LIVE and files.item(file, INODE) == inode)
 
-    def add_file(self, namespace: bytes, region: Region, member: int, size: int) -> int | None:
+    def add_file(
+        self, namespace: bytes, region: Region, member: int, size: int, are_replicas: bool = False
+    ) -> int | None:
         """List a new file, which takes up `size` bytes; its number, or None if there are too many."""
-        free = np.flatnonzero(self._files[:, _STATE] == 0)
+        free = np.flatnonzero(self._files[:, STATE] == 0)
         if len(free) == 0:
             return None
         file = int(free[0])
         words = np.frombuffer(namespace, np.int64).tolist()
-        self._files[file, 1:] = [region.inode, size, 0, 0, *words, 0]
+        self._files[file, 1:] = [region.inode, size, 0, REPLICAS * are_replicas, *words, 0]
         if not self.hold(file, region, member):
             return None
-        self._files[file, _STATE] = _LIVE
+        self._files[file, STATE] = LIVE
         self._head[_CHANGES] += 1
         return file
 
@@ -171,18 +182,18 @@ class Board:
             return False
         self._holders[free[0], 1:] = member, region.descriptor
         self._holders[free[0], _FILE] = file + 1
-        self._files[file, _RANKS] |= self.rank
+        self._files[file, RANKS] |= self.rank
         return True
 
     def ranks_of(self, file: int) -> int:
         """How many ranks have ever had a file open."""
-        return int(self._files[file, _RANKS]).bit_count()
+        return int(self._files[file, RANKS]).bit_count()
 
     def strangers(self, file: int) -> list[int]:
         """The files of ranks that never had any file in common with the ranks of this one."""
-        ranks = self._files[:, _RANKS]
+        ranks = self._files[:, RANKS]
         met = np.bitwise_or.reduce(ranks[ranks & ranks[file] != 0])
-        return np.flatnonzero((ranks & met == 0) & (self._files[:, _STATE] == _LIVE)).tolist()
+        return np.flatnonzero((ranks & met == 0) & (self._files[:, STATE] == LIVE)).tolist()
 
     def warns(self) -> bool:
         """Whether this process is the first one that warns of namespaces; under the lock."""
@@ -191,7 +202,7 @@ class Board:
 
     def open(self, file: int) -> Region | None:
         """Open a file through a process that has it open; None if none of them is there any more."""
-        inode = int(self._files[file, _INODE])
+        inode = int(self._files[file, INODE])
         for _, member, descriptor in self._holders[self._holders[:, _FILE] == file + 1].tolist():
             region = Region.open(int(self._members[member, _PID]), descriptor, inode)
             if region is not None:
@@ -211,84 +222,15 @@ class Board:
         """
         file = self.file_of(namespace)
         if file is not None:
-            self._files[file, _STATE] = _DEAD
+            self._files[file, STATE] = DEAD
 
     def _free_if_unheld(self, file: int) -> None:
         members = self._holders[self._holders[:, _FILE] == file + 1, _MEMBER]
-        if self._files[file, _STATE] != 0 and not any(map(self._is_alive, members.tolist())):
+        if self._files[file, STATE] != 0 and not any(map(self._is_alive, members.tolist())):
             self._holders[self._holders[:, _FILE] == file + 1, _FILE] = 0
-            self._files[file, _STATE] = 0
-            self._head[_FULL] = 0
-
-    # The budget
-
-    @property
-    def budget(self) -> int:
-        """Bytes that the files and this board together never exceed; see `uncounted`."""
-        return int(self._head[_BUDGET])
-
-    @property
-    def uncounted(self) -> int:
-        """Bytes that a small budget does not count, as there would be no room beside this board."""
-        budget = self.budget
-        return max(0, _SUFFICIENT - budget) if budget >= _SMALL else 0
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all files."""
-        size = int(self._files[self._files[:, _STATE] != 0, _BYTES].sum())
-        return max(0, size - max(0, self.uncounted - _SIZE))
-
-    @property
-    def rows(self) -> int:
-        """Rows in all files."""
-        return int(self._files[self._files[:, _STATE] == _LIVE, _ROWS].sum())
-
-    def rows_of(self, file: int) -> int:
-        """Rows in a file."""
-        return int(self._files[file, _ROWS])
-
-    @property
-    def free(self) -> int:
-        """Bytes that are left."""
-        return self.budget - max(0, _SIZE - self.uncounted) - self.bytes
-
-    def charge(self, file: int, size: int) -> bool:
-        """Count more bytes, or less, as a file's; False if there are not so many."""
-        if size > self.free:
-            return False
-        self._files[file, _BYTES] += size
-        return True
-
-    def count_rows(self, file: int, count: int) -> None:
-        """A file has more rows, or less."""
-        self._files[file, _ROWS] += count
-
-    @property
-    def is_full(self) -> bool:
-        """Whether something has not found room, and none was made since."""
-        return bool(self._head[_FULL])
-
-    @property
-    def pressure(self) -> int:
-        """A number that grows when a process needs room: each one then lets go of what it does not use."""
-        return int(self._head[_PRESSURE])
-
-    def press(self) -> None:
-        """Ask all processes for room."""
-        self._head[_PRESSURE] += 1
-
-    def fill(self) -> None:
-        """Note that something has not found room."""
-        self._head[_FULL] = 1
-
-    def is_unclaimed(self, file: int) -> bool:
-        """Whether a file's keys should not be claimed: some rows cannot be kept, nor waited for."""
-        return bool(self._files[file, _UNCLAIMED])
-
-    def leave_unclaimed(self, file: int) -> None:
-        """Note that some rows of a file cannot be kept."""
-        self._files[file, _UNCLAIMED] = 1
+            self._files[file, STATE] = 0
+            if not self.are_replicas(file):
+                self._head[FULL] = 0
 
 
 def _is_alive(members: Array, member: int) -> bool:

@@ -132,6 +132,11 @@ class Chunks:
 
     # Rows
 
+    @property
+    def end(self) -> int:
+        """Where the last chunk ends in the region, in bytes."""
+        return int(self._head[_DATA_END])
+
     def take(self, number: int, schema: Schema, count: int) -> list[Positions]:
         """Locations for rows of a schema, as many as there is room for; not under the lock.
 
@@ -155,13 +160,13 @@ class Chunks:
         """Locations in a new chunk, of which the rest is for those who come later; under the lock."""
         board, chunk = self._space.board, int(self._head[_CHUNKS])
         rows = max(count, min(int(self._schemas[number, _TOTAL]), _SLAB // max(1, schema.row_bytes)))
-        if self._extent(schema, rows)[1] > board.free:
+        free = board.free_for(board.are_replicas(self._space.file))
+        if self._extent(schema, rows)[1] > free:
             rows, high = 0, count + 1
             while high - rows > 1:  # `rows` fit, and `high` do not
                 middle = (rows + high) // 2
-                rows, high = (
-                    (middle, high) if self._extent(schema, middle)[1] <= board.free else (rows, middle)
-                )
+                fits = self._extent(schema, middle)[1] <= free
+                rows, high = (middle, high) if fits else (rows, middle)
         end, size = self._extent(schema, rows)
         is_possible = rows > 0 and chunk < len(self._kinds) and end <= self._space.region.size
         if not is_possible or not board.charge(self._space.file, size):

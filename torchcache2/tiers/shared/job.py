@@ -4,57 +4,30 @@ A job has a small file in a folder that only its user can enter. The file is wha
 lists those that have the job's `Board` open: pid, start time, descriptor, inode. Who joins opens the board
 of any of them that lives; if there is none, what the file says is old, and a new board is made. The dead are
 left out when the file is next written. Who joins also deletes the files of other jobs that are dead.
-
-Pids mean something to the processes of one container or machine only. Another one may see the same folder: so
-the names of files say which it is, and files of others are left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import tempfile
-from collections.abc import Mapping
 
 import numpy as np
 
 from torchcache2.core.arrays import Array
 from torchcache2.core.ranks import place
-from torchcache2.core.version import __version__
 from torchcache2.files.filesystem import Descriptor, FileSystem
-from torchcache2.identity.encoding import digest
+from torchcache2.tiers.meeting import JOB, is_at, job_name, machine, own_folder
 from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.lock import LockTimeoutError, NodeLock
 from torchcache2.tiers.shared.region import Region, SharingError, is_alive, start_time
 
-__all__ = ["Job", "job_name"]
+__all__ = ["Job", "leave_soon"]
 
 _FOLDER = "torchcache2_ranks_{}"  # in the folder for temporary files
-_JOB, _RENDEZVOUS = "TORCHCACHE_JOB", ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 _MOST_LOOKED_AT = 100  # files of other jobs
+_AT_EXIT = 1.0  # seconds to wait for the lock when the process ends
 _RANKS = 63  # that are told apart, as bits of a number
-
-
-def job_name(environ: Mapping[str, str], *parts: str) -> bytes:
-    """The name of the job of this process, for a cache that `parts` name: 16 bytes.
-
-    It is what ``TORCHCACHE_JOB`` says, else where the ranks meet, else the parent process.
-    """
-    if environ.get(_JOB):
-        job = [environ[_JOB]]
-    elif any(environ.get(name) for name in _RENDEZVOUS):
-        job = ["ranks", *[environ.get(name, "") for name in _RENDEZVOUS]]
-    else:
-        parent = os.getppid()
-        job = ["parent", str(parent), str(start_time(parent))]
-    return digest(
-        [
-            __version__.encode(),
-            str(len(job)).encode(),
-            *[text.encode("utf-8", "replace") for text in (*job, *parts)],
-        ]
-    )
 
 
 class Job:
@@ -85,11 +58,14 @@ class Job:
         if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):
             raise SharingError("memory can be shared on Linux only, where /proc is mounted")
         self._name, self._budget = name, budget
-        self.launch = job_name({**os.environ, _JOB: ""})
+        self.launch = job_name({**os.environ, JOB: ""})
         self.rank = place().rank
-        self._folder = _own_folder() if folder is None else folder
-        self._path = os.path.join(self._folder, f"{_machine()}-{name.hex()}")
+        path = os.path.join(tempfile.gettempdir(), _FOLDER.format(os.getuid()))
+        self._folder = path if folder is None else folder
+        self._path = os.path.join(self._folder, f"{machine()}-{name.hex()}")
         try:
+            if folder is None:
+                own_folder(path)
             self._join()
         except (OSError, LockTimeoutError) as error:
             raise SharingError(f"the ranks cannot meet in {self._folder}: {error}") from None
@@ -124,7 +100,7 @@ class Job:
             file = Descriptor(os.open(self._path, flags, 0o600))
             self.lock = NodeLock(file)
             with self.lock():
-                if not _is_at(file, self._path):
+                if not is_at(file, self._path):
                     continue  # the last one has just left
                 inode = os.fstat(file.number).st_ino
                 regions = (self._opened(line, inode) for line in self._listed().tolist())
@@ -167,43 +143,21 @@ class Job:
         """Delete the files of jobs that have ended without leaving."""
         with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
             for entry, _ in zip(entries, range(_MOST_LOOKED_AT), strict=False):
-                if entry.path != self._path and entry.name.startswith(f"{_machine()}-"):
+                if entry.path != self._path and entry.name.startswith(f"{machine()}-"):
                     with contextlib.suppress(OSError, ValueError):
                         _remove_if_dead(entry.path)
+
+
+def leave_soon(job: Job) -> None:
+    """Take part no more, also when the process ends."""
+    job.lock.patience = min(job.lock.patience, _AT_EXIT)
+    with contextlib.suppress(OSError):
+        job.leave()
 
 
 def _remove_if_dead(path: str) -> None:
     file = Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
     if FileSystem().lock(file, exclusive=True):
         lines = np.frombuffer(os.read(file.number, 1 << 20), np.int64).reshape(-1, 4).tolist()
-        if _is_at(file, path) and not any(is_alive(pid, start) for pid, start, *_ in lines):
+        if is_at(file, path) and not any(is_alive(pid, start) for pid, start, *_ in lines):
             os.unlink(path)
-
-
-def _is_at(file: Descriptor, path: str) -> bool:
-    """Whether an open file still has a name."""
-    try:
-        return os.path.samestat(os.fstat(file.number), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _own_folder() -> str:
-    """A folder that this user has, and nobody else can enter."""
-    path = os.path.join(tempfile.gettempdir(), _FOLDER.format(os.getuid()))
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
-    status = os.lstat(path)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise SharingError(f"{path} is not a folder that this user alone can enter: remove it")
-    return path
-
-
-def _machine() -> str:
-    """What tells those processes whose pids this one sees from others, which may see the same folder."""
-    parts = [os.uname().nodename.encode()]
-    with contextlib.suppress(OSError):
-        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            parts.append(file.read())
-        parts.append(str(os.stat("/proc/self/ns/pid").st_ino).encode())
-    return digest(parts).hex()[:12]

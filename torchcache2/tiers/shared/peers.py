@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchcache2.core.logs import listed, logger
@@ -19,9 +21,22 @@ from torchcache2.tiers.shared.job import Job
 from torchcache2.tiers.shared.space import Space
 from torchcache2.tiers.shared.table import SharedTable
 
-__all__ = ["compare"]
+__all__ = ["compare", "compare_later"]
 
+_COMPARED_AFTER = 60.0  # seconds that a rank has kept rows: others had time to do so, too
 _MOST_READ = 16  # namespaces of others
+
+
+def compare_later(
+    job: Job, table: SharedTable, namespace: bytes, description: Callable[[bytes], Mapping[str, Any]]
+) -> None:
+    """Have a namespace compared, once, by a call that comes a while after the first one."""
+    if table.since is None:
+        table.since = time.monotonic()
+    if time.monotonic() - table.since > _COMPARED_AFTER:
+        table.since = math.inf
+        with contextlib.suppress(OSError):  # such as too many open files
+            compare(job, table, namespace, description(namespace))
 
 
 def compare(job: Job, table: SharedTable, namespace: bytes, description: Mapping[str, Any]) -> None:

@@ -32,6 +32,7 @@ _SHARES = {
 }
 _DATA = 4.0  # rows begin at a multiple of their size, which wastes at most as much again
 _LEAST = 1 << 20
+_DISCARDED = 256 << 20  # bytes at once
 _WORDS = 512  # of the head; the first ones are for other uses than the sizes of ranges
 _PLACES = {name: _WORDS - 1 - i for i, name in enumerate(_SHARES)}  # words that say how long each is
 
@@ -99,6 +100,19 @@ class Space:
             twice = max(0, min(now, before + more) - before) if reserved else more
             self.board.charge(self.file, -twice)
         return reserved
+
+    def discard(self, end: int) -> None:
+        """Give back the memory of keys and rows, which end at byte `end`, after the file was dropped.
+
+        Under the lock. Whoever reads them then reads zeros, and writes to memory that is counted no more: so
+        what was read while the file was dropped does not count.
+        """
+        kept = PAGE + sum(map(self.length, ["offsets", "kinds", "schemas", "texts"]))
+        for first, last in [(PAGE, self._starts["offsets"]), (self.data, pages(end))]:
+            for start in range(first, last, _DISCARDED):
+                self.region.discard(start, min(_DISCARDED, last - start))
+                self.board.go_on()
+        self.board.count_bytes(self.file, kept)
 
     def tell(self, text: bytes) -> None:
         """Leave a text about the namespace, if there is none yet. It does not count: a full tier takes it."""

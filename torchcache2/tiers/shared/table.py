@@ -70,10 +70,12 @@ class SharedTable:
         self._checked = np.zeros(0, bool)  # rows that this process has read, or written
 
     @classmethod
-    def create(cls, namespace: bytes, board: Board, member: int, lock: Lock) -> SharedTable | None:
+    def create(
+        cls, namespace: bytes, board: Board, member: int, lock: Lock, are_replicas: bool = False
+    ) -> SharedTable | None:
         """A new one; under the lock. None if there is no room for it."""
         size = PAGE + SharedIndex.least_bytes()
-        if size > board.free:
+        if size > board.free_for(are_replicas):
             return None
         region = Region.create(Space.size(board.budget))
         region.reserve(0, PAGE)
@@ -81,7 +83,7 @@ class SharedTable:
         SharedIndex.make(space)
         Chunks.make(space)
         # Nobody knows of it before this, so that what is not finished goes with this process.
-        file = board.add_file(namespace, region, member, size)
+        file = board.add_file(namespace, region, member, size, are_replicas)
         return None if file is None else cls(region, board, file, lock)
 
     @property
@@ -139,6 +141,10 @@ class SharedTable:
         self._chunks.populate(schema, locations)
         rows = self._chunks.one(schema, location)
         return [(first, rows)] if len(self._check(rows, words, ordinals, locations, first)) else []
+
+    def discard(self) -> None:
+        """Give the memory of a dropped file back, even if other processes have it open; under the lock."""
+        self.space.discard(self._chunks.end)
 
     def has(self, words: Words) -> Flags:
         """Whether each key has a row. Takes no lock."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
+from torchcache2.tiers.base import replicas_of
 from torchcache2.tiers.shared.job import Job
 from torchcache2.tiers.shared.table import SharedTable
 
@@ -51,8 +52,8 @@ class Tables:
         """Have nothing open any more, and leave the board as it is."""
         self.open, self._absent = {}, {}
 
-    def find(self, namespace: bytes, create: bool = False) -> SharedTable | None:
-        """The table of a namespace; None if there is none, or none can be made."""
+    def find(self, namespace: bytes, create: bool = False, are_replicas: bool = False) -> SharedTable | None:
+        """The table of a namespace, which may be made for replicas; None if there is none, or no room."""
         table = self.open.get(namespace)
         if table is not None and table.is_live:
             return table
@@ -63,7 +64,7 @@ class Tables:
         if not create and self._absent.get(namespace) == board.changes:
             return None
         with self._job.lock():
-            changes, table = board.changes, self._opened(namespace, create)
+            changes, table = board.changes, self._opened(namespace, create, are_replicas)
         if table is not None:
             self.open[namespace] = table
             self._absent.pop(namespace, None)
@@ -73,7 +74,7 @@ class Tables:
         self._absent[namespace] = changes
         return None
 
-    def _opened(self, namespace: bytes, create: bool) -> SharedTable | None:
+    def _opened(self, namespace: bytes, create: bool, are_replicas: bool) -> SharedTable | None:
         """The table of a namespace that is not open yet; under the lock."""
         board, file = self._job.board, self._job.board.file_of(namespace)
         if file is not None:
@@ -84,7 +85,7 @@ class Tables:
             elif board.hold(file, region, self._job.slot):
                 return SharedTable(region, board, file, self._job.lock)
         if file is None and create:
-            return SharedTable.create(namespace, board, self._job.slot, self._job.lock)
+            return SharedTable.create(namespace, board, self._job.slot, self._job.lock, are_replicas)
         return None
 
     def let_go(self, namespace: bytes) -> None:
@@ -101,14 +102,18 @@ class Tables:
             self.let_go(namespace)
 
     def let_unused_go(self, *needed: bytes) -> None:
-        """Have only those namespaces open that are in use, or `needed`."""
+        """Have only those namespaces open that are in use, with their replicas, or `needed`."""
         if self._in_use is not None:
-            kept = {*needed, *self._in_use()}
-            for namespace in [namespace for namespace in self.open if namespace not in kept]:
-                table = self.open[namespace]
-                rows = self._job.board.rows_of(table.file)
+            used = self._in_use()
+            kept = {*needed, *used, *map(replicas_of, used)}
+            board = self._job.board
+            for namespace, table in list(self.open.items()):
+                was_live = table.is_live
+                if namespace in kept and was_live:
+                    continue
+                rows = 0 if board.are_replicas(table.file) else board.rows_of(table.file)
                 self.let_go(namespace)
-                if not table.is_live:
+                if was_live and not table.is_live:
                     self.evictions += rows
 
     def answer_pressure(self) -> None:
@@ -116,6 +121,21 @@ class Tables:
         if self._job.board.pressure != self._pressure:
             self._pressure = self._job.board.pressure
             self.let_unused_go()
+
+    def drop_replicas(self) -> bool:
+        """Forget all replicas, for all processes, and give back their memory; whether there is more room now.
+
+        A memory that was full before has none. If it was not, another process may have done the same.
+        """
+        board = self._job.board
+        was_full = board.is_full
+        with self._job.lock():
+            files = board.drop_replicas()
+            for file in files:
+                region = board.open(file)
+                if region is not None:
+                    SharedTable(region, board, file, self._job.lock).discard()
+        return bool(files) or not was_full
 
     def make_room(self, namespace: bytes) -> bool:
         """Let unused namespaces go, and ask the others to do so; whether there is more room now."""

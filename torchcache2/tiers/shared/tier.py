@@ -12,10 +12,7 @@ seconds, since its holder was stopped, is a fault, after which this process comp
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -32,19 +29,17 @@ from torchcache2.core.rows import Rows
 from torchcache2.core.spare import SpareMemory
 from torchcache2.core.transfer import CUDA, Runtime, to_host
 from torchcache2.files.errors import UnserialisableError
-from torchcache2.tiers.base import Claim, Found, Tier, TierStats
+from torchcache2.tiers.base import Claim, Found, Tier, TierStats, replicas_of
 from torchcache2.tiers.shared.claims import Claims, SharedClaim
-from torchcache2.tiers.shared.job import Job
+from torchcache2.tiers.shared.job import Job, leave_soon
 from torchcache2.tiers.shared.lock import LockTimeoutError
-from torchcache2.tiers.shared.peers import compare
+from torchcache2.tiers.shared.peers import compare_later
 from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.tables import Tables
 
 __all__ = ["SharedTier"]
 
 _T = TypeVar("_T")
-_COMPARED_AFTER = 60.0  # seconds that a rank has kept rows: others had time to do so, too
-_AT_EXIT = 1.0  # seconds to wait for the lock when the process ends
 # Seconds to wait for the lock when a tier is closed. The garbage collector may close many tiers in a thread
 # that holds the lock through another one: waiting is then in vain, and all ranks wait meanwhile.
 _AT_CLOSE = 0.01
@@ -95,7 +90,7 @@ class SharedTier(Tier):
         is_copied: bool = False,
     ) -> None:
         self._job = Job(job, budget, folder)
-        self._leaving = weakref.finalize(self, _leave, self._job)
+        self._leaving = weakref.finalize(self, leave_soon, self._job)
         self._runtime, self._spills, self._description = runtime, spills, description
         self._spare = SpareMemory() if is_copied else None
         self._lock = ProcessLock()
@@ -106,6 +101,7 @@ class SharedTier(Tier):
         self._pins = False  # whether rows go to an accelerator: it copies faster from pinned memory
         self._is_off = False  # whether this process shares no more, after a fault that would come again
         self._closed = False
+        self._too_little = -1  # bytes that were left for replicas when some did not fit
         self._faults = self._corrupt = 0
 
     @property
@@ -123,6 +119,8 @@ class SharedTier(Tier):
                 return Found([])
             before = table.corrupt
             parts = table.get(keys.words, self._runtime if self._pins else None, self._spare)
+            if not table.is_live:  # its memory may have been given back meanwhile, and read as zeros
+                return Found([])
             if table.corrupt > before:
                 self._corrupt += table.corrupt - before
                 self._told("corrupt", "rows in shared memory differ from their checksums: they are misses")
@@ -141,20 +139,30 @@ class SharedTier(Tier):
         return np.zeros(len(keys), bool) if found is None else found
 
     @with_ordinary_tensors
-    def put(self, keys: Keys, rows: Rows) -> int:
+    def put(self, keys: Keys, rows: Rows, *, are_replicas: bool = False) -> int:
         """Keep rows under distinct keys, now, wherever they are; those that are here already stay.
 
         Rows on an accelerator are waited for: others may be waiting for them.
         """
         if self._closed or self._is_off or len(keys) == 0:
             return 0
-        if any(map(self._runtime.owns, rows.columns)):
-            self._pins = True
+        self._pins |= any(map(self._runtime.owns, rows.columns))
 
         def kept() -> int:
-            return self._keep(keys, Rows(rows.schema, to_host(rows.columns, self._runtime), len(rows)))
+            here = Rows(rows.schema, to_host(rows.columns, self._runtime), len(rows))
+            if not are_replicas:
+                return self._keep(keys, here)
+            count, fits = self._try_to_keep(keys, here, are_replicas=True)
+            self._too_little = -1 if fits else self._job.board.free_for(replicas=True)
+            return count
 
         return self._guarded(kept) or 0
+
+    def keep_replicas(self, keys: Keys, rows: Rows) -> int:
+        """Keep rows that other ranks own, where there is room that nothing else needs."""
+        if self._job.board.free_for(replicas=True) <= self._too_little:
+            return 0
+        return self.put(keys, rows, are_replicas=True)
 
     def hold(self, namespace: bytes) -> None:
         """Take part in a namespace until `let_go` or `drop`: its rows outlive whoever put them."""
@@ -182,8 +190,9 @@ class SharedTier(Tier):
         return self._guarded(claimed) or Claim(len(keys))
 
     def drop(self, namespace: bytes) -> None:
-        """Forget every row of a namespace, for all processes, now."""
+        """Forget every row of a namespace, and its replicas, for all processes, now."""
         self._job.board.drop(namespace)
+        self._job.board.drop(replicas_of(namespace))
         self._ask(self._tables.let_go_if_dropped, namespace)
 
     def let_go(self, namespace: bytes) -> None:
@@ -254,7 +263,7 @@ class SharedTier(Tier):
             self._tables.answer_pressure()
 
     def _ask(self, action: Callable[[bytes], None], namespace: bytes) -> None:
-        self._asked.append((action, namespace))
+        self._asked.extend([(action, namespace), (action, replicas_of(namespace))])
         self._catch_up_if_free()
 
     def _catch_up_if_free(self) -> None:
@@ -262,9 +271,10 @@ class SharedTier(Tier):
 
     def _keep(self, keys: Keys, rows: Rows) -> int:
         kept, fits = self._try_to_keep(keys, rows)
-        if not fits and self._tables.make_room(keys.namespace):
-            more, fits = self._try_to_keep(keys, rows)
-            kept += more
+        for make_room in (self._tables.drop_replicas, lambda: self._tables.make_room(keys.namespace)):
+            if not fits and make_room():
+                more, fits = self._try_to_keep(keys, rows)
+                kept += more
         if not fits:
             self._job.board.fill()
             if not self._spills:
@@ -276,25 +286,15 @@ class SharedTier(Tier):
                 )
         return kept
 
-    def _try_to_keep(self, keys: Keys, rows: Rows) -> tuple[int, bool]:
-        table = self._tables.find(keys.namespace, create=True)
+    def _try_to_keep(self, keys: Keys, rows: Rows, are_replicas: bool = False) -> tuple[int, bool]:
+        table = self._tables.find(keys.namespace, True, are_replicas)
         if table is None:
             return 0, False
-        if table.since is None:
-            table.since = time.monotonic()
-        if self._description is not None and time.monotonic() - table.since > _COMPARED_AFTER:
-            table.since = math.inf
-            with contextlib.suppress(OSError):  # such as too many open files
-                compare(self._job, table, keys.namespace, self._description(keys.namespace))
+        if self._description is not None and not are_replicas:
+            compare_later(self._job, table, keys.namespace, self._description)
         try:
             return table.put(keys.words, rows)
         except UnserialisableError as error:
             self._job.board.leave_unclaimed(table.file)
             self._told("schema", "rows that other processes cannot read are not shared: %s", str(error))
             return 0, True
-
-
-def _leave(job: Job) -> None:
-    job.lock.patience = min(job.lock.patience, _AT_EXIT)
-    with contextlib.suppress(OSError):
-        job.leave()

@@ -4,11 +4,6 @@ Rows are added to an open segment of their kind. It is written when it is large 
 when somebody flushes, and at exit. `flush` also writes in the thread that calls it, since no thread can be
 started at exit.
 
-A job that computes slowly for hours would leave thousands of segments if each were written after some
-seconds. So rows wait longer the longer the rows of their namespace have waited before, by a fixed share of
-that time. The number of segments then grows with the logarithm of the time, and a process that is killed
-loses a small share of its rows.
-
 Each process has its own queue. A forked child starts with an empty one: the parent writes the rows that
 waited when it forked.
 """
@@ -20,31 +15,27 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 
 from torchcache2.core.exits import AtExit
-from torchcache2.core.schema import Schema
-from torchcache2.tiers.disk.unwritten import Pending
+from torchcache2.tiers.pace import Pace
+from torchcache2.tiers.unwritten import Pending
 
 __all__ = ["Writer"]
 
 _EXIT_PRIORITY = 10  # higher than that of a temporary directory, which is deleted afterwards
-_SHARE = 0.02  # rows wait for this share of the time that rows of their namespace have waited before
-_LONGEST_DELAY = 600.0  # seconds
 _BETWEEN_LOOKS = 0.2  # seconds, while rows wait, between looks whether others need them
-_FIRST = 4e5, 0.1  # bytes and the seconds that writing them takes, before that was measured
-Kind = tuple[bytes, Schema]
+Kind = tuple[bytes, Hashable]
 
 
 class Writer:
     """The queue and thread of one tier in one process; methods say whether the caller holds the tier's lock.
 
-    A segment is large enough from `target` bytes of rows on, and `limit` bytes may wait; both are less where
-    writing that many would take more than `most_seconds`. A segment is written after `delay` seconds, however
-    small it is; later ones wait longer. All are written when the number that `seals()` returns changes.
+    The `pace` says when a segment is written. All are when the number that `seals()` returns changes.
     ``write(pending)`` is called without the lock, says whether the rows are written, and raises nothing but
     interrupts. If an interrupt stops it, ``forget(pending)`` is called, as nobody will write these rows.
+    ``beat()`` is called by the thread, without the lock; it returns the seconds until the next time.
     """
 
     def __init__(
@@ -52,17 +43,14 @@ class Writer:
         lock: Any,
         write: Callable[[Pending], bool],
         forget: Callable[[Pending], None],
+        pace: Pace,
         *,
-        target: int,
-        limit: int,
-        delay: float,
         at_exit: Callable[[], None],
-        most_seconds: float | None = None,
         seals: Callable[[], int] = int,
+        beat: Callable[[], float] = lambda: math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.target = self._target = target
-        self.limit = self._limit = limit
+        self.pace = pace
         self.pid = os.getpid()
         self._lock = lock
         # The condition is for waiting only: an interrupt may stop its ``with`` half way, and leave the lock
@@ -70,14 +58,10 @@ class Writer:
         self._changed = threading.Condition(lock)
         self._write = write
         self._forget = forget
-        self._delay = delay
         self._at_exit = at_exit
         self._clock = clock
-        self._most_seconds = most_seconds
         self._seals, self._sealed = seals, seals()
-        self._written, self._took = _FIRST  # bytes of the last segments, and seconds
-        self._adjust()
-        self._waited: dict[bytes, float] = {}  # seconds until segments were written because of age
+        self._beat, self._beats = beat, math.inf  # and when it will be called
         self._wakes = math.inf  # when the thread will look for old segments; inf if it does not wait
         self._most_bytes = 0  # an upper bound of the bytes that wait: written ones count until the next count
         self._open: dict[Kind, Pending] = {}
@@ -97,22 +81,32 @@ class Writer:
         writing = [pending for pending in self._writing if not pending.done]
         return [*self._open.values(), *self._ready, *writing]
 
-    def open(self, namespace: bytes, kind: Schema, numbers: Iterator[int]) -> Pending:
+    def open(self, namespace: bytes, kind: Hashable, numbers: Iterator[int]) -> Pending:
         """The segment that takes rows of a kind; with the lock held."""
         pending = self._open.get((namespace, kind))
         if pending is None or pending.dropped:
             pending = self._open[namespace, kind] = Pending(namespace, next(numbers), self._clock())
-            if pending.since + self._delay_of(namespace) < self._wakes:
+            if pending.since + self.pace.delay_of(namespace) < self._wakes:
                 self._changed.notify_all()
         return pending
 
-    def added(self, pending: Pending, kind: Schema, size: int) -> None:
-        """Count rows of `size` bytes that were added to a segment; with the lock held."""
+    def added(self, pending: Pending, kind: Hashable, size: int, *, is_urgent: bool = False) -> None:
+        """Count rows of `size` bytes that were added to a segment; with the lock held.
+
+        If it `is_urgent`, the segment is written at once.
+        """
         self._most_bytes += size
-        if pending.nbytes >= self.target:
+        if is_urgent or self.pace.is_enough(pending):
             self._ready.append(self._open.pop((pending.namespace, kind)))
             self._changed.notify_all()
         self._start()
+
+    def beat_now(self) -> None:
+        """Have the thread call `beat` now, and again when that says; without the lock."""
+        with self._lock:
+            self._beats = -math.inf
+            self._changed.notify_all()
+            self._start()
 
     def drop(self, namespace: bytes) -> list[Pending]:
         """Forget the segments of a namespace; with the lock held. One that is being written is marked."""
@@ -127,7 +121,7 @@ class Writer:
     def wait_for_room(self) -> None:
         """Return when no more than `limit` bytes wait; without the lock."""
         with self._lock:
-            if self._most_bytes <= self.limit:
+            if self._most_bytes <= self.pace.limit:
                 return
             while self._is_full() and not self._ending and self._is_alive():
                 if not self._ready and not self._writing:
@@ -144,8 +138,12 @@ class Writer:
             waiting = self.all()
         while any(pending in waiting for pending in list(self._ready)) and self._write_next():
             pass
+        self.wait_for(waiting)
+
+    def wait_for(self, segments: Collection[Pending]) -> None:
+        """Return when the thread is through with those segments that it is writing; without the lock."""
         with self._lock:
-            while self._is_alive() and any(p in waiting and not p.done for p in self._writing):
+            while self._is_alive() and any(p in segments and not p.done for p in self._writing):
                 self._wait()
 
     def writes_here(self) -> bool:
@@ -177,7 +175,7 @@ class Writer:
     def _is_full(self) -> bool:
         """Whether more than `limit` bytes wait; with the lock held."""
         self._most_bytes = self.nbytes
-        return self._most_bytes > self.limit
+        return self._most_bytes > self.pace.limit
 
     def _is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
@@ -197,21 +195,26 @@ class Writer:
     def _work(self) -> None:
         while self._wait_for_work():
             self._write_next()
+            if self._clock() >= self._beats:
+                self._beats = math.inf  # first: another call may be asked for meanwhile
+                after = self._clock() + self._beat()
+                with self._lock:
+                    self._beats = min(self._beats, after)
 
     def _wait_for_work(self) -> bool:
-        """Wait until a segment is ready, or old enough; False if the thread has to end."""
+        """Wait until a segment is ready, or old enough, or for a beat; False if the thread has to end."""
         with self._lock:
-            while not self._ready:
+            while not self._ready and self._clock() < self._beats:
                 if self._ending:
                     return False
-                left = self.close_old()
+                left = min(self.close_old(), self._beats - self._clock())
                 if self._open:
                     left = min(left, self._close_if_asked())
                 if not self._ready:
                     self._wakes = self._clock() + left
                     self._changed.wait(None if left == math.inf else left)
                     self._wakes = math.inf
-            return True
+            return bool(self._ready) or not self._ending
 
     def _close_if_asked(self) -> float:
         """Move all segments to those that are ready if others need them; seconds until the next look."""
@@ -229,17 +232,13 @@ class Writer:
         """
         now, least = self._clock(), math.inf
         for kind, pending in list(self._open.items()):
-            delay = self._delay_of(pending.namespace)
+            delay = self.pace.delay_of(pending.namespace)
             if pending.since + delay > now:
                 least = min(least, pending.since + delay - now)
                 continue
             self._ready.append(self._open.pop(kind))
-            self._waited[pending.namespace] = self._waited.get(pending.namespace, 0.0) + delay
+            self.pace.was_old(pending.namespace)
         return least
-
-    def _delay_of(self, namespace: bytes) -> float:
-        """Seconds that rows of a namespace may wait."""
-        return max(self._delay, min(_LONGEST_DELAY, _SHARE * self._waited.get(namespace, 0.0)))
 
     def _write_next(self) -> bool:
         """Write one segment that is ready; False if there is none."""
@@ -254,7 +253,9 @@ class Writer:
                 self._ready.popleft()
             start = self._clock()
             if self._write(pending):
-                self._measured(pending.nbytes, self._clock() - start)
+                seconds = self._clock() - start
+                with self._lock:
+                    self.pace.measured(pending.nbytes, seconds)
         except BaseException:
             if pending is not None:
                 self._forget(pending)
@@ -266,19 +267,6 @@ class Writer:
                 self._writing = [other for other in self._writing if not other.done]
                 self._changed.notify_all()
         return True
-
-    def _measured(self, size: int, seconds: float) -> None:
-        """Count a segment that was written; half of the weight is that of the last one."""
-        with self._lock:
-            self._written = self._written / 2 + size
-            self._took = self._took / 2 + seconds
-            self._adjust()
-
-    def _adjust(self) -> None:
-        """Let so many bytes wait as are written in time."""
-        if self._most_seconds is not None:
-            self.limit = min(self._limit, int(self._most_seconds * self._written / max(self._took, 1e-9)))
-            self.target = max(1, min(self._target, self.limit // 4))
 
     def _close_all(self) -> None:
         # Both change in one statement: an interrupt between two would leave segments in both, or in none.

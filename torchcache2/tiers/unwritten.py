@@ -144,10 +144,10 @@ class Pending:
         return self.count
 
     def add(self, keys: Keys, own: OwnRows) -> int:
-        """Add a batch; returns the number of its first row."""
+        """Add a batch; returns the number of its first row. The caller may write to its keys afterwards."""
         first = self.count
         self._starts.append(first)
-        self.batches.append((keys, own))
+        self.batches.append((Keys(keys.namespace, keys.data.copy(), keys.group), own))
         self.nbytes += own.nbytes + 16 * len(keys) + _BATCH_BYTES
         self.count += len(keys)
         return first

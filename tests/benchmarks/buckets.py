@@ -1,0 +1,271 @@
+"""Datasets in a bucket, beside one object a sample, plain downloads of the same objects, and a local folder.
+
+The bucket is one of moto's S3 server, in another process, behind a proxy that delays each request by 20 ms.
+"""
+
+import logging
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import s3fs
+import torch
+from torch.utils.data import DataLoader
+
+from tests.benchmarks.dataset_peers import Arrays
+from tests.benchmarks.disk_machine import seconds
+from tests.benchmarks.report import at_least, at_most, duration
+from tests.benchmarks.timing import progress
+from tests.helpers import buckets
+from torchcache2 import CachedDataset
+from torchcache2.files.filenames import SEGMENT_NAME
+
+DELAY = 0.02  # seconds a request
+COUNT, WIDTH, BATCH, WORKERS, ROUNDS = 2000, 2048, 64, 2, 3  # samples of 8 kB
+LARGE, SHAPE, LARGE_BATCH, LARGE_ROUNDS = 1700, (3, 448, 448), 32, 3  # 1 GB of samples of 600 kB
+TAKES = 0.01  # seconds a sample, of a source that is filled from
+SEGMENTS, OPENINGS = 1000, 5
+PROXY = """
+import sys
+from tests.helpers.proxy import Proxy
+
+with Proxy(int(sys.argv[1]), delay=float(sys.argv[2])) as proxy:
+    print(proxy.port, flush=True)
+    sys.stdin.read()  # until the benchmark ends
+"""
+OURS, OBJECTS = "torchcache2", "one object a sample, s3fs.cat_file"
+
+
+def run(report):
+    logging.getLogger("torchcache2").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder, _proxy(buckets.servers()["s3"]) as port:
+        place = partial(Place, Path(folder), port)
+        targets = [*_shuffled(report, place()), *_large(report, place()), *_filling(report, place)]
+        targets += _opening(report, place())
+    logging.getLogger("torchcache2").setLevel(logging.NOTSET)
+    report.targets(targets)
+
+
+@contextmanager
+def _proxy(port):
+    """The port of a proxy in a process of its own, so that it does not take turns with what is measured."""
+    command = [sys.executable, "-c", PROXY, str(port), str(DELAY)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        yield int(process.stdout.readline())
+        process.stdin.close()
+
+
+class Place:
+    """A folder in a new bucket."""
+
+    def __init__(self, folder, port):
+        self.folder, self.options = folder, buckets.options_of("s3", port)
+        self.bucket = buckets.new_bucket("s3")
+        self.url = f"s3://{self.bucket}/folder"
+
+    def fill(self, source, **options):
+        """Have the samples of a source there."""
+        with closing(CachedDataset(source, self.url, name="bench", **self._given(), **options)) as data:
+            data.warmup()
+
+    def serve(self, **options):
+        """What another machine makes, whose local folder is empty."""
+        return closing(CachedDataset(None, self.url, **self._given(), **options))
+
+    def fs(self):
+        """A plain client."""
+        return s3fs.S3FileSystem(**self.options, skip_instance_cache=True)
+
+    def new(self):
+        """A new local folder."""
+        return tempfile.mkdtemp(dir=self.folder)
+
+    def _given(self):
+        return {"storage_options": self.options, "memory_cache_size": 0}
+
+
+class Slow(Arrays):
+    """A source that takes time for each sample, as reading and decoding do."""
+
+    def __getitem__(self, index):
+        time.sleep(TAKES)
+        return super().__getitem__(index)
+
+
+class PerSample:
+    """The layout of torch_xla's CachedDataset: a sample is an object, and costs a request."""
+
+    def __init__(self, place):
+        self.place, self.client = place, None
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        if self.client is None:
+            self.client = self.place.fs()  # a client does not survive a fork
+        data = self.client.cat_file(f"{self.place.bucket}/samples/{index}")
+        return torch.from_numpy(np.frombuffer(data, np.float32).copy())
+
+
+def loader(dataset, batch, workers=WORKERS):
+    return DataLoader(dataset, batch, shuffle=True, num_workers=workers)
+
+
+def epoch(batches):
+    """Seconds until the first batch, and of the epoch."""
+    start, first = time.perf_counter(), None
+    for _ in batches:
+        first = time.perf_counter() - start if first is None else first
+    return first, time.perf_counter() - start
+
+
+def _shuffled(report, place):
+    progress("buckets: filling, small samples")
+    source = torch.randn(COUNT, WIDTH)
+    place.fill(source)
+    fs = place.fs()
+    fs.pipe({f"{place.bucket}/samples/{i}": source[i].numpy().tobytes() for i in range(COUNT)})
+    found = {OURS: [], OBJECTS: []}
+    for number in range(ROUNDS):
+        progress(f"buckets: cold epochs of small samples, {number + 1} of {ROUNDS}")
+        start = time.perf_counter()
+        with place.serve(local_dir=place.new()) as ours:  # listing, heads and checks are part of it
+            for batch in loader(ours, BATCH):
+                assert batch.shape[1] == WIDTH
+            found[OURS].append(time.perf_counter() - start)
+        found[OBJECTS].append(epoch(loader(PerSample(place), BATCH))[1])
+    medians = {name: statistics.median(taken) for name, taken in found.items()}
+    title = f"A cold epoch of {COUNT:,} shuffled samples of 8 kB, {WORKERS} workers, batches of {BATCH}"
+    rows = [(name, duration(taken), f"{COUNT / taken:,.0f}") for name, taken in medians.items()]
+    report.table(title, ("", "an epoch", "samples/s"), rows)
+    what = f"cold epoch of {COUNT:,} samples of 8 kB: times as fast as {OBJECTS}"
+    return [at_least(what, medians[OBJECTS] / medians[OURS], 20)]
+
+
+def _large(report, place):
+    progress("buckets: filling 1 GB")
+    source = Arrays(LARGE, SHAPE)
+    local = place.new()
+    with closing(CachedDataset(source, local, name="bench", memory_cache_size=0)) as data:
+        data.warmup()
+    place.fill(source)
+    fs = place.fs()
+    objects = [name for name in fs.find(f"{place.bucket}/folder") if SEGMENT_NAME.fullmatch(Path(name).name)]
+    size = sum(fs.size(name) for name in objects)
+    plain, firsts, cold, second, folder, quarter = [], [], [], [], [], []
+    for number in range(LARGE_ROUNDS):
+        progress(f"buckets: 1 GB, {number + 1} of {LARGE_ROUNDS}")
+        target = place.new()
+        plain.append(seconds(lambda: place.fs().get(objects, target + "/")))  # noqa: B023
+        start = time.perf_counter()
+        with place.serve(local_dir=place.new(), disk_cache_size="4GB") as ours:
+            made = time.perf_counter() - start
+            first, taken = epoch(loader(ours, LARGE_BATCH))
+            firsts.append(made + first)
+            cold.append(made + taken)
+            while ours.stats().remote_rows:  # until whole segments are here
+                time.sleep(0.1)
+            second.append(epoch(loader(ours, LARGE_BATCH))[1])
+        with closing(CachedDataset(None, local, memory_cache_size=0)) as here:
+            folder.append(epoch(loader(here, LARGE_BATCH))[1])
+        with place.serve(local_dir=place.new(), disk_cache_size=size // 4) as small:
+            epoch(loader(small, LARGE_BATCH, workers=0))
+            quarter.append(small.stats().bytes_down / (LARGE * np.prod(SHAPE) + size // 4))
+    names = ("fs.get of the same objects", f"{OURS}, cold epoch", f"{OURS}, epoch 2", "a local folder")
+    medians = [statistics.median(taken) for taken in (plain, cold, second, folder)]
+    rows = [
+        (name, duration(taken), f"{size / 1e6 / taken:,.0f}")
+        for name, taken in zip(names, medians, strict=True)
+    ]
+    report.table(
+        f"{size / 1e9:.2f} GB in {len(objects)} segments, samples of 600 kB", ("", "time", "MB/s"), rows
+    )
+    return [
+        at_least(
+            "1 GB, cold epoch: speed over that of fs.get of the same objects", medians[0] / medians[1], 0.8
+        ),
+        at_most("first batch of a cold epoch of 1 GB", statistics.median(firsts), 2, " s"),
+        at_most("epoch 2 of 1 GB: time over that of a local folder", medians[2] / medians[3], 1.1),
+        at_most(
+            "local_dir of a quarter of 1 GB: bytes from the bucket over rows and folder",
+            statistics.median(quarter),
+            1,
+        ),
+    ]
+
+
+def _filling(report, place):
+    count = LARGE // 4
+    quick, slow = Arrays(count, SHAPE), Slow(count, SHAPE)
+    found = {}
+
+    def measured(name, function):
+        found.setdefault(name, []).append(seconds(function))
+
+    def fill(source, folder):
+        with closing(CachedDataset(source, folder, name="bench", memory_cache_size=0)) as data:
+            data.warmup()
+
+    for number in range(LARGE_ROUNDS):
+        progress(f"buckets: filling, {number + 1} of {LARGE_ROUNDS}")
+        new = place()
+        folder = new.new()
+        measured("local", partial(fill, quick, folder))
+        measured("bucket", partial(new.fill, quick))
+        files = list(map(str, Path(folder).rglob("*.safetensors")))
+        measured("put", lambda: new.fs().put(files, f"{new.bucket}/plain/"))  # noqa: B023
+        measured("slow local", partial(fill, slow, new.new()))
+        measured("slow bucket", partial(place().fill, slow))
+    medians = {name: statistics.median(taken) for name, taken in found.items()}
+    size = sum(Path(name).stat().st_size for name in files)
+    names = {
+        "local": "samples that cost nothing: a local folder",
+        "bucket": "samples that cost nothing: a bucket",
+        "put": "fs.put of the same objects, which are there already: the limit of server and client",
+        "slow local": f"samples that take {TAKES * 1000:.0f} ms: a local folder",
+        "slow bucket": f"samples that take {TAKES * 1000:.0f} ms: a bucket",
+    }
+    rows = [
+        (what, duration(medians[name]), f"{size / 1e6 / medians[name]:,.0f}") for name, what in names.items()
+    ]
+    title = f"Filling with {count} samples of 600 kB, close included"
+    report.table(title, ("", "time", "MB/s"), rows)
+    over = medians["bucket"] / medians["local"]
+    return [at_most("filling a bucket: time over that of a local folder", over, 1.1)]
+
+
+def _opening(report, place):
+    progress(f"buckets: {SEGMENTS} segments")
+    source = torch.randn(SEGMENTS, 16)
+    local, heads = place.new(), place.new()
+    with closing(CachedDataset(source, local, name="bench", memory_cache_size=0)) as data:
+        for index in range(SEGMENTS):
+            data[index]
+            data.flush()
+    place.fs().put(local + "/", f"{place.bucket}/folder", recursive=True)
+    with place.serve(local_dir=heads, disk_cache_size="1MB"):
+        pass  # the heads are there from now on
+    found = {"heads in local_dir": [], "a local folder": []}
+    for number in range(OPENINGS):
+        progress(f"buckets: opening, {number + 1} of {OPENINGS}")
+        for name, options in (
+            ("heads in local_dir", {"path": place.url, "local_dir": heads, "disk_cache_size": "1MB"}),
+            ("a local folder", {"path": local}),
+        ):
+            if "local_dir" in options:
+                options["storage_options"] = place.options
+            start = time.perf_counter()
+            with closing(CachedDataset(None, memory_cache_size=0, **options)):
+                found[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(taken) for name, taken in found.items()}
+    rows = [(name, duration(taken)) for name, taken in medians.items()]
+    report.table(f"Opening a dataset of {SEGMENTS:,} segments", ("", "time"), rows)
+    over = medians["heads in local_dir"] / medians["a local folder"]
+    return [at_most(f"opening {SEGMENTS:,} segments: time over that of a local folder", over, 1.5)]

@@ -1,0 +1,469 @@
+"""`CacheLoader` gives what the function gives, whatever happens to what it keeps: in one process."""
+
+import concurrent.futures
+import contextlib
+import os
+import pickle
+import tempfile
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from tests.helpers.datasets import memory_of, same, sample_of
+from tests.helpers.redis import RedisServer
+from tests.helpers.storage import warnings_of
+from torchcache2 import CachedDataset, CacheLoader
+from torchcache2.core.errors import OptionError, OutputError
+from torchcache2.datasets.fingerprint import identify_prefix
+
+SOAK = bool(os.environ.get("SOAK"))
+KEYS = [0, 1, -1, 2**63 - 1, -(2**63), 2**64, -(2**200), "", "1", "é", "\ud800", "x" * 999, b"", b"1", b"\0"]
+LOCAL = {
+    "memory": {"memory_cache_size": "10MB"},
+    "both": {"memory_cache_size": "10MB", "path": True},
+    "folder": {"memory_cache_size": 0, "path": True},
+    "scratch": {"memory_cache_size": "33kB", "disk_cache_size": "10MB"},
+}
+
+
+@pytest.fixture(params=LOCAL if SOAK else ["memory", "folder"])
+def options(request, path):
+    """Options of a loader, in places where values may be."""
+    found = {"backend": "local", **LOCAL[request.param]}
+    return found | ({"path": path} if "path" in found else {})
+
+
+class Function:
+    """Something to load values with, which notes what it was asked for."""
+
+    def __init__(self, value=lambda key: ("value of", key)):
+        self.asked, self.value = [], value
+
+    def __call__(self, key):
+        self.asked.append(key)
+        return self.value(key)
+
+
+def test_a_key_is_loaded_once(options):
+    load = Function()
+    with CacheLoader(**options) as loader:
+        for _ in range(3):
+            for key in KEYS:
+                same(loader.get(key, load), ("value of", key))
+        same(load.asked, KEYS)
+        assert loader.num_keys() == len(KEYS)
+        stats = loader.stats()
+        assert (stats.misses, stats.hits, stats.corrupt, stats.faults) == (len(KEYS), 2 * len(KEYS), 0, 0)
+
+
+def test_many_keys_are_loaded_once_in_their_order(options):
+    load = Function(lambda key: sample_of(hash(key) % 1000, "dict"))
+    with CacheLoader(**options) as loader:
+        wanted = ["b", 1, "b", "1", 1, b"b", 1]
+        for turn in range(2):
+            values = loader.get_many(wanted, load)
+            for key, value in zip(wanted, values, strict=True):
+                same(value, load.value(key))
+            assert load.asked == ["b", 1, "1", b"b"], turn
+            leaves = [leaf for value in values for leaf in memory_of(value)]
+            places = {leaf.data_ptr() if torch.is_tensor(leaf) else leaf.ctypes.data for leaf in leaves}
+            assert len(places) == len(leaves)  # an edit in place changes one of them
+        assert loader.get_many([], load) == []
+        assert loader.stats().misses + loader.stats().hits == 14
+
+
+def test_ints_of_arrays_and_tensors_are_ints():
+    load = Function()
+    with CacheLoader("local", memory_cache_size="1MB") as loader:
+        for key in (np.int64(7), torch.tensor(7), np.array(7, np.uint8), 7, np.arange(9)[7]):
+            same(loader.get(key, load), ("value of", 7))  # not what another one would have
+        assert loader.get_many(np.array([7, 8]), load) == [("value of", 7), ("value of", 8)]
+        same(loader.get(np.str_("a\0"), load), ("value of", "a\0"))
+        assert load.asked == [7, 8, "a\0"]
+
+
+@pytest.mark.parametrize(
+    "key", [None, 1.0, (1,), [1], torch.tensor([1]), {"a": 1}, object()], ids=lambda key: type(key).__name__
+)
+def test_other_keys_are_errors(key):
+    load = Function()
+    with CacheLoader("local", memory_cache_size="1MB") as loader:
+        with pytest.raises(TypeError, match="CacheLoader is one int, str or bytes; get_many"):
+            loader.get(key, load)
+        with pytest.raises(TypeError):
+            loader.get_many([1, key], load)
+        assert load.asked == []
+
+
+def test_other_mistakes_are_errors():
+    with CacheLoader("local", memory_cache_size="1MB") as loader:
+        with pytest.raises(TypeError, match="load_fn is of type int: expected a callable"):
+            loader.get("key", 7)
+        for keys in ("key", b"key"):
+            with pytest.raises(TypeError, match="expected a list of keys; get takes one"):
+                loader.get_many(keys, Function())
+
+
+def test_none_is_a_value(options):
+    load = Function(lambda key: None)
+    with CacheLoader(**options) as loader:
+        assert loader.get("key", load) is None and loader.get("key", load) is None
+        assert load.asked == ["key"] and loader.num_keys() == 1
+
+
+def test_what_is_raised_passes_through_and_nothing_is_kept(options):
+    class OopsError(Exception):
+        pass
+
+    def raising(key):
+        if key == 2:
+            raise OopsError(key)
+        return key
+
+    load = Function(raising)
+    with CacheLoader(**options) as loader:
+        for _ in range(2):
+            with pytest.raises(OopsError, match="2"):
+                loader.get_many([1, 2, 3], load)
+        assert load.asked == [1, 2, 1, 2] and loader.num_keys() == 0
+        for stop in (KeyboardInterrupt, StopIteration):
+            with pytest.raises(stop):
+                loader.get(1, Function(lambda key, stop=stop: exec("raise stop", {"stop": stop})))
+        assert loader.get_many([1, 3], load) == [1, 3] and loader.num_keys() == 2
+
+
+def test_what_cannot_be_stored_is_an_error_at_first_and_then_a_warning(options, log):
+    odd = Function(lambda key: {"fine": 1, "odd": {1, 2}} if key % 2 else key)
+    with CacheLoader(**options) as loader:
+        with pytest.raises(OutputError, match="set"):
+            loader.get(1, odd)
+        assert loader.get(2, odd) == 2
+        for _ in range(2):
+            values = loader.get_many([1, 3, 1, 2], odd)
+            assert values == [odd.value(1), odd.value(3), odd.value(1), 2]
+            assert values[0] is not values[2]
+        assert odd.asked.count(2) == 1 and loader.num_keys() == 1
+        (record,) = warnings_of(log)
+        assert "some samples cannot be cached" in record.getMessage()
+        assert loader.stats().bypasses == {"refused": 4}
+
+
+def test_prefix_and_version_say_which_values_are_meant(path):
+    given = [
+        {},
+        {"key_prefix": "a"},
+        {"key_prefix": "a", "version": 1},
+        {"key_prefix": "a", "version": "1"},
+        {"key_prefix": "a1"},
+    ]
+    for turn in range(2):
+        for number, some in enumerate(given):
+            load = Function(lambda key, number=number: number)
+            with CacheLoader("local", **some, path=path, memory_cache_size="1MB") as loader:
+                assert loader.get(1, load) == number and loader.num_keys() == 1
+            assert len(load.asked) == (turn == 0)
+    dataset = CachedDataset([7, 8], path, name="a", memory_cache_size=0)
+    assert (dataset[1], len(dataset.missing())) == (8, 1)
+    dataset.close()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "version", "namespace"),
+    [
+        ("", None, "2d8c9f4a21e1c053067f352f039304f9"),
+        ("a", None, "8447cecd2e0a862108307745c833d078"),
+        ("a", 1, "f2564818d2620c9b97f99babbcae74db"),
+        ("a", "1", "042e8e9a6d96c735860cf2402d585774"),
+        ("é", 2, "fb90420f51edb9c2d9b2f883dfb6da3a"),
+    ],
+)
+def test_namespaces_are_those_of_earlier_versions(prefix, version, namespace):
+    assert identify_prefix(prefix, version).namespace.hex() == namespace
+
+
+def test_threads_share_a_loader(options):
+    with CacheLoader(**options) as loader, concurrent.futures.ThreadPoolExecutor(4) as threads:
+
+        def read(seed):
+            for key in np.random.default_rng(seed).permutation(30).tolist():
+                same(loader.get(key, lambda key: sample_of(key, "coco")), sample_of(key, "coco"))
+
+        list(threads.map(read, range(4)))
+        stats = loader.stats()
+        assert loader.num_keys() == 30 and stats.misses + stats.hits == 120
+
+
+def test_the_function_is_not_part_of_the_key(path):
+    with CacheLoader("local", path=path, memory_cache_size=0) as loader:
+        assert [loader.get(1, str), loader.get(1, float)] == ["1", "1"]
+    with CacheLoader("local", path=path, memory_cache_size=0, version=2) as loader:
+        assert loader.get(1, float) == 1.0
+
+
+def test_a_later_run_finds_what_is_in_a_folder(path):
+    load = Function()
+    for _ in range(2):
+        with CacheLoader("local", "kept", path=path, memory_cache_size="1MB") as loader:
+            loader.get_many(KEYS, load)
+            assert loader.num_keys() == len(KEYS)
+            assert repr(loader) == f"<CacheLoader 'kept' in {path}>"
+    assert len(load.asked) == len(KEYS)
+
+
+class OfLoader(torch.nn.Module):
+    """Something that is cached, and has a loader."""
+
+    def __init__(self, loader):
+        super().__init__()
+        self.loader = loader
+
+    def __getitem__(self, index):
+        return self.loader.get(index, str)
+
+    def __len__(self):
+        return 3
+
+
+def test_a_loader_of_a_dataset_stands_for_its_prefix_and_version(path):
+    found = []
+    for prefix, version in [("a", 1), ("a", 1), ("a", 2), ("b", 1)]:
+        with (
+            CacheLoader("local", prefix, version=version, memory_cache_size="1MB") as loader,
+            contextlib.closing(CachedDataset(OfLoader(loader), path)) as data,
+        ):
+            assert data[1] == "1"
+            found.append(repr(data))
+    assert found[0] == found[1] and len(set(found)) == 3
+
+
+def test_clear_forgets_this_prefix(options):
+    load = Function()
+    with CacheLoader(**options) as loader, CacheLoader(key_prefix="other", **options) as other:
+        loader.get(1, load), other.get(1, load)
+        loader.clear()
+        assert (loader.num_keys(), other.num_keys()) == (0, 1)
+        loader.get(1, load), other.get(1, load)
+        assert len(load.asked) == 3
+
+
+def test_what_is_cleared_while_it_is_loaded_is_not_kept(options):
+    with CacheLoader(**options) as loader:
+
+        def load(key):
+            loader.clear()
+            return key
+
+        assert loader.get(1, load) == 1 and loader.num_keys() == 0
+
+
+@pytest.mark.parametrize("off", ["closed", "environment", "sizes"])
+def test_a_loader_that_keeps_nothing_loads(off, monkeypatch):
+    if off == "environment":
+        monkeypatch.setenv("TORCHCACHE_DISABLE", "1")
+    load, loader = Function(), CacheLoader("local", memory_cache_size=0 if off == "sizes" else "1MB")
+    if off == "closed":
+        loader.get(1, load)
+        loader.close()
+        loader.close()
+    assert [loader.get(1, load), loader.get_many([1, 1], load)] == [load.value(1), [load.value(1)] * 2]
+    assert len(load.asked) == 3 + (off == "closed") and loader.num_keys() == 0
+    loader.flush(), loader.clear()
+    assert loader.stats().memory_rows == 0
+    assert repr(loader) == "<CacheLoader '' in memory>"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"backend": "memcached"}, "backend='memcached': expected 'redis' or 'local'"),
+        ({"key_prefix": 7}, "key_prefix=7: expected a text"),
+        ({"version": 1.5}, "version=1.5: expected a text or an int"),
+        ({"writer_buffer_size": 0}, "writer_buffer_size=0: expected a number of samples from 1 on"),
+        ({"writer_buffer_size": True}, "writer_buffer_size=True"),
+        ({"cluster_mode": 1}, "cluster_mode=1: expected True or False"),
+        ({"capacity_per_node": "much"}, "capacity_per_node='much': expected bytes"),
+        ({"capacity_per_node": 1000}, "capacity_per_node=1000 is about servers, .* give memory_cache_size"),
+        ({"hosts": "redis://:secret@h"}, "hosts are servers, which only backend='redis' uses"),
+        ({"policy": "fifo"}, "policy='fifo': expected 'mru' or 'lru'"),
+        ({"compression": "zip"}, "compression='zip'"),
+        ({"path": "redis"}, "path is a folder. To keep samples on a server, pass backend='redis'"),
+        (
+            {"path": "redis://:secret@host"},
+            "path is the URL of a Redis.*backend='redis', hosts=",
+        ),
+        ({"path": 7}, "path=7: expected None, the path of a folder, or the URL"),
+        ({"memory_cache_size": "much"}, "memory_cache_size='much'"),
+        ({"prefix": "a"}, "CacheLoader has no option 'prefix': see help"),
+        ({"cache_dir": "a"}, "CacheLoader has no option 'cache_dir': it is path"),
+        ({"backend": "redis", "hosts": "redis://h", "path": "a"}, "path and backend='redis': .* not in both"),
+        ({"backend": "redis", "hosts": "h", "disk_cache_size": 9}, "hosts has a text that is no URL"),
+        ({"backend": "redis", "hosts": []}, "hosts is empty"),
+        ({"backend": "redis", "hosts": [{"host": "h"}], "disk_cache_size": 9}, "disk_cache_size and backend"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(value),
+)
+def test_options_that_cannot_be_meant(options, text):
+    for face in (CacheLoader, lambda **given: CachedDataset([1], **given)):
+        if face is not CacheLoader and set(options) & {"key_prefix", "prefix"}:
+            continue
+        expected = text.replace("CacheLoader", "(CacheLoader|CachedDataset)")
+        with pytest.raises(OptionError, match=expected) as caught:
+            face(**{"backend": "local", **options})
+        assert "secret" not in str(caught.value)
+
+
+def test_a_copy_finds_the_same(options):
+    load = Function()
+    with CacheLoader(**options) as loader:
+        loader.get(1, load)
+        loader.flush()
+        with pickle.loads(pickle.dumps(loader)) as other:
+            assert other.get(1, load) == load.value(1)
+            assert other.stats().hits == loader.stats().hits == 1
+        assert len(load.asked) == 1
+
+
+VALUES = st.tuples(st.sampled_from(["dict", "tensor", "ragged", "coco", "large"]), st.integers(0, 30))
+
+
+class Machine(RuleBasedStateMachine):
+    """A loader, which may forget, beside a dict."""
+
+    is_spoilt = False
+
+    @initialize(
+        memory=st.sampled_from([0, 30_000, 200_000, "10MB"]),
+        disk=st.sampled_from([None, 0, 30_000, 200_000, "10MB"]),
+        has_path=st.booleans(),
+        policy=st.sampled_from(["mru", "lru"]),
+    )
+    def begin(self, memory, disk, has_path, policy):
+        self.folder = contextlib.ExitStack()
+        folder = self.folder.enter_context(tempfile.TemporaryDirectory(prefix="test-"))
+        self.options = {"memory_cache_size": memory, "disk_cache_size": disk, "policy": policy}
+        self.options["backend"] = "local"
+        if has_path:
+            self.options["path"] = folder + "/cache"
+        self.known = {}
+        self.open()
+
+    def open(self):
+        self.loader = CacheLoader(key_prefix="p", **self.options)
+
+    @rule(wanted=st.lists(st.tuples(st.sampled_from(KEYS), VALUES), max_size=8))
+    def many(self, wanted):
+        new = {}
+
+        def load(key):
+            assert key not in new or self.loader._store is None  # both sizes are 0
+            new[key] = dict(reversed(wanted))[key]
+            kind, number = self.known.setdefault(key, new[key])  # it may be forgotten, but not another one
+            return sample_of(number, kind)
+
+        keys = [key for key, _ in wanted]
+        values = self.loader.get_many(keys, load)
+        for key, value in zip(keys, values, strict=True):
+            kind, number = self.known[key]
+            same(value, sample_of(number, kind))
+            for leaf in memory_of(value):
+                leaf[...] = 1
+
+    @rule(key=st.sampled_from(KEYS))
+    def fail(self, key):
+        def load(key):
+            raise ZeroDivisionError
+
+        try:
+            value = self.loader.get(key, load)
+        except ZeroDivisionError:
+            return
+        kind, number = self.known[key]
+        same(value, sample_of(number, kind))
+
+    @rule()
+    def count(self):
+        assert self.loader.num_keys() <= len(self.known)
+
+    @rule()
+    def flush(self):
+        self.loader.flush()
+
+    @rule()
+    def clear(self):
+        self.loader.clear()
+        assert self.loader.num_keys() == 0
+        self.known = {}
+
+    @rule()
+    def reopen(self):
+        self.loader.close()
+        self.open()
+
+    @rule()
+    def copied(self):
+        with pickle.loads(pickle.dumps(self.loader)) as other:
+            assert other.num_keys() <= len(self.known)
+
+    def teardown(self):
+        if hasattr(self, "loader"):
+            stats = self.loader.stats()
+            assert (stats.corrupt > 0) <= self.is_spoilt and (stats.faults, stats.bypasses) == (0, {})
+            self.loader.close()
+            self.folder.close()
+
+
+class RemoteMachine(Machine):
+    """The same on two servers, which lose values, and have garbage in their place."""
+
+    @initialize(
+        memory=st.sampled_from([None, 30_000, "10MB"]),
+        codec=st.sampled_from(["none", "brotli"]),
+        buffer=st.sampled_from([1, 2, 20]),
+    )
+    def begin(self, memory, codec, buffer):
+        self.folder = contextlib.ExitStack()
+        self.clients = [self.folder.enter_context(contextlib.closing(one.client())) for one in self.servers]
+        self.lose()
+        hosts = [server.url for server in self.servers]
+        self.options = {"hosts": hosts, "compression": codec, "memory_cache_size": memory}
+        self.options["writer_buffer_size"] = buffer
+        self.known = {}
+        self.open()
+
+    @rule()
+    def lose(self):
+        for client in self.clients:
+            client.flushall()
+
+    @rule(garbage=st.sampled_from([b"", b"\0" * 99]), cut=st.integers(0, 9))
+    def spoil(self, garbage, cut):
+        for client in self.clients:
+            for name in client.scan_iter():
+                self.is_spoilt = True
+                client.set(name, garbage or client.get(name)[cut:-1])
+
+
+def run_machine(machine):
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=1000 if SOAK else 8,
+            stateful_step_count=20,
+            phases=[Phase.generate, Phase.shrink] if SOAK else [Phase.generate],
+            derandomize=not SOAK,
+        ),
+    )
+
+
+def test_it_is_a_dict_that_may_forget():
+    run_machine(Machine)
+
+
+def test_it_is_a_dict_that_may_forget_on_servers():
+    with RedisServer() as one, RedisServer() as other:
+        RemoteMachine.servers = one, other
+        run_machine(RemoteMachine)

@@ -1,0 +1,71 @@
+"""Looks at our own Redis servers from outside: which processes and files there are."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import redis
+
+from torchcache2.tiers.redis import guardian
+from torchcache2.tiers.redis.holding import let_go
+from torchcache2.tiers.shared.region import start_time
+
+PATIENCE = 10.0
+
+
+class Place:
+    """A folder for temporary files whose path is short, and the servers in it."""
+
+    def __init__(self):
+        self.path = Path(tempfile.mkdtemp(prefix="tc2s", dir="/tmp"))
+
+    @property
+    def folders(self):
+        return sorted(self.path.glob("torchcache2_redis_*"))
+
+    @property
+    def about(self):
+        """What the file of the only server says."""
+        (folder,) = self.folders
+        return json.loads((folder / guardian.FILE).read_text())
+
+    def all_ended(self, *pids):
+        """Wait until there is no folder, and until some processes have ended."""
+        wait_until(lambda: not self.folders and not any(map(start_time, pids)))
+
+    def remove(self):
+        for folder in self.folders:
+            let_go(str(folder / guardian.PIPE))
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                about = json.loads((folder / guardian.FILE).read_text())
+                if b"guardian.py" in Path(f"/proc/{about['guardian']}/cmdline").read_bytes():
+                    os.kill(about["guardian"], signal.SIGKILL)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def wait_until(condition):
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "it does not come true"
+        time.sleep(0.002)
+
+
+def client(server):
+    """A client of redis-py, which must be closed."""
+    options = dict(server.options)
+    if "path" in options:
+        options["unix_socket_path"] = options.pop("path")
+    return redis.Redis(**options, protocol=2, retry=None, socket_timeout=5)
+
+
+def answers(server):
+    try:
+        with contextlib.closing(client(server)) as asked:
+            return asked.ping()
+    except redis.exceptions.ConnectionError:
+        return False

@@ -1,0 +1,555 @@
+"""What `RedisTier` does beside what every tier does: when it sends, what it forgets, and what it survives."""
+
+import collections
+import contextlib
+import gc
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import warm
+from tests.helpers.redis import PROGRAMS, RedisServer, emptied, names
+from tests.helpers.storage import (
+    CPU,
+    NAMESPACES,
+    NEVER,
+    found,
+    keys_of,
+    put,
+    rows_of,
+    value_of,
+    wait_until,
+    warnings_of,
+)
+from torchcache2.core.rows import Rows
+from torchcache2.tiers.base import Signals
+from torchcache2.tiers.redis import tier as module
+from torchcache2.tiers.redis.names import claim_names, row_names
+from torchcache2.tiers.redis.tier import RedisTier
+
+
+def size_of(server):
+    with contextlib.closing(server.client()) as client:
+        return client.dbsize()
+
+
+def set_value(server, name, value, namespace=NAMESPACES[0]):
+    with contextlib.closing(server.client()) as client:
+        client.set(row_names(keys_of([name], namespace))[0], value)
+
+
+def value(server, name, namespace=NAMESPACES[0]):
+    with contextlib.closing(server.client()) as client:
+        return client.get(row_names(keys_of([name], namespace))[0])
+
+
+@pytest.fixture
+def server(servers):
+    return servers[0]
+
+
+# When rows are sent.
+
+
+def test_rows_are_sent_when_there_are_enough(server, tiers):
+    tier = tiers([server], buffer=5, delay=NEVER)
+    put(tier, range(3))
+    put(tier, [3])
+    assert size_of(server) == 0 and found(tier, range(9)) == [0, 1, 2, 3]
+    put(tier, [7, 8])
+    wait_until(lambda: size_of(server) == 6)
+    assert found(tiers([server]), range(9)) == [0, 1, 2, 3, 7, 8]
+
+
+def test_rows_are_sent_after_a_while(server, tiers):
+    tier = tiers([server], buffer=100, delay=0.02)
+    for name in range(3):
+        put(tier, [name])
+        wait_until(lambda count=name + 1: size_of(server) == count)
+
+
+def test_rows_wait_no_longer_the_longer_a_job_takes(server, tiers):
+    tier = tiers([server], buffer=100, delay=0.02)
+    put(tier, [1])
+    writer = tier._outbox._last_writer
+    writer.pace.waited[NAMESPACES[0]] = 1e6
+    assert writer.pace.delay_of(NAMESPACES[0]) == 0.02
+
+
+def test_rows_are_sent_at_flush_and_close_and_before_stats(server, tiers):
+    for number, end in enumerate([RedisTier.flush, RedisTier.stats, RedisTier.close]):
+        tier = tiers([server], buffer=100, delay=NEVER)
+        put(tier, [number])
+        assert size_of(server) == number
+        end(tier)
+        assert size_of(server) == number + 1
+
+
+def test_rows_that_others_need_are_sent_at_once(server, tiers):
+    epochs = [0]
+    tier = tiers([server], buffer=100, delay=NEVER, signals=Signals(seals=lambda: epochs[0]))
+    put(tier, [1])
+    epochs[0] = 1
+    wait_until(lambda: size_of(server) == 1)
+
+
+def test_a_large_batch_is_sent_in_pieces(server, tiers, monkeypatch):
+    monkeypatch.setattr("torchcache2.tiers.redis.sending._PIECE", 1 << 16)
+    tier = tiers([server], buffer=10_000, delay=NEVER)
+    sizes, run = [], tier._clients.run
+    monkeypatch.setattr(
+        tier._clients, "run", lambda commands, words: sizes.append(len(commands)) or run(commands, words)
+    )
+    put(tier, range(100), 1000)
+    for name in range(100, 130):
+        put(tier, [name], 1000)
+    tier.flush()
+    assert sum(sizes) == 130 and max(sizes) <= 32 and len(sizes) < 20
+    assert found(tiers([server]), range(140), 1000) == list(range(130))
+
+
+def test_the_queue_is_bounded(server, tiers):
+    tier = tiers([server], queue=100_000, delay=NEVER)
+    for first in range(0, 200, 10):
+        put(tier, range(first, first + 10), 1000)
+        with tier._outbox._lock():
+            assert tier._outbox._last_writer.nbytes < 200_000
+    assert found(tier, range(200), 1000) == list(range(200))
+
+
+def test_no_more_waits_than_is_sent_in_time(server, tiers):
+    tier = tiers([server], buffer=1000, delay=NEVER, most_seconds=lambda: 0.01)
+    for name in range(100):
+        put(tier, [name], 1000)
+    assert tier._outbox._last_writer.pace.limit < 64 << 20
+    wait_until(lambda: size_of(server) > 0)
+
+
+# What waits, and what others drop.
+
+
+def test_a_row_that_is_on_its_way_while_it_is_dropped_is_gone_afterwards(server, tiers, monkeypatch):
+    tier, other = tiers([server], delay=NEVER), tiers([server])
+    put(other, [5], namespace=NAMESPACES[1])
+    other.flush()
+    for is_late in (False, True):  # the drop comes before, or after the server has the row
+        begun, go_on, run = threading.Event(), threading.Event(), tier._clients.run
+
+        def slow(commands, words, run=run, begun=begun, go_on=go_on, is_late=is_late):
+            is_set = commands[0][0] == b"SET"
+            replies = run(commands, words) if is_late or not is_set else None
+            if is_set:
+                begun.set()
+                assert go_on.wait(10)
+            return run(commands, words) if replies is None else replies
+
+        with monkeypatch.context() as patched:
+            patched.setattr(tier._clients, "run", slow)
+            put(tier, [1, 2])
+            assert begun.wait(10)
+            dropper = threading.Thread(target=tier.drop, args=(NAMESPACES[0],))
+            dropper.start()
+            wait_until(lambda: not tier._outbox.has(keys_of([1, 2])).any())
+            go_on.set()
+            dropper.join(10)
+            assert not dropper.is_alive()
+        assert size_of(server) == 1 and found(tier, [1, 2]) == []
+    assert found(tier, [5], namespace=NAMESPACES[1]) == [5]
+
+
+def test_what_waits_is_forgotten_when_another_process_drops_rows(server, tiers, monkeypatch):
+    drops = [0]
+    signals = Signals(drops=lambda: drops[0])
+    tier = tiers([server], buffer=100, delay=NEVER, signals=signals)
+    put(tier, [1, 2])
+    put(tier, [1], namespace=NAMESPACES[1])
+    drops[0] = 1
+    assert found(tier, [1, 2]) == [] and not tier.has(keys_of([1])).any()
+    tier.flush()
+    assert size_of(server) == 0
+
+    send = tier._sender._pieces
+
+    def dropped_meanwhile(pending):
+        for piece in send(pending):
+            yield piece
+            drops[0] += 1  # when the piece is on the server
+
+    monkeypatch.setattr(tier._sender, "_pieces", dropped_meanwhile)
+    put(tier, [1, 2])
+    tier.flush()
+    assert size_of(server) == 0 and found(tier, [1, 2]) == []
+
+
+def test_drop_leaves_what_others_have_on_the_server(server, tiers):
+    tier = tiers([server], claims=False)
+    put(tier, range(3000), 1)
+    put(tier, range(10), 1, NAMESPACES[1])
+    prefix = b"torchcache2:" + NAMESPACES[0].hex().encode()
+    foreign = [b"foreign", prefix, prefix[:-1] + b":1", b"torchcache2:", b"torchcache2:claim:" + prefix]
+    with contextlib.closing(server.client()) as client:
+        for name in foreign:
+            client.set(name, b"1")
+        client.set(prefix + b":garbage", b"1")
+        tier.flush()
+        assert tier.count(NAMESPACES[0]) == 3000 and tier.count(NAMESPACES[1]) == 10
+        assert tier.count(NAMESPACES[2]) == 0
+        tier.drop(NAMESPACES[0])
+        assert tier.count(NAMESPACES[0]) == 0
+        assert client.dbsize() == 10 + len(foreign)
+
+
+def test_drop_finds_rows_of_servers_that_are_no_longer_theirs(started, tiers):
+    servers = emptied(started(*PROGRAMS[:1] * 3))
+    tier = tiers(servers[:1])
+    put(tier, range(30))
+    tier.flush()
+    tiers(servers).drop(NAMESPACES[0])
+    assert size_of(servers[0]) == 0
+
+
+def test_claims_are_given_up_when_the_rows_are_on_the_server(server, tiers):
+    first, second = tiers([server], buffer=100, delay=NEVER), tiers([server])
+    keys = keys_of(range(3))
+    claim = first.claim(keys)
+    assert claim.mine.tolist() == [0, 1, 2] and size_of(server) == 3
+    assert first.count(NAMESPACES[0]) == 0  # a claim is no row
+    answers = []
+
+    def compute():
+        theirs = second.claim(keys)
+        answers.extend([theirs.mine.tolist(), theirs.wait().tolist(), theirs.appeared.tolist()])
+        answers.append(found(second, range(3)))
+        theirs.release()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    put(first, range(3))  # sent at once, as somebody may be waiting
+    claim.release()
+    thread.join(10)
+    assert answers == [[], [], [0, 1, 2], [0, 1, 2]]
+    first.flush()
+    with contextlib.closing(server.client()) as client:
+        assert client.exists(*claim_names(keys)) == 0 and client.exists(*row_names(keys)) == 3
+
+
+def test_without_claims_nobody_waits(server, tiers):
+    first, second = tiers([server], claims=False), tiers([server], claims=False)
+    for tier in (first, second):
+        assert tier.claim(keys_of([1])).mine.tolist() == [0]
+    assert size_of(server) == 0
+
+
+# Damage and others' values.
+
+
+def test_garbage_under_our_names_is_a_miss_and_is_overwritten(server, tiers, log):
+    tier = tiers([server])
+    put(tier, range(6))
+    tier.flush()
+    right = value(server, 3)
+    set_value(server, 1, b"garbage")
+    set_value(server, 2, b"")
+    set_value(server, 3, right[:-1])
+    set_value(server, 4, value(server, 5))
+    with contextlib.closing(server.client()) as client:
+        (name,) = row_names(keys_of([9]))
+        client.rpush(name, b"a list")
+        client.set(b"torchcache2:", b"1")
+    assert found(tier, range(10)) == [0, 5]
+    assert found(tier, range(10)) == [0, 5]
+    stats = tier.stats()
+    assert (stats.corrupt, stats.faults) == (8, 0)
+    (record,) = warnings_of(log)
+    assert "damaged" in record.getMessage()
+    put(tier, [1, 2, 3, 4, 9])
+    tier.flush()
+    assert found(tier, range(10)) == [0, 1, 2, 3, 4, 5, 9]
+    assert value(server, 3) == right
+    assert len(warnings_of(log)) == 1
+
+
+def test_outputs_that_cannot_be_written_down_are_told_once(server, tiers, log):
+    tier = tiers([server])
+    Pair = collections.namedtuple("Pair", "x y")
+    rows = Rows.from_pytree(Pair(torch.rand(2, 3), 1), 2, device=CPU)
+    for namespace in NAMESPACES:
+        assert tier.put(keys_of(range(2), namespace), rows) == 0
+    (record,) = warnings_of(log)
+    assert "not sent to a Redis server" in record.getMessage()
+    assert tier.stats().faults == 0
+
+
+def test_rows_that_are_too_large_are_told_once(server, tiers, log, monkeypatch):
+    monkeypatch.setattr(module, "MOST_ROW_BYTES", 1000)
+    tier = tiers([server])
+    for first in range(2):
+        assert put(tier, [first], 251) == 0
+        assert put(tier, [first + 5], 250) == 1
+    (record,) = warnings_of(log)
+    assert "1000 bytes" in record.getMessage()
+
+
+# Servers that fail.
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=names())
+def test_a_server_that_comes_back_empty_is_filled_again(tiers, program, log):
+    with RedisServer(program) as server:
+        tier = tiers([server])
+        tier._clients._health.shortest = 0.05
+        put(tier, range(5))
+        tier.flush()
+        server.kill()
+        assert found(tier, range(5)) == [] and not tier.has(keys_of([1])).any()
+        assert put(tier, range(5)) == 0  # it is left out, and nothing waits for it
+        assert tier._outbox._last_writer.nbytes == 0
+        assert tier.stats().rows == 0 and tier.stats().faults > 0
+        tier.drop(NAMESPACES[0])
+        server.start()
+
+        def filled():
+            put(tier, range(5))
+            tier.flush()
+            return found(tier, range(7)) == [0, 1, 2, 3, 4]
+
+        wait_until(filled)
+        assert tier.stats().rows == 5
+    assert len(warnings_of(log)) == 1
+
+
+def test_a_lost_server_costs_its_share_only(started, tiers):
+    servers = emptied(started(*PROGRAMS[:1] * 3))
+    tier = tiers(servers)
+    put(tier, range(300))
+    tier.flush()
+    before = [size_of(server) for server in servers]
+    assert sum(before) == 300 and min(before) > 60
+    assert found(tier, range(300)) == list(range(300))
+    gone = servers[1]
+    gone.kill()
+    try:
+        here = found(tier, range(300))
+        assert len(here) == 300 - before[1]
+        absent = sorted(set(range(300)) - set(here))
+        assert put(tier, absent) == 0
+        assert 0 < put(tier, range(300, 400)) < 100
+    finally:
+        gone.start()
+
+
+def test_a_full_server_is_read(tiers, log):
+    with RedisServer(None, "maxmemory 4mb", "maxmemory-policy noeviction") as server:
+        tier = tiers([server])
+        for first in range(0, 1000, 50):
+            put(tier, range(first, first + 50), 2000)
+            tier.flush()
+        here = found(tier, range(1000), 2000)
+        assert 50 < len(here) < 600
+        assert put(tier, [2000], 2000) == 0 and found(tier, [2000], 2000) == []
+        assert tier.stats().evictions == 0
+        (record,) = warnings_of(log)
+        assert "full" in record.getMessage()
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=names())
+def test_rows_that_a_server_forgets_are_only_missed(tiers, program, log):
+    with RedisServer(program, "maxmemory 4mb", "maxmemory-policy allkeys-lru") as server:
+        tier = tiers([server])
+        for first in range(0, 1000, 50):
+            assert put(tier, range(first, first + 50), 2000) == 50
+            tier.flush()
+        here = found(tier, range(1000), 2000)
+        stats = tier.stats()
+        assert 50 < len(here) < 600 and stats.rows == len(here)
+        assert stats.evictions == 1000 - len(here)
+        assert (stats.corrupt, stats.faults) == (0, 0) and stats.bytes <= 5e6
+        assert tier.counts()["remote_evictions"] == stats.evictions
+        assert put(tier, [1, 2], 2000) == 2
+        tier.flush()
+        assert found(tier, [1, 2], 2000) == [1, 2]
+        assert warnings_of(log) == []
+
+
+def test_servers_are_killed_and_begun_again_while_threads_read_and_write(tiers):
+    with RedisServer() as first, RedisServer() as second:
+        tier = tiers([first, second], buffer=5, delay=0.01)
+        tier._clients._health.shortest = 0.01
+        errors, is_over = [], threading.Event()
+
+        def work(number):
+            generator = np.random.default_rng(number)
+            try:
+                while not is_over.is_set():
+                    some = generator.choice(200, 20, replace=False).tolist()
+                    here = found(tier, some, 100)
+                    put(tier, sorted(set(some).difference(here)), 100)
+                    if generator.random() < 0.1:
+                        tier.flush()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for server in (first, second, first):
+            wait_until(lambda server=server: size_of(server) > 20)
+            server.kill()
+            wait_until(lambda before=tier._clients.faults: tier._clients.faults > before)
+            server.start()
+        wait_until(lambda: len(found(tier, range(200), 100)) == 200)
+        is_over.set()
+        for thread in threads:
+            thread.join(10)
+        assert errors == [] and not any(thread.is_alive() for thread in threads)
+        assert tier.stats().corrupt == 0
+
+
+def test_an_error_within_is_a_fault(server, tiers, monkeypatch, log):
+    tier = tiers([server])
+    put(tier, [1])
+    tier.flush()
+
+    def broken(*args):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tier._records, "decode", broken)
+        assert found(tier, [1]) == []
+        patched.setattr(tier._records, "encode", broken)
+        assert put(tier, [2]) == 1
+        tier.flush()
+        patched.setattr(module, "OwnRows", broken)
+        assert put(tier, [3]) == 0
+    assert found(tier, [1, 2, 3]) == [1]
+    assert tier.stats().faults == 3 and len(warnings_of(log)) == 1
+
+
+def test_an_interrupt_leaves_a_tier_that_works(server, tiers, monkeypatch):
+    tier = tiers([server], buffer=100, delay=NEVER)
+    tier.flush()
+
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    for where, what in [
+        (tier._sender, "send"),
+        (tier._outbox._waiting, "add"),
+        (tier._outbox._waiting, "find"),
+        (tier._clients, "mget"),
+        (tier._clients, "run"),
+    ]:
+        with monkeypatch.context() as patched:
+            patched.setattr(where, what, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                put(tier, [1, 2])
+                found(tier, [1, 2, 3])
+                tier.flush()
+        assert set(found(tier, [1, 2])) <= {1, 2}
+        tier.drop(NAMESPACES[0])
+        assert put(tier, [1, 2]) == 2 and found(tier, [1, 2, 3]) == [1, 2]
+        tier.flush()
+        assert found(tier, [1, 2, 3]) == [1, 2]
+        tier.drop(NAMESPACES[0])
+
+
+def test_the_garbage_collector_may_close_it_at_any_point(server, tiers, monkeypatch):
+    for where, what in [("_outbox._waiting", "add"), ("_outbox._waiting", "find"), ("_sender", "send")]:
+        tier = tiers([server], delay=NEVER)
+        put(tier, ["before"])
+        tier.flush()
+        owner = tier._outbox._waiting if "_waiting" in where else tier._sender
+        function = getattr(owner, what)
+
+        def closing(*args, function=function, tier=tier):
+            result = function(*args)
+            for method in (tier.flush, tier.close, lambda: tier.drop(NAMESPACES[1])):
+                method()
+            return result
+
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, what, closing)
+            put(tier, [what])
+            found(tier, [what])
+            wait_until(lambda tier=tier: tier._outbox.closed)
+        assert found(tier, [what]) == []
+    gc.collect()
+
+
+# Processes.
+
+
+def test_a_forked_child_begins_with_nothing_and_its_parent_sends_what_waited(server, tiers):
+    tier = tiers([server], buffer=100, delay=NEVER)
+    put(tier, [1, 2])
+    pid = os.fork()
+    if pid == 0:  # nothing may be raised here, as pytest would go on in the child
+        code = 1
+        with contextlib.suppress(BaseException):
+            code = 2 * (found(tier, [1, 2]) != []) + 4 * (put(tier, [3]) != 1)
+            code += 8 * (found(tier, [3]) != [3])
+            tier.flush()
+            code += 16 * (size_of(server) != 1)
+        os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert found(tier, [1, 2, 3]) == [1, 2, 3]
+    tier.flush()
+    assert size_of(server) == 3
+
+
+SENT_AT_EXIT = """
+import multiprocessing, sys
+from tests.helpers.storage import NEVER, put
+from torchcache2.core.servers import Servers
+from torchcache2.tiers.redis.tier import RedisTier
+
+tier = RedisTier(Servers.of(sys.argv[1], buffer=100), delay=NEVER)
+for method, first in (("fork", 1), ("fork", 3)):
+    child = multiprocessing.get_context(method).Process(target=put, args=(tier, [first, first + 1]))
+    child.start()
+    child.join()
+    put(tier, [first + 10])
+if len(sys.argv) > 2:
+    raise SystemExit(3)
+"""
+
+
+def test_rows_are_sent_when_a_process_ends(server, tiers):
+    assert warm.run(SENT_AT_EXIT, server.url).err == ""
+    assert found(tiers([server]), range(20)) == [1, 2, 3, 4, 11, 13]
+    tiers([server]).drop(NAMESPACES[0])
+    warm.start(SENT_AT_EXIT, server.url, "fail").done(3)
+    assert found(tiers([server]), range(20)) == [1, 2, 3, 4, 11, 13]
+
+
+def test_many_tiers_share_a_server(server, tiers):
+    several = [tiers([server], buffer=20) for _ in range(3)]
+    for number, tier in enumerate(several):
+        put(tier, range(10 * number, 10 * number + 15))
+        tier.flush()
+    for tier in several:
+        assert found(tier, range(50)) == list(range(35))
+        assert tier.stats().rows == 35
+    several[0].close()
+    assert found(several[1], range(50)) == list(range(35))
+
+
+def test_rows_of_compressing_writers_are_read_by_all(server, tiers):
+    several = {codec: tiers([server], codec=codec) for codec in ("none", "brotli", "blosc2")}
+    for number, tier in enumerate(several.values()):
+        put(tier, range(10 * number, 10 * number + 10), 1000)
+        tier.flush()
+    assert len({len(value(server, name)) for name in (0, 10, 20)}) == 3
+    for tier in several.values():
+        ((positions, rows),) = tier.get(keys_of(range(30))).parts  # they are one part
+        assert positions.tolist() == list(range(30))
+        assert torch.equal(rows.columns[0], torch.stack([value_of(name, 1000) for name in range(30)]))
+
+
+def test_no_text_of_a_tier_has_a_password(server, tiers):
+    tier = tiers([server])
+    assert server.password not in repr(tier) + repr(vars(tier)) + str(tier.servers)
+    assert np.array_equal(tier.has(keys_of([1])), [False]) and len(rows_of([1], 3)) == 1

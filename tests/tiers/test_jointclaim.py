@@ -1,0 +1,249 @@
+"""Claims in two tiers: of the ranks of a machine, and on a server. Two machines are two jobs here."""
+
+import contextlib
+import os
+import random
+import threading
+import time
+
+import pytest
+
+from tests.helpers.redis import RedisServer
+from tests.helpers.storage import found, key_of, keys_of, put, wait_until
+from torchcache2.core.servers import Servers
+from torchcache2.tiers.base import Claim
+from torchcache2.tiers.jointclaim import JointClaim
+from torchcache2.tiers.redis.clients import Clients
+from torchcache2.tiers.redis.leases import Leases
+from torchcache2.tiers.redis.names import row_names
+from torchcache2.tiers.shared.tier import SharedTier
+
+SOAK = bool(os.environ.get("SOAK"))
+
+
+class Rank:
+    """What a process has: memory that it shares with those of its machine, and leases."""
+
+    def __init__(self, server, folder, machine, number):
+        self.machine = machine
+        self.near = SharedTier(b"machine %8d" % machine, 10**8, folder=folder)
+        self.near._claims.thread = lambda: number + 1  # as if this were not the thread of the others
+        self.clients = Clients(Servers.of(server.url), read_timeout=1.0)
+        self.far = Leases(self.clients)
+        self.far.own_tokens = lambda: b"process %8d" % number
+
+    def claim(self, names):
+        keys = keys_of(list(names))
+        return JointClaim(self.near.claim(keys), keys, self.far.claim)
+
+    def missing(self, names):
+        near = set(found(self.near, names))
+        left = [name for name in names if name not in near]
+        there = self.far.published(keys_of(left)).tolist()
+        put(self.near, [name for name, is_row in zip(left, there, strict=True) if is_row])
+        return [name for name, is_row in zip(left, there, strict=True) if not is_row]
+
+    def put(self, names):
+        """What the tiers do: the row on the server comes a little later."""
+        names = list(names)
+        put(self.near, names)
+        self.publish(self.far.hand_over(keys_of(names)), keys_of(names))
+
+    def publish(self, handed, keys):
+        self.clients.run([(b"SET", name, b"row") for name in row_names(keys)], keys.words)
+        self.far.end(handed)
+
+    def close(self):
+        self.near.close()
+        self.far.close()
+        self.clients.close()
+
+
+@pytest.fixture(scope="module")
+def running():
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def join(running, tmp_path):
+    with contextlib.closing(running.client()) as client:
+        client.flushall()
+    ranks = []
+
+    def joined(machine, server=running):
+        ranks.append(Rank(server, str(tmp_path), machine, len(ranks)))
+        return ranks[-1]
+
+    yield joined
+    for rank in ranks:
+        rank.close()
+
+
+def test_what_is_mine_is_so_in_both(join):
+    one, same, other = join(1), join(1), join(2)
+    mine = one.claim(range(4))
+    assert mine.mine.tolist() == [0, 1, 2, 3]
+    theirs = other.claim(range(2, 6))
+    assert theirs.mine.tolist() == [2, 3] and theirs.others.tolist() == [0, 1]
+    third = same.claim(range(8))  # the near claim refuses 0 to 3, and the far one 4 and 5
+    assert third.mine.tolist() == [6, 7] and third.others.tolist() == [0, 1, 2, 3, 4, 5]
+    one.put(range(4))
+    other.put([4, 5])
+    assert third.wait().tolist() == [] and third.others.tolist() == []
+    assert third.appeared.tolist() == [0, 1, 2, 3, 4, 5]
+    assert theirs.wait().tolist() == [] and theirs.appeared.tolist() == [0, 1]
+    for claim in (mine, theirs, third):
+        claim.release()
+
+
+def test_what_is_given_up_near_is_claimed_far_before_it_is_computed(join):
+    one, same, other = join(1), join(1), join(2)
+    mine, theirs = one.claim(range(4)), same.claim(range(4))
+    mine.release()
+    third = other.claim([0, 1])
+    assert third.mine.tolist() == [0, 1]
+    assert theirs.wait().tolist() == [2, 3] and theirs.others.tolist() == [0, 1]
+    same.put([2, 3])
+    other.put([0, 1])
+    assert theirs.wait().tolist() == [] and theirs.appeared.tolist() == [0, 1]
+    assert theirs.others.tolist() == []
+    third.release()
+    theirs.release()
+
+
+def test_what_another_machine_gives_up_is_computed_by_one_of_those_that_wait(join):
+    one, same, other = join(1), join(1), join(2)
+    lost = other.claim(range(6))
+    claims = [one.claim(range(6)), same.claim(range(6))]
+    assert [len(claim.mine) for claim in claims] == [0, 0]
+    taken = []
+
+    def wait(rank, claim):
+        while len(claim.others):
+            names = claim.wait().tolist()
+            taken.extend(names)
+            rank.put(names)
+        claim.release()
+
+    threads = [threading.Thread(target=wait, args=pair) for pair in zip((one, same), claims, strict=True)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.02)
+    lost.release()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(taken) == list(range(6))
+
+
+def test_what_is_not_put_is_given_up_in_both_before_a_wait(join):
+    one, same, other = join(1), join(1), join(2)
+    first, second, third = one.claim([1, 2]), same.claim([2, 3]), other.claim([3, 4, 1])
+    assert third.mine.tolist() == [1]
+    waits = [threading.Thread(target=claim.wait) for claim in (first, second, third)]
+    for thread in waits:  # each waits for what another has claimed
+        thread.start()
+    for thread in waits:
+        thread.join(30)
+        assert not thread.is_alive()
+    for claim in (first, second, third):
+        claim.release()
+
+
+def test_nothing_is_held_on_servers_while_a_rank_of_the_machine_is_waited_for(join):
+    one, same, other = join(1), join(1), join(2)
+    mine, theirs = one.claim([1]), same.claim([1, 2])
+    assert theirs.mine.tolist() == [1]
+    waiting = threading.Thread(target=theirs.wait)
+    waiting.start()
+    wait_until(lambda: other.claim([2]).mine.tolist() == [0], seconds=10)  # less than a lease
+    one.put([1])
+    waiting.join(30)
+    assert theirs.appeared.tolist() == [0]
+    mine.release()
+
+
+def test_nothing_is_held_on_the_machine_while_another_one_is_waited_for(join):
+    one, same, more, other = join(1), join(1), join(1), join(2)
+    held = other.claim([1])
+    mine, theirs = one.claim([1]), same.claim([1])
+    assert len(mine.mine) == len(theirs.mine) == 0
+    waiting = threading.Thread(target=theirs.wait)
+    waiting.start()
+    mine.release()  # near, it is now for the one that waits, who is refused it far
+    wait_until(lambda: same.near.counts()["taken_over"] == 1)
+    wait_until(lambda: more.near.claim(keys_of([1])).mine.tolist() == [0])
+    other.put([1])
+    waiting.join(30)
+    assert theirs.appeared.tolist() == [0]
+    held.release()
+
+
+def test_a_lost_server_leaves_the_claims_of_the_machine(join):
+    with RedisServer() as server:
+        one, same = join(1, server), join(1, server)
+        server.kill()
+        mine, theirs = one.claim(range(4)), same.claim(range(6))
+        assert mine.mine.tolist() == [0, 1, 2, 3]
+        assert theirs.mine.tolist() == [4, 5] and theirs.others.tolist() == [0, 1, 2, 3]
+        one.put(range(4))
+        assert theirs.wait().tolist() == [] and theirs.appeared.tolist() == [0, 1, 2, 3]
+        mine.release()
+        theirs.release()
+
+
+def test_claims_of_nothing(join):
+    empty = join(1).claim([])
+    assert empty.mine.tolist() == empty.others.tolist() == empty.wait().tolist() == []
+    assert empty.mine.dtype == empty.others.dtype == empty.wait().dtype == Claim(0).mine.dtype
+    empty.release()
+
+
+@pytest.mark.parametrize("seed", range(40 if SOAK else 2))
+def test_a_random_schedule_computes_each_item_once(join, seed):
+    """Two machines of two ranks ask for the same items in any order. None fails, so each is computed once."""
+    ranks = [join(machine) for machine in (1, 1, 2, 2)]
+    computed, faults, lock = [], [], threading.Lock()
+
+    def work(rank, chance):
+        try:
+            for _ in range(12):
+                run(rank, chance)
+        except BaseException as fault:
+            faults.append(fault)
+
+    def run(rank, chance):
+        names = rank.missing(chance.sample(range(150), chance.randint(1, 20)))
+        claim = rank.claim(names)
+        try:
+            mine = [names[i] for i in claim.mine.tolist()]
+            while True:
+                time.sleep(chance.choice([0, 0.001, 0.01]))
+                with lock:
+                    computed.extend(mine)
+                put(rank.near, mine)
+                keys = keys_of(mine)
+                handed = rank.far.hand_over(keys)
+                if chance.random() < 0.3:  # the thread that writes comes later
+                    threading.Timer(0.005, rank.publish, (handed, keys)).start()
+                else:
+                    rank.publish(handed, keys)
+                if not len(claim.others):
+                    return
+                mine = [names[i] for i in claim.wait().tolist()]
+                there = [names[i] for i in claim.appeared.tolist()]
+                assert rank.missing(there) == []
+        finally:
+            claim.release()
+
+    threads = [
+        threading.Thread(target=work, args=(rank, random.Random(f"{seed} {number}")))
+        for number, rank in enumerate(ranks)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert faults == []
+    assert len(computed) == len(set(computed)) and len({key_of(name) for name in computed}) > 100

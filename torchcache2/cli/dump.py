@@ -1,0 +1,283 @@
+"""The rows of a namespace as one plain safetensors file, for programs that know nothing of this library.
+
+docs/cli.md describes what is in it. Rows are decoded, and each is checked. They are copied some at a time, so
+that the file may be larger than the memory; the index of each segment is in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import numpy as np
+import safetensors
+
+from torchcache2.cli.check import Verdict, row_limit, trouble
+from torchcache2.cli.dumpcolumns import Column, Tensors, leaf_columns
+from torchcache2.core.arrays import Array
+from torchcache2.core.errors import OptionError
+from torchcache2.core.intkeys import indices_of
+from torchcache2.core.version import __version__
+from torchcache2.files.directory import CacheDirectory, Contents
+from torchcache2.files.errors import UnreadableError
+from torchcache2.files.filesystem import Descriptor, FileSystem
+from torchcache2.files.header import read_size
+from torchcache2.files.heads import read_head
+from torchcache2.files.segment import Descriptors, Segment, empty_columns
+from torchcache2.files.whole import write_whole
+
+__all__ = ["Dumped", "dump"]
+
+_AT_ONCE = 128 << 20  # bytes of rows that are in memory
+Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+
+
+@dataclasses.dataclass
+class Dumped:
+    """What has been written, and what was left out: segments, or rows of them."""
+
+    rows: int = 0
+    nbytes: int = 0  # of the file
+    structures: int = 0
+    length: int | None = None  # of the dataset, if it is one
+    indexed: int = 0  # rows that are samples of it
+    refused: dict[str, Verdict] = dataclasses.field(default_factory=dict)  # by the name of the segment
+    damaged: dict[str, Array] = dataclasses.field(default_factory=dict)  # rows of these, if not all
+
+
+class _Refused(Exception):  # noqa: N818
+    """A segment that cannot be read, or some rows of it."""
+
+    def __init__(self, name: str, found: Verdict, rows: Sequence[int] = ()) -> None:
+        super().__init__(name)
+        self.name, self.found, self.rows = name, found, rows
+
+
+@dataclasses.dataclass
+class _Part:
+    """A segment, and what it says of the structure of its rows, as JSON."""
+
+    name: str
+    segment: Segment
+    structure: str
+
+
+class _Group:
+    """The rows of one structure, in the order of the file: each is a row of one of the parts."""
+
+    def __init__(self, parts: Sequence[_Part], of: Array, rows: Array) -> None:
+        self.parts, self.of, self.rows = parts, of, rows
+        leaves = parts[of[0]].segment.layout.schema.leaves
+        extents = [np.empty((len(rows), len(leaf.shape)), np.int64) for leaf in leaves]
+        for part, positions in self._by_part(0, len(rows)):
+            for schema, which in part.segment.schemas(rows[positions]):
+                for array, leaf in zip(extents, schema.leaves, strict=True):
+                    array[positions[which]] = leaf.shape
+        names = parts[of[0]].segment.layout.columns
+        self.columns = leaf_columns(leaves, names, extents)
+        self.row_bytes = sum((column.row_bytes for column in self.columns), np.zeros(len(rows), np.int64))
+
+    def _by_part(self, first: int, end: int) -> Iterator[tuple[_Part, Array]]:
+        """Each part that has some of these rows, and where they are in the file."""
+        order = np.argsort(self.of[first:end], kind="stable")
+        numbers = self.of[first:end][order]
+        bounds = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), end - first]
+        for begin, stop in itertools.pairwise(bounds):
+            yield self.parts[numbers[begin]], first + order[begin:stop]
+
+    def windows(self) -> Iterator[tuple[int, int]]:
+        """Rows as many as are in memory at once: the first of them, and the one behind the last."""
+        ends, first = np.cumsum(self.row_bytes), 0
+        while first < len(ends):
+            done = int(ends[first - 1]) if first else 0
+            end = max(first + 1, int(np.searchsorted(ends, done + _AT_ONCE, side="right")))
+            yield first, end
+            first = end
+
+    def read(self, first: int, end: int) -> list[tuple[Column, Array]]:
+        """For each column the bytes of some rows; `_Refused` if a segment is damaged."""
+        pieces = [np.empty(int(one.starts[end] - one.starts[first]), np.uint8) for one in self.columns]
+        parts = list(self._by_part(first, end))
+        for part, positions in parts:
+            try:
+                part.segment.read_ahead(self.rows[positions])
+            except OSError:
+                continue  # what is the matter is found when rows are read
+        for part, positions in parts:
+            rows = self.rows[positions]
+            for schema, which in part.segment.schemas(rows):
+                found = empty_columns(schema, len(which))
+                try:
+                    if not part.segment.read(rows[which], found, np.arange(len(which))):
+                        raise _damaged(part)
+                except (OSError, UnreadableError) as error:
+                    raise _Refused(part.name, trouble(error)) from None
+                for column, piece in zip(self.columns, pieces, strict=True):
+                    column.place(piece, first, positions[which], found[column.leaf])
+        return list(zip(self.columns, pieces, strict=True))
+
+
+def dump(directory: CacheDirectory, contents: Contents, path: str, progress: Progress) -> Dumped:
+    """Write the rows of a namespace to a new file, which is whole or not there.
+
+    A segment that is damaged, or cannot be read here, is left out, and named in the result.
+    ``progress(total)`` is entered before so many bytes are written; what it yields is told how many more are
+    done. A file that exists is an `OptionError`.
+    """
+    fs, path, done = FileSystem(), os.path.abspath(path), Dumped()
+    if fs.exists(path):
+        raise OptionError(f"{path!r} exists already")
+    done.length = _length(directory, contents.namespace)
+    while True:
+        parts = _parts(directory, contents, done)
+
+        def fill(file: Descriptor, temporary: str, parts: Sequence[_Part] = parts) -> None:
+            _write(fs, file, directory, contents.namespace, parts, done, progress)
+            with safetensors.safe_open(temporary, framework="np"):
+                pass  # that library reads the header of what has been written
+
+        try:
+            write_whole(fs, path, fill, stem=f"{path}.", suffix=".tmp", replaces=False)
+        except _Refused as error:  # once more without them: another segment may have these rows
+            done.refused[error.name] = error.found
+            known = done.damaged.pop(error.name, np.empty(0, np.int64))
+            rows = np.union1d(known, np.array(error.rows, np.int64))
+            if len(rows) > len(known):  # else it reads differently each time, and nothing of it is taken
+                done.damaged[error.name] = rows
+        else:
+            return done
+
+
+def _length(directory: CacheDirectory, namespace: str) -> int | None:
+    stated = directory.fingerprint(namespace).get("dataset")
+    length = stated.get("length") if isinstance(stated, dict) else None
+    return length if type(length) is int and length >= 0 else None
+
+
+def _parts(directory: CacheDirectory, contents: Contents, done: Dumped) -> list[_Part]:
+    """The segments that can be opened, the oldest first."""
+    fs, descriptors, found, limit = directory.fs, Descriptors(directory.fs), [], row_limit()
+    for info in sorted(contents.segments):
+        name = f"{contents.namespace}/{info.name}"
+        path = os.path.join(directory.path, name)
+        if name in done.refused and name not in done.damaged:
+            continue
+        try:
+            segment = Segment.open(fs, descriptors, path, limit=limit, structured=False)
+            if segment.layout.namespace.hex() != contents.namespace:
+                done.refused[name] = Verdict("damaged", reason="belongs to another namespace")
+                continue
+            found.append(_Part(name, segment, _structure(fs, path)))
+        except (OSError, UnreadableError, OptionError, MemoryError) as error:
+            done.refused[name] = trouble(error)
+    return found
+
+
+def _structure(fs: FileSystem, path: str) -> str:
+    """What is the same in all segments whose rows go together: the structure, and leaves without shapes."""
+    head, size = read_head(fs, path)
+    end = 8 + read_size(head[:8], size)
+    schema = json.loads(json.loads(head[8:end])["__metadata__"]["schema"])
+    leaves = []
+    for leaf in schema["leaves"]:
+        said = {name: leaf[name] for name in ("path", "kind", "dtype", "stored") if name in leaf}
+        leaves.append({**said, "dimensions": len(leaf["shape"])})
+    return json.dumps({"structure": schema["structure"], "leaves": leaves})
+
+
+def _write(
+    fs: FileSystem,
+    file: Descriptor,
+    directory: CacheDirectory,
+    namespace: str,
+    parts: Sequence[_Part],
+    done: Dumped,
+    progress: Progress,
+) -> None:
+    keys, of, rows, index = _ordered(parts, done)
+    structures = list(dict.fromkeys([part.structure for part in parts]))
+    numbers = np.array([structures.index(part.structure) for part in parts], np.int64)
+    tensors, groups, described = Tensors(), [], []
+    tensors.add("keys", "U8", keys.shape, keys)
+    if index is not None:
+        tensors.add("index", "I64", index.shape, index)
+    if len(structures) > 1:
+        tensors.add("structure", "I64", of.shape, numbers[of])
+    for number, structure in enumerate(structures):
+        chosen = np.flatnonzero(numbers[of] == number)
+        said = json.loads(structure)
+        if len(chosen):
+            group = _Group(parts, of[chosen], rows[chosen])
+            prefix = f"structure{number}." if len(structures) > 1 else ""
+            names = [column.add_to(tensors, prefix) for column in group.columns]
+            groups.append((group, [of_leaf["tensor"] for of_leaf in names]))
+            for column, of_leaf in zip(group.columns, names, strict=True):
+                said["leaves"][column.leaf].update(of_leaf)
+        described.append(said)
+    fingerprint = directory.fingerprint(namespace)  # arguments, which may be secrets, are left out
+    metadata = {
+        "written_by": f"torchcache2 dump {__version__}",
+        "namespace": namespace,
+        "class": str(fingerprint.get("class")),
+        "dataset": json.dumps(fingerprint.get("dataset")),
+        "structures": json.dumps(described),
+    }
+    start = tensors.write(fs, file, metadata)
+    with progress(sum(int(group.row_bytes.sum()) for group, _ in groups)) as advance:
+        for group, targets in groups:
+            for first, end in group.windows():
+                for name, (column, piece) in zip(targets, group.read(first, end), strict=True):
+                    at = start + tensors.starts[name] + int(column.starts[first])
+                    fs.write_all(file, [piece.data], at)
+                    advance(len(piece))
+    done.rows, done.nbytes, done.structures = len(keys), start + tensors.nbytes, len(structures)
+    done.indexed = 0 if index is None else int(((index >= 0) & (index < (done.length or 0))).sum())
+
+
+def _ordered(parts: Sequence[_Part], done: Dumped) -> tuple[Array, Array, Array, Array | None]:
+    """The rows in the order of the file, each key once.
+
+    Keys (n, 16), numbers of parts (n,), rows in these (n,), and for a dataset the indices (n,): -1 for keys
+    that are of no int, which come last.
+    """
+    good = [_good_rows(part, done) for part in parts]
+    pairs = zip(parts, good, strict=True)
+    keys = np.concatenate([np.empty((0, 16), np.uint8), *[_keys(part)[some] for part, some in pairs]])
+    of = np.repeat(np.arange(len(parts)), [len(some) for some in good])
+    rows = np.concatenate([np.empty(0, np.int64), *good])
+    halves = keys.view("<u8")
+    order = np.lexsort((halves[:, 1], halves[:, 0]))  # equal keys stay in order, and the first one counts
+    is_first = np.ones(len(keys), bool)
+    is_first[1:] = (halves[order[1:]] != halves[order[:-1]]).any(axis=1)
+    chosen, index = np.sort(order[is_first]), None
+    if done.length is not None:
+        index, is_int = indices_of(keys[chosen])
+        index = np.where(is_int, index, -1)
+        by_index = np.lexsort((index, ~is_int))
+        chosen, index = chosen[by_index], index[by_index]
+    return keys[chosen], of[chosen], rows[chosen], index
+
+
+def _keys(part: _Part) -> Array:
+    assert part.segment.keys is not None
+    return part.segment.keys
+
+
+def _good_rows(part: _Part, done: Dumped) -> Array:
+    rows = np.arange(len(part.segment))
+    return np.setdiff1d(rows, done.damaged[part.name]) if part.name in done.damaged else rows
+
+
+def _damaged(part: _Part) -> _Refused:
+    """Which rows of a segment are damaged, read one by one."""
+    segment, found = part.segment, []
+    every = np.arange(len(segment))
+    for schema, which in segment.schemas(every):
+        columns, place = empty_columns(schema, 1), np.zeros(1, np.int64)
+        found += [row for row in which.tolist() if not segment.read(every[row : row + 1], columns, place)]
+    reason = f"{len(found):,} of {len(segment):,} rows are not what was written"
+    return _Refused(part.name, Verdict("damaged", reason=reason), found)

@@ -1,0 +1,23 @@
+"""`require`: a library that only some options need."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torchcache2.core.errors import OptionError
+
+__all__ = ["require"]
+
+
+def require(library: str, extra: str, wanted: str) -> Any:
+    """Import a library that only some options need; an `OptionError` says how to install it.
+
+    `extra` is the extra of this package that installs it, and `wanted` the option as the user has written it.
+    """
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        raise OptionError(
+            f'{wanted} needs a library that is not installed: pip install "torchcache2[{extra}]" ({error})'
+        ) from None

@@ -1,0 +1,259 @@
+"""`CacheLoader`: values under keys that the caller chooses, found on servers or here, or loaded."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from torchcache2.core.settings import Policy
+from torchcache2.core.sizes import Size
+from torchcache2.datasets.counts import DatasetStats
+from torchcache2.datasets.explain import document_of
+from torchcache2.datasets.fingerprint import identify_prefix
+from torchcache2.datasets.itemkeys import Index, as_index, keys_of
+from torchcache2.datasets.options import check_others, level_settings
+from torchcache2.datasets.samples import Samples, from_rows
+from torchcache2.datasets.serving import CAPACITY, Serving
+from torchcache2.datasets.store import SampleStore
+from torchcache2.datasets.storeplan import StorePlan
+from torchcache2.datasets.tally import Tally
+from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
+
+__all__ = ["CacheLoader"]
+
+_EXPECTED = "the key of a CacheLoader is one int, str or bytes; get_many takes a list of them"
+
+
+class CacheLoader:
+    """Keeps what a function returns for a key, on Redis servers or on this machine.
+
+    **The function is not part of the key.** `key_prefix`, `version` and the key alone say which value is
+    meant: change one of them when the function, or the files that it reads, change. Have it do what is the
+    same each time, such as reading and decoding; random augmentation comes after `get`.
+
+    All processes that are given one loader share it: pass it to a dataset, whose workers may be forked or
+    spawned. Several loaders and datasets may use one server; those with another `key_prefix` or `version`
+    never meet.
+
+    Parameters
+    ----------
+    backend : {"redis", "local"}
+        Where values are: on Redis servers, or in memory and a folder here, as of a `CachedDataset`.
+    key_prefix : str
+        What the keys belong to, such as the name of a data set.
+    writer_buffer_size : int
+        How many values are gathered before they are sent to a server. What waits is sent after a second at
+        the latest, and is found meanwhile by the process that loaded it.
+    hosts : str, dict, or sequence of these, optional
+        The servers that keep values, each a part of them: a URL such as ``redis://:password@host:6379/0``,
+        also ``rediss://`` and ``unix://``, or a dict such as ``{"host": "node1", "port": 6379}``, also with
+        ``password``, ``username`` and options of TLS. None: a server of our own on each machine, which ends
+        with the job.
+    cluster_mode : bool
+        Whether each machine uses the servers of all machines. False: only its own, or one of `hosts`.
+    capacity_per_node : int, str or float
+        How much memory a server of our own may take: bytes, a text like ``"4GB"``, or a share of what is
+        free.
+    policy : {"mru", "lru"}
+        What a full server of our own does, or a full folder: keep what came first, or drop what was not used
+        for longest. Servers in `hosts` do as they were configured.
+    version : str or int, optional
+        Change it when values change, although keys do not.
+    compression : {"none", "brotli", "blosc2"}
+        How values are compressed on the server or in the folder.
+    path : path, optional
+        A folder that keeps all values for later runs, with ``backend="local"``.
+    memory_cache_size : int, str or float, optional
+        How much memory values may take, once for all processes of the machine. None: 0 in front of a server,
+        else a share of 0.25.
+    disk_cache_size : int, str or float, optional
+        How much the folder may take, as for `CachedDataset`, with ``backend="local"``.
+
+    Raises
+    ------
+    OptionError
+        If an option cannot have its value, or a server refuses the password.
+
+    Notes
+    -----
+    A value may be whatever a sample of a `CachedDataset` may be, None too, and comes back as it was, in
+    memory of its own. A server that does not answer costs a warning: values are loaded until it does.
+
+    Examples
+    --------
+    >>> from torchcache2 import CacheLoader
+    >>> loader = CacheLoader("local", "squares", memory_cache_size="10MB")
+    >>> def load(key):
+    ...     print("loaded", key)
+    ...     return {"square": key**2}
+
+    >>> loader.get(3, load)
+    loaded 3
+    {'square': 9}
+    >>> loader.get_many([2, 3], load)
+    loaded 2
+    [{'square': 4}, {'square': 9}]
+    >>> loader.num_keys()
+    2
+    """
+
+    __module__ = "torchcache2"
+    _plan: StorePlan
+    _store: SampleStore | None
+
+    def __init__(
+        self,
+        backend: Literal["redis", "local"] = "redis",
+        key_prefix: str = "",
+        writer_buffer_size: int = 1,
+        *,
+        hosts: Any = None,
+        cluster_mode: bool = True,
+        capacity_per_node: Size = CAPACITY,
+        policy: Policy = "mru",
+        version: str | int | None = None,
+        compression: str = "none",
+        path: str | os.PathLike[str] | None = None,
+        memory_cache_size: Size | None = None,
+        disk_cache_size: Size | None = None,
+        **others: Any,
+    ) -> None:
+        check_others(others, "CacheLoader")
+        serving = Serving.of(
+            backend,
+            hosts,
+            cluster_mode=cluster_mode,
+            capacity_per_node=capacity_per_node,
+            policy=policy,
+            writer_buffer_size=writer_buffer_size,
+        )
+        identity = identify_prefix(key_prefix, version)
+        settings = level_settings(path, memory_cache_size, disk_cache_size, policy, compression, serving)
+        folder = settings.persistent_cache_dir
+        plan = StorePlan(
+            title=f"CacheLoader {key_prefix!r}",
+            identity=identity,
+            document=document_of(identity, "torchcache2.CacheLoader"),
+            settings=settings,
+            options=repr((memory_cache_size, disk_cache_size, folder, policy, compression, serving)),
+            serving=serving,
+            tally=Tally(),
+        )
+        self.__setstate__({"_plan": plan})
+
+    def get(self, key: Index, load_fn: Callable[[Any], Any]) -> Any:
+        """The value under a key, or else what ``load_fn(key)`` returns, which is kept.
+
+        Parameters
+        ----------
+        key : int, str or bytes
+            ``1`` and ``"1"`` are two keys. Ints of numpy, and tensors without dimensions, are ints.
+        load_fn : callable
+            Takes the key. What it raises is passed on, and nothing is kept.
+
+        Raises
+        ------
+        TypeError
+            If the key is of another type.
+        OutputError
+            If the value cannot be stored, and none was stored before. Later ones are a warning.
+        """
+        return self.get_many([key], load_fn)[0]
+
+    def get_many(self, keys: Sequence[Index], load_fn: Callable[[Any], Any]) -> list[Any]:
+        """The values under n keys, which costs one round trip to each server.
+
+        ``load_fn(key)`` is called once for each of the distinct keys without a value, in their order. Nothing
+        is kept if one of the calls raises.
+        """
+        if not callable(load_fn):
+            raise TypeError(
+                f"load_fn is of type {type(load_fn).__name__}: expected a callable that takes a key"
+            )
+        if isinstance(keys, (str, bytes)) or not hasattr(keys, "__iter__"):
+            raise TypeError(f"keys is of type {type(keys).__name__}: expected a list of keys; get takes one")
+        start, wanted = time.perf_counter_ns(), [as_index(key, _EXPECTED) for key in keys]
+        store = self._store
+        if store is None or not wanted:
+            return [load_fn(key) for key in wanted]
+        digests, drops = keys_of(store.levels.namespace, wanted), store.tally.drops
+        values, found, counts, _ = store.find(digests)
+        first: dict[Index, int] = {}  # where a key comes first that has no value
+        again = [i for i in np.flatnonzero(~found).tolist() if first.setdefault(wanted[i], i) != i]
+        before = time.perf_counter_ns()
+        for key, place in first.items():
+            values[place] = load_fn(key)
+        taken = time.perf_counter_ns() - before
+        if first:
+            places = list(first.values())
+            store.keep(digests.take(np.array(places)), [values[i] for i in places], drops)
+        for place in again:
+            values[place] = _copied(values[first[wanted[place]]], wanted[place], load_fn)
+        counts["memory_hits"] = counts.get("memory_hits", 0) + len(again)
+        spent = time.perf_counter_ns() - start - taken
+        store.tally.add(**counts, nanoseconds=taken, spent=spent)
+        return values
+
+    def num_keys(self) -> int:
+        """How many keys of this prefix and version have a value, whoever has loaded it."""
+        return 0 if self._store is None else self._store.levels.count()
+
+    def stats(self) -> DatasetStats:
+        """What all processes have done with this loader so far."""
+        tiers = {} if self._store is None else self._store.levels.stats()
+        return DatasetStats.of(self._plan.tally.total(), tiers)
+
+    def flush(self) -> None:
+        """Return when every value that this process has loaded is on the server, or as lasting as it gets."""
+        if self._store is not None:
+            self._store.levels.flush()
+
+    def clear(self) -> None:
+        """Forget every value of this prefix and version, on the servers and in the folder too."""
+        if self._store is not None:
+            self._store.levels.clear()
+
+    def close(self) -> None:
+        """Write what waits, and let go of servers and memory; from now on every value is loaded."""
+        self._plan.is_closed = True
+        store, self._store = self._store, None
+        if store is not None:
+            store.levels.close()
+
+    def __enter__(self) -> CacheLoader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_plan": self._plan}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._plan = state["_plan"]
+        self._store = self._plan.store()
+
+    def __repr__(self) -> str:
+        settings = self._plan.settings
+        folder = settings.persistent_cache_dir
+        where = (
+            f"in {folder or 'memory'}"
+            if self._plan.serving is None
+            else f"on {settings.servers or 'no server'}"
+        )
+        return f"<{self._plan.title} {where}>"
+
+
+def _copied(value: Any, key: Index, load_fn: Callable[[Any], Any]) -> Any:
+    """The same value in memory of its own; loaded once more if it is of a type that cannot be stored."""
+    parts = Samples().to_rows([value]).parts
+    return from_rows(parts[0][1])[0] if parts else load_fn(key)
+
+
+# In a dataset or module that is cached, a loader stands for its prefix and version.
+setattr(CacheLoader, ADDED_ATTRIBUTE, True)
+setattr(CacheLoader, ORIGINAL_ATTRIBUTE, property(lambda self: self._plan.identity.namespace))

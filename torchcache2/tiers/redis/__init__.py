@@ -1,0 +1,1 @@
+"""Rows in Redis servers, of one machine or of many."""

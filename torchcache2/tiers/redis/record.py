@@ -1,0 +1,228 @@
+"""`Records`: rows as values of a server, and back; docs/format.md specifies the bytes.
+
+A value is readable alone, since a server may forget any other one: it carries its schema. Its checksum
+covers the key as well, so that a value that lies under another key is damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from torchcache2.core.arrays import Positions
+from torchcache2.core.errors import OptionError
+from torchcache2.core.gather import as_bytes
+from torchcache2.core.keys import Keys
+from torchcache2.core.rows import Rows
+from torchcache2.core.schema import Schema
+from torchcache2.files.codec import codec as codec_of
+from torchcache2.files.errors import DamagedError, UnknownClassError
+from torchcache2.files.lanes import Codec, Lane, lane
+from torchcache2.files.layout import schema_text
+from torchcache2.files.schemajson import schema_from_json
+from torchcache2.files.segment import Columns, empty_columns, rows_of
+
+__all__ = ["MOST_ROW_BYTES", "Decoded", "Records"]
+
+MOST_ROW_BYTES = 256 << 20  # a server takes values of up to 512 MB
+_MAGIC = b"tc2\x01"  # the last byte is the version
+_START = struct.Struct("<4sBI")  # magic, codec, bytes of the schema
+_CODECS = ("none", "brotli", "blosc2")
+_SUM_BYTES = 8
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+_AT_ONCE = 1 << 20  # bytes that are joined at once, so that they stay in the processor's cache
+_LARGE = 1 << 15  # bytes of a value that is not joined with others
+_MOST_HEADS = 1000
+_SAMPLES = 4  # rows that are compressed to see whether the others are worth it
+_LEAST_SAVED = 0.1
+_UNPARSABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
+
+
+class Decoded(NamedTuple):
+    """What some values hold.
+
+    Attributes
+    ----------
+    parts : list of (ndarray of int64, Rows)
+        Positions in the batch and their rows; several parts may have the same schema.
+    damaged : list of int
+        Positions of values that are not what was written under their keys.
+    """
+
+    parts: list[tuple[Positions, Rows]]
+    damaged: list[int]
+
+
+class _Parsed(NamedTuple):
+    schema: Schema
+    codec: Codec
+    lanes: list[Lane]
+
+
+class Records:
+    """Encodes rows with a codec, and decodes rows of any codec."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._plain = codec_of("none")
+        self._heads: dict[tuple[Schema, tuple[bool, ...], str], bytes] = {}
+        self._parsed: dict[bytes, _Parsed] = {}
+
+    def encode(self, keys: Keys, rows: Rows) -> list[bytes]:
+        """The value of each row, on the CPU; `UnserialisableError` if their schema has no JSON form.
+
+        Rows are not compressed if the codec would save less than 10 % of the first ones.
+        """
+        columns = [as_bytes(column).numpy() for column in rows.in_logical_order().columns]
+        lanes = [lane(leaf.stored) for leaf in rows.schema.leaves]
+        codec = self._codec if self._saves(columns, lanes, len(rows)) else self._plain
+        head, values = self._head(rows.schema, codec), []
+        views = [(column.reshape(-1).data, column.shape[1]) for column in columns if column.shape[1]]
+        for i, seed in enumerate(_seeds(keys)):
+            pieces: list[Any]
+            if codec is self._plain:
+                pieces = [view[i * size : i * size + size] for view, size in views]
+            else:
+                pieces = [codec.encode([column[i] for column in columns], lanes)]
+            state = xxh3_64(head, seed)
+            for piece in pieces:
+                state.update(piece)
+            values.append(b"".join((head, *pieces, state.intdigest().to_bytes(_SUM_BYTES, "little"))))
+        return values
+
+    def decode(self, keys: Keys, values: Sequence[bytes | None]) -> Decoded:
+        """The rows of the values that were found under some keys; None where there was none.
+
+        Values of a class or codec that this process does not know are left out, and are not damaged.
+        """
+        groups: dict[bytes, list[int]] = {}
+        damaged: list[int] = []
+        seeds, head = _seeds(keys), b""
+        for i, value in enumerate(values):
+            if value is None:
+                continue
+            if not head or not value.startswith(head):
+                head = _head_of(value)
+            stored = memoryview(value)
+            if head and xxh3_64_intdigest(stored[:-_SUM_BYTES], seeds[i]) == int.from_bytes(
+                stored[-_SUM_BYTES:], "little"
+            ):
+                groups.setdefault(head, []).append(i)
+            else:
+                damaged.append(i)
+        parts = []
+        for head, positions in groups.items():
+            try:
+                parsed = self._parse(head)
+            except DamagedError:
+                damaged += positions
+                continue
+            except (UnknownClassError, OptionError):
+                continue
+            if parsed.codec.name == "none":
+                good, columns = _split(head, parsed.schema, values, positions)
+            else:
+                good, columns = _unpacked(head, parsed, values, positions)
+            if len(good) < len(positions):
+                damaged += sorted(set(positions).difference(good))
+            if good:
+                parts.append((np.array(good, np.int64), rows_of(parsed.schema, columns, len(good))))
+        return Decoded(parts, damaged)
+
+    def _saves(self, columns: Columns, lanes: Sequence[Lane], count: int) -> bool:
+        """Whether compressing the first rows is worth it."""
+        if self._codec.name == "none" or count == 0:
+            return False
+        before = after = 0
+        for i in range(min(count, _SAMPLES)):
+            row = [column[i] for column in columns]
+            before += sum(map(len, row))
+            after += len(self._codec.encode(row, lanes))
+        return after < (1 - _LEAST_SAVED) * before
+
+    def _head(self, schema: Schema, codec: Codec) -> bytes:
+        """What values of a schema and codec begin with."""
+        name = schema, schema.layout, codec.name
+        head = self._heads.get(name)
+        if head is None:
+            text = schema_text(schema).encode()
+            head = _START.pack(_MAGIC, _CODECS.index(codec.name), len(text)) + text
+            if len(self._heads) >= _MOST_HEADS:
+                self._heads = {}
+            self._heads[name] = head
+        return head
+
+    def _parse(self, head: bytes) -> _Parsed:
+        """What a head says that `_head_of` has accepted."""
+        parsed = self._parsed.get(head)
+        if parsed is None:
+            try:
+                schema = schema_from_json(json.loads(head[_START.size :]))
+            except _UNPARSABLE as error:
+                raise DamagedError(f"a schema that does not parse, {type(error).__name__}") from None
+            if any(-1 in leaf.shape for leaf in schema.leaves) or schema.row_bytes > MOST_ROW_BYTES:
+                raise DamagedError("a schema that is not of one row")
+            codec = codec_of(_CODECS[_START.unpack_from(head)[1]])
+            parsed = _Parsed(schema, codec, [lane(leaf.stored) for leaf in schema.leaves])
+            if len(self._parsed) >= _MOST_HEADS:
+                self._parsed = {}
+            self._parsed[head] = parsed
+        return parsed
+
+
+def _seeds(keys: Keys) -> list[int]:
+    """What the checksum of each key's value begins with."""
+    first, second = np.frombuffer(keys.namespace, "<u8")
+    words = keys.words
+    seeds: list[int] = ((words[:, 0] ^ first) * _MIX + (words[:, 1] ^ second)).tolist()
+    return seeds
+
+
+def _head_of(value: bytes) -> bytes:
+    """What a value says before its row; empty if it is no value of this version."""
+    if len(value) < _START.size + _SUM_BYTES:
+        return b""
+    magic, codec, size = _START.unpack_from(value)
+    if magic != _MAGIC or codec >= len(_CODECS) or size > len(value) - _START.size - _SUM_BYTES:
+        return b""
+    return value[: _START.size + size]
+
+
+def _split(
+    head: bytes, schema: Schema, values: Sequence[bytes | None], positions: list[int]
+) -> tuple[list[int], Columns]:
+    """The positions of values that have the right size, and their rows."""
+    size = len(head) + schema.row_bytes + _SUM_BYTES
+    good = [i for i in positions if len(values[i] or b"") == size]
+    columns = empty_columns(schema, len(good))
+    # Small values are joined, so that few calls copy many rows; large ones are copied once only.
+    step = _AT_ONCE // size if size < _LARGE else 1
+    for start in range(0, len(good), step):
+        some = good[start : start + step]
+        table = np.frombuffer(b"".join([values[i] or b"" for i in some]), np.uint8).reshape(-1, size)
+        at = len(head)
+        for column in columns:
+            column[start : start + len(some)] = table[:, at : at + column.shape[1]]
+            at += column.shape[1]
+    return good, columns
+
+
+def _unpacked(
+    head: bytes, parsed: _Parsed, values: Sequence[bytes | None], positions: list[int]
+) -> tuple[list[int], Columns]:
+    """The positions of values that can be decompressed, and their rows."""
+    columns = empty_columns(parsed.schema, len(positions))
+    good: list[int] = []
+    for i in positions:
+        outs = [column[len(good)] for column in columns]
+        try:
+            parsed.codec.decode(memoryview(values[i] or b"")[len(head) : -_SUM_BYTES], outs, parsed.lanes)
+        except DamagedError:
+            continue
+        good.append(i)
+    return good, [column[: len(good)] for column in columns]

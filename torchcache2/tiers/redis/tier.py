@@ -1,0 +1,247 @@
+"""`RedisTier`: rows in Redis servers, sent behind the caller's back.
+
+Rows that were put can be read at once. They are on the servers when there are as many as are sent together,
+after a second, at `flush` and `close`, and at exit.
+
+Safe under threads, and for any number of processes on any machines that use the same servers. A server may
+forget any row at any time, and may be used by others too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from torchcache2.core.arrays import Flags
+from torchcache2.core.gather import with_ordinary_tensors
+from torchcache2.core.keys import Keys
+from torchcache2.core.rows import Parts, Rows, merged
+from torchcache2.core.schema import Schema
+from torchcache2.core.servers import Servers
+from torchcache2.files.codec import codec as codec_of
+from torchcache2.tiers.base import Claim, Found, Signals, Tier, TierStats
+from torchcache2.tiers.disk.reading import read_rows
+from torchcache2.tiers.redis.clients import Clients
+from torchcache2.tiers.redis.leases import Leases
+from torchcache2.tiers.redis.names import pattern, row_names
+from torchcache2.tiers.redis.outbox import Outbox
+from torchcache2.tiers.redis.record import MOST_ROW_BYTES, Records
+from torchcache2.tiers.redis.sending import Sender
+from torchcache2.tiers.serialisable import Serialisable
+from torchcache2.tiers.unwritten import OwnRows, Pending, Slabs
+
+__all__ = ["RedisTier"]
+
+_QUEUED = 64 << 20
+_SENT_AFTER = 1.0  # seconds
+
+
+class RedisTier(Tier):
+    """Rows in Redis servers, each of which keeps a share of them.
+
+    Parameters
+    ----------
+    servers : Servers
+    codec : {"none", "brotli", "blosc2"}
+    quality : int
+        The quality of the codec.
+    claims : bool
+        Whether processes that use the same servers compute each row once.
+    queue : int
+        Bytes of rows that may wait to be sent. A caller that puts more waits until there is room.
+    delay : float
+        Seconds after which rows are sent, however few.
+    most_seconds : callable, optional
+        As of `DiskTier`: no more rows may wait in a process than it sends in so many seconds.
+    signals : Signals, optional
+        What the processes of a job tell each other.
+
+    Notes
+    -----
+    A server that refuses the password is a fault here: `check_place` has asked it before.
+    """
+
+    name = "remote"
+    is_lasting = True
+
+    def __init__(
+        self,
+        servers: Servers,
+        *,
+        codec: str = "none",
+        quality: int = 1,
+        claims: bool = True,
+        queue: int = _QUEUED,
+        delay: float = _SENT_AFTER,
+        most_seconds: Callable[[], float | None] | None = None,
+        signals: Signals | None = None,
+    ) -> None:
+        self.servers = servers
+        signals = Signals() if signals is None else signals
+        self._records = Records(codec_of(codec, quality))
+        self._clients = Clients(servers, signals.tell)
+        message = "such outputs are not sent to a Redis server: %s"
+        self._serialisable = Serialisable(self._clients.tell, message)
+        self._leases = Leases(self._clients, lambda: self._outbox.wake()) if claims else None
+        self._sender = Sender(self._clients, self._records)
+        self._slabs = Slabs()
+        self._faults = 0
+        self._outbox = Outbox(
+            self._send,
+            self._leases,
+            signals,
+            queue=queue,
+            buffer=servers.buffer,
+            delay=delay,
+            most_seconds=most_seconds,
+            at_exit=self.close,
+        )
+
+    @with_ordinary_tensors
+    def get(self, keys: Keys) -> Found:
+        """The rows of those keys that wait here or are on the servers, in fresh memory."""
+        try:
+            if self._outbox.closed or len(keys) == 0:
+                return Found([])
+            waiting = self._outbox.find(keys)
+            parts, _ = read_rows(*waiting)
+            missing = np.ones(len(keys), bool)
+            missing[waiting[-1]] = False
+            if missing.any():
+                wanted = np.flatnonzero(missing)
+                parts += [(wanted[where], rows) for where, rows in self._received(keys.take(wanted))]
+            return Found(merged(parts))
+        except Exception as error:  # such as a lack of memory; a fault is a miss
+            self._fault(error)
+            return Found([])
+
+    def has(self, keys: Keys) -> Flags:
+        """Whether each key has a row here now, be it one that waits to be sent."""
+        if self._outbox.closed:
+            return np.zeros(len(keys), bool)
+        here = self._outbox.has(keys)
+        asked = np.flatnonzero(~here)
+        if len(asked):
+            keys = keys.take(asked)
+            here[asked] = self._clients.exist(row_names(keys), keys.words)
+        return here
+
+    @with_ordinary_tensors
+    def put(self, keys: Keys, rows: Rows) -> int:
+        """Have rows under distinct keys sent soon; waits only if too many wait already.
+
+        Those that servers have are sent again: what is put has been missed, so that a server has lost it, or
+        has a damaged value.
+        """
+        if len(keys) == 0 or self._outbox.closed or not self._takes(rows.schema):
+            return 0
+        allowed = self._clients.allows_writes(keys.words)
+        if not allowed.all():
+            places = np.flatnonzero(allowed)
+            if len(places) == 0:
+                return 0
+            keys, rows = keys.take(places), rows.take(torch.from_numpy(places))
+        try:
+            return self._outbox.keep(keys, OwnRows(rows, self._slabs))
+        except Exception as error:
+            self._fault(error)
+            return 0
+
+    def claim(self, keys: Keys) -> Claim:
+        """Say which of some distinct keys this call computes, of all processes that use the servers."""
+        return Claim(len(keys)) if self._leases is None else self._leases.claim(keys)
+
+    def drop(self, namespace: bytes) -> None:
+        """Forget every row of a namespace, on all servers."""
+        if self.is_busy_here():
+            self.later(self.drop, namespace)
+            return
+        # This comes first: a row that is on its way could come after its server was searched.
+        self._outbox.drop(namespace)
+        self._clients.delete(pattern(namespace))
+
+    def flush(self) -> None:
+        """Return when everything that was put is on the servers, or forgotten because of a fault."""
+        if self.is_busy_here():
+            return  # waiting here would wait for this thread itself; the writer sends the rows soon
+        self._outbox.flush()
+
+    def close(self) -> None:
+        """Flush, and close every connection. From then on nothing is found or kept."""
+        if self._outbox.closed:
+            return
+        if self.is_busy_here():
+            self.later(self.close)
+            return
+        self._outbox.flush()
+        self._outbox.close()
+        if self._leases is not None:
+            self._leases.close()
+        self._clients.close()
+
+    def stats(self) -> TierStats:
+        """What the servers have, all that others keep there included."""
+        self.flush()  # a closed tier has nothing to flush, and its servers answer nothing
+        rows = sum(reply for reply in self._clients.each(b"DBSIZE") if isinstance(reply, int))
+        size = evictions = 0
+        for reply in self._clients.each(b"INFO"):
+            if isinstance(reply, bytes):
+                size += _number(reply, b"used_memory")
+                evictions += _number(reply, b"evicted_keys")
+        return TierStats(rows, size, evictions, self._clients.corrupt, self._clients.faults + self._faults)
+
+    def counts(self) -> dict[str, int]:
+        """What `CacheStats` says of this tier."""
+        leases = self._leases
+        waits = {} if leases is None else {"waited": leases.waited, "taken_over": leases.taken_over}
+        return super().counts() | waits
+
+    def count(self, namespace: bytes) -> int:
+        """How many rows of a namespace there are."""
+        self.flush()
+        pages = self._clients.scan(pattern(namespace))
+        length = len(pattern(namespace)) - 1 + 16  # others may have put something else there
+        ends = [name[-16:] for page in pages for name in page if len(name) == length]
+        return len(set(ends))
+
+    def is_busy_here(self) -> bool:
+        """Whether this thread is at work in this tier, and the garbage collector calls from there."""
+        return self._outbox.is_busy_here()
+
+    def _takes(self, schema: Schema) -> bool:
+        """Whether rows of a schema can be sent at all."""
+        if schema.row_bytes > MOST_ROW_BYTES:
+            message = "rows of more than %d bytes are not sent to a Redis server"
+            self._clients.tell("large", message, MOST_ROW_BYTES)
+            return False
+        return self._serialisable(schema)
+
+    def _received(self, keys: Keys) -> Parts:
+        """The rows that servers have; a damaged value counts as a miss."""
+        parts, damaged = self._records.decode(keys, self._clients.mget(row_names(keys), keys.words))
+        if damaged:
+            self._clients.corrupt += len(damaged)
+            message = "a Redis server (%s) has damaged values: they are computed again, and replaced"
+            self._clients.tell("corrupt", message, str(self.servers))
+        return parts
+
+    def _send(self, pending: Pending, is_dropped: Callable[[], bool]) -> bool:
+        try:
+            return self._sender.send(pending, is_dropped)
+        except Exception as error:
+            self._fault(error)
+            return False
+
+    def _fault(self, error: Exception) -> None:
+        self._faults += 1
+        self._clients.tell("fault", "rows in a Redis server are computed again: %s", repr(error))
+
+
+def _number(info: bytes, name: bytes) -> int:
+    """A number that INFO states; 0 if it does not."""
+    for line in info.splitlines():
+        if line.startswith(name + b":"):
+            return int(line[len(name) + 1 :])
+    return 0

@@ -1,0 +1,1 @@
+"""Rows in a bucket that fsspec reaches, with a local folder in front of it."""

@@ -1,0 +1,36 @@
+"""`Serialisable`: which outputs can be written down, so that somebody else can read them."""
+
+from __future__ import annotations
+
+from torchcache2.core.logs import ToldOnce
+from torchcache2.core.schema import Schema
+from torchcache2.files.errors import UnserialisableError
+from torchcache2.files.layout import schema_text
+
+__all__ = ["Serialisable"]
+
+_MOST_SCHEMAS = 1000
+
+
+class Serialisable:
+    """Tells once why such outputs are not kept; `message` has a place for the reason."""
+
+    def __init__(self, tell: ToldOnce, message: str) -> None:
+        self._tell = tell
+        self._message = message
+        self._known: dict[Schema, bool] = {}
+
+    def __call__(self, schema: Schema) -> bool:
+        """Whether a schema has a JSON form; those that differ only in shapes are tried once."""
+        known = self._known.get(schema.family)
+        if known is None:
+            try:
+                schema_text(schema)
+                known = True
+            except UnserialisableError as error:
+                self._tell("schema", self._message, str(error))
+                known = False
+            if len(self._known) > _MOST_SCHEMAS:
+                self._known.clear()
+            self._known[schema.family] = known
+        return known
