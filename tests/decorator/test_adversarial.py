@@ -240,7 +240,7 @@ def test_an_interrupt_while_rows_are_written_leaves_no_key_without_its_row(monke
 
 
 def test_an_interrupt_while_weights_are_read_leaves_no_stale_namespace(monkeypatch):
-    def interrupted(tensor):
+    def interrupted(tensor, content):
         raise KeyboardInterrupt
 
     model = cached(Weighted())

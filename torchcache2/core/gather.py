@@ -20,6 +20,7 @@ __all__ = [
     "gather",
     "gather_into",
     "is_channels_last",
+    "item_bytes",
     "moved",
     "select",
     "with_ordinary_tensors",
@@ -139,6 +140,14 @@ def as_bytes(column: Tensor) -> Tensor:
     if flat.stride(0) != 1:  # a single number, which a slice with steps has left
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8).view(count, size)
+
+
+def item_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of each item of a strided tensor of shape ``(n, ...)``, as uint8 ``(n, bytes)``, where it is.
+
+    Shares memory with the tensor if that is contiguous.
+    """
+    return as_bytes(tensor.detach().resolve_conj().resolve_neg())
 
 
 def moved(column: Tensor, source: int, target: int) -> Tensor:

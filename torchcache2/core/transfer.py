@@ -10,6 +10,7 @@ Only CUDA is asynchronous here, and ROCm, which torch also calls CUDA. Copies to
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,10 @@ class Runtime:
         """Whether a tensor is on the accelerator."""
         return tensor.device.type == "cuda"
 
+    def current(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """Makes a device the current one, on whose current stream work is started."""
+        return torch.cuda.device(device)
+
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Fresh page-locked memory; ordinary memory where the system gives no more of it."""
         try:
@@ -35,7 +40,7 @@ class Runtime:
 
     def start_copy(self, target: Tensor, source: Tensor) -> None:
         """Copy on the current stream of the source's device; does not wait."""
-        with torch.cuda.device(source.device):
+        with self.current(source.device):
             target.copy_(source, non_blocking=True)
 
     def event(self, device: torch.device) -> Any:
@@ -71,6 +76,11 @@ class Arriving:
             self._tensors.append(tensor if tensor.device.type == "cpu" else tensor.cpu())
         devices = {source.device for source in self._sources}
         self._events = [runtime.event(device) for device in devices]
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether all have arrived, so that `wait` returns at once."""
+        return all(event.query() for event in self._events)
 
     @property
     def nbytes(self) -> int:
