@@ -36,13 +36,17 @@ def digests(monkeypatch):
 
 
 class Counted(Interpreted):
+    """Notes how many rows were hashed by each start of the kernels."""
+
     def __init__(self):
         super().__init__()
         self.started = []
 
     def _digests(self, places):
-        self.started.append(places.count)
-        return super()._digests(places)
+        found = super()._digests(places)
+        if found is not None:
+            self.started.append(places.count)
+        return found
 
 
 BATCHES = {
@@ -68,7 +72,7 @@ BATCHES = {
 def test_keys_are_those_of_the_host(digests, batch, monkeypatch):
     x = batch()
     there = keys_of(x, torch.arange(len(x)))
-    assert digests.started == [len(x)] + [5] * (len(digests.started) - 1) or len(x) in digests.started
+    assert digests.started == [len(x)]
     monkeypatch.undo()
     assert (there == keys_of(x, torch.arange(len(x)))).all()
 
@@ -76,7 +80,7 @@ def test_keys_are_those_of_the_host(digests, batch, monkeypatch):
 def test_subsampled_keys_are_those_of_the_host(digests, monkeypatch):
     x = torch.randn(4, 9000)
     there = keys_of(x, subsample_count=1000)
-    assert 4 in digests.started
+    assert digests.started == [4]
     monkeypatch.undo()
     assert (there == keys_of(x, subsample_count=1000)).all()
 

@@ -18,8 +18,6 @@ which wrap, but those that say where something is.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 # Triton compiles these functions: what it calls a parameter is no Python object.
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
