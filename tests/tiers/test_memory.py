@@ -16,7 +16,7 @@ from tests.helpers.storage import CPU, DTYPES, check_values, keys_of, value_of
 from tests.helpers.storage import NAMESPACES as ALL_NAMESPACES
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
-from torchcache2.tiers.memory import arena as arena_module
+from torchcache2.tiers.memory import columns as columns_module
 from torchcache2.tiers.memory.tier import MemoryTier
 
 NAMESPACES = ALL_NAMESPACES[:2]
@@ -47,7 +47,7 @@ def growth(request, monkeypatch):
         def refuse(row_bytes, limit):
             raise OSError("no address space")
 
-        monkeypatch.setattr(arena_module, "_ReservedColumn", refuse)
+        monkeypatch.setattr(columns_module, "_ReservedColumn", refuse)
 
 
 @pytest.mark.usefixtures("growth")

@@ -18,7 +18,7 @@ from torchcache2.engine.cache import Cache
 from torchcache2.engine.collective.replicas import Replicas
 from torchcache2.engine.stack import TierStack
 from torchcache2.tiers.base import Tier, replicas_of
-from torchcache2.tiers.memory import arena as arena_module
+from torchcache2.tiers.memory import columns as columns_module
 from torchcache2.tiers.memory import tier as memory_module
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.shared.chunks import Chunks
@@ -44,7 +44,7 @@ def make(request, monkeypatch, tmp_path):
         def refuse(row_bytes, limit):
             raise OSError("no address space")
 
-        monkeypatch.setattr(arena_module, "_ReservedColumn", refuse)
+        monkeypatch.setattr(columns_module, "_ReservedColumn", refuse)
     tiers = []
 
     def made(budget=10**7, in_use=None):
