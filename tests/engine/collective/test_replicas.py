@@ -41,7 +41,7 @@ def make(request, monkeypatch, tmp_path):
     """Makes tiers of each kind that keeps replicas; those that share are of one job."""
     if request.param == "moved":  # as on devices, where columns grow by moving
 
-        def refuse(row_bytes, limit):
+        def refuse(*args):
             raise OSError("no address space")
 
         monkeypatch.setattr(columns_module, "_ReservedColumn", refuse)

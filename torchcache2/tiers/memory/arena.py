@@ -8,17 +8,21 @@ Not thread-safe: the tier holds a lock. The tier also turns inference mode off.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchcache2.core.arrays import Bytes2D, Ordinals, Words
+from torchcache2.core.rowcopy import RowCopier
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Schema
-from torchcache2.core.transfer import Runtime, StreamOrder
+from torchcache2.core.transfer import StreamOrder
 from torchcache2.tiers.index import KeyIndex
-from torchcache2.tiers.memory.columns import make_column
+from torchcache2.tiers.memory.columns import host_column, row_column
 
 __all__ = ["Arena"]
 
@@ -28,21 +32,27 @@ _SLAB = 64 << 20  # a column grows by doubling up to this many bytes at a time
 class Arena:
     """Rows of one schema under their keys, and when each was last used.
 
-    The columns of the output are on `device`, and none will ever exceed `limit` bytes. With the `runtime` of
-    the accelerator that the rows came from, rows are gathered into page-locked memory.
+    The columns of the output are on `device`, and none will ever exceed `limit` bytes. `copier` copies rows
+    on an accelerator. If rows `are_remote`, they came from it to the host, and are gathered into page-locked
+    memory.
     """
 
     def __init__(
-        self, schema: Schema, device: torch.device, limit: int, runtime: Runtime | None = None
+        self,
+        schema: Schema,
+        device: torch.device,
+        limit: int,
+        copier: RowCopier,
+        *,
+        are_remote: bool = False,
     ) -> None:
         self.schema = schema
         self.device = device
-        self._runtime = runtime
-        self._order = StreamOrder(device)
-        host = torch.device("cpu")
+        self._order = StreamOrder(device, copier.runtime)
+        pins = copier.runtime if are_remote else None
         sizes = [leaf.row_bytes for leaf in schema.leaves]
-        self._columns = [make_column(size, limit, device) for size in sizes]
-        self._keys, self._ticks = make_column(16, limit, host), make_column(8, limit, host)
+        self._columns = [row_column(size, limit, device, pins, copier) for size in sizes]
+        self._keys, self._ticks = host_column(16, limit), host_column(8, limit)
         self._all = [*self._columns, self._keys, self._ticks]
         self._index = KeyIndex(self._key_words())
 
@@ -82,17 +92,19 @@ class Arena:
 
     def reserve(self, count: int) -> bool:
         """Make room for `count` more rows; False if the system has no memory for them."""
-        rows = len(self) + count
-        self._begin()
+        rows, before = len(self) + count, self.room + len(self)
         try:
             for column in self._all:
                 column.grow(rows)
             self._index.reserve(count)
         except (OSError, MemoryError, RuntimeError):
+            with contextlib.suppress(MemoryError, RuntimeError):
+                for column in self._columns:
+                    column.shrink(before)
             return False
         finally:
             self._index.keys = self._key_words()
-            self._end()
+            self._order.renew()
         return True
 
     def find(self, words: Words) -> Ordinals:
@@ -101,22 +113,19 @@ class Arena:
 
     def gather(self, ordinals: Ordinals) -> Rows:
         """A copy of the rows with these ordinals, in their order."""
-        positions = torch.from_numpy(ordinals).to(self.device)
         columns = []
-        self._begin()
-        for leaf, column in zip(self.schema.leaves, self._columns, strict=True):
-            picked = column.gather(positions, self._runtime).view(-1).view(leaf.stored)
-            columns.append(picked.view(len(ordinals), *leaf.stored_shape))
-        self._end()
+        with self._in_order():
+            for leaf, column in zip(self.schema.leaves, self._columns, strict=True):
+                picked = column.gather(ordinals).view(-1).view(leaf.stored)
+                columns.append(picked.view(len(ordinals), *leaf.stored_shape))
         return Rows(self.schema, columns, len(ordinals))
 
     def append(self, keys: Bytes2D, rows: Rows, tick: int) -> None:
         """Add rows under distinct keys that are not here; `room` has been made for them."""
         first, count = len(self), len(rows)
-        self._begin()
-        for column, values in zip(self._columns, rows.laid_out_as(self.schema).columns, strict=True):
-            column.write(first, values)
-        self._end()
+        with self._in_order():
+            for column, values in zip(self._columns, rows.laid_out_as(self.schema).columns, strict=True):
+                column.write(first, values)
         self._ticks.write(first, torch.full((count,), tick, device="cpu"))
         # This comes last, so that there is never a key without its row.
         self._index.add(keys.view("<u8"))
@@ -126,26 +135,27 @@ class Arena:
         source, target = self._index.remove(ordinals)
         if len(source) == 0:
             return
-        sources, targets = torch.from_numpy(source), torch.from_numpy(target)
-        self._begin()
-        for column in (*self._columns, self._ticks):
-            column.move(sources, targets)
-        self._end()
+        with self._in_order():
+            for column in (*self._columns, self._ticks):
+                column.move(source, target)
 
     def shrink(self) -> None:
         """Give back the memory behind the last row."""
-        self._begin()
         for column in self._all:
             column.shrink(len(self))
-        self._end()
+        self._order.renew()
         self._index.keys = self._key_words()
 
-    def _begin(self) -> None:
-        if self._order.is_needed:
-            self._order.begin([column.view(column.capacity) for column in self._columns if column.row_bytes])
-
-    def _end(self) -> None:
-        if self._order.is_needed:
+    @contextlib.contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """Around what the device does with the columns."""
+        if not self._order.is_needed:
+            yield
+            return
+        self._order.begin(list(chain.from_iterable(column.memory for column in self._columns)))
+        try:
+            yield
+        finally:
             self._order.end()
 
     def _key_words(self) -> Words:

@@ -24,6 +24,7 @@ from torchcache2.core.gather import with_ordinary_tensors
 from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce
+from torchcache2.core.rowcopy import RowCopier
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import Policy
 from torchcache2.core.transfer import CUDA, Arriving, Runtime
@@ -81,6 +82,7 @@ class MemoryTier(Tier):
         self._closed = False
         self._dropped: deque[bytes] = deque()
         self._told = ToldOnce()
+        self._copier = RowCopier(runtime)
         self._arenas = ArenaTable(budget, policy, in_use)
 
     @with_ordinary_tensors
@@ -290,7 +292,7 @@ class MemoryTier(Tier):
                 _ = self._arenas.drop_replicas() or self._arenas.drop_unused(namespace)
             is_remote = any(map(self._runtime.owns, rows.columns))
             try:
-                arena = Arena(rows.schema, device, self.budget, self._runtime if is_remote else None)
+                arena = Arena(rows.schema, device, self.budget, self._copier, are_remote=is_remote)
             except (AssertionError, OSError, MemoryError, RuntimeError) as error:
                 # Torch raises an `AssertionError` if it was built without support for the device.
                 self._told("device", "there is no memory for rows on %s: %s", device, error)
