@@ -1,15 +1,22 @@
-"""Checks of the kernel that copies rows, in Triton's interpreter: run with TRITON_INTERPRET=1.
+"""Checks of the kernel that copies rows: it is compiled for GPUs, and runs in Triton's interpreter.
 
-A module's kernels are interpreted only if that is set before Triton is imported. So this is a program.
+This is a program, as a kernel is interpreted only if TRITON_INTERPRET=1 is set before Triton is imported.
 """
 
+import itertools
 import sys
 
 import numpy as np
 import torch
+import triton
+from triton import JITFunction
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from tests.helpers.late import Streams
+from torchcache2.core import rowcopy
 from torchcache2.core.rowcopy import RowCopier
+from torchcache2.core.rowkernel import copy_rows
 
 ROW_BYTES = [*range(1, 18), 24, 33, 100, 1001, 3072, 8191, 8192, 8200, 16_400]
 LENGTHS = [[1], [7], [1, 1, 2], [30, 5, 1], [6, 6, 6, 1, 4]]
@@ -49,7 +56,23 @@ def check(copier, lengths, row_bytes, generator):
     return 1 + (half > 0)
 
 
+def check_compilation():
+    """Compile the kernel without a GPU: rows at multiples of 16 bytes are copied 16 bytes at a time."""
+    kernel = JITFunction(copy_rows.fn)
+    types = dict.fromkeys(["sources", "targets"], "*i64") | dict.fromkeys(["rows", "units", "tiles"], "i32")
+    for architecture, alignment in itertools.product([80, 90], [1, 16]):
+        dtype, per_unit = rowcopy._KINDS[alignment]
+        types["unit"] = "*u8" if dtype == torch.uint8 else f"*i{8 * dtype.itemsize}"
+        constants = {"PER_UNIT": per_unit, "ALIGNMENT": alignment, "ROWS": 4, "WORDS": 256}
+        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+        source, target = ASTSource(kernel, signature, constants), GPUTarget("cuda", architecture, 32)
+        code = triton.compile(source, target=target, options=rowcopy._OPTIONS).asm["ptx"]
+        assert all((f"{way}.global.v2.b64" in code) == (alignment == 16) for way in ("ld", "st"))
+    print("compiled")
+
+
 def main():
+    check_compilation()
     generator = np.random.default_rng(0)
     copier = Counting(Streams())
     expected = 0
