@@ -19,7 +19,7 @@ from torchcache2.engine.collective.replicas import Replicas
 from torchcache2.engine.stack import TierStack
 from torchcache2.tiers.base import Tier, replicas_of
 from torchcache2.tiers.memory import columns as columns_module
-from torchcache2.tiers.memory import tier as memory_module
+from torchcache2.tiers.memory import table as table_module
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.shared.chunks import Chunks
 from torchcache2.tiers.shared.region import Region
@@ -160,7 +160,7 @@ def test_a_tier_that_is_full_takes_none_at_no_cost(make, monkeypatch):
     def refuse(*args, **options):
         raise AssertionError("no room, and yet something was made")
 
-    monkeypatch.setattr(memory_module, "Arena", refuse)
+    monkeypatch.setattr(table_module, "Arena", refuse)
     monkeypatch.setattr(Region, "create", refuse)
     for start in range(0, 1000, 50):
         assert put(replicas, range(start, start + 50)) == 0
@@ -215,7 +215,7 @@ def test_rows_that_are_owned_do_as_without_replicas(kind):
 
 def test_many_shapes(monkeypatch):
     """An arena takes memory mappings: where there are many, replicas get none."""
-    monkeypatch.setattr(memory_module, "_MOST_ARENAS", 8)
+    monkeypatch.setattr(table_module, "_MOST_ARENAS", 8)
     tier = MemoryTier(10**7)
     replicas = Replicas(Stack(tier))
     assert [put(replicas, [width], width) for width in range(1, 13)] == [1] * 8 + [0] * 4

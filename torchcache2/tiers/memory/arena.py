@@ -76,6 +76,11 @@ class Arena:
         return sum(column.nbytes for column in self._all) + self._index.nbytes
 
     @property
+    def device_bytes(self) -> int:
+        """Bytes allocated on the device of the rows."""
+        return sum(column.nbytes for column in self._columns)
+
+    @property
     def ticks(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """When each row was last used, shape (n,); writable."""
         return self._ticks.view(len(self)).view(torch.int64).view(-1).numpy()
@@ -131,13 +136,17 @@ class Arena:
         self._index.add(keys.view("<u8"))
 
     def remove(self, ordinals: Ordinals) -> None:
-        """Forget rows; the last rows take their places."""
+        """Forget rows; the last rows take their places. If that fails, all rows are forgotten."""
         source, target = self._index.remove(ordinals)
         if len(source) == 0:
             return
-        with self._in_order():
-            for column in (*self._columns, self._ticks):
-                column.move(source, target)
+        try:
+            with self._in_order():
+                for column in (*self._columns, self._ticks):
+                    column.move(source, target)
+        except BaseException:
+            self._index = KeyIndex(self._key_words())  # some rows have moved, and others have not
+            raise
 
     def shrink(self) -> None:
         """Give back the memory behind the last row."""
