@@ -15,6 +15,7 @@ from torchcache2.core.transfer import Runtime
 
 __all__ = [
     "as_bytes",
+    "as_words",
     "empty_bytes",
     "empty_rows",
     "gather",
@@ -112,17 +113,15 @@ def gather_into(picked: Tensor, data: Tensor, positions: Tensor) -> None:
     If rows have many elements, torch's `index_select` copies each row with all threads. If other processes
     use the cores too, each such copy may wait for the scheduler. So long rows are copied in pieces.
     """
-    row_bytes = data.shape[1]
     if picked.numel() <= _ALONE:
         np.take(data.numpy(), positions.numpy(), axis=0, out=picked.numpy(), mode="clip")
         return
-    offset = data.storage_offset()
-    word = next(t for t in _WORDS if row_bytes % t.itemsize == 0 and offset % t.itemsize == 0)
-    words = row_bytes // word.itemsize
+    source = as_words(data)
+    words = source.shape[1]
     pieces = next((n for n in range(1, 257) if words % n == 0 and words // n < _GRAIN), 1)
     index = (positions[:, None] * pieces + torch.arange(pieces, device="cpu")).view(-1)
-    source = data.view(-1).view(word).view(-1, words // pieces)
-    torch.index_select(source, 0, index, out=picked.view(-1).view(word).view(-1, words // pieces))
+    target = picked.view(-1).view(source.dtype).view(-1, words // pieces)
+    torch.index_select(source.view(-1, words // pieces), 0, index, out=target)
 
 
 def write(data: Tensor, first: int, values: Tensor) -> None:
@@ -148,6 +147,13 @@ def item_bytes(tensor: Tensor) -> Tensor:
     Shares memory with the tensor if that is contiguous.
     """
     return as_bytes(tensor.detach().resolve_conj().resolve_neg())
+
+
+def as_words(data: Tensor) -> Tensor:
+    """Contiguous uint8 ``(n, bytes)`` as the widest words that divide a row; shares memory."""
+    offset = data.storage_offset()
+    word = next(t for t in _WORDS if data.shape[1] % t.itemsize == 0 and offset % t.itemsize == 0)
+    return data.view(-1).view(word).view(len(data), data.shape[1] // word.itemsize)
 
 
 def moved(column: Tensor, source: int, target: int) -> Tensor:

@@ -6,12 +6,15 @@ must not be freed: `Arriving` refers to both. Torch's allocator of pinned memory
 after the copies that read it.
 
 Only CUDA is asynchronous here, and ROCm, which torch also calls CUDA. Copies to other devices are waited for.
+
+Each device has a current stream of its own in each thread. Torch uses that of the device where the tensors
+are, whichever device is current; `Runtime.current` is for what does not, such as kernels of Triton.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,10 +30,6 @@ class Runtime:
         """Whether a tensor is on the accelerator."""
         return tensor.device.type == "cuda"
 
-    def current(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Makes a device the current one, on whose current stream work is started."""
-        return torch.cuda.device(device)
-
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Fresh page-locked memory; ordinary memory where the system gives no more of it."""
         try:
@@ -42,6 +41,25 @@ class Runtime:
         """Copy on the current stream of the source's device; does not wait."""
         with self.current(source.device):
             target.copy_(source, non_blocking=True)
+
+    def send(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A small tensor of the host on a device; does not wait for what the device has to do before."""
+        if not self.has_streams(device):
+            return tensor.to(device)
+        pinned = self.pinned(tensor.shape, tensor.dtype).copy_(tensor)
+        return pinned.to(device, non_blocking=True)
+
+    def has_streams(self, device: torch.device) -> bool:
+        """Whether work on a device runs while the host goes on."""
+        return device.type == "cuda"
+
+    def stream(self, device: torch.device) -> Hashable:
+        """The device's current stream."""
+        return torch.cuda.current_stream(device)
+
+    def current(self, device: torch.device) -> AbstractContextManager[Any]:
+        """A context in which a device is the current one."""
+        return torch.cuda.device(device) if self.has_streams(device) else nullcontext()
 
     def event(self, device: torch.device) -> Any:
         """An event that passes when everything is done that was started on the device's current stream."""
@@ -118,8 +136,9 @@ class StreamOrder:
     def __init__(self, device: torch.device, runtime: Runtime = CUDA) -> None:
         self._device = device
         self._runtime = runtime
-        self.is_needed = device.type == "cuda"
+        self.is_needed = runtime.has_streams(device)
         self._last: Any = None
+        self._streams: set[Hashable] = set()  # that the tensors are kept for
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
         """Let the current stream use these tensors only after the work that `end` has marked.
@@ -128,8 +147,15 @@ class StreamOrder:
         """
         if self._last is not None:
             self._runtime.wait(self._last, self._device)
-        for tensor in tensors:
-            self._runtime.keep_for_stream(tensor)
+        stream = self._runtime.stream(self._device)
+        if stream not in self._streams:
+            for tensor in tensors:
+                self._runtime.keep_for_stream(tensor)
+            self._streams.add(stream)
+
+    def renew(self) -> None:
+        """Say that `begin` will be called with other tensors than before."""
+        self._streams.clear()
 
     def end(self) -> None:
         """Mark the work that was started until now: later work of any stream comes after it."""
