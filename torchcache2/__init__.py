@@ -9,6 +9,7 @@ from torchcache2.core.version import __version__
 if _typing.TYPE_CHECKING:
     from torchcache2.core.errors import (
         DecorationError,
+        DeviceError,
         InputError,
         MissingSampleError,
         NotCachedError,
@@ -39,6 +40,7 @@ __all__ = [
     "CachedDataset",
     "DatasetStats",
     "DecorationError",
+    "DeviceError",
     "InputError",
     "Keys",
     "LazyShardDataset",

@@ -33,6 +33,7 @@ WARNINGS = {
     ],
     "accelerate": [],
     "distillation": [],
+    "memory": [],
     "padding": [],
     "prompts": [],
     "trainer": [TORCH_LOAD],
@@ -328,8 +329,34 @@ def claims_of_padding(page):
     assert (min(lengths), max(lengths)) == (5, 20)
 
 
+def claims_of_memory(page):
+    backbone, batch = page.backbone, page.images[:64]
+    namespace = backbone.cache_instance.module_hash
+    backbone._apply(torch.clone)  # as `.cpu()` does where there is a GPU: other storage, the same bytes
+    assert asked(backbone, backbone, batch) == (64, 0, {})
+    assert backbone.cache_instance.module_hash == namespace
+    assert page.freed < stored(backbone) < page.freed + 1000  # which has the buffers too
+
+    class Moving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.weight = nn.Linear(8, 8), nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return self.layers(x.to(self.weight.device)).to(x.device)
+
+    named = torchcache(persistent_module_hash="moving")(Moving().eval().requires_grad_(False))
+    weights, rows = named.state_dict(), torch.rand(64, 8)
+    assert asked(named, named, rows) == (0, 64, {})
+    named.to("meta")
+    assert asked(named, named, rows) == (64, 0, {})
+    named.to_empty(device="cpu").load_state_dict(weights)
+    assert asked(named, named, rows + 1) == (0, 64, {})
+
+
 CLAIMS = {
     "distillation": claims_of_distillation,
+    "memory": claims_of_memory,
     "padding": claims_of_padding,
     "prompts": claims_of_prompts,
     "lightning": claims_of_lightning,

@@ -6,26 +6,32 @@
     ├── OptionError (ValueError)
     ├── DecorationError (TypeError)
     ├── MissingSampleError (LookupError)
+    ├── RankError (RuntimeError)
+    ├── DeviceError (RuntimeError)
     └── NotCachedError (RuntimeError)
         ├── InputError (ValueError)
         ├── UnhashableArgumentError (TypeError)
         └── OutputError (ValueError)
 
 The first two are a programmer's mistakes, and are raised at once. The third is raised where there are samples
-without the dataset that could load them again. The others are raised only under ``strict=True`` and in a
-warmup: otherwise a call that cannot be cached is passed to the plain forward, with one warning.
-Other faults of storage or network are never exceptions: they are counted misses and one warning.
+without the dataset that could load them again, the fourth where ranks call in step and one has failed, and
+the fifth where an item has to be computed and all weights are on another device. The others are raised only
+under ``strict=True`` and in a warmup: otherwise a call that cannot be cached is passed to the plain forward,
+with one warning. Other faults of storage or network are never exceptions: they are counted misses and one
+warning.
 """
 
 from __future__ import annotations
 
 __all__ = [
     "DecorationError",
+    "DeviceError",
     "InputError",
     "MissingSampleError",
     "NotCachedError",
     "OptionError",
     "OutputError",
+    "RankError",
     "TorchcacheError",
     "UnhashableArgumentError",
     "hint",
@@ -73,6 +79,12 @@ class RankError(TorchcacheError, RuntimeError):
 
     def __reduce__(self) -> tuple[type, tuple[str, int | None]]:
         return type(self), (str(self), self.rank)
+
+
+class DeviceError(TorchcacheError, RuntimeError):
+    """An item has to be computed, but its batch is on another device than all weights, and torch refuses."""
+
+    __module__ = "torchcache2"
 
 
 class NotCachedError(TorchcacheError, RuntimeError):

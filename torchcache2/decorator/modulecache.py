@@ -16,6 +16,7 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.settings import CacheSettings
 from torchcache2.decorator import bypass
 from torchcache2.decorator.bypass import BypassError, not_stored
+from torchcache2.decorator.elsewhere import telling
 from torchcache2.decorator.explain import CallSeen, explained
 from torchcache2.decorator.forward import Computation, Shapes
 from torchcache2.decorator.passing import Passing
@@ -215,7 +216,7 @@ class ModuleCache(Passing):
         try:
             output = yield from self.steps(
                 keys,
-                computation.steps,
+                telling(computation),
                 computation.device,
                 dtypes,
                 since=start,

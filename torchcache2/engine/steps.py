@@ -105,7 +105,7 @@ def _advance(running: Steps[T], value: Any, failures: list[BaseException]) -> tu
         except StopIteration as stop:
             return None, stop.value
         except RuntimeError as wrapped:
-            if error is None or wrapped.__cause__ is not error:
+            if not isinstance(error, StopIteration) or wrapped.__cause__ is not error:
                 raise
         raise error  # Python has wrapped a StopIteration, as no generator may raise one
     finally:

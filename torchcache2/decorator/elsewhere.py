@@ -1,0 +1,80 @@
+"""What a miss says whose batch is on another device than the weights.
+
+A module may be moved away once its items are cached, because hits need no weights. A miss needs them, and the
+error that torch raises for it says neither that a cache is involved, nor what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchcache2.core.errors import DeviceError
+from torchcache2.decorator.forward import Computation
+from torchcache2.engine.batch import ComputeSteps
+from torchcache2.engine.steps import Steps
+from torchcache2.identity.arguments import BoundCall
+
+__all__ = ["telling"]
+
+_META = {torch.device("meta")}
+
+
+def telling(computation: Computation) -> ComputeSteps:
+    """The steps of a computation; if torch refuses to run it while its weights are elsewhere, they say so.
+
+    The forward is run as ever: it may move its weights or its inputs itself.
+    """
+
+    def steps(positions: Tensor) -> Steps[Any]:
+        try:
+            return (yield from computation.steps(positions))
+        except RuntimeError as error:
+            batch, weights = _batch_devices(computation.call), _weight_devices(computation)
+            is_apart = batch and weights and batch.isdisjoint(weights)
+            if not is_apart or computation.is_sharded or not _is_torchs(error):
+                raise
+            raise DeviceError(_text(computation, positions, batch, weights, error)) from error
+
+    return steps
+
+
+def _text(
+    computation: Computation,
+    positions: Tensor,
+    batch: set[torch.device],
+    weights: set[torch.device],
+    error: RuntimeError,
+) -> str:
+    items = f"{len(set(positions.tolist()))} of the {computation.call.batch_size} items of this call"
+    here, there = _named(batch), _named(weights)
+    moved = "" if weights == _META else f", or the batch to {there}"  # tensors on meta have no content
+    said = str(error).partition("\n")[0]
+    return (
+        f"{computation.keeper.name}: {items} have to be computed, but they are on {here}, and all weights on "
+        f"{there}. Move the module to {here}{moved}. Only a call whose items are all found needs no weights. "
+        f"(The forward: {said})"
+    )
+
+
+def _batch_devices(call: BoundCall) -> set[torch.device]:
+    return {tensor.device for _, tensor in call.leaves}
+
+
+def _weight_devices(computation: Computation) -> set[torch.device]:
+    root, tensors = computation.root, computation.seen.tensors.tensors
+    weights = chain(root.parameters(), root.buffers()) if isinstance(root, nn.Module) else tensors
+    return {tensor.device for tensor in weights}
+
+
+def _is_torchs(error: RuntimeError) -> bool:
+    """Whether torch raises it for tensors of differing devices; it has other classes for other faults."""
+    return type(error) in (RuntimeError, NotImplementedError) or type(error).__module__ == "torch._dynamo.exc"
+
+
+def _named(devices: Iterable[torch.device]) -> str:
+    return " and ".join(sorted(map(str, devices)))
