@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.late import Streams
+from torchcache2.core import rowkernel
 from torchcache2.core.rowcopy import RowCopier
 
 CHUNKS = [torch.arange(12, dtype=torch.uint8).view(4, 3), torch.arange(12, 18, dtype=torch.uint8).view(2, 3)]
@@ -26,14 +27,20 @@ def test_the_kernel_is_compiled_for_gpus_and_copies_rows_of_any_size_in_the_inte
     assert done.stdout == "compiled\ncopied 48 of 48\n", done.stderr
 
 
+def without_kernel():
+    copier = RowCopier(Streams())
+    copier._has_kernel = False
+    return copier
+
+
 @pytest.mark.parametrize("ordinals", [[5, 0, 3, 4, 4], [1, 1, 3], [5], []])
 def test_rows_are_gathered_without_the_kernel(ordinals):
-    picked = RowCopier(Streams()).gather(CHUNKS, STARTS, np.array(ordinals, np.int64))
+    picked = without_kernel().gather(CHUNKS, STARTS, np.array(ordinals, np.int64))
     assert torch.equal(picked, torch.cat(CHUNKS)[ordinals])
 
 
 def test_rows_are_moved_without_the_kernel():
-    copier = RowCopier(Streams())
+    copier = without_kernel()
     for sources, targets in [([4, 1, 2], [0, 5, 3]), ([1, 2], [0, 3]), ([], [])]:
         chunks, expected = [chunk.clone() for chunk in CHUNKS], torch.cat(CHUNKS)
         copier.move(chunks, STARTS, np.array(sources, np.int64), np.array(targets, np.int64))
@@ -42,13 +49,18 @@ def test_rows_are_moved_without_the_kernel():
 
 
 def test_a_kernel_that_does_not_start_is_told_once_and_done_without(monkeypatch, log):
-    # A compiled kernel cannot run on the memory of the host.
-    copier, tried = RowCopier(Streams()), []
-    run = copier._run_kernel
-    monkeypatch.setattr(copier, "_has_kernel_for", lambda device: copier._has_kernel)
-    monkeypatch.setattr(copier, "_run_kernel", lambda *args: tried.append(1) or run(*args))
+    class Broken:
+        started = 0
+
+        def __getitem__(self, grid):
+            self.started += 1
+            raise RuntimeError("no C compiler")
+
+    kernel = Broken()
+    monkeypatch.setattr(rowkernel, "copy_rows", kernel)
+    copier = RowCopier(Streams())
     for _ in range(3):
         assert torch.equal(copier.gather(CHUNKS, STARTS, np.array([5, 0])), torch.cat(CHUNKS)[[5, 0]])
-    assert tried == [1]
+    assert kernel.started == 1
     (record,) = log
     assert record.levelname == "INFO" and "Triton cannot be used" in record.getMessage()

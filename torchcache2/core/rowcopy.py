@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -128,10 +127,10 @@ class RowCopier:
         wide = min(_WORDS, 1 << (words - 1).bit_length())
         high = _WORDS // wide
         tiles = -(-words // wide)
-        shape: Any = copy_rows[(-(-len(sources) // high) * tiles,)]
+        grid = (-(-len(sources) // high) * tiles,)
         try:
             with self.runtime.current(device):
-                shape(
+                copy_rows[grid](
                     *(table[0], table[1], chunks[0].view(-1)[:alignment].view(dtype)),
                     *(len(sources), row_bytes // alignment, tiles),
                     PER_UNIT=per_unit,
