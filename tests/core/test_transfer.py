@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.helpers import storage
-from tests.helpers.late import POISON, Late
+from tests.helpers.late import POISON, Late, Streams
 from tests.helpers.storage import NAMESPACES, keys_of
 from torchcache2.core.gather import empty_bytes, gather
 from torchcache2.core.rows import Rows
-from torchcache2.core.transfer import Arriving, StreamOrder, to_device, to_host
+from torchcache2.core.transfer import Arriving, StreamOrder, sent, to_device, to_host
 from torchcache2.identity.items import item_keys
 from torchcache2.tiers.memory.tier import MemoryTier
 
@@ -178,3 +178,11 @@ def test_work_on_the_same_memory_is_put_in_order():
     order.begin([tensor, tensor])
     assert runtime.log == ["wait", "event", "wait", "keep", "keep"]
     assert order.is_needed and not StreamOrder(CPU, runtime).is_needed
+
+
+def test_positions_are_sent_once_to_each_device():
+    runtime = Streams()
+    positions = torch.tensor([2, 0])
+    places = sent(positions, [CPU, CPU], runtime)
+    assert list(places) == [CPU] and torch.equal(places[CPU], positions)
+    assert places[CPU] is not positions and runtime.log == ["pinned"]

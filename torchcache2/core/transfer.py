@@ -13,14 +13,14 @@ are, whichever device is current; `Runtime.current` is for what does not, such a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["CUDA", "Arriving", "Runtime", "StreamOrder", "to_device", "to_host"]
+__all__ = ["CUDA", "Arriving", "Runtime", "StreamOrder", "sent", "to_device", "to_host"]
 
 
 class Runtime:
@@ -44,7 +44,7 @@ class Runtime:
 
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A small tensor of the host on a device; does not wait for what the device has to do before."""
-        if not self.has_streams(device):
+        if tensor.device.type != "cpu" or not self.has_streams(device):
             return tensor.to(device)
         pinned = self.pinned(tensor.shape, tensor.dtype).copy_(tensor)
         return pinned.to(device, non_blocking=True)
@@ -125,6 +125,13 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     # `is_pinned` asks the driver, so it is called only if the answer matters.
     is_async = device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned()
     return tensor.to(device, non_blocking=is_async)
+
+
+def sent(
+    tensor: Tensor, devices: Iterable[torch.device], runtime: Runtime = CUDA
+) -> dict[torch.device, Tensor]:
+    """A small tensor of the host, such as positions, on each of some devices; waits for none of them."""
+    return {device: runtime.send(tensor, device) for device in set(devices)}
 
 
 class StreamOrder:
