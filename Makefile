@@ -9,7 +9,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 QUICK = $(addprefix tests/,core engine decorator/test_decorator.py decorator/test_forward.py identity/test_keys.py)
-NOT_TORCH = system cli tiers/disk project torch/zoo
+NOT_TORCH = system cli tiers/disk project torch/zoo identity/xxh3
 RUN = $(VENV)/bin/python -W error::SyntaxWarning
 # Two processes run tests; each takes some of the other's when it has none left.
 PARALLEL = -n 2 --dist worksteal
@@ -40,7 +40,7 @@ soak: $(VENV)/test $(VENV)/zoo
 	SOAK=1 $(RUN) -m pytest -s
 
 # The builds of old torch that a registry has bring CUDA libraries: some gigabytes. The transformers of
-# today do not work with it, so neither does the zoo of models. Left out is also what tests processes, files,
+# today do not work with it, so neither does the zoo of models, nor does NumPy with its Triton. Left out is also what tests processes, files,
 # commands and this repository rather than torch; the code on the pages is run.
 lowest: $(VENV)-lowest/installed
 	$(VENV)-lowest/bin/python -m pytest $(PARALLEL) $(patsubst %,--ignore=tests/%,$(NOT_TORCH))

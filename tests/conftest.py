@@ -11,6 +11,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+# Kernels for GPUs run in Triton's interpreter. It is asked for before anything imports Triton.
+os.environ["TRITON_INTERPRET"] = "1"
+
 hypothesis.settings.register_profile("suite", deadline=None)  # a slow machine is no fault
 hypothesis.settings.load_profile("suite")
 

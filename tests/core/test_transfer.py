@@ -2,68 +2,22 @@
 
 import functools
 import gc
-import weakref
 
 import numpy as np
 import pytest
 import torch
 
 from tests.helpers import storage
+from tests.helpers.late import POISON, Late, Streams
 from tests.helpers.storage import NAMESPACES, keys_of
 from torchcache2.core.gather import empty_bytes, gather
 from torchcache2.core.rows import Rows
-from torchcache2.core.transfer import Arriving, Runtime, StreamOrder, to_device, to_host
+from torchcache2.core.transfer import Arriving, StreamOrder, sent, to_device, to_host
 from torchcache2.identity.items import item_keys
 from torchcache2.tiers.memory.tier import MemoryTier
 
 CPU = torch.device("cpu")
 NAMESPACE = NAMESPACES[0]
-POISON = 0xA5
-
-
-class Late(Runtime):
-    """Copies wait until somebody waits for their event; until then their target is garbage."""
-
-    def __init__(self):
-        self.remote, self.queue, self.log = set(), [], []
-
-    def on_device(self, tensor):
-        self.remote.add(tensor.untyped_storage().data_ptr())
-        return tensor
-
-    def owns(self, tensor):
-        return tensor.untyped_storage().data_ptr() in self.remote
-
-    def pinned(self, shape, dtype):
-        tensor = torch.empty(tuple(shape), dtype=dtype)
-        tensor.view(-1).view(torch.uint8).fill_(POISON)
-        return tensor
-
-    def start_copy(self, target, source):
-        self.queue.append((target, weakref.ref(source)))
-
-    def event(self, device):
-        self.log.append("event")
-        return Event(self, list(self.queue))
-
-    def wait(self, event, device):
-        self.log.append("wait")
-
-    def keep_for_stream(self, tensor):
-        self.log.append("keep")
-
-
-class Event:
-    def __init__(self, runtime, copies):
-        self.runtime, self.copies = runtime, copies
-
-    def synchronize(self):
-        self.runtime.log.append("synchronize")
-        for target, source in self.copies:
-            assert source() is not None, "freed before it was copied"
-            target.copy_(source())
-        done = {id(target) for target, _ in self.copies}
-        self.runtime.queue = [copy for copy in self.runtime.queue if id(copy[0]) not in done]
 
 
 def put(tier, runtime, names, *, scale=1.0, width=40):
@@ -213,7 +167,22 @@ def test_work_on_the_same_memory_is_put_in_order():
     tensor = torch.ones(2)
     order.begin([tensor])
     order.end()
+    order.renew()
     order.begin([tensor, tensor])
     order.end()
     assert runtime.log == ["keep", "event", "wait", "keep", "keep", "event"]
+    del runtime.log[:]
+    order.begin([tensor, tensor])  # this stream keeps both already
+    order.end()
+    runtime.current_stream = "side"
+    order.begin([tensor, tensor])
+    assert runtime.log == ["wait", "event", "wait", "keep", "keep"]
     assert order.is_needed and not StreamOrder(CPU, runtime).is_needed
+
+
+def test_positions_are_sent_once_to_each_device():
+    runtime = Streams()
+    positions = torch.tensor([2, 0])
+    places = sent(positions, [CPU, CPU], runtime)
+    assert list(places) == [CPU] and torch.equal(places[CPU], positions)
+    assert places[CPU] is not positions and runtime.log == ["pinned"]

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchcache2 import UnhashableArgumentError, torchcache
-from torchcache2.tiers.memory import arena
+from torchcache2.tiers.memory import columns
 from torchcache2.tiers.memory import tier as memory
 
 SOAK = bool(os.environ.get("SOAK"))
@@ -185,7 +185,7 @@ def test_a_finalizer_that_closes_a_cache_while_the_tier_is_locked(monkeypatch):
             other.cache_instance.close()
             closed.append(True)
 
-    append = arena.Arena.append
+    append = memory.Arena.append
 
     def append_with_collection(self, *args):
         Owner()
@@ -203,14 +203,14 @@ def test_a_finalizer_that_closes_a_cache_while_the_tier_is_locked(monkeypatch):
 
 
 def fail_at_write(monkeypatch, number, error):
-    write, count = arena._Column.write, iter(range(1000))
+    write, count = columns.Column.write, iter(range(1000))
 
     def failing(self, *args):
         if next(count) % 2 == number:
             raise error
         write(self, *args)
 
-    monkeypatch.setattr(arena._Column, "write", failing)
+    monkeypatch.setattr(columns.Column, "write", failing)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -240,7 +240,7 @@ def test_an_interrupt_while_rows_are_written_leaves_no_key_without_its_row(monke
 
 
 def test_an_interrupt_while_weights_are_read_leaves_no_stale_namespace(monkeypatch):
-    def interrupted(tensor):
+    def interrupted(tensor, content):
         raise KeyboardInterrupt
 
     model = cached(Weighted())

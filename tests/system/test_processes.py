@@ -297,17 +297,18 @@ DAEMON = """
 import itertools, threading
 
 net = make(max_persistent_cache_size="80MB")()
-calling = threading.Event()
+threads = int(ARGUMENTS[0])
+calling = threading.Barrier(threads + 1)
 
 
 def forever():
     for i in itertools.count():
         check(net, range(i * 100, i * 100 + 100))
         if i == 3:
-            calling.set()
+            calling.wait()  # all calls for these rows have returned, of every thread
 
 
-for _ in range(int(ARGUMENTS[0])):
+for _ in range(threads):
     threading.Thread(target=forever, daemon=True).start()
 check(net, range(400))
 calling.wait()

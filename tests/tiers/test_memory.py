@@ -17,6 +17,7 @@ from tests.helpers.storage import NAMESPACES as ALL_NAMESPACES
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.tiers.memory import arena as arena_module
+from torchcache2.tiers.memory import columns as columns_module
 from torchcache2.tiers.memory.tier import MemoryTier
 
 NAMESPACES = ALL_NAMESPACES[:2]
@@ -39,15 +40,23 @@ def check_outputs(output, names, width):
 found = functools.partial(storage.found, check=check_outputs)
 
 
-@pytest.fixture(params=["reserved", "moved"])
+@pytest.fixture(params=["reserved", "moved", "chunked"])
 def growth(request, monkeypatch):
-    """Columns that grow in reserved address space, and columns that grow by moving."""
+    """Columns that grow in reserved address space, by moving, and by chunks as on an accelerator."""
+    if request.param == "chunked":
+
+        def chunked(row_bytes, limit, device, runtime, copier):
+            if row_bytes == 0:
+                return columns_module._NoColumn(device)
+            return columns_module._ChunkedColumn(row_bytes, device, copier)
+
+        monkeypatch.setattr(arena_module, "row_column", chunked)
     if request.param == "moved":
 
-        def refuse(row_bytes, limit):
+        def refuse(*args):
             raise OSError("no address space")
 
-        monkeypatch.setattr(arena_module, "_ReservedColumn", refuse)
+        monkeypatch.setattr(columns_module, "_ReservedColumn", refuse)
 
 
 @pytest.mark.usefixtures("growth")

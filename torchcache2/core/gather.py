@@ -15,11 +15,13 @@ from torchcache2.core.transfer import Runtime
 
 __all__ = [
     "as_bytes",
+    "as_words",
     "empty_bytes",
     "empty_rows",
     "gather",
     "gather_into",
     "is_channels_last",
+    "item_bytes",
     "moved",
     "select",
     "with_ordinary_tensors",
@@ -111,17 +113,15 @@ def gather_into(picked: Tensor, data: Tensor, positions: Tensor) -> None:
     If rows have many elements, torch's `index_select` copies each row with all threads. If other processes
     use the cores too, each such copy may wait for the scheduler. So long rows are copied in pieces.
     """
-    row_bytes = data.shape[1]
     if picked.numel() <= _ALONE:
         np.take(data.numpy(), positions.numpy(), axis=0, out=picked.numpy(), mode="clip")
         return
-    offset = data.storage_offset()
-    word = next(t for t in _WORDS if row_bytes % t.itemsize == 0 and offset % t.itemsize == 0)
-    words = row_bytes // word.itemsize
+    source = as_words(data)
+    words = source.shape[1]
     pieces = next((n for n in range(1, 257) if words % n == 0 and words // n < _GRAIN), 1)
     index = (positions[:, None] * pieces + torch.arange(pieces, device="cpu")).view(-1)
-    source = data.view(-1).view(word).view(-1, words // pieces)
-    torch.index_select(source, 0, index, out=picked.view(-1).view(word).view(-1, words // pieces))
+    target = picked.view(-1).view(source.dtype).view(-1, words // pieces)
+    torch.index_select(source.view(-1, words // pieces), 0, index, out=target)
 
 
 def write(data: Tensor, first: int, values: Tensor) -> None:
@@ -139,6 +139,21 @@ def as_bytes(column: Tensor) -> Tensor:
     if flat.stride(0) != 1:  # a single number, which a slice with steps has left
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8).view(count, size)
+
+
+def item_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of each item of a strided tensor of shape ``(n, ...)``, as uint8 ``(n, bytes)``, where it is.
+
+    Shares memory with the tensor if that is contiguous.
+    """
+    return as_bytes(tensor.detach().resolve_conj().resolve_neg())
+
+
+def as_words(data: Tensor) -> Tensor:
+    """Contiguous uint8 ``(n, bytes)`` as the widest words that divide a row; shares memory."""
+    offset = data.storage_offset()
+    word = next(t for t in _WORDS if data.shape[1] % t.itemsize == 0 and offset % t.itemsize == 0)
+    return data.view(-1).view(word).view(len(data), data.shape[1] // word.itemsize)
 
 
 def moved(column: Tensor, source: int, target: int) -> Tensor:

@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 
 from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OutputError, hint
-from torchcache2.core.gather import as_bytes, empty_rows, moved, select, with_ordinary_tensors
+from torchcache2.core.gather import as_bytes, as_words, empty_rows, moved, select, with_ordinary_tensors
 from torchcache2.core.schema import BARE, Leaf, Schema
-from torchcache2.core.transfer import to_device
+from torchcache2.core.transfer import sent, to_device
 
 __all__ = ["Parts", "Rows", "UnstorableError", "merged", "rounded"]
 
@@ -121,7 +121,8 @@ class Rows:
         Rows
             k rows, in the order of `positions`; each column stays on its device.
         """
-        picked = [select(column, positions.to(column.device)) for column in self.columns]
+        places = sent(positions, [column.device for column in self.columns])
+        picked = [select(column, places[column.device]) for column in self.columns]
         return Rows(self.schema, picked, len(positions))
 
     def laid_out_as(self, schema: Schema) -> Rows:
@@ -153,14 +154,15 @@ class Rows:
         The parts have one schema, and their positions cover the batch. `device` is that of the call.
         """
         schema = parts[0][1].schema
+        places = [leaf.place(device) if leaf.kind == "tensor" else _HOST for leaf in schema.leaves]
+        wheres = [sent(torch.from_numpy(positions), places) for positions, _ in parts]
         columns = []
-        for i, leaf in enumerate(schema.leaves):
-            place = leaf.place(device) if leaf.kind == "tensor" else _HOST
+        for i, (leaf, place) in enumerate(zip(schema.leaves, places, strict=True)):
             target = empty_rows(count, leaf.stored_shape, leaf.stored, place)
             flat = as_bytes(target)
-            for positions, rows in parts:
-                column = as_bytes(to_device(rows.laid_out_as(schema).columns[i], place))
-                flat.index_copy_(0, torch.from_numpy(positions).to(place), column)
+            for where, (_, rows) in zip(wheres, parts, strict=True):
+                words = as_words(as_bytes(to_device(rows.laid_out_as(schema).columns[i], place)))
+                flat.view(words.dtype).index_copy_(0, where[place], words)
             columns.append(target)
         return Rows(schema, columns, count)
 

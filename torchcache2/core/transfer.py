@@ -6,17 +6,21 @@ must not be freed: `Arriving` refers to both. Torch's allocator of pinned memory
 after the copies that read it.
 
 Only CUDA is asynchronous here, and ROCm, which torch also calls CUDA. Copies to other devices are waited for.
+
+Each device has a current stream of its own in each thread. Torch uses that of the device where the tensors
+are, whichever device is current; `Runtime.current` is for what does not, such as kernels of Triton.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["CUDA", "Arriving", "Runtime", "StreamOrder", "to_device", "to_host"]
+__all__ = ["CUDA", "Arriving", "Runtime", "StreamOrder", "sent", "to_device", "to_host"]
 
 
 class Runtime:
@@ -35,8 +39,27 @@ class Runtime:
 
     def start_copy(self, target: Tensor, source: Tensor) -> None:
         """Copy on the current stream of the source's device; does not wait."""
-        with torch.cuda.device(source.device):
+        with self.current(source.device):
             target.copy_(source, non_blocking=True)
+
+    def send(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A small tensor of the host on a device; does not wait for what the device has to do before."""
+        if tensor.device.type != "cpu" or not self.has_streams(device):
+            return tensor.to(device)
+        pinned = self.pinned(tensor.shape, tensor.dtype).copy_(tensor)
+        return pinned.to(device, non_blocking=True)
+
+    def has_streams(self, device: torch.device) -> bool:
+        """Whether work on a device runs while the host goes on."""
+        return device.type == "cuda"
+
+    def stream(self, device: torch.device) -> Hashable:
+        """The device's current stream."""
+        return torch.cuda.current_stream(device)
+
+    def current(self, device: torch.device) -> AbstractContextManager[Any]:
+        """A context in which a device is the current one."""
+        return torch.cuda.device(device) if self.has_streams(device) else nullcontext()
 
     def event(self, device: torch.device) -> Any:
         """An event that passes when everything is done that was started on the device's current stream."""
@@ -73,6 +96,11 @@ class Arriving:
         self._events = [runtime.event(device) for device in devices]
 
     @property
+    def has_arrived(self) -> bool:
+        """Whether all have arrived, so that `wait` returns at once."""
+        return all(event.query() for event in self._events)
+
+    @property
     def nbytes(self) -> int:
         """Bytes that are being copied; 0 when all have arrived."""
         return sum(tensor.nbytes for tensor in self._tensors) if self._events else 0
@@ -99,6 +127,13 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=is_async)
 
 
+def sent(
+    tensor: Tensor, devices: Iterable[torch.device], runtime: Runtime = CUDA
+) -> dict[torch.device, Tensor]:
+    """A small tensor of the host, such as positions, on each of some devices; waits for none of them."""
+    return {device: runtime.send(tensor, device) for device in set(devices)}
+
+
 class StreamOrder:
     """Puts the work of several streams on the memory of a device in the order in which it was started.
 
@@ -108,8 +143,9 @@ class StreamOrder:
     def __init__(self, device: torch.device, runtime: Runtime = CUDA) -> None:
         self._device = device
         self._runtime = runtime
-        self.is_needed = device.type == "cuda"
+        self.is_needed = runtime.has_streams(device)
         self._last: Any = None
+        self._streams: set[Hashable] = set()  # that the tensors are kept for
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
         """Let the current stream use these tensors only after the work that `end` has marked.
@@ -118,8 +154,15 @@ class StreamOrder:
         """
         if self._last is not None:
             self._runtime.wait(self._last, self._device)
-        for tensor in tensors:
-            self._runtime.keep_for_stream(tensor)
+        stream = self._runtime.stream(self._device)
+        if stream not in self._streams:
+            for tensor in tensors:
+                self._runtime.keep_for_stream(tensor)
+            self._streams.add(stream)
+
+    def renew(self) -> None:
+        """Say that `begin` will be called with other tensors than before."""
+        self._streams.clear()
 
     def end(self) -> None:
         """Mark the work that was started until now: later work of any stream comes after it."""

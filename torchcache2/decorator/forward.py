@@ -158,11 +158,13 @@ class Computation:
     def _run(
         self, inputs: Inputs, state: RandomState, undo: Undo | None, suspect: bool, count: int
     ) -> Steps[Any]:
-        """Run the forward for `count` items; raises `NotStoredError` if it raises for a part of the batch."""
+        """Run the forward for `count` items; raises `NotStoredError` if it refuses a part of the batch."""
         try:
             if suspect:
                 return (yield from self._run_disturbed(inputs, state))
             return (yield from self.forward(inputs.args, inputs.kwargs))
+        except (MemoryError, torch.cuda.OutOfMemoryError):
+            raise  # the whole batch would need more
         except Exception as error:
             if count == self.call.batch_size:
                 raise

@@ -22,12 +22,13 @@ from torchcache2.decorator.forward import Computation, Shapes
 from torchcache2.decorator.passing import Passing
 from torchcache2.decorator.probe import STRONGEST
 from torchcache2.decorator.probes import DEPENDENT, Kind, ProbePlan, Probes
-from torchcache2.decorator.shortcuts import Glance, glance
+from torchcache2.decorator.shortcuts import glance
 from torchcache2.decorator.tracing import Runner, is_traced
 from torchcache2.decorator.warmup import warm_up
 from torchcache2.engine.batch import NotStoredError
 from torchcache2.engine.cache import Cache, now
 from torchcache2.engine.collective.apart import apart
+from torchcache2.engine.pressure import OwnMemoryError
 from torchcache2.engine.randomness import RandomContexts
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.steps import Steps
@@ -134,6 +135,9 @@ class ModuleCache(Passing):
         is_passed = self._runner.is_inside or not self.settings.enabled
         if is_passed or is_traced() or disabled_by_environment():
             return (yield plain, args, kwargs)
+        return (yield from self._relieved(self._called_with, plain, args, kwargs))
+
+    def _called_with(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
         start = time.perf_counter()
         root = self._living_root()
         kind = glance(root, args, kwargs)
@@ -155,23 +159,10 @@ class ModuleCache(Passing):
             is_final = stop.reason != "random" or self._random.is_final(computation.context)
             self._step_aside(BypassError.of(stop, is_final=is_final), kind, len(computation.keys))
             return stop.output
+        except OwnMemoryError:
+            pass
         with apart():  # the other ranks have taken their step
             return (yield from self._runner.run(plain, args, kwargs))
-
-    def _cacheable(
-        self, root: Any, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: Glance
-    ) -> Computation | None:
-        """What computes the items of a call; None if it is not cached, which is counted."""
-        reason = None if self._is_strict() else self._shortcuts.reason(kind)
-        self._bypass = reason
-        if reason is not None:
-            self.count_bypass(reason, first_batch_size(args, kwargs), "")
-            return None
-        try:
-            return self._computation(root, plain, args, kwargs)
-        except BypassError as stop:
-            self._step_aside(stop, kind, first_batch_size(args, kwargs))
-            return None
 
     def _computation(
         self, root: Any, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
 from torchcache2.core.environment import disabled_by_environment, strict_by_environment
 from torchcache2.core.settings import CacheSettings
 from torchcache2.decorator.bypass import BypassError
+from torchcache2.decorator.forward import Computation
 from torchcache2.decorator.shortcuts import Glance, Shortcuts
 from torchcache2.engine.cache import Cache
 from torchcache2.engine.stack import TierStack
+from torchcache2.identity.entries import first_batch_size
 
 __all__ = ["Passing"]
+
+Forward = Callable[..., Any]
 
 
 class Passing(Cache):
@@ -20,6 +29,34 @@ class Passing(Cache):
         self._shortcuts = Shortcuts()
         self._bypass: str | None = None  # the reason of the last call, if it was not cached
         self._reasons: dict[str, str] = {}  # the last text for each reason
+
+    def _cacheable(
+        self,
+        root: Any,
+        plain: Forward,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        kind: Glance,
+    ) -> Computation | None:
+        """What computes the items of a call; None if it is not cached, which is counted."""
+        reason = None if self._is_strict() else self._shortcuts.reason(kind)
+        self._bypass = reason
+        if reason is not None:
+            self.count_bypass(reason, first_batch_size(args, kwargs), "")
+            return None
+        try:
+            return self._computation(root, plain, args, kwargs)
+        except BypassError as stop:
+            self._step_aside(stop, kind, first_batch_size(args, kwargs))
+        except torch.cuda.OutOfMemoryError as error:
+            self._do_without(first_batch_size(args, kwargs), error)
+        return None
+
+    def _computation(
+        self, root: Any, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Computation | None:
+        """What computes the items of a call; raises `BypassError` if the call cannot be cached."""
+        raise NotImplementedError
 
     def _why_not_cached(self) -> str | None:
         """Why the last call was not cached; None if it was."""

@@ -20,9 +20,11 @@ from torchcache2.core.errors import OptionError, OutputError
 from torchcache2.core.keys import Keys
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.settings import CacheSettings
+from torchcache2.core.sizes import size_text
 from torchcache2.core.version import __version__
 from torchcache2.engine.batch import Batch, ComputeSteps, NotStoredError
 from torchcache2.engine.collective.stepped import SteppedOutcomes
+from torchcache2.engine.pressure import OwnMemoryError, device_of, told_apart
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import CacheStats
 from torchcache2.engine.steps import Steps, run_steps, transparent
@@ -102,7 +104,7 @@ class Cache(SteppedOutcomes):
         OutputError
             If a computed tensor's first dimension is not the number of positions.
         """
-        return run_steps(self._fetch, keys, compute, device)
+        return run_steps(self._relieved, self._fetch, keys, compute, device)
 
     def _fetch(self, keys: Keys, compute: Compute, device: torch.device) -> Steps[Any]:
         def steps(positions: Tensor) -> Steps[Any]:
@@ -115,6 +117,9 @@ class Cache(SteppedOutcomes):
                 raise stop.error from None
             self.count_bypass(stop.reason, len(keys), stop.text)
             return stop.output
+        except OwnMemoryError:
+            pass
+        return (yield from steps(torch.from_numpy(np.arange(len(keys)))))
 
     def steps(
         self,
@@ -136,14 +141,18 @@ class Cache(SteppedOutcomes):
         from now on. If `compute` `probes` the batch, all items are computed, and the rows that are found are
         compared with them. ``is_whole()`` says whether `compute` runs for the whole batch whatever it is
         asked for, and `is_sharded`, whether it waits for the other ranks. For `note` and `is_known` see
-        `Batch`. `NotStoredError` if the output of
-        `compute` must not, or cannot, be stored.
+        `Batch`. `NotStoredError` if the output of `compute` must not, or cannot, be stored; `OwnMemoryError`
+        if a device has no memory for the cache's own work.
         """
         start = time.perf_counter() if since is None else since
         batch = Batch(keys, compute, device, self.settings, dtypes, probes=probes)
         batch.is_whole, batch.is_sharded = is_whole, is_sharded
         batch.note, batch.is_known = note, is_known
-        output = yield from self._outcome(batch)
+        try:
+            output = yield from told_apart(self._outcome(batch))
+        except OwnMemoryError as error:
+            self._do_without(len(keys), error)
+            raise
         self._counters.count(
             hits=len(keys) - batch.misses,
             misses=batch.misses,
@@ -152,6 +161,29 @@ class Cache(SteppedOutcomes):
             spent=time.perf_counter() - start - batch.seconds,
         )
         return output
+
+    def _do_without(self, items: int, error: Exception) -> None:
+        """Count items that are computed past the cache because a device has no memory for its own work."""
+        self._counters.count(hits=0, misses=items, computed=items, seconds=0.0, spent=0.0)
+        text = "%s: a device has no memory for the cache's own work, so the items are only computed: %s"
+        self._told("own memory", text, self._name(), str(error))
+
+    def _relieved(self, steps: Callable[..., Steps[Any]], *args: Any) -> Steps[Any]:
+        """Run steps. If a device has no memory for a call that they make, the rows that are there go."""
+        try:
+            return (yield from steps(*args))
+        except torch.cuda.OutOfMemoryError as error:
+            freed = self._tiers.give_back(device_of(error))
+            if freed:
+                torch.cuda.empty_cache()
+                self._told(
+                    "memory",
+                    "%s: the forward has found no memory on its device, so the cache has given back all that "
+                    "its rows took there, %s. To keep fewer of them, lower max_memory_cache_size; "
+                    "memory_cache_device='cpu' keeps them on the host",
+                    *(self._name(), size_text(freed)),
+                )
+            raise
 
     def count_bypass(self, reason: str, items: int, text: str) -> None:
         """Count items that were computed and not stored; warns once for each reason."""

@@ -214,6 +214,10 @@ class TierStack:
         for tier in self._tiers:
             tier.let_go(namespace)
 
+    def give_back(self, device: torch.device | None) -> int:
+        """Forget the rows in the memory of a device, or of all but the host; returns their bytes there."""
+        return sum(tier.give_back(device) for tier in self._tiers)
+
     def drop(self, namespace: bytes) -> None:
         """Delete the rows of a namespace everywhere."""
         # The slowest tier comes first: rows that `get` has read from it before are then either in a faster

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torchcache2.core.errors import OptionError
 from torchcache2.core.gather import select
 from torchcache2.core.modes import modes
+from torchcache2.core.transfer import sent
 from torchcache2.identity.argumentwalk import ArgumentEncoder, UncachedArgumentError, batch_size_of
 from torchcache2.identity.encoding import UnencodableError, sized, text_bytes
 from torchcache2.identity.entries import (
@@ -78,7 +79,7 @@ class BoundCall:
 
         With `aligned`, the arguments as long as the batch are taken too, as if they had one entry per item.
         """
-        index = {device: positions.to(device) for device in {t.device for _, t in self.leaves}}
+        index = sent(positions, [tensor.device for _, tensor in self.leaves])
         picked = {id(t): select(t, index[t.device]) for _, t in self.leaves}
         taken = self.taken | self.aligned_ids if aligned else self.taken
 

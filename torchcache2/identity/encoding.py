@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_digest
 
-from torchcache2.core.gather import as_bytes
+from torchcache2.core.gather import item_bytes
+from torchcache2.identity.xxh3.device import DIGESTS
 
 __all__ = [
     "CONTAINERS",
@@ -36,7 +37,6 @@ __all__ = [
     "attributes",
     "digest",
     "dtype_text",
-    "item_bytes",
     "public_module",
     "qualified_name",
     "sized",
@@ -91,19 +91,17 @@ def public_module(name: str) -> str:
     return _OURS if name.startswith(f"{_OURS}.") else name
 
 
-def item_bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The bytes of each item of a strided tensor of shape ``(n, ...)``, as uint8 ``(n, bytes)``.
+def tensor_digest(tensor: Tensor, content: bytes | None = None) -> bytes:
+    """Digest of a whole strided tensor: dtype, shape and content, 16 bytes.
 
-    Shares memory with the tensor where that is contiguous and on the CPU.
+    `content` is the digest of its content, if that is known already.
     """
-    return as_bytes(tensor.detach().resolve_conj().resolve_neg().cpu()).numpy()
-
-
-def tensor_digest(tensor: Tensor) -> bytes:
-    """Digest of a whole strided tensor: dtype, shape and content, 16 bytes."""
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    content = item_bytes(tensor.reshape(1, -1))
-    return digest([head, xxh3_128_digest(content[0])])
+    if content is None and tensor.device.type != "cpu":
+        content = DIGESTS.of_tensors([tensor]).get(id(tensor))
+    if content is None:
+        content = xxh3_128_digest(item_bytes(tensor.reshape(1, -1)).cpu().numpy()[0])
+    return digest([head, content])
 
 
 def dtype_text(value: Any) -> str:

@@ -22,10 +22,11 @@ from torch import Tensor
 from xxhash import xxh3_128_digest
 
 from torchcache2.core.arrays import Bytes2D
-from torchcache2.core.gather import is_channels_last
+from torchcache2.core.gather import is_channels_last, item_bytes
 from torchcache2.core.keys import Keys
 from torchcache2.core.transfer import to_host
-from torchcache2.identity.encoding import digest, item_bytes
+from torchcache2.identity.encoding import digest
+from torchcache2.identity.xxh3.device import DIGESTS
 
 __all__ = ["item_keys"]
 
@@ -70,7 +71,7 @@ def item_keys(
             parts.append(f"subsample {subsample_count}".encode())
             tensor = _subsample(tensor, subsample_count)
         tensors.append(tensor)
-    columns = [_digests(item_bytes(tensor)) for tensor in to_host(tensors)]
+    columns = _columns(tensors)
     for path, column in entries:
         parts.append(f"entries of {path}".encode())
         columns.append(column)
@@ -80,6 +81,16 @@ def item_keys(
     group = digest(parts)
     digests[:, :16] = np.frombuffer(group, np.uint8)
     return Keys(namespace, _digests(digests), group)
+
+
+def _columns(tensors: Sequence[Tensor]) -> list[Bytes2D]:
+    """The digest of each item of each tensor. There is one wait for all that comes from accelerators."""
+    there = [DIGESTS.of_items(tensor) for tensor in tensors]
+    arrived = to_host([t if digests is None else digests for t, digests in zip(tensors, there, strict=True)])
+    return [
+        _digests(item_bytes(tensor).numpy()) if digests is None else tensor.numpy()
+        for tensor, digests in zip(arrived, there, strict=True)
+    ]
 
 
 def _digests(rows: Bytes2D) -> Bytes2D:

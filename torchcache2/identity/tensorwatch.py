@@ -3,7 +3,8 @@
 Tensors are compared by storage address, shape, strides and version counter. Edits through ``.data`` and by
 numpy change none of these: so the first bytes of each tensor are compared too and, in turn, the first 4 KB of
 one of them. An edit through ``.data`` of a part of one tensor is thus noticed only when its turn comes, and
-only within its first 4 KB. Tensors made under `torch.inference_mode` have no version counters: if they are
+only within its first 4 KB. On a GPU, these bytes are compared when they have arrived: at a later call, so
+that no call waits for them. Tensors made under `torch.inference_mode` have no version counters: if they are
 small, all of their bytes are compared.
 """
 
@@ -15,7 +16,6 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,8 +23,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from xxhash import xxh3_64_digest
 
+from torchcache2.core.transfer import CUDA, Arriving, Runtime
 from torchcache2.identity.encoding import UnencodableError, tensor_digest
 from torchcache2.identity.readable import form
+from torchcache2.identity.xxh3.device import DIGESTS
 
 __all__ = ["TensorWatch"]
 
@@ -58,7 +60,9 @@ class TensorWatch:
     What a watch `before` of some of these tensors has read is not read again.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], before: TensorWatch | None = None) -> None:
+    def __init__(
+        self, tensors: dict[str, Tensor], before: TensorWatch | None = None, runtime: Runtime = CUDA
+    ) -> None:
         self.digests: dict[str, bytes] = {}  # as of the last `refresh`
         self.unreadable: list[str] = []  # paths of tensors whose content cannot be read
         self.generation = 0  # how often `refresh` has been called
@@ -79,6 +83,9 @@ class TensorWatch:
         self._away: list[Tensor] = []
         self._probes: list[bytes] = []
         self._turn = 0
+        self._runtime = runtime
+        # What the first bytes of the tensor whose turn it is should be, and they themselves.
+        self._arriving: tuple[bytes, Arriving] | None = None
         known: dict[int, _Known] = {} if before is None else before._known
         mine = [id(tensor) for tensor in self.tensors]  # other ids may soon be those of new tensors
         self._known: dict[int, _Known] = {key: known[key] for key in mine if key in known}
@@ -93,9 +100,18 @@ class TensorWatch:
         """Whether every tensor seems to have the content that was read."""
         if self.moved() or b"".join(self._heads) != self._head_bytes:
             return False
-        if self.tensors:
-            self._turn = (self._turn + 1) % len(self.tensors)
-            return _probe(self.tensors[self._turn]) == self._probes[self._turn]
+        arriving = self._arriving
+        if arriving is not None and arriving[1].has_arrived:
+            self._arriving = None
+            head: Bytes1D = arriving[1].wait()[0].numpy()
+            if xxh3_64_digest(head) != arriving[0]:
+                return False
+        if self.tensors and self._arriving is None:
+            self._turn = turn = (self._turn + 1) % len(self.tensors)
+            tensor, probe = self.tensors[turn], self._probes[turn]
+            if not self._runtime.owns(tensor):
+                return _probe(tensor) == probe
+            self._arriving = probe, Arriving([_head(tensor, _PROBE)], self._runtime)
         return True
 
     def refresh(self, *, read: bool = True) -> None:
@@ -105,7 +121,7 @@ class TensorWatch:
         whole = [] if self.is_blind else self._uncounted
         self._wholes = [memoryview(_content(tensor)) for tensor in whole if tensor.device.type == "cpu"]
         self._away = [tensor for tensor in whole if tensor.device.type != "cpu"]
-        state, self._state = self._look(), None  # in case reading is interrupted
+        state, self._state, self._arriving = self._look(), None, None  # in case reading is interrupted
         self.generation += 1
         self.unreadable = []
         # These are taken before the tensors are read, because other threads may write to them meanwhile.
@@ -113,12 +129,15 @@ class TensorWatch:
         samples = {id(tensor): _sample(tensor) for tensor in self.tensors} if read else {}
         known, self._known = self._still_known(marks, samples), {}
         digests: dict[int, bytes] = {}
+        unknown = [tensor for tensor in self.tensors if read and id(tensor) not in known]
+        contents = DIGESTS.of_tensors(unknown)  # of those that are on a GPU
         for name, tensor in self._named.items() if read else ():
             key = id(tensor)
             if key in digests:  # tied weights have several names
                 continue
             try:
-                digests[key] = known[key].digest if key in known else tensor_digest(tensor)
+                is_known = key in known
+                digests[key] = known[key].digest if is_known else tensor_digest(tensor, contents.get(key))
             except (RuntimeError, TypeError, NotImplementedError, UnencodableError):
                 self.unreadable.append(name)
                 digests[key] = os.urandom(16)
@@ -211,19 +230,23 @@ def _span(tensor: Tensor) -> int:
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
 
 
-def _first_bytes(tensor: Tensor, count: int) -> Bytes1D:
-    """About `count` bytes from the first element of a tensor on; on the CPU a view of its memory."""
+def _head(tensor: Tensor, count: int) -> Tensor:
+    """About `count` bytes from the first element of a tensor on: a view of its memory."""
     if not _is_plain(tensor):
-        return np.empty(0, np.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     start, size = tensor.storage_offset(), tensor.element_size()
     end = min(start + -(-count // size), tensor.untyped_storage().nbytes() // size)
     view = tensor.detach().as_strided((max(0, end - start),), (1,), start)
     try:
-        data = view.view(torch.uint8)
+        return view.view(torch.uint8)
     except RuntimeError:  # it is a conjugate that is not computed yet: its storage is viewed instead
         stored = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        data = stored.set_(tensor.untyped_storage(), start, view.shape, (1,)).view(torch.uint8)
-    return data.cpu().numpy()
+        return stored.set_(tensor.untyped_storage(), start, view.shape, (1,)).view(torch.uint8)
+
+
+def _first_bytes(tensor: Tensor, count: int) -> Bytes1D:
+    """The same on the host."""
+    return _head(tensor, count).cpu().numpy()
 
 
 def _content(tensor: Tensor) -> Bytes1D:

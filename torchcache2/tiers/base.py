@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from torchcache2.core.arrays import Flags, Positions
 from torchcache2.core.keys import Keys
@@ -188,6 +189,13 @@ class Tier(abc.ABC):
         """Nothing in this process uses a namespace any more: forget what would not outlive it anyway."""
         if not self.is_lasting:
             self.drop(namespace)
+
+    def give_back(self, device: torch.device | None) -> int:
+        """Forget the rows that are in the memory of a device, or of all devices but the host.
+
+        Returns how many bytes they took there.
+        """
+        return 0
 
     @abc.abstractmethod
     def flush(self) -> None:

@@ -18,8 +18,8 @@ from torchcache2.engine.cache import Cache
 from torchcache2.engine.collective.replicas import Replicas
 from torchcache2.engine.stack import TierStack
 from torchcache2.tiers.base import Tier, replicas_of
-from torchcache2.tiers.memory import arena as arena_module
-from torchcache2.tiers.memory import tier as memory_module
+from torchcache2.tiers.memory import columns as columns_module
+from torchcache2.tiers.memory import table as table_module
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.shared.chunks import Chunks
 from torchcache2.tiers.shared.region import Region
@@ -41,10 +41,10 @@ def make(request, monkeypatch, tmp_path):
     """Makes tiers of each kind that keeps replicas; those that share are of one job."""
     if request.param == "moved":  # as on devices, where columns grow by moving
 
-        def refuse(row_bytes, limit):
+        def refuse(*args):
             raise OSError("no address space")
 
-        monkeypatch.setattr(arena_module, "_ReservedColumn", refuse)
+        monkeypatch.setattr(columns_module, "_ReservedColumn", refuse)
     tiers = []
 
     def made(budget=10**7, in_use=None):
@@ -160,7 +160,7 @@ def test_a_tier_that_is_full_takes_none_at_no_cost(make, monkeypatch):
     def refuse(*args, **options):
         raise AssertionError("no room, and yet something was made")
 
-    monkeypatch.setattr(memory_module, "Arena", refuse)
+    monkeypatch.setattr(table_module, "Arena", refuse)
     monkeypatch.setattr(Region, "create", refuse)
     for start in range(0, 1000, 50):
         assert put(replicas, range(start, start + 50)) == 0
@@ -215,7 +215,7 @@ def test_rows_that_are_owned_do_as_without_replicas(kind):
 
 def test_many_shapes(monkeypatch):
     """An arena takes memory mappings: where there are many, replicas get none."""
-    monkeypatch.setattr(memory_module, "_MOST_ARENAS", 8)
+    monkeypatch.setattr(table_module, "_MOST_ARENAS", 8)
     tier = MemoryTier(10**7)
     replicas = Replicas(Stack(tier))
     assert [put(replicas, [width], width) for width in range(1, 13)] == [1] * 8 + [0] * 4

@@ -20,7 +20,9 @@ from collections.abc import Callable, Collection, Iterator
 import numpy as np
 import torch
 
+from torchcache2.core.arrays import Flags
 from torchcache2.core.keys import Keys
+from torchcache2.core.rowcopy import RowCopier
 from torchcache2.core.schema import Schema
 from torchcache2.core.settings import Policy
 from torchcache2.tiers.memory.arena import Arena
@@ -28,6 +30,7 @@ from torchcache2.tiers.memory.arena import Arena
 __all__ = ["ArenaTable"]
 
 _GROUP_BYTES = 256  # about what a group takes in memory
+_MOST_ARENAS = 1024  # an arena takes a few memory mappings, of which a process has a limited number
 _MOST_GROUPS = 100_000  # in one namespace
 _LEFT_FREE = 4  # replicas leave free one in so many of the bytes that they took when they last had to go
 _EVICTED_AT_ONCE = 64  # at least a 64th of all rows goes at once, as finding the oldest ones reads all ticks
@@ -51,12 +54,17 @@ class ArenaTable:
     """
 
     def __init__(
-        self, budget: int, policy: Policy, in_use: Callable[[], Collection[bytes]] | None = None
+        self,
+        budget: int,
+        policy: Policy,
+        in_use: Callable[[], Collection[bytes]] | None,
+        copier: RowCopier,
     ) -> None:
         self.budget = budget
         self.policy = policy
         self.evictions = 0
         self._in_use = in_use
+        self._copier = copier
         self.clear()
 
     def clear(self) -> None:
@@ -86,14 +94,31 @@ class ArenaTable:
             return list(self._arenas.get(keys.namespace, {}).values())
         return self._groups.get(keys.namespace, {}).get(keys.group, [])
 
+    def are_here(self, keys: Keys, also: Arena | None = None) -> Flags:
+        """Whether each key has a row, in the arenas that may have some or in one more."""
+        arenas = self.arenas_for(keys)
+        if also is not None and not any(other is also for other in arenas):
+            arenas = [*arenas, also]  # the table may not know any more that the group has rows in this arena
+        here = np.zeros(len(keys), bool)
+        for arena in arenas:
+            here |= arena.find(keys.words) >= 0
+        return here
+
     def get(self, namespace: bytes, name: Name) -> Arena | None:
         """The arena of a schema and its layout on a device."""
         return self._arenas.get(namespace, {}).get(name)
 
-    def add(self, namespace: bytes, name: Name, arena: Arena) -> None:
-        """Add a new arena."""
+    def make(self, namespace: bytes, name: Name, *, are_remote: bool) -> Arena | None:
+        """Add an arena for a schema; None if there are too many. For `are_remote`, see `Arena`."""
+        if len(self) >= _MOST_ARENAS:
+            if self.has_replicas(namespace):
+                return None
+            _ = self.drop_replicas() or self.drop_unused(namespace)
+        schema, _, device = name
+        arena = Arena(schema, device, self.budget, self._copier, are_remote=are_remote)
         self._arenas.setdefault(namespace, {})[name] = arena
         self.measure(arena)
+        return arena
 
     def measure(self, arena: Arena) -> None:
         """Count an arena's bytes anew, as its size may have changed."""
@@ -130,13 +155,27 @@ class ArenaTable:
 
     def pop_empty(self, namespace: bytes, keep: Arena | None = None) -> None:
         """Forget arenas without rows, except the one to `keep`, and the namespace if it has no arena left."""
+        self._pop_some(namespace, lambda arena: len(arena) == 0 and arena is not keep)
+
+    def give_back(self, device: torch.device | None) -> int:
+        """Forget the rows on a device, or on all but the host; returns how many bytes they took there."""
+        there = {a for a in self if a.device.type != "cpu" and device in (None, a.device)}
+        freed = sum(arena.device_bytes for arena in there)
+        self.evictions += sum(map(len, there))
+        for namespace in list(self._arenas):
+            self._pop_some(namespace, there.__contains__)
+        self._is_full &= not there
+        return freed
+
+    def _pop_some(self, namespace: bytes, is_gone: Callable[[Arena], bool]) -> None:
+        """Forget some arenas of a namespace, and the namespace if it has no arena left."""
         arenas = self._arenas.get(namespace, {})
-        empty = [name for name, arena in arenas.items() if len(arena) == 0 and arena is not keep]
-        for name in empty:
+        gone = [name for name, arena in arenas.items() if is_gone(arena)]
+        for name in gone:
             self.nbytes -= self._sizes.pop(arenas.pop(name))
         if not arenas:
             self.pop(namespace)
-        elif empty:
+        elif gone:
             groups = self._groups.get(namespace, {})
             for group in list(groups):
                 groups[group] = [arena for arena in groups[group] if arena in self._sizes]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torchcache2.core.gather import with_ordinary_tensors
 from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce
+from torchcache2.core.rowcopy import RowCopier
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import Policy
 from torchcache2.core.transfer import CUDA, Arriving, Runtime
@@ -32,8 +33,6 @@ from torchcache2.tiers.memory.arena import Arena
 from torchcache2.tiers.memory.table import ArenaTable
 
 __all__ = ["MemoryTier"]
-
-_MOST_ARENAS = 1024  # an arena takes a few memory mappings, of which a process has a limited number
 
 
 class MemoryTier(Tier):
@@ -81,7 +80,7 @@ class MemoryTier(Tier):
         self._closed = False
         self._dropped: deque[bytes] = deque()
         self._told = ToldOnce()
-        self._arenas = ArenaTable(budget, policy, in_use)
+        self._arenas = ArenaTable(budget, policy, in_use, RowCopier(runtime))
 
     @with_ordinary_tensors
     def get(self, keys: Keys) -> Found:
@@ -90,6 +89,8 @@ class MemoryTier(Tier):
             try:
                 self._catch_up()
                 return Found(self._find(keys))
+            except torch.cuda.OutOfMemoryError as error:
+                self._do_without(keys, error)
             except BaseException as error:
                 self._start_anew(error, "read")
         return Found([])
@@ -99,7 +100,7 @@ class MemoryTier(Tier):
         with self._lock():
             try:
                 self._catch_up()
-                return self._are_here(keys, self._arenas.arenas_for(keys))
+                return self._arenas.are_here(keys)
             except BaseException as error:
                 self._start_anew(error, "read")
         return np.zeros(len(keys), bool)
@@ -115,6 +116,8 @@ class MemoryTier(Tier):
                 self._catch_up()
                 if not are_replicas or self._arenas.add_replicas(keys.namespace):
                     return self._keep(keys, rows, evicts)
+            except torch.cuda.OutOfMemoryError as error:
+                self._do_without(keys, error)
             except BaseException as error:
                 self._start_anew(error, "written")
         return 0
@@ -131,6 +134,12 @@ class MemoryTier(Tier):
         """Forget every row of a namespace, and its replicas, now or before the next call."""
         self._dropped.extend((namespace, replicas_of(namespace)))
         self._lock.if_free(self._forget_dropped)
+
+    def give_back(self, device: torch.device | None) -> int:
+        """Forget the rows on a device, or on all but the host; returns how many bytes they took there."""
+        with self._lock():
+            self._forget_dropped()
+            return self._arenas.give_back(device)
 
     def flush(self) -> None:
         """Wait for rows that are being copied; memory gets no more durable than that."""
@@ -166,6 +175,16 @@ class MemoryTier(Tier):
         if not isinstance(error, Exception):
             raise error
         self._told("fault", "the memory cache could not be %s, and starts anew: %r", verb, error)
+
+    def _do_without(self, keys: Keys, error: Exception) -> None:
+        """Go on after a copy for which the device had no memory: rows of these keys are misses."""
+        self._arenas.pop_empty(keys.namespace)
+        self._told(
+            "memory",
+            "a device has no memory to copy rows, which are then computed again, or not kept: %s. "
+            "Lower max_memory_cache_size, or keep rows on the host with memory_cache_device='cpu'",
+            str(error),
+        )
 
     def _catch_up(self) -> None:
         self._forget_dropped()
@@ -218,7 +237,7 @@ class MemoryTier(Tier):
         if self._closed or len(keys) == 0:
             return 0
         arena = self._arena(keys.namespace, rows)
-        absent = self._absent(keys, arena)
+        absent = np.flatnonzero(~self._arenas.are_here(keys, arena))
         if len(absent) < len(keys):
             keys, rows = keys.take(absent), rows.take(torch.from_numpy(absent))
         if arena is None or len(keys) == 0:
@@ -262,18 +281,6 @@ class MemoryTier(Tier):
         on_their_way = self._incoming[2].nbytes if self._incoming is not None else 0
         return self._arenas.nbytes + on_their_way
 
-    def _absent(self, keys: Keys, arena: Arena | None) -> Positions:
-        asked = self._arenas.arenas_for(keys)
-        if arena is not None and not any(other is arena for other in asked):
-            asked = [*asked, arena]  # the table may not know any more that the group has rows in this arena
-        return np.flatnonzero(~self._are_here(keys, asked))
-
-    def _are_here(self, keys: Keys, arenas: Sequence[Arena]) -> Flags:
-        here = np.zeros(len(keys), bool)
-        for arena in arenas:
-            here |= arena.find(keys.words) >= 0
-        return here
-
     def _arena(self, namespace: bytes, rows: Rows) -> Arena | None:
         device = self._device
         if device is None:
@@ -284,16 +291,10 @@ class MemoryTier(Tier):
         name = rows.schema, rows.schema.layout, device
         arena = self._arenas.get(namespace, name)
         if arena is None and rows.schema.row_bytes < self.budget:
-            if len(self._arenas) >= _MOST_ARENAS:
-                if self._arenas.has_replicas(namespace):
-                    return None
-                _ = self._arenas.drop_replicas() or self._arenas.drop_unused(namespace)
-            is_remote = any(map(self._runtime.owns, rows.columns))
+            are_remote = any(map(self._runtime.owns, rows.columns))
             try:
-                arena = Arena(rows.schema, device, self.budget, self._runtime if is_remote else None)
+                arena = self._arenas.make(namespace, name, are_remote=are_remote)
             except (AssertionError, OSError, MemoryError, RuntimeError) as error:
                 # Torch raises an `AssertionError` if it was built without support for the device.
                 self._told("device", "there is no memory for rows on %s: %s", device, error)
-            else:
-                self._arenas.add(namespace, name, arena)
         return arena

@@ -1,0 +1,195 @@
+"""Devices without free memory: the forward's errors are the caller's, and the cache's own are not."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import storage
+from tests.helpers.storage import NAMESPACES, keys_of, put, rows_of, warnings_of
+from torchcache2 import Cache, torchcache
+from torchcache2.core.rowcopy import RowCopier
+from torchcache2.core.rows import Rows
+from torchcache2.decorator import modulecache
+from torchcache2.engine.pressure import device_of
+from torchcache2.identity.arguments import BoundCall
+from torchcache2.tiers.memory import arena, columns
+from torchcache2.tiers.memory.tier import MemoryTier
+
+OutOfMemory = torch.cuda.OutOfMemoryError
+X = torch.arange(12.0).view(4, 3)
+TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.10 GiB"
+
+
+class Double(torch.nn.Module):
+    """Raises `error` once it is set, and counts the items that it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.error = None
+
+    def forward(self, x):
+        if self.error is not None:
+            raise self.error
+        return {"y": x * 2, "z": x.sum(1)}
+
+
+def check(output, x):
+    assert torch.equal(output["y"], x * 2) and torch.equal(output["z"], x.sum(1))
+
+
+def cached():
+    return torchcache(Double().requires_grad_(False).eval())
+
+
+@pytest.fixture
+def given_back(monkeypatch):
+    """The devices whose rows were to be given back, in place of doing so; the memory is then emptied."""
+    devices = []
+    monkeypatch.setattr(MemoryTier, "give_back", lambda self, device: devices.append(device) or 3_000_000)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: devices.append("emptied"))
+    return devices
+
+
+@pytest.mark.parametrize("x", [X + 50, torch.cat([X, X + 50])], ids=["misses", "hits and misses"])
+def test_the_forwards_error_is_raised_as_it_is_when_rows_have_made_room(given_back, log, x):
+    model, calls = cached(), []
+    check(model(X), X)
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    model.error = OutOfMemory(TEXT)
+    for _ in range(2):
+        with pytest.raises(OutOfMemory) as raised:
+            model(x)
+        assert raised.value is model.error
+    assert given_back == [torch.device("cuda:1"), "emptied"] * 2
+    (warning,) = warnings_of(log)
+    assert "3.0 MB" in warning.getMessage() and "max_memory_cache_size" in warning.getMessage()
+    model.error = None
+    check(model(x), x)
+    assert model.cache_instance.stats().bypasses == {}
+
+
+def test_an_error_of_a_call_that_is_passed_by_makes_room_too(given_back):
+    model = cached()
+    check(model(X), X)
+    model.error = OutOfMemory("no more")
+    with pytest.raises(OutOfMemory, match="no more"):
+        model(X.clone().requires_grad_(True))
+    assert given_back == [None, "emptied"]
+
+
+def test_nothing_is_said_and_emptied_where_nothing_was_kept(monkeypatch, log):
+    def refuse():
+        raise AssertionError("nothing was freed")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", refuse)
+    cache = Cache(NAMESPACES[0])
+    cache.fetch(keys_of([1]), lambda positions: torch.ones(1, 2))
+
+    def compute(positions):
+        raise OutOfMemory(TEXT)
+
+    with pytest.raises(OutOfMemory):
+        cache.fetch(keys_of([2]), compute)
+    assert not warnings_of(log) and cache.stats().memory_rows == 1
+
+
+def test_messages_name_their_device():
+    assert device_of(OutOfMemory(TEXT)) == torch.device("cuda", 1)
+    old = "CUDA out of memory. Tried to allocate 1 GiB (GPU 0; 23.69 GiB total capacity)"
+    assert device_of(OutOfMemory(old)) == torch.device("cuda", 0)
+    assert device_of(OutOfMemory("no more")) is None
+
+
+OWN = {
+    "keys": (modulecache, "item_keys"),
+    "rows that are found": (arena.Arena, "gather"),
+    "rows that are put": (columns.Column, "write"),
+    "rows of a part": (Rows, "scatter"),
+    "rows of an output": (Rows, "from_pytree"),
+    "an output": (Rows, "to_pytree"),
+    "items of a part": (BoundCall, "take"),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_caches_own_work_without_memory_never_reaches_the_caller(monkeypatch, log, name):
+    model, both = cached(), torch.cat([X + 50, X])
+    for x in (X[:1], X):
+        check(model(x), x)
+
+    def fail(*args, **kwargs):
+        failed.append(1)
+        raise OutOfMemory(TEXT)
+
+    failed = []
+    monkeypatch.setattr(*OWN[name], fail)
+    for x in (X, both, both + 100):
+        check(model(x), x)
+    assert failed and model.cache_instance.stats().bypasses == {}
+    assert len(warnings_of(log)) <= 1
+    monkeypatch.undo()
+    for _ in range(2):
+        check(model(both), both)
+    stats = model.cache_instance.stats()
+    assert stats.memory_rows >= 8 and stats.hits >= 12
+
+
+def test_a_function_of_a_batch_is_computed_past_a_cache_without_memory(monkeypatch, log):
+    cache = Cache(NAMESPACES[0])
+    monkeypatch.setattr(Rows, "from_pytree", lambda *args, **how: (_ for _ in ()).throw(OutOfMemory(TEXT)))
+    output = cache.fetch(keys_of(range(3)), lambda positions: positions.double() ** 2)
+    assert torch.equal(output, torch.tensor([0.0, 1.0, 4.0], dtype=torch.float64))
+    assert cache.stats().misses == 3 and len(warnings_of(log)) == 1
+
+
+# Tiers, with the device "meta" in the place of an accelerator
+
+
+def put_away(tier, names):
+    rows = rows_of(names, 100)
+    rows = Rows(rows.schema, [column.to("meta") for column in rows.columns], len(rows))
+    return tier.put(keys_of(names, NAMESPACES[1]), rows)
+
+
+def test_rows_of_a_device_make_room_and_rows_of_the_host_stay():
+    tier = MemoryTier(10**6)
+    assert put(tier, range(5), 100) == 5
+    before = tier.stats().bytes
+    for device in (torch.device("meta"), None):
+        assert put_away(tier, range(50)) == 50
+        assert tier.give_back(torch.device("cuda:0")) == 0 and tier.stats().rows == 55
+        assert tier.give_back(device) == 20_480  # 50 rows of 400 bytes, in multiples of 512
+        assert tier.stats().bytes == before and storage.found(tier, range(5), 100) == list(range(5))
+    assert tier.stats().evictions == 100
+
+
+@pytest.mark.parametrize("policy", ["mru", "lru"])
+def test_copies_and_growth_that_find_no_memory_cost_rows_but_never_lie(monkeypatch, policy):
+    chance, budget = np.random.default_rng(0), 300_000
+    monkeypatch.setattr(
+        arena, "row_column", lambda size, limit, *how: columns._ChunkedColumn(size, how[0], how[2])
+    )
+    for owner, name in ((RowCopier, "gather"), (RowCopier, "move"), (torch, "empty"), (columns, "write")):
+        monkeypatch.setattr(owner, name, sometimes_failing(getattr(owner, name), chance))
+    tier, kept, hits = MemoryTier(budget, policy), 0, 0
+    for _ in range(500):
+        names = [f"{i}" for i in chance.choice(400, chance.integers(1, 30), replace=False)]
+        width = int(chance.choice([40, 100]))
+        if chance.random() < 0.5:
+            kept += put(tier, [f"{name}/{width}" for name in names], width)
+        else:
+            hits += len(storage.found(tier, [f"{name}/{width}" for name in names], width))
+        assert tier.stats().bytes <= budget
+    assert kept > 300 and hits > 300
+
+
+def sometimes_failing(function, chance):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        if chance.random() < 0.05:
+            raise OutOfMemory(TEXT)
+        return function(*args, **kwargs)
+
+    return wrapper

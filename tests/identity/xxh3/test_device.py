@@ -1,0 +1,214 @@
+"""Keys and digests of weights from an accelerator, for which Triton's interpreter stands in."""
+
+import importlib
+import logging
+import sys
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from torch import nn
+
+from tests.helpers.interpreter import Interpreted, OnHost, Passed
+from torchcache2 import torchcache
+from torchcache2.identity import encoding, items, tensorwatch
+from torchcache2.identity.encoding import tensor_digest
+from torchcache2.identity.items import item_keys
+from torchcache2.identity.tensorwatch import TensorWatch
+from torchcache2.identity.xxh3 import device, launch
+
+NAMESPACE = bytes(range(16))
+
+
+def keys_of(*tensors, **options):
+    leaves = [(f"x{i}", tensor) for i, tensor in enumerate(tensors)]
+    return item_keys(NAMESPACE, b"", leaves, **options).data
+
+
+@pytest.fixture
+def digests(monkeypatch):
+    """All that is hashed passes for tensors of an accelerator; says what was hashed there."""
+    one = Counted()
+    for module in (items, encoding, tensorwatch):
+        monkeypatch.setattr(module, "DIGESTS", one)
+    return one
+
+
+class Counted(Interpreted):
+    """Notes how many rows were hashed by each start of the kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.started = []
+
+    def _digests(self, places):
+        found = super()._digests(places)
+        if found is not None:
+            self.started.append(places.count)
+        return found
+
+
+BATCHES = {
+    "float32": lambda: torch.randn(5, 3, 20, 20),
+    "odd bytes": lambda: torch.randint(0, 256, (5, 17, 19), dtype=torch.uint8),
+    "bfloat16": lambda: torch.randn(4, 333).bfloat16(),
+    "float8": lambda: torch.randn(4, 333).to(torch.float8_e4m3fn),
+    "complex": lambda: torch.randn(3, 99, dtype=torch.complex64).conj(),
+    "bool": lambda: torch.rand(3, 1001) > 0.5,
+    "int64": lambda: torch.randint(-9, 9, (6, 128)),
+    "channels last": lambda: torch.randn(3, 4, 9, 9).contiguous(memory_format=torch.channels_last),
+    "transposed": lambda: torch.randn(3, 40, 20).transpose(1, 2),
+    "every other": lambda: torch.randn(10, 200)[::2, ::2],
+    "expanded": lambda: torch.randn(1, 200).expand(7, 200),
+    "expanded items": lambda: torch.randn(7, 1).expand(7, 200),
+    "an offset": lambda: torch.randint(0, 256, (1001,), dtype=torch.uint8)[1:].view(4, 250),
+    "gradient": lambda: torch.randn(3, 100, requires_grad=True),
+    "one item": lambda: torch.randn(1, 5000),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_keys_are_those_of_the_host(digests, batch, monkeypatch):
+    x = batch()
+    there = keys_of(x, torch.arange(len(x)))
+    assert digests.started == [len(x)]
+    monkeypatch.undo()
+    assert (there == keys_of(x, torch.arange(len(x)))).all()
+
+
+def test_subsampled_keys_are_those_of_the_host(digests, monkeypatch):
+    x = torch.randn(4, 9000)
+    there = keys_of(x, subsample_count=1000)
+    assert digests.started == [4]
+    monkeypatch.undo()
+    assert (there == keys_of(x, subsample_count=1000)).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 900), (4, 0), (4,), (4, 60)])
+def test_short_items_and_empty_batches_are_hashed_on_the_host(digests, shape):
+    x = torch.zeros(shape)
+    assert digests.of_items(x) is None
+    assert keys_of(x).shape == (shape[0], 16) and digests.started == []
+
+
+def test_weights_have_the_digests_of_the_host(digests):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(30, 17), nn.LayerNorm(400))
+    tied = nn.Parameter(net[2].weight.data.t())  # a view whose rows are not contiguous
+    tensors = {**net.state_dict(keep_vars=True), "tied": tied, "half": torch.randn(999).half()}
+    watch = TensorWatch(tensors)
+    watch.refresh()
+    assert sum(digests.started) == sum(t.nbytes > 240 for t in tensors.values())
+    for name, tensor in tensors.items():
+        content = xxhash.xxh3_128_digest(np.ascontiguousarray(tensor.detach().numpy()).tobytes())
+        assert watch.digests[name] == tensor_digest(tensor, content), name
+
+
+def test_many_weights_are_read_in_groups(digests, monkeypatch):
+    monkeypatch.setattr(device, "_AT_ONCE", 10_000)
+    tensors = [torch.randn(size) for size in (500, 900, 3000, 70, 61, 1200, 40)]
+    found = digests.of_tensors(tensors)
+    assert digests.started == [2, 1, 3] and len(found) == 6
+    for tensor in tensors[:-1]:
+        assert found[id(tensor)] == xxhash.xxh3_128_digest(tensor.numpy().tobytes())
+
+
+def test_one_folder_serves_runs_on_the_host_and_on_an_accelerator(digests, path, monkeypatch):
+    x = torch.randn(6, 3, 16, 16)
+
+    def run():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(768, 32)).eval().requires_grad_(False)
+        net = torchcache(net, persistent=True, persistent_cache_dir=path)
+        with torch.no_grad():
+            output = net(x)
+        net.cache_instance.flush()
+        stats = net.cache_instance.stats()
+        net.cache_instance.close()
+        return output, stats.hits
+
+    first, hits = run()
+    assert hits == 0 and 6 in digests.started
+    monkeypatch.undo()
+    again, hits = run()
+    assert hits == 6 and torch.equal(first, again)
+
+
+def test_kernels_that_differ_from_xxhash_are_not_used(digests, monkeypatch, log):
+    x = torch.randn(3, 100)
+    right = xxhash.xxh3_128_digest(x[0].numpy().tobytes())
+    start = launch.start
+    monkeypatch.setattr(device, "start", lambda *args: start(*args) ^ 1)
+    assert digests.of_items(x) is None and digests.of_tensors([x]) == {}
+    keys = keys_of(x)
+    monkeypatch.setattr(device, "start", start)
+    assert digests.of_items(x) is None and (keys_of(x) == keys).all()
+    (record,) = log
+    assert record.levelno == logging.WARNING and "not those of xxhash" in record.getMessage()
+    assert Interpreted().of_items(x)[0].numpy().tobytes() == right
+
+
+def test_without_triton_keys_are_computed_on_the_host(digests, monkeypatch, log):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "torchcache2.identity.xxh3.kernels", raising=False)
+    package = importlib.import_module("torchcache2.identity.xxh3")
+    monkeypatch.delattr(package, "kernels", raising=False)
+    x = torch.randn(3, 100)
+    keys = keys_of(x)
+    assert (keys_of(x) == keys).all()
+    (record,) = log
+    assert record.levelno == logging.INFO
+    assert "on the host" in record.getMessage() and "pip install 'torchcache2[gpu]'" in record.getMessage()
+
+
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("no memory"), RuntimeError("no driver")])
+def test_what_goes_wrong_on_the_device_costs_no_call(digests, monkeypatch, log, error):
+    def failing(*args):
+        raise error
+
+    x = torch.randn(3, 100)
+    start = launch.start
+    monkeypatch.setattr(device, "start", failing)
+    keys = keys_of(x)
+    assert digests.of_tensors([x]) == {} and tensor_digest(x)
+    monkeypatch.setattr(device, "start", start)
+    assert (keys_of(x) == keys).all()
+    is_memory = isinstance(error, torch.cuda.OutOfMemoryError)
+    assert (digests.of_items(x) is not None) == is_memory  # memory may be there again at the next call
+    assert [record.levelno for record in log] == ([] if is_memory else [logging.INFO])
+
+
+def test_other_accelerators_are_left_to_the_host(log):
+    far = torch.empty(3, 100, device="meta")
+    assert device.DeviceDigests().of_items(far) is None and log == []
+
+
+class Late(OnHost):
+    """Copies that arrive when `arrived` is set; what was started, in `started`."""
+
+    arrived, started = False, 0
+
+    def start_copy(self, target, source):
+        self.started += 1
+        target.copy_(source)
+
+    def event(self, device):
+        event = Passed()
+        event.query = lambda: self.arrived
+        return event
+
+
+def test_no_call_waits_for_the_bytes_that_would_show_an_edit(digests):
+    runtime = Late()
+    weight = torch.zeros(1000)
+    watch = TensorWatch({"weight": weight}, runtime=runtime)
+    watch.refresh()
+    assert watch.same() and watch.same() and runtime.started == 1
+    weight.data[0] = 1.0  # past the version counter
+    runtime.arrived = True
+    watch._heads = []  # on an accelerator, these are not compared
+    watch._head_bytes = b""
+    assert watch.same() and runtime.started == 2  # the first copy was made before
+    assert not watch.same()
+    watch.refresh()
+    assert watch.same()

@@ -1,0 +1,54 @@
+"""Devices without free memory: whether a call has found none, or the cache itself."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import torch
+
+from torchcache2.engine.steps import Steps
+
+__all__ = ["OwnMemoryError", "device_of", "told_apart"]
+
+T = TypeVar("T")
+
+
+class OwnMemoryError(Exception):
+    """Raised when the cache's own work has found no memory on a device: the call is to be made without it."""
+
+
+def told_apart(steps: Steps[T]) -> Steps[T]:
+    """Run steps. An out-of-memory error of a call that they make is raised as it is.
+
+    Raises
+    ------
+    OwnMemoryError
+        In place of another out-of-memory error.
+    """
+    value, failure = None, None
+    try:
+        call = next(steps)
+        while True:
+            error = None
+            try:
+                value = yield call
+            except BaseException as raised:
+                error = failure = raised
+            call = steps.send(value) if error is None else steps.throw(error)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    except torch.cuda.OutOfMemoryError as raised:
+        if raised is failure:
+            raise
+        raise OwnMemoryError(str(raised)) from raised
+    finally:
+        del value, failure
+        error = None  # its traceback refers to this frame, and would keep the tensors of the call in memory
+
+
+def device_of(error: torch.cuda.OutOfMemoryError) -> torch.device | None:
+    """The device that has no memory, if the message of the error says so."""
+    found = re.search(r"\bGPU (\d+)", str(error))
+    return None if found is None else torch.device("cuda", int(found[1]))

@@ -1,0 +1,1 @@
+"""XXH3-128 on an accelerator."""

@@ -1,0 +1,195 @@
+"""XXH3-128 of many rows at once, as Triton kernels.
+
+The algorithm is XXH3 with 128 bits and without a seed, for inputs of more than 240 bytes, after the xxHash
+specification (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md). It has eight accumulators of
+64 bits. Each 64 bytes of input are a stripe, and each 16 stripes a block. What a block adds to the
+accumulators depends on its data alone, and only the scramble that follows depends on the block before it. So
+`block_sums` reads all blocks of all rows in parallel, at the speed of memory. It leaves 64 bytes for each
+block of 1,024, and `digests` goes through these in order. One long row is as parallel as many short ones.
+
+Rows are either the rows of one array, all of `size` bytes, or they are anywhere: then `table`, int64 of shape
+(3, rows), has the address of each, its size, and how many blocks the rows before it have. Rows are read in
+words of 1, 2, 4 or 8 bytes, and `parts` of them make 64 bits. All numbers are unsigned integers of 64 bits,
+which wrap, but those that say where something is.
+
+`secrets` are 168 words, made by `torchcache2.identity.xxh3.constants`.
+"""
+
+# mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
+# Triton compiles these functions: what it calls a parameter is no Python object.
+
+import triton
+import triton.language as tl
+
+__all__ = ["block_sums", "digests"]
+
+
+@triton.jit
+def _words(at, mask, parts: tl.constexpr):
+    """64 bits each, little-endian, from the addresses `at`."""
+    bits: tl.constexpr = 64 // parts
+    low: tl.constexpr = (1 << bits) - 1
+    value = tl.load(at, mask=mask, other=0).to(tl.uint64) & low
+    for part in tl.static_range(1, parts):
+        more = tl.load(at + part, mask=mask, other=0).to(tl.uint64) & low
+        value = value | (more << (bits * part))
+    return value
+
+
+@triton.jit
+def _products(words, secret):
+    """What words add to their own accumulators."""
+    keyed = words ^ secret
+    return (keyed & 0xFFFFFFFF) * (keyed >> 32)
+
+
+@triton.jit
+def _stripes(at, secrets, lane, count, mask, tile: tl.constexpr, parts: tl.constexpr):
+    """What the first `count` stripes of some blocks add: to own accumulators, and to those of neighbours.
+
+    `at` has the addresses of the first stripes, of shape (tile, 8). So have the results.
+    """
+    own = tl.zeros([tile, 8], tl.uint64)
+    words = tl.zeros([tile, 8], tl.uint64)
+    for stripe in tl.static_range(16):
+        is_read = mask & (stripe < count)
+        word = _words(at + stripe * 8 * parts, is_read, parts)
+        secret = tl.load(secrets + stripe * 8 + lane).to(tl.uint64)
+        own += tl.where(is_read, _products(word, secret), 0)
+        words += word
+    return own, words
+
+
+@triton.jit
+def _to_neighbours(words, tile: tl.constexpr):
+    """Words of shape (tile, 8), as what they add to the accumulators of their neighbours."""
+    even, odd = tl.split(tl.reshape(words, [tile, 4, 2]))
+    return tl.reshape(tl.join(odd, even), [tile, 8])
+
+
+@triton.jit
+def _row_of(table, rows, block, tile: tl.constexpr, depth: tl.constexpr):
+    """The row of each block, by bisection: the last row that begins at this block or before it."""
+    row = tl.zeros([tile, 1], tl.int64)
+    for level in tl.static_range(depth):
+        further = row + (1 << (depth - 1 - level))
+        begins = tl.load(table + 2 * rows + further, mask=further < rows, other=0)
+        row = tl.where((further < rows) & (begins <= block), further, row)
+    return row
+
+
+@triton.jit(do_not_specialize=["data", "table", "secrets", "sums", "rows", "size", "blocks", "total"])
+def block_sums(
+    data,
+    table,
+    secrets,
+    sums,
+    rows,
+    size,
+    blocks,
+    total,
+    parts: tl.constexpr,
+    tile: tl.constexpr,
+    depth: tl.constexpr,
+):
+    """What each whole block adds to the accumulators of its row: `sums` has shape (total, 8).
+
+    A program takes `tile` blocks. Rows of one array have `blocks` blocks each. If the rows are anywhere,
+    `depth` is at least the binary logarithm of their number plus 1, and otherwise 0.
+    """
+    block = (tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile))[:, None]
+    lane = tl.arange(0, 8)[None, :]
+    is_there = block < total
+    if depth == 0:
+        start = data + (block // blocks) * (size // (8 // parts))
+        within = block % blocks
+    else:
+        row = _row_of(table, rows, block, tile, depth)
+        start = tl.load(table + row).to(data.dtype)
+        within = block - tl.load(table + 2 * rows + row)
+    at = start + (within * 128 + lane) * parts
+    own, words = _stripes(at, secrets, lane, 16, is_there, tile, parts)
+    added = own + _to_neighbours(words, tile)
+    tl.store(sums + block * 8 + lane, added.to(tl.int64, bitcast=True), mask=is_there)
+
+
+@triton.jit
+def _folded(accumulators, secret, tile: tl.constexpr):
+    """Products of 128 bits of pairs of accumulators, folded to 64 bits and added up, of shape (tile,)."""
+    one, other = tl.split(tl.reshape(accumulators ^ secret, [tile, 4, 2]))
+    return tl.sum((one * other) ^ tl.umulhi(one, other), 1)
+
+
+@triton.jit
+def _avalanche(value):
+    value = (value ^ (value >> 37)) * 0x165667919E3779F9
+    return value ^ (value >> 32)
+
+
+@triton.jit
+def _store_big_endian(at, value, mask):
+    byte = tl.arange(0, 8)[None, :]
+    shifted = value[:, None] >> (56 - 8 * byte).to(tl.uint64)
+    tl.store(at + byte, (shifted & 0xFF).to(tl.uint8), mask=mask)
+
+
+@triton.jit(do_not_specialize=["data", "table", "secrets", "sums", "out", "rows", "size", "blocks"])
+def digests(
+    data,
+    table,
+    secrets,
+    sums,
+    out,
+    rows,
+    size,
+    blocks,
+    parts: tl.constexpr,
+    tile: tl.constexpr,
+    ahead: tl.constexpr,
+    depth: tl.constexpr,
+):
+    """The digests of rows, from their `block_sums` and what is behind their last whole block.
+
+    `out` has 16 bytes for each row. A program takes `tile` rows, and reads the sums of `ahead` blocks at
+    once, as it would otherwise wait for the memory at each block.
+    """
+    row = (tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile))[:, None]
+    lane = tl.arange(0, 8)[None, :]
+    is_there = row < rows
+    if depth == 0:
+        start = data + row * (size // (8 // parts))
+        length = row * 0 + size
+        first = row * blocks
+    else:
+        start = tl.load(table + row, mask=is_there, other=0).to(data.dtype)
+        length = tl.load(table + rows + row, mask=is_there, other=64)
+        first = tl.load(table + 2 * rows + row, mask=is_there, other=0)
+    whole = (length - 1) // 1024
+
+    accumulators = tl.load(secrets + 160 + lane).to(tl.uint64) + tl.zeros([tile, 8], tl.uint64)
+    scramble = tl.load(secrets + 128 + lane).to(tl.uint64)
+    at = sums + first * 8 + lane
+    for done in range(0, tl.max(whole), ahead):
+        for step in tl.static_range(ahead):
+            is_block = is_there & (done + step < whole)
+            added = tl.load(at + step * 8, mask=is_block & (lane >= 0), other=0).to(tl.uint64)
+            mixed = accumulators + added
+            mixed = (mixed ^ (mixed >> 47) ^ scramble) * 0x9E3779B1
+            accumulators = tl.where(is_block, mixed, accumulators)
+        at += ahead * 8
+
+    # Behind the last whole block: whole stripes, and then the last 64 bytes, which may overlap them.
+    behind = start + (whole * 128 + lane) * parts
+    stripes = (length - 1 - whole * 1024) // 64
+    own, words = _stripes(behind, secrets, lane, stripes, is_there & (lane >= 0), tile, parts)
+    last = _words(start + (length - 64) // (8 // parts) + lane * parts, is_there & (lane >= 0), parts)
+    own += _products(last, tl.load(secrets + 136 + lane).to(tl.uint64))
+    accumulators += own + _to_neighbours(words + last, tile)
+
+    count = tl.sum(length.to(tl.uint64), 1)  # of shape (tile,), as there is one in each row
+    low = _folded(accumulators, tl.load(secrets + 144 + lane).to(tl.uint64), tile)
+    high = _folded(accumulators, tl.load(secrets + 152 + lane).to(tl.uint64), tile)
+    low = _avalanche(low + count * 0x9E3779B185EBCA87)
+    high = _avalanche(high + ((count * 0xC2B2AE3D27D4EB4F) ^ 0xFFFFFFFFFFFFFFFF))
+    _store_big_endian(out + row * 16, high, is_there)
+    _store_big_endian(out + row * 16 + 8, low, is_there)

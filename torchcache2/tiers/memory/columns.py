@@ -1,0 +1,250 @@
+"""Columns: the rows of one leaf as bytes, whatever their dtype is, in memory that grows.
+
+A column on the CPU reserves as much address space as the whole budget, and the kernel gives memory to the
+pages that have been written. So it grows without a copy, one `index_select` gathers from it, and memory that
+is given up goes back to the system at once. On other devices a column grows by chunks, and is never copied.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchcache2.core.arrays import Ordinals
+from torchcache2.core.gather import gather, write
+from torchcache2.core.rowcopy import RowCopier
+from torchcache2.core.transfer import Runtime
+
+__all__ = ["Column", "host_column", "row_column"]
+
+_PAGE = mmap.PAGESIZE
+# Without this flag the system counts reserved address space as memory, and refuses to fork the process.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+_HUGE = 8 << 20  # memory that grows by this many bytes or more asks for huge pages
+# A chunk has at most so many bytes, or one row. If little is asked for, it has a part of the column's bytes.
+_MOST, _PART, _MOST_UNASKED = 64 << 20, 64, 2 << 20
+# Torch gives out memory of a GPU in multiples of 512 bytes, and asks the system for large pieces of 2 MB.
+_UNIT, _LARGE_UNIT, _LARGE = 512, 2 << 20, 10 << 20
+
+
+class Column:
+    """Rows of `row_bytes` bytes each in ordinary memory of the host; growing moves them.
+
+    Attributes
+    ----------
+    row_bytes : int
+    capacity : int
+        Rows that there is memory for.
+
+    With the `runtime` of an accelerator, rows are gathered into page-locked memory.
+    """
+
+    def __init__(self, row_bytes: int, runtime: Runtime | None = None) -> None:
+        self.row_bytes = row_bytes
+        self.capacity = 0
+        self._runtime = runtime
+        self._data = self._allocate(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.capacity * self.row_bytes
+
+    def cost(self, rows: int) -> int:
+        """Bytes that making room for so many rows takes at its peak."""
+        return rows * self.row_bytes if rows > self.capacity else 0
+
+    def grow(self, rows: int) -> None:
+        """Make room for so many rows."""
+        if rows > self.capacity:
+            data = self._allocate(rows)
+            data[: self.capacity] = self._data
+            self._data, self.capacity = data, rows
+
+    def shrink(self, rows: int) -> None:
+        """Give back the memory behind so many rows."""
+        if rows < self.capacity:
+            self._data, self.capacity = self._data[:rows].clone(), rows
+
+    def view(self, rows: int) -> Tensor:
+        """The first rows, uint8 of shape ``(rows, row_bytes)``."""
+        return self._data[:rows]
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        """Tensors that have all of the memory."""
+        return [self._data]
+
+    def gather(self, ordinals: Ordinals) -> Tensor:
+        """A copy of the rows with these numbers, in their order."""
+        return gather(self._data, torch.from_numpy(ordinals), runtime=self._runtime)
+
+    def write(self, first: int, values: Tensor) -> None:
+        """Write values of any dtype, from a row on."""
+        write(self._data, first, values)
+
+    def move(self, source: Ordinals, target: Ordinals) -> None:
+        """Copy rows over others; no row is both a source and a target."""
+        moved = self._data.index_select(0, torch.from_numpy(source))
+        self._data.index_copy_(0, torch.from_numpy(target), moved)
+
+    def _allocate(self, rows: int) -> Tensor:
+        return torch.empty((rows, self.row_bytes), dtype=torch.uint8, device="cpu")
+
+
+class _ReservedColumn(Column):
+    """A column in reserved address space: it grows and shrinks in place, by whole pages."""
+
+    def __init__(self, row_bytes: int, limit: int, runtime: Runtime | None = None) -> None:
+        self._committed = 0
+        self._limit = max(_PAGE, -(-limit // _PAGE) * _PAGE)
+        self._map = mmap.mmap(-1, self._limit, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        super().__init__(row_bytes, runtime)
+
+    @property
+    def nbytes(self) -> int:
+        return self._committed
+
+    def cost(self, rows: int) -> int:
+        return max(0, self._pages(rows) - self._committed)
+
+    def grow(self, rows: int) -> None:
+        size = self._pages(rows)
+        if size > self._limit:
+            raise MemoryError(f"{size} bytes in a column limited to {self._limit}")
+        if size > self._committed:
+            if size - self._committed >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+                self._map.madvise(mmap.MADV_HUGEPAGE, self._committed, size - self._committed)
+            self._committed, self.capacity = size, size // self.row_bytes
+
+    def shrink(self, rows: int) -> None:
+        size = self._pages(rows)
+        if size < self._committed:
+            self._map.madvise(mmap.MADV_DONTNEED, size, self._committed - size)
+            if hasattr(mmap, "MADV_NOHUGEPAGE"):
+                # Otherwise a huge page that begins before this range could take it in again.
+                self._map.madvise(mmap.MADV_NOHUGEPAGE, size, self._committed - size)
+            self._committed, self.capacity = size, size // self.row_bytes
+
+    def _pages(self, rows: int) -> int:
+        return -(-rows * self.row_bytes // _PAGE) * _PAGE
+
+    def _allocate(self, rows: int) -> Tensor:
+        rows = self._limit // self.row_bytes
+        data = torch.frombuffer(self._map, dtype=torch.uint8, count=rows * self.row_bytes)
+        return data.view(rows, self.row_bytes)
+
+
+class _ChunkedColumn(Column):
+    """Rows on a device in chunks that stay where they are: it grows by whole chunks, and shrinks by them."""
+
+    def __init__(self, row_bytes: int, device: torch.device, copier: RowCopier) -> None:
+        self._device = device
+        self._copier = copier
+        self._chunks: list[Tensor] = []
+        self._starts: Ordinals = np.empty(0, np.int64)  # the number of the first row of each chunk
+        super().__init__(row_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(chunk.untyped_storage().nbytes() for chunk in self._chunks)
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return self._chunks
+
+    def cost(self, rows: int) -> int:
+        return sum(self._sizes(rows))
+
+    def grow(self, rows: int) -> None:
+        for size in list(self._sizes(rows)):
+            count = size // self.row_bytes
+            data = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._chunks.append(data[: count * self.row_bytes].view(count, self.row_bytes))
+            self._starts = np.append(self._starts, self.capacity)
+            self.capacity += count
+
+    def shrink(self, rows: int) -> None:
+        kept = int(np.searchsorted(self._starts, rows))
+        if kept < len(self._chunks):
+            self.capacity = int(self._starts[kept])
+            self._chunks, self._starts = self._chunks[:kept], self._starts[:kept]
+
+    def gather(self, ordinals: Ordinals) -> Tensor:
+        return self._copier.gather(self._chunks, self._starts, ordinals)
+
+    def write(self, first: int, values: Tensor) -> None:
+        end = first + len(values)
+        while first < end:
+            number = int(np.searchsorted(self._starts, first, side="right")) - 1
+            chunk, inside = self._chunks[number], first - int(self._starts[number])
+            count = min(end - first, len(chunk) - inside)
+            write(chunk, inside, values[len(values) - (end - first) :][:count])
+            first += count
+
+    def move(self, source: Ordinals, target: Ordinals) -> None:
+        self._copier.move(self._chunks, self._starts, source, target)
+
+    def _sizes(self, rows: int) -> Iterator[int]:
+        """Bytes of the chunks that make room for so many rows, as the allocator gives them out."""
+        capacity, total, most = self.capacity, self.nbytes, max(1, _MOST // self.row_bytes)
+        while capacity < rows:
+            size = min(rows - capacity, most) * self.row_bytes
+            # Otherwise a column that asks for single rows would get very many chunks.
+            size = max(size, min(total // _PART, _MOST_UNASKED))
+            unit = _LARGE_UNIT if size >= _LARGE else _UNIT
+            size = -(-size // unit) * unit
+            capacity += size // self.row_bytes
+            total += size
+            yield size
+
+
+class _NoColumn(Column):
+    """A column of rows without bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(0)
+        self._device = device
+        self.capacity = np.iinfo(np.int64).max
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return []
+
+    def shrink(self, rows: int) -> None:
+        pass
+
+    def write(self, first: int, values: Tensor) -> None:
+        pass
+
+    def move(self, source: Ordinals, target: Ordinals) -> None:
+        pass
+
+    def gather(self, ordinals: Ordinals) -> Tensor:
+        return torch.empty((len(ordinals), 0), dtype=torch.uint8, device=self._device)
+
+
+def host_column(row_bytes: int, limit: int, runtime: Runtime | None = None) -> Column:
+    """A column on the host, which will never have more than `limit` bytes."""
+    if hasattr(mmap, "MAP_ANONYMOUS") and hasattr(mmap, "MADV_DONTNEED"):
+        try:
+            return _ReservedColumn(row_bytes, limit, runtime)
+        except (OSError, OverflowError):
+            pass  # this system reserves no more address space than it has memory
+    return Column(row_bytes, runtime)
+
+
+def row_column(
+    row_bytes: int, limit: int, device: torch.device, runtime: Runtime | None, copier: RowCopier
+) -> Column:
+    """A column of rows of any size on any device."""
+    if row_bytes == 0:
+        return _NoColumn(device)
+    if device.type == "cpu":
+        return host_column(row_bytes, limit, runtime)
+    return _ChunkedColumn(row_bytes, device, copier)
