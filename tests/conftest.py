@@ -5,6 +5,8 @@ import gc
 import logging
 import os
 import sys
+import threading
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -19,12 +21,41 @@ hypothesis.settings.load_profile("suite")
 _FIRST = ("tests/pages/", "tests/project/test_sphinx.py", "tests/torch/zoo/")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--device", help="where tensors of the tests are, such as cuda; see `make test-gpu`")
+
+
 def pytest_configure(config):
+    if device := config.getoption("--device"):
+        _make_tensors_on(device)
     config.addinivalue_line(
         "markers",
         "one_in(n): run one in n combinations of the parameters of a test: those whose positions in their "
         "lists add up to a multiple of n. `make soak` runs all.",
     )
+
+
+def _make_tensors_on(device):
+    import torch
+
+    try:
+        torch.ones(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # the second of a torch that was built without CUDA
+        raise pytest.UsageError(f"there is no device {device} for the tests here: {error}") from None
+    torch.set_default_device(device)  # also for tensors that are made when a file of tests is imported
+    run = threading.Thread.run
+
+    def run_on_device(thread):
+        torch.set_default_device(device)  # each thread has a default device of its own
+        run(thread)
+
+    threading.Thread.run = run_on_device
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave `tests/gpu` out of a run that has no device."""
+    is_gpu = collection_path == Path(__file__).parent / "gpu"
+    return True if is_gpu and not config.getoption("--device") else None
 
 
 def _those_of_every_day(items):
@@ -94,9 +125,11 @@ def log():
 
 
 @pytest.fixture(autouse=True)
-def _seeded():
+def _seeded(request):
     import torch
 
+    if device := request.config.getoption("--device"):
+        torch.set_default_device(device)  # a test before may have set another one
     # `torch.manual_seed` is slow without an accelerator: torch notes for each kind from where it was called.
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
     yield
