@@ -97,8 +97,8 @@ def test_hits_need_no_weights_and_misses_say_where_they_are():
             encoder(torch.cat([X, new, new]))
         assert re.fullmatch(
             f"Sequential: 2 of the 10 items of this call have to be computed, but they are on {X.device}, "
-            rf"and all weights on meta\. Move the module to {X.device}\. Only a call whose items are all found "
-            r"needs no weights\. \(The forward: .*device.*\)",
+            rf"and all weights on meta\. Move the module to {X.device}\. Only a call whose items are all "
+            r"found needs no weights\. \(The forward: .*device.*\)",
             str(raised.value),
         )
         assert isinstance(raised.value, RuntimeError) and isinstance(raised.value, TorchcacheError)
