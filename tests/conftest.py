@@ -32,6 +32,8 @@ def pytest_configure(config):
         "one_in(n): run one in n combinations of the parameters of a test: those whose positions in their "
         "lists add up to a multiple of n. `make soak` runs all.",
     )
+    config.addinivalue_line("markers", "cpu_only: leave it out of a run with --device.")
+    config.addinivalue_line("markers", "cuda_only: leave it out of a run on another device than CUDA.")
 
 
 def _make_tensors_on(device):
@@ -71,7 +73,15 @@ def _those_of_every_day(items):
             yield item
 
 
-def pytest_collection_modifyitems(items):
+def _suits(item, kind):
+    if item.get_closest_marker("cuda_only"):
+        return kind == "cuda"
+    return kind == "cpu" or not item.get_closest_marker("cpu_only")
+
+
+def pytest_collection_modifyitems(config, items):
+    kind = (config.getoption("--device") or "cpu").partition(":")[0]
+    items[:] = [item for item in items if _suits(item, kind)]
     if not os.environ.get("SOAK"):
         items[:] = _those_of_every_day(items)
     # A process that has run all of its tests takes some from the end of another's: there are the short ones.

@@ -346,7 +346,8 @@ def test_default_devices_do_not_matter(how):
     texts = ["one", "two", "three", "four"]
 
     def check():
-        for batch in (X, X, torch.cat([X[:2], Y[:2]], 0), Y.flip(0)):
+        x, y = X.cpu(), Y.cpu()
+        for batch in (x, x, torch.cat([x[:2], y[:2]], 0), y.flip(0)):
             for arguments in ((), (texts, texts)):  # with names, no part of a batch can be computed
                 out, *values = model(batch, *arguments)
                 assert out.device.type == "cpu" and torch.equal(out, batch * 2) and values == ["text", 3]

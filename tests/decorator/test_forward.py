@@ -612,6 +612,7 @@ def test_the_callers_thread_is_the_one_that_computes():
     assert threads == [threading.get_ident()]
 
 
+@pytest.mark.cpu_only
 def test_autocast_has_rows_of_its_own():
     module = torchcache(Net().requires_grad_(False))
     plain = module(X)
