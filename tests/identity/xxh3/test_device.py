@@ -1,5 +1,6 @@
 """Keys and digests of weights from an accelerator, for which Triton's interpreter stands in."""
 
+import functools
 import importlib
 import logging
 import sys
@@ -9,10 +10,11 @@ import pytest
 import torch
 import xxhash
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.helpers.interpreter import Interpreted, OnHost, Passed
 from torchcache2 import torchcache
-from torchcache2.identity import encoding, items, tensorwatch
+from torchcache2.identity import encoding, items, namespace, tensorwatch
 from torchcache2.identity.encoding import tensor_digest
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.tensorwatch import TensorWatch
@@ -212,3 +214,28 @@ def test_no_call_waits_for_the_bytes_that_would_show_an_edit(digests):
     assert not watch.same()
     watch.refresh()
     assert watch.same()
+
+
+@pytest.mark.usefixtures("digests")
+def test_bytes_that_come_with_the_keys_show_an_edit_at_the_same_call(monkeypatch):
+    monkeypatch.setattr(namespace, "TensorWatch", functools.partial(TensorWatch, runtime=OnHost()))
+    net = torchcache(nn.Linear(100, 4, bias=False).eval().requires_grad_(False))
+    x, rounds = torch.randn(3, 100), 4
+    for _ in range(rounds):  # as weights are swapped for their averages, and back
+        expected = nn.functional.linear(x, net.weight)
+        assert torch.equal(net(x), expected) and torch.equal(net(x), expected)
+        net.weight.data[:, 50] *= -1  # past the version counter, and behind the first 64 bytes
+    stats = net.cache_instance.stats()
+    assert (stats.misses, stats.hits) == (6, 18)
+
+
+def test_bytes_on_their_way_keep_no_weights_in_memory():
+    runtime = Late()
+    weight = torch.zeros(1000)
+    watch = TensorWatch({"weight": weight}, runtime=runtime)
+    watch.refresh()
+    storage = StorageWeakRef(weight.untyped_storage())
+    assert watch.same() and runtime.started == 1
+    watch.forget()
+    weight.data = torch.zeros(1)
+    assert storage.expired()
