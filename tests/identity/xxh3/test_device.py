@@ -18,7 +18,7 @@ from torchcache2.identity import encoding, items, namespace, tensorwatch
 from torchcache2.identity.encoding import tensor_digest
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.tensorwatch import TensorWatch
-from torchcache2.identity.xxh3 import device, launch
+from torchcache2.identity.xxh3 import device, kernels, launch
 
 NAMESPACE = bytes(range(16))
 
@@ -183,6 +183,23 @@ def test_what_goes_wrong_on_the_device_costs_no_call(digests, monkeypatch, log, 
 def test_other_accelerators_are_left_to_the_host(log):
     far = torch.empty(3, 100, device="meta")
     assert device.DeviceDigests().of_items(far) is None and log == []
+
+
+def test_the_interpreter_is_kept_from_the_memory_of_a_device(monkeypatch, log):
+    class Everywhere(OnHost):
+        def owns(self, tensor):
+            return True
+
+    class Kernel:
+        def __getitem__(self, grid):
+            raise AssertionError("it would read addresses of the device on the host")
+
+    for name in ("block_sums", "digests"):
+        monkeypatch.setattr(kernels, name, Kernel())
+    far = torch.empty(3, 1000, device="meta")
+    assert device.DeviceDigests(Everywhere()).of_tensors([far]) == {}
+    assert device.DeviceDigests(Everywhere()).of_items(far) is None
+    assert ["TRITON_INTERPRET is set" in record.getMessage() for record in log] == [True, True]
 
 
 class Late(OnHost):

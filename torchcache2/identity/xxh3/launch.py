@@ -83,6 +83,8 @@ def start(places: Places, secrets: Tensor, tiles: tuple[int, int]) -> Tensor:
     from torchcache2.identity.xxh3 import kernels  # imports Triton, which not everybody has
 
     device, width, is_ragged = places.variant
+    if kernels.INTERPRETED and device.type != "cpu":  # it would take addresses there for those of the host
+        raise RuntimeError("TRITON_INTERPRET is set, and Triton's interpreter cannot read that memory")
     table = places.table if places.table is not None else secrets  # which is not read then
     sums = torch.empty((places.total, 8), dtype=torch.int64, device=device)
     out = torch.empty((places.count, 16), dtype=torch.uint8, device=device)
