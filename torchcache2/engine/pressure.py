@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import weakref
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -26,26 +28,27 @@ def told_apart(steps: Steps[T]) -> Steps[T]:
     OwnMemoryError
         In place of another out-of-memory error.
     """
-    value, failure = None, None
+    failure: Callable[[], BaseException | None] = lambda: None  # no reference, which would keep tensors
     try:
         call = next(steps)
         while True:
-            error = None
+            value = error = None
             try:
                 value = yield call
             except BaseException as raised:
-                error = failure = raised
+                error = raised
+                if isinstance(raised, torch.cuda.OutOfMemoryError):
+                    failure = weakref.ref(raised)
             call = steps.send(value) if error is None else steps.throw(error)
     except StopIteration as stop:
         result: T = stop.value
         return result
     except torch.cuda.OutOfMemoryError as raised:
-        if raised is failure:
+        if raised is failure():
             raise
         raise OwnMemoryError(str(raised)) from raised
     finally:
-        del value, failure
-        error = None  # its traceback refers to this frame, and would keep the tensors of the call in memory
+        value = error = None  # its traceback refers to this frame, and would keep the tensors of the call in memory
 
 
 def device_of(error: torch.cuda.OutOfMemoryError) -> torch.device | None:
