@@ -15,6 +15,7 @@ from torchcache2 import Cache, torchcache
 from torchcache2.core.rowcopy import RowCopier
 from torchcache2.core.rows import Rows
 from torchcache2.decorator import modulecache
+from torchcache2.decorator.forward import Computation
 from torchcache2.engine.pressure import OwnMemoryError, device_of, told_apart
 from torchcache2.engine.steps import run_steps
 from torchcache2.identity.arguments import BoundCall
@@ -138,6 +139,35 @@ def test_the_caches_own_work_without_memory_never_reaches_the_caller(monkeypatch
         check(model(both), both)
     stats = model.cache_instance.stats()
     assert stats.memory_rows >= 8 and stats.hits >= 12
+
+
+class Shifting(torch.nn.Module):
+    """Changes its input and a buffer when the first number is large."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("changes", torch.zeros(()))
+
+    def forward(self, x):
+        if x[0, 0] > 20:
+            x += 1
+            self.changes += 1
+        return x * 2
+
+
+@pytest.mark.parametrize("found", [X[:0], X[:2]], ids=["the whole batch", "a part of it"])
+def test_what_the_forward_has_changed_is_not_changed_twice(monkeypatch, log, found):
+    def fail(*args):
+        raise OutOfMemory(TEXT)
+
+    model = torchcache(Shifting().eval())
+    assert torch.equal(model(X), X * 2)
+    x = torch.cat([found, X + 50])
+    twin = Shifting()
+    expected = twin(x.clone())
+    monkeypatch.setattr(Computation, "_trace", fail)
+    assert torch.equal(model(x), expected) and model.changes == twin.changes
+    assert len(warnings_of(log)) == 1
 
 
 def test_a_function_of_a_batch_is_computed_past_a_cache_without_memory(monkeypatch, log):

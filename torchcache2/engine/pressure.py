@@ -17,7 +17,14 @@ T = TypeVar("T")
 
 
 class OwnMemoryError(Exception):
-    """Raised when the cache's own work has found no memory on a device: the call is to be made without it."""
+    """Raised when the cache's own work has found no memory on a device: the call is to be made without it.
+
+    `error` is what torch has raised.
+    """
+
+    def __init__(self, error: torch.cuda.OutOfMemoryError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 def told_apart(steps: Steps[T]) -> Steps[T]:
@@ -46,7 +53,7 @@ def told_apart(steps: Steps[T]) -> Steps[T]:
     except torch.cuda.OutOfMemoryError as raised:
         if raised is failure():
             raise
-        raise OwnMemoryError(str(raised)) from raised
+        raise OwnMemoryError(raised) from None
     finally:
         value = error = None  # its traceback refers to this frame, and would keep the tensors of the call in memory
 
