@@ -106,6 +106,13 @@ def test_weights_have_the_digests_of_the_host(digests):
         assert watch.digests[name] == tensor_digest(tensor, content), name
 
 
+def test_what_says_where_weights_are_is_sent_without_a_wait(digests, monkeypatch):
+    sent = []
+    monkeypatch.setattr(OnHost, "send", lambda self, tensor, device: sent.append(tensor.shape) or tensor)
+    tensors = [torch.randn(size) for size in (500, 900)]
+    assert len(digests.of_tensors(tensors)) == 2 and sent == [(3, 2)]
+
+
 def test_many_weights_are_read_in_groups(digests, monkeypatch):
     monkeypatch.setattr(device, "_AT_ONCE", 10_000)
     tensors = [torch.randn(size) for size in (500, 900, 3000, 70, 61, 1200, 40)]

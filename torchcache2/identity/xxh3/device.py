@@ -84,7 +84,7 @@ class DeviceDigests:
             for group in _groups([tensor for tensor in here if tensor.device == device]):
                 try:
                     rows = [item_bytes(tensor.reshape(1, -1))[0] for tensor in group]
-                    found = self._digests(Places.of_rows(rows))
+                    found = self._digests(Places.of_rows(rows, self._runtime))
                 except torch.cuda.OutOfMemoryError:
                     continue
                 except Exception as error:  # see `of_items`
