@@ -142,6 +142,8 @@ class TensorWatch:
             try:
                 is_known = key in known
                 digests[key] = known[key].digest if is_known else tensor_digest(tensor, contents.get(key))
+            except torch.cuda.OutOfMemoryError:
+                raise  # it can be read once there is memory: all is read again then
             except (RuntimeError, TypeError, NotImplementedError, UnencodableError):
                 self.unreadable.append(name)
                 digests[key] = os.urandom(16)

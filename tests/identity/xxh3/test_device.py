@@ -187,6 +187,27 @@ def test_what_goes_wrong_on_the_device_costs_no_call(digests, monkeypatch, log, 
     assert [record.levelno for record in log] == ([] if is_memory else [logging.INFO])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_that_cannot_be_read_is_no_fault_of_its_device(digests, log):
+    ragged = torch.nested.nested_tensor([torch.randn(300), torch.randn(200)])
+    assert digests.of_tensors([ragged]) == {} and digests.of_items(ragged) is None
+    assert digests.of_items(torch.randn(3, 100)) is not None and log == []
+
+
+def test_weights_for_which_there_was_no_memory_are_read_at_the_next_call(monkeypatch):
+    def failing(*args):
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    net, x = nn.Linear(8, 4).eval().requires_grad_(False), torch.randn(3, 8)
+    twin, net = torchcache(nn.Sequential(net)), torchcache(nn.Sequential(net))
+    expected = twin(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(tensorwatch, "tensor_digest", failing)
+        assert torch.equal(net(x), expected)
+    assert torch.equal(net(x), expected)
+    assert net.cache_instance.module_hash == twin.cache_instance.module_hash
+
+
 def test_other_accelerators_are_left_to_the_host(log):
     far = torch.empty(3, 100, device="meta")
     assert device.DeviceDigests().of_items(far) is None and log == []
