@@ -50,7 +50,7 @@ class Computation:
     keys_of: Callable[[BoundCall], Bytes2D]
     settings: CacheSettings
     has_run: bool = False  # whether it was asked for any item
-    ran: list[Any] = dataclasses.field(default_factory=list)  # the output of a forward that must not run again
+    ran: list[Any] = dataclasses.field(default_factory=list)  # the output of a forward that may not run again
 
     @property
     def is_sharded(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -35,7 +34,7 @@ def told_apart(steps: Steps[T]) -> Steps[T]:
     OwnMemoryError
         In place of another out-of-memory error.
     """
-    failure: Callable[[], BaseException | None] = lambda: None  # no reference, which would keep tensors
+    failure: weakref.ref[BaseException] | None = None  # a reference would keep the tensors of the call
     try:
         call = next(steps)
         while True:
@@ -51,11 +50,11 @@ def told_apart(steps: Steps[T]) -> Steps[T]:
         result: T = stop.value
         return result
     except torch.cuda.OutOfMemoryError as raised:
-        if raised is failure():
+        if failure is not None and raised is failure():
             raise
         raise OwnMemoryError(raised) from None
     finally:
-        value = error = None  # its traceback refers to this frame, and would keep the tensors of the call in memory
+        value = error = None  # its traceback refers to this frame: a cycle, which would keep tensors
 
 
 def device_of(error: torch.cuda.OutOfMemoryError) -> torch.device | None:

@@ -3,9 +3,9 @@
 Tensors are compared by storage address, shape, strides and version counter. Edits through ``.data`` and by
 numpy change none of these: so the first bytes of each tensor are compared too and, in turn, the first 4 KB of
 one of them. An edit through ``.data`` of a part of one tensor is thus noticed only when its turn comes, and
-only within its first 4 KB. On a GPU, these bytes are compared when they have arrived, which no call waits for:
-with the keys of a batch that is there too, else at a later call. Tensors made under `torch.inference_mode` have no version counters: if they are
-small, all of their bytes are compared.
+only within its first 4 KB. On a GPU, these bytes are compared when they have arrived, as no call waits for
+them: with the keys of a batch that is there too, else at a later call. Tensors made under
+`torch.inference_mode` have no version counters: if they are small, all of their bytes are compared.
 """
 
 from __future__ import annotations
