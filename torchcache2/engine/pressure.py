@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from torchcache2.engine.collective.known import is_told
 from torchcache2.engine.steps import Steps
 
 __all__ = ["OwnMemoryError", "device_of", "told_apart"]
@@ -28,6 +29,8 @@ class OwnMemoryError(Exception):
 
 def told_apart(steps: Steps[T]) -> Steps[T]:
     """Run steps. An out-of-memory error of a call that they make is raised as it is.
+
+    So is one with which a step of all ranks has ended: the others have raised, and would be waited for in vain.
 
     Raises
     ------
@@ -50,7 +53,7 @@ def told_apart(steps: Steps[T]) -> Steps[T]:
         result: T = stop.value
         return result
     except torch.cuda.OutOfMemoryError as raised:
-        if failure is not None and raised is failure():
+        if is_told(raised) or (failure is not None and raised is failure()):
             raise
         raise OwnMemoryError(raised) from None
     finally:
