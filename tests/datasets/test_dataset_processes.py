@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import random
 import signal
 import tempfile
@@ -325,12 +326,14 @@ def test_a_main_process_that_is_killed_leaves_nothing(tmp_path, levels):
     options = {"env": {"TMPDIR": os.path.realpath(tmp_path / "tmp")}}
     arguments = [tmp_path, "first", json.dumps(levels)]
     process = warm.start(text_of(KILLED_MAIN), *arguments, **options).until("5\n5\n5\n5\n5\n5\n5\n5\n")
-    workers = children_of(process.pid)
+    workers = {os.pidfd_open(worker): worker for worker in children_of(process.pid)}
     assert len(workers) == 2
     process.send(signal.SIGKILL)
     process.wait()
-    for worker in workers:  # as when the machine has no memory left
+    for end, worker in workers.items():  # as when the machine has no memory left
         os.kill(worker, signal.SIGKILL)
+        assert select.select([end], [], [], 30)[0], "a worker that was killed has not ended"
+        os.close(end)
     again = run(KILLED_MAIN, tmp_path, tmp_path, "again", json.dumps(levels))
     assert again.out.endswith(" []\n"), again.out
 
