@@ -5,18 +5,22 @@
 # make docs   the documentation, in .docs
 # make soak   the tests that take long
 # make lowest the suite on the oldest torch that is supported
+# make test-gpu the suite with its tensors on a GPU, and the tests that need one
 
 PYTHON ?= python3
 VENV ?= .venv
 QUICK = $(addprefix tests/,core engine decorator/test_decorator.py decorator/test_forward.py identity/test_keys.py)
 NOT_TORCH = system cli tiers/disk project torch/zoo identity/xxh3
+# Beside them what needs no accelerator: files, data sets, pages, the memory of the host; and stand-ins for one.
+NOT_GPU = $(NOT_TORCH) core datasets files pages tiers engine/collective engine/test_pressure.py \
+	$(addprefix torch/,test_sharded.py test_sharded_collective.py test_torch_modes.py)
 RUN = $(VENV)/bin/python -W error::SyntaxWarning
 # Two processes run tests; each takes some of the other's when it has none left.
 PARALLEL = -n 2 --dist worksteal
 # The tests are compiled once, not at every start: a third of the time that it takes to collect them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test bench docs soak lowest clean
+.PHONY: demo check test test-gpu bench docs soak lowest clean
 
 demo: $(VENV)/examples
 	$(RUN) examples/linear_probe.py
@@ -27,6 +31,10 @@ check test: $(VENV)/test
 	$(VENV)/bin/mypy & types=$$!; \
 	$(RUN) -m pytest $(PARALLEL) $(if $(filter check,$@),$(QUICK)); tests=$$?; \
 	wait $$types && exit $$tests  # types are checked while pytest collects
+
+# In one process: the tests of memory that runs out take all that the GPU has.
+test-gpu: $(VENV)/test
+	$(RUN) -m pytest --device cuda $(patsubst %,--ignore=tests/%,$(NOT_GPU))
 
 bench: $(VENV)/bench
 	-$(VENV)/bin/pip install --quiet --no-deps stocaching==0.2.1  # it pins numpy<2, and works with 2

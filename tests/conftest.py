@@ -5,12 +5,11 @@ import gc
 import logging
 import os
 import sys
+import threading
+from pathlib import Path
 
 import hypothesis
 import pytest
-
-# Kernels for GPUs run in Triton's interpreter. It is asked for before anything imports Triton.
-os.environ["TRITON_INTERPRET"] = "1"
 
 hypothesis.settings.register_profile("suite", deadline=None)  # a slow machine is no fault
 hypothesis.settings.load_profile("suite")
@@ -19,12 +18,45 @@ hypothesis.settings.load_profile("suite")
 _FIRST = ("tests/pages/", "tests/project/test_sphinx.py", "tests/torch/zoo/")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--device", help="where tensors of the tests are, such as cuda; see `make test-gpu`")
+
+
 def pytest_configure(config):
+    if device := config.getoption("--device"):
+        _make_tensors_on(device)
+    else:  # kernels run in Triton's interpreter, which has to be asked for before anything imports Triton
+        os.environ["TRITON_INTERPRET"] = "1"
     config.addinivalue_line(
         "markers",
         "one_in(n): run one in n combinations of the parameters of a test: those whose positions in their "
         "lists add up to a multiple of n. `make soak` runs all.",
     )
+    config.addinivalue_line("markers", "cpu_only: leave it out of a run with --device.")
+    config.addinivalue_line("markers", "cuda_only: leave it out of a run on another device than CUDA.")
+
+
+def _make_tensors_on(device):
+    import torch
+
+    try:
+        torch.ones(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # the second of a torch that was built without CUDA
+        raise pytest.UsageError(f"there is no device {device} for the tests here: {error}") from None
+    torch.set_default_device(device)  # also for tensors that are made when a file of tests is imported
+    run = threading.Thread.run
+
+    def run_on_device(thread):
+        torch.set_default_device(device)  # each thread has a default device of its own
+        run(thread)
+
+    threading.Thread.run = run_on_device
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave `tests/gpu` out of a run that has no device."""
+    is_gpu = collection_path == Path(__file__).parent / "gpu"
+    return True if is_gpu and not config.getoption("--device") else None
 
 
 def _those_of_every_day(items):
@@ -41,7 +73,15 @@ def _those_of_every_day(items):
             yield item
 
 
-def pytest_collection_modifyitems(items):
+def _suits(item, kind):
+    if item.get_closest_marker("cuda_only"):
+        return kind == "cuda"
+    return kind == "cpu" or not item.get_closest_marker("cpu_only")
+
+
+def pytest_collection_modifyitems(config, items):
+    kind = (config.getoption("--device") or "cpu").partition(":")[0]
+    items[:] = [item for item in items if _suits(item, kind)]
     if not os.environ.get("SOAK"):
         items[:] = _those_of_every_day(items)
     # A process that has run all of its tests takes some from the end of another's: there are the short ones.
@@ -94,9 +134,11 @@ def log():
 
 
 @pytest.fixture(autouse=True)
-def _seeded():
+def _seeded(request):
     import torch
 
+    if device := request.config.getoption("--device"):
+        torch.set_default_device(device)  # a test before may have set another one
     # `torch.manual_seed` is slow without an accelerator: torch notes for each kind from where it was called.
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
     yield

@@ -342,12 +342,15 @@ def test_fake_tensors_are_not_stored():
 
 @pytest.mark.parametrize("how", ["with", "set"])
 def test_default_devices_do_not_matter(how):
-    model = torchcache(lambda x: (x * 2, "text", 3))
+    model = torchcache(item_args=("texts",))(lambda x, texts=(), names=None: (x * 2, "text", 3))
+    texts = ["one", "two", "three", "four"]
 
     def check():
-        for batch in (X, X, torch.cat([X[:2], Y[:2]], 0), Y.flip(0)):
-            out, *values = model(batch)
-            assert out.device.type == "cpu" and torch.equal(out, batch * 2) and values == ["text", 3]
+        x, y = X.cpu(), Y.cpu()
+        for batch in (x, x, torch.cat([x[:2], y[:2]], 0), y.flip(0)):
+            for arguments in ((), (texts, texts)):  # with names, no part of a batch can be computed
+                out, *values = model(batch, *arguments)
+                assert out.device.type == "cpu" and torch.equal(out, batch * 2) and values == ["text", 3]
 
     if how == "with":
         with torch.device("meta"):
@@ -358,7 +361,7 @@ def test_default_devices_do_not_matter(how):
             check()
         finally:
             torch.set_default_device(None)
-    assert model.cache_instance.stats().hits > 0
+    assert model.cache_instance.stats().hits > 0 and not model.cache_instance.stats().bypasses
 
 
 # What forwards assign, draw and change

@@ -96,9 +96,9 @@ def test_hits_need_no_weights_and_misses_say_where_they_are():
         with pytest.raises(DeviceError) as raised:
             encoder(torch.cat([X, new, new]))
         assert re.fullmatch(
-            r"Sequential: 2 of the 10 items of this call have to be computed, but they are on cpu, and all "
-            r"weights on meta\. Move the module to cpu\. Only a call whose items are all found needs no "
-            r"weights\. \(The forward: .*device.*\)",
+            f"Sequential: 2 of the 10 items of this call have to be computed, but they are on {X.device}, "
+            rf"and all weights on meta\. Move the module to {X.device}\. Only a call whose items are all "
+            r"found needs no weights\. \(The forward: .*device.*\)",
             str(raised.value),
         )
         assert isinstance(raised.value, RuntimeError) and isinstance(raised.value, TorchcacheError)
@@ -106,7 +106,7 @@ def test_hits_need_no_weights_and_misses_say_where_they_are():
     with pytest.raises(DeviceError, match="2 of the 2 items"):
         encoder(new)
     assert encoder.cache_instance.stats() == before
-    encoder.to_empty(device="cpu").load_state_dict(weights)
+    encoder.to_empty(device=X.device).load_state_dict(weights)
     assert_same(encoder(torch.cat([X, new, new]))[:6], expected)
     assert misses(encoder) == 8
 
@@ -171,16 +171,16 @@ def test_weights_that_a_function_uses_are_its_own(monkeypatch):
     embed = torchcache(lambda x: encoder(x))
     expected, wrong = embed(X), torch.rand(6, 7)
     monkeypatch.setattr(
-        "torchcache2.decorator.elsewhere._batch_devices", lambda call: {torch.device("cuda:1")}
+        "torchcache2.decorator.elsewhere._batch_devices", lambda call: {torch.device("xpu:1")}
     )
     assert_same(embed(X), expected)
     with pytest.raises(
         DeviceError,
-        match=r"they are on cuda:1, and all weights on cpu\. Move the module to cuda:1,"
-        " or the batch to cpu",
+        match=rf"they are on xpu:1, and all weights on {X.device}\. Move the module to xpu:1, "
+        f"or the batch to {X.device}",
     ):
         embed(wrong)
-    monkeypatch.setattr("torchcache2.decorator.elsewhere._batch_devices", lambda call: {torch.device("cpu")})
+    monkeypatch.setattr("torchcache2.decorator.elsewhere._batch_devices", lambda call: {X.device})
     with pytest.raises(RuntimeError, match="shapes") as raised:
         embed(wrong)
     assert type(raised.value) is RuntimeError

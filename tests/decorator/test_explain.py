@@ -207,6 +207,7 @@ def test_two_calls_of_one_namespace_are_compared(name):
     assert [line for line in found if not line.startswith("argument scale: 1.0 → not")] == expected
 
 
+@pytest.mark.cpu_only
 def test_modes_are_compared():
     net = make()()
     for context in (contextlib.nullcontext(), torch.autocast("cpu", dtype=torch.bfloat16)):

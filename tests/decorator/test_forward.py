@@ -158,6 +158,15 @@ def test_only_misses_are_computed_and_duplicates_once():
     assert function.cache_instance.stats().hits == 14
 
 
+def test_rows_without_elements_are_put_together():
+    function = torchcache(lambda x: (x[:, :0], x * 2))
+    for batch in (X[:2], X, X.flip(0)):
+        nothing, doubled = function(batch)
+        assert nothing.shape == (len(batch), 0) and torch.equal(doubled, batch * 2)
+    stats = function.cache_instance.stats()
+    assert (stats.hits, stats.misses, stats.bypasses) == (8, 6, {})
+
+
 def test_an_empty_batch():
     function = cached(lambda x: {"y": x * 2, "n": 3})
     for _ in range(2):
@@ -603,6 +612,7 @@ def test_the_callers_thread_is_the_one_that_computes():
     assert threads == [threading.get_ident()]
 
 
+@pytest.mark.cpu_only
 def test_autocast_has_rows_of_its_own():
     module = torchcache(Net().requires_grad_(False))
     plain = module(X)

@@ -286,6 +286,7 @@ def test_an_influence_as_small_as_rounding(dtype):
     assert bypasses(mixing) == {"batch": 24} and not bypasses(alone)
 
 
+@pytest.mark.cpu_only
 def test_memory_that_the_forward_uses_again():
     memory = np.zeros((16, 4), np.float32)
 
@@ -401,6 +402,7 @@ def test_a_part_that_raises(log):
     assert "raises ValueError('an even number, please')" in warnings_of(log)[0]
 
 
+@pytest.mark.cpu_only
 def test_sequences_that_have_to_be_sorted():
     lstm = nn.LSTM(4, 3, batch_first=True).eval().requires_grad_(False)
 

@@ -338,6 +338,7 @@ OUTPUTS = {
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated in new versions
 @pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.cpu_only
 def test_outputs_that_cannot_be_kept_with_duplicates(name):
     function = OUTPUTS[name]
     cached = torchcache(lambda x: function(x))

@@ -101,7 +101,7 @@ SOURCES = {
     "a dataset": lambda: data.TensorDataset(X, LABELS),
     "a tensor": lambda: X,
     "a list of tuples": lambda: [(x, 1) for x in X],
-    "a numpy array": X.numpy,
+    "a numpy array": X.cpu().numpy,
     "dicts": lambda: Dicts(x=X),
     "a tuple of dicts and labels": lambda: list(zip(Dicts(x=X), LABELS, strict=True)),
     "a stream": Stream,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers import storage
-from tests.helpers.storage import NAMESPACES, keys_of, put, rows_of, warnings_of
+from tests.helpers.storage import CPU, NAMESPACES, keys_of, put, rows_of, warnings_of
 from torchcache2 import Cache, torchcache
 from torchcache2.core.rowcopy import RowCopier
 from torchcache2.core.rows import Rows
@@ -19,6 +19,7 @@ from torchcache2.decorator.forward import Computation
 from torchcache2.engine.pressure import OwnMemoryError, device_of, told_apart
 from torchcache2.engine.steps import run_steps
 from torchcache2.identity.arguments import BoundCall
+from torchcache2.tiers.base import replicas_of
 from torchcache2.tiers.memory import arena, columns
 from torchcache2.tiers.memory.tier import MemoryTier
 
@@ -28,15 +29,11 @@ TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capaci
 
 
 class Double(torch.nn.Module):
-    """Raises `error` once it is set, and counts the items that it computes."""
-
-    def __init__(self):
-        super().__init__()
-        self.error = None
+    """Has no memory for items of more than 1,000, except in batches of 8 or more."""
 
     def forward(self, x):
-        if self.error is not None:
-            raise self.error
+        if len(x) < 8 and bool((x > 1000).any()):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. (GPU 1; 23.69 GiB total capacity)")
         return {"y": x * 2, "z": x.sum(1)}
 
 
@@ -57,31 +54,40 @@ def given_back(monkeypatch):
     return devices
 
 
-@pytest.mark.parametrize("x", [X + 50, torch.cat([X, X + 50])], ids=["misses", "hits and misses"])
-def test_the_forwards_error_is_raised_as_it_is_when_rows_have_made_room(given_back, log, x):
-    model, calls = cached(), []
+@pytest.mark.parametrize("x", [X + 2000, torch.cat([X, X + 2000])], ids=["misses", "hits and misses"])
+def test_an_error_of_the_forward_is_raised_when_rows_have_made_room(given_back, log, x):
+    model = cached()
     check(model(X), X)
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
-    model.error = OutOfMemory(TEXT)
     for _ in range(2):
-        with pytest.raises(OutOfMemory) as raised:
+        with pytest.raises(OutOfMemory, match="total capacity"):
             model(x)
-        assert raised.value is model.error
     assert given_back == [torch.device("cuda:1"), "emptied"] * 2
     (warning,) = warnings_of(log)
     assert "3.0 MB" in warning.getMessage() and "max_memory_cache_size" in warning.getMessage()
-    model.error = None
-    check(model(x), x)
+    both = torch.cat([X + 100, X + 2000])  # the parts that the probe computes have no memory
+    check(model(both), both)
     assert model.cache_instance.stats().bypasses == {}
 
 
 def test_an_error_of_a_call_that_is_passed_by_makes_room_too(given_back):
     model = cached()
     check(model(X), X)
-    model.error = OutOfMemory("no more")
-    with pytest.raises(OutOfMemory, match="no more"):
-        model(X.clone().requires_grad_(True))
-    assert given_back == [None, "emptied"]
+    with pytest.raises(OutOfMemory, match="total capacity"):
+        model((X + 2000).requires_grad_(True))
+    assert given_back == [torch.device("cuda:1"), "emptied"]
+
+
+def test_the_error_is_the_one_that_was_raised(given_back):
+    error = OutOfMemory("no more")
+
+    def compute(positions):
+        raise error
+
+    cache = Cache(NAMESPACES[0])
+    assert len(cache.fetch(keys_of([2]), lambda positions: positions)) == 1  # from now on there are tiers
+    with pytest.raises(OutOfMemory) as raised:
+        cache.fetch(keys_of([1]), compute)
+    assert raised.value is error and given_back == [None, "emptied"]
 
 
 def test_nothing_is_said_and_emptied_where_nothing_was_kept(monkeypatch, log):
@@ -172,7 +178,7 @@ def test_what_the_forward_has_changed_is_not_changed_twice(monkeypatch, log, fou
 
 def test_a_function_of_a_batch_is_computed_past_a_cache_without_memory(monkeypatch, log):
     cache = Cache(NAMESPACES[0])
-    monkeypatch.setattr(Rows, "from_pytree", lambda *args, **how: (_ for _ in ()).throw(OutOfMemory(TEXT)))
+    monkeypatch.setattr(Rows, "from_pytree", failing)
     output = cache.fetch(keys_of(range(3)), lambda positions: positions.double() ** 2)
     assert torch.equal(output, torch.tensor([0.0, 1.0, 4.0], dtype=torch.float64))
     assert cache.stats().misses == 3 and len(warnings_of(log)) == 1
@@ -243,10 +249,55 @@ def test_steps_that_are_told_apart_end_as_they_would_otherwise():
 # Tiers, with the device "meta" in the place of an accelerator
 
 
+def failing(*args, **kwargs):
+    raise OutOfMemory(TEXT)
+
+
+def chunked(row_bytes, limit, device, runtime, copier):
+    return columns._ChunkedColumn(row_bytes, device, copier)
+
+
 def put_away(tier, names):
     rows = rows_of(names, 100)
     rows = Rows(rows.schema, [column.to("meta") for column in rows.columns], len(rows))
     return tier.put(keys_of(names, NAMESPACES[1]), rows)
+
+
+def test_rows_that_cannot_be_copied_now_are_found_later(monkeypatch):
+    tier = MemoryTier(10**6)
+    assert put(tier, range(5)) == 5
+    with monkeypatch.context() as patch:
+        patch.setattr(arena.Arena, "gather", failing)
+        assert storage.found(tier, range(5)) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(columns.Column, "write", failing)
+        assert put(tier, range(3, 8)) == 0
+    assert storage.found(tier, range(8)) == list(range(5))
+    assert put(tier, range(8)) == 3
+
+
+def test_growth_that_finds_no_memory_for_one_leaf_takes_none_for_another(monkeypatch):
+    monkeypatch.setattr(arena, "row_column", chunked)
+    tier = MemoryTier(10**6)
+    output = {"a": torch.ones(3, 100), "b": torch.ones(3, 200)}
+    rows = Rows.from_pytree(output, 3, device=CPU)
+    assert tier.put(keys_of(range(3)), rows) == 3
+    before = tier.stats().bytes
+    with monkeypatch.context() as patch:
+        empty = torch.empty
+        patch.setattr(torch, "empty", lambda size, **how: failing() if size > 2000 else empty(size, **how))
+        assert tier.put(keys_of(range(3, 6)), rows) == 0
+    assert tier.stats().bytes == before
+    assert tier.put(keys_of(range(3, 6)), rows) == 3
+
+
+def test_replicas_have_room_again_when_rows_were_given_back():
+    tier = MemoryTier(50_000)
+    assert 0 < put_away(tier, range(1000)) < 1000
+    replica = keys_of(range(3), replicas_of(NAMESPACES[0]))
+    assert tier.keep_replicas(replica, rows_of(range(3), 4)) == 0
+    assert tier.give_back(None) > 20_000
+    assert tier.keep_replicas(replica, rows_of(range(3), 4)) == 3
 
 
 def test_rows_of_a_device_make_room_and_rows_of_the_host_stay():
@@ -264,21 +315,20 @@ def test_rows_of_a_device_make_room_and_rows_of_the_host_stay():
 @pytest.mark.parametrize("policy", ["mru", "lru"])
 def test_copies_and_growth_that_find_no_memory_cost_rows_but_never_lie(monkeypatch, policy):
     chance, budget = np.random.default_rng(0), 300_000
-    monkeypatch.setattr(
-        arena, "row_column", lambda size, limit, *how: columns._ChunkedColumn(size, how[0], how[2])
-    )
+    monkeypatch.setattr(arena, "row_column", chunked)
     for owner, name in ((RowCopier, "gather"), (RowCopier, "move"), (torch, "empty"), (columns, "write")):
         monkeypatch.setattr(owner, name, sometimes_failing(getattr(owner, name), chance))
     tier, kept, hits = MemoryTier(budget, policy), 0, 0
     for _ in range(500):
-        names = [f"{i}" for i in chance.choice(400, chance.integers(1, 30), replace=False)]
+        names = [f"{i}" for i in chance.choice(2000, chance.integers(1, 30), replace=False)]
         width = int(chance.choice([40, 100]))
         if chance.random() < 0.5:
             kept += put(tier, [f"{name}/{width}" for name in names], width)
         else:
             hits += len(storage.found(tier, [f"{name}/{width}" for name in names], width))
         assert tier.stats().bytes <= budget
-    assert kept > 300 and hits > 300
+    assert kept > 500 and hits > 300
+    assert (tier.stats().evictions > 0) == (policy == "lru")
 
 
 def sometimes_failing(function, chance):

@@ -832,7 +832,7 @@ build = Net
 """,
     "argument of a decorator of torch": """
 class Net(nn.Module):
-    @torch.autocast("cpu", dtype=torch.«bfloat16|float16»)
+    @torch.autocast(torch.get_default_device().type, dtype=torch.«bfloat16|float16»)
     def forward(self, x):
         return x @ x.T @ torch.ones(len(x), 1)
 

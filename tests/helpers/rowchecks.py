@@ -13,21 +13,13 @@ from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.helpers.late import Streams
+from tests.helpers.late import Streams, chunks_of
 from torchcache2.core import rowcopy
 from torchcache2.core.rowcopy import RowCopier
 from torchcache2.core.rowkernel import copy_rows
 
 ROW_BYTES = [*range(1, 18), 24, 33, 100, 1001, 3072, 8191, 8192, 8200, 16_400]
 LENGTHS = [[1], [7], [1, 1, 2], [30, 5, 1], [6, 6, 6, 1, 4]]
-
-
-def chunks_of(lengths, row_bytes, generator):
-    """Chunks, what they hold as one array, and the numbers of their first rows."""
-    everything = generator.integers(0, 256, (sum(lengths), row_bytes), dtype=np.uint8)
-    chunks = list(torch.from_numpy(everything.copy()).split(lengths))
-    starts = np.cumsum([0, *lengths[:-1]])
-    return [chunk.clone() for chunk in chunks], everything, starts
 
 
 class Counting(RowCopier):
@@ -42,17 +34,15 @@ class Counting(RowCopier):
 
 
 def check(copier, lengths, row_bytes, generator):
-    chunks, everything, starts = chunks_of(lengths, row_bytes, generator)
-    count = int(generator.integers(1, 12 if row_bytes > 1000 else 100))
-    ordinals = generator.integers(0, len(everything), count)
-    picked = copier.gather(chunks, starts, ordinals)
-    np.testing.assert_array_equal(picked.numpy(), everything[ordinals])
-    shuffled = generator.permutation(len(everything))
-    half = len(shuffled) // 2
+    rows = generator.integers(0, 256, (sum(lengths), row_bytes), dtype=np.uint8)
+    chunks = chunks_of(torch.from_numpy(rows), lengths)
+    ordinals = generator.integers(0, len(rows), generator.integers(1, 12 if row_bytes > 1000 else 100))
+    np.testing.assert_array_equal(copier.gather(chunks, ordinals).numpy(), rows[ordinals])
+    shuffled, half = generator.permutation(len(rows)), len(rows) // 2
     sources, targets = shuffled[:half], shuffled[half : 2 * half]
-    copier.move(chunks, starts, sources, targets)
-    everything[targets] = everything[sources]
-    np.testing.assert_array_equal(torch.cat(chunks).numpy(), everything)
+    copier.move(chunks, sources, targets)
+    rows[targets] = rows[sources]
+    np.testing.assert_array_equal(torch.cat(chunks.tensors).numpy(), rows)
     return 1 + (half > 0)
 
 

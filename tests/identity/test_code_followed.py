@@ -298,6 +298,7 @@ CALLS = ["scaled(x)", "torch.ops.{space}.scaled(x)", "torch.ops.{space}.scaled.d
 
 @pytest.mark.parametrize("more", ["", KERNEL], ids=["function", "kernel"])
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.cpu_only
 def test_the_functions_of_a_custom_operator_count(call, more, project, log):
     space = f"written_{CALLS.index(call)}_{bool(more)}".lower()
     found = []
@@ -313,6 +314,7 @@ def test_the_functions_of_a_custom_operator_count(call, more, project, log):
     assert warnings_in(log) == []
 
 
+@pytest.mark.cpu_only
 def test_a_kernel_that_is_registered_later_is_noticed(project):
     text = OPERATOR.format(space="written_later", scale=2, more="", call="torch.ops.written_later.scaled(x)")
     module = project({"model.py": text})

@@ -320,6 +320,7 @@ def test_an_exported_program_is_cached_and_its_weights_are_watched(log):
     "ignore:Please use quant_min",
     "ignore:torch.quantize_per_tensor",
 )
+@pytest.mark.cpu_only
 def test_quantized_graphs(log):
     from torch.ao.quantization import get_default_qconfig_mapping, quantize_fx
 

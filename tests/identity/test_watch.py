@@ -581,6 +581,7 @@ CHANGES = [
 @pytest.mark.parametrize("make", [cached_class, cached_instance])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.one_in(2)
+@pytest.mark.cpu_only
 def test_a_change_is_noticed_at_the_next_call_and_rows_are_not_lost(change, make):
     net, x = make(), torch.rand(6, 4)
     before = plain(net, x)
@@ -673,6 +674,7 @@ def test_a_step_that_moves_few_weights_is_noticed(optimizer):
 
 
 @pytest.mark.parametrize("change", [data_in_place, first_element_of_data, buffer_in_place, numpy_write])
+@pytest.mark.cpu_only
 def test_changes_of_inference_tensors_are_noticed(change):
     x = torch.rand(6, 4)
     with torch.inference_mode():
@@ -827,6 +829,7 @@ class Wide(nn.Module):
 @pytest.mark.parametrize(
     "change", [changed_list, changed_dict, changed_array, middle_of_data, middle_of_a_numpy_array]
 )
+@pytest.mark.cpu_only
 def test_after_refresh_nothing_is_missed(change):
     net, x = torchcache(Wide()), torch.rand(6, 4)
     before = net(x)

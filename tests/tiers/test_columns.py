@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from tests.helpers.late import Streams
+from tests.helpers.storage import found, put
 from torchcache2.core.rowcopy import RowCopier
-from torchcache2.tiers.memory import columns
+from torchcache2.tiers.memory import arena, columns
 from torchcache2.tiers.memory.columns import _ChunkedColumn
+from torchcache2.tiers.memory.tier import MemoryTier
 
 CPU = torch.device("cpu")
 SMALL = {"_MOST": 4096, "_LARGE": 3000, "_LARGE_UNIT": 1024, "_MOST_UNASKED": 1024}
@@ -82,3 +84,26 @@ def test_chunks_are_what_the_allocator_gives_out(row_bytes):
     sizes = [chunk.untyped_storage().nbytes() for chunk in column.memory]
     assert all(size % (2 << 20 if size >= 10 << 20 else 512) == 0 for size in sizes)
     assert max(sizes) <= max(64 << 20, row_bytes + (2 << 20)) and sum(sizes) == column.nbytes
+
+
+def test_work_of_all_streams_on_all_chunks_is_put_in_order(monkeypatch):
+    def chunked(row_bytes, limit, device, runtime, copier):
+        return _ChunkedColumn(row_bytes, device, copier)
+
+    monkeypatch.setattr(arena, "row_column", chunked)
+    runtime = Streams()
+    tier = MemoryTier(10**6, runtime=runtime)
+
+    def work_of(stream, method, names):
+        runtime.current_stream = stream
+        del runtime.log[:]
+        assert method(tier, names, 200) in (len(names), list(names))
+        return [call for call in runtime.log if call != "pinned"]
+
+    assert work_of("main", put, range(3)) == ["keep", "event"]
+    assert work_of("main", found, range(3)) == ["wait", "event"]
+    assert work_of("side", found, range(3)) == ["wait", "keep", "event"]
+    # There are two chunks now, which neither stream is known to use.
+    assert work_of("side", put, range(10, 15)) == ["wait", "keep", "keep", "event"]
+    assert work_of("main", found, range(10, 15)) == ["wait", "keep", "keep", "event"]
+    assert work_of("side", found, range(3)) == ["wait", "event"]

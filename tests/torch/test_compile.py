@@ -296,7 +296,7 @@ def hit_patterns(batch, rounds, seed):
     rng = np.random.default_rng(seed)
     old = torch.zeros(batch, 8)
     for _ in range(rounds):
-        fresh = torch.from_numpy(rng.random(batch) < rng.random() ** 2)
+        fresh = torch.tensor(rng.random(batch) < rng.random() ** 2)
         x = torch.where(fresh[:, None], torch.randn(batch, 8), old)
         yield x
         old = x

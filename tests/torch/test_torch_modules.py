@@ -391,6 +391,7 @@ def quantize_dynamically(kind):
 
 @pytest.mark.filterwarnings(AO_QUANTIZATION, QUANTIZED_TENSORS)
 @pytest.mark.parametrize("kind", [Net, Recurrent])
+@pytest.mark.cpu_only
 def test_dynamic_quantization_depends_on_the_batch(kind):
     # The scale of the activations is that of the whole batch: an item has no output of its own.
     cached, plain = torchcache(quantize_dynamically(kind)), quantize_dynamically(kind)
@@ -402,6 +403,7 @@ def test_dynamic_quantization_depends_on_the_batch(kind):
 
 
 @pytest.mark.filterwarnings(AO_QUANTIZATION, QUANTIZED_TENSORS)
+@pytest.mark.cpu_only
 def test_dynamically_quantized_parts_of_a_model():
     model = Outer(torchcache(quantize_dynamically(Net)))
     plain = Outer(quantize_dynamically(Net))
@@ -410,6 +412,7 @@ def test_dynamically_quantized_parts_of_a_model():
 
 
 @pytest.mark.filterwarnings(AO_QUANTIZATION, QUANTIZED_TENSORS)
+@pytest.mark.cpu_only
 def test_two_dynamically_quantized_modules_do_not_share_rows():
     cached, other = Net(), Net()
     multiply(other.first.weight, -1)
@@ -444,6 +447,7 @@ class Quantized(nn.Module):
 
 @pytest.mark.filterwarnings(AO_QUANTIZATION, QUANTIZED_TENSORS)
 @MAKERS
+@pytest.mark.cpu_only
 def test_a_quantized_convolution(make):
     cached, plain = make(Quantized).eval(), Quantized().eval()
     x = fractions(5, 32, seed=4)
@@ -461,6 +465,7 @@ def test_a_quantized_convolution(make):
 
 
 @pytest.mark.filterwarnings(AO_QUANTIZATION, QUANTIZED_TENSORS)
+@pytest.mark.cpu_only
 def test_quantized_convolutions_of_other_weights_do_not_share_rows():
     x = fractions(5, 32, seed=4)
     kind = torchcache(type("Quantized", (Quantized,), {}))
@@ -1163,6 +1168,7 @@ def test_meta_tensors(target, warm):
 
 
 @MAKERS
+@pytest.mark.cpu_only
 def test_a_module_that_was_made_on_meta(make):
     with torch.device("meta"):
         cached = frozen(make(Net)) if make is as_instance else None
@@ -1699,6 +1705,7 @@ LAYOUT_WARNINGS = pytest.mark.filterwarnings(NESTED, SPARSE, QUANTIZED_TENSORS)
 
 @LAYOUT_WARNINGS
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.cpu_only
 def test_arguments_of_other_layouts_are_named(name):
     make, word = LAYOUTS[name]
 
@@ -1724,6 +1731,7 @@ def test_arguments_of_other_layouts_are_named(name):
 
 @LAYOUT_WARNINGS
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.cpu_only
 def test_outputs_of_other_layouts_are_passed_through(name, log):
     make, word = LAYOUTS[name]
 
@@ -1746,6 +1754,7 @@ def test_outputs_of_other_layouts_are_passed_through(name, log):
 @pytest.mark.parametrize("name", LAYOUTS)
 @MAKERS
 @pytest.mark.one_in(2)
+@pytest.mark.cpu_only
 def test_weights_of_other_layouts(name, make):
     table, _ = LAYOUTS[name]
 

@@ -1,4 +1,4 @@
-"""`RowCopier`: copies rows that lie in several chunks of the memory of one device.
+"""`RowCopier`: copies rows that lie in several `Chunks` of the memory of one device.
 
 On CUDA, one Triton kernel copies all rows, whichever chunks they are in: the host sends it the address of
 each row. Where there is no Triton, or it does not work, torch copies the rows of each chunk by themselves.
@@ -6,9 +6,8 @@ each row. Where there is no Triton, or it does not work, torch copies the rows o
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torchcache2.core.gather import as_words
 from torchcache2.core.logs import ToldOnce, logger
 from torchcache2.core.transfer import CUDA, Runtime
 
-__all__ = ["RowCopier"]
+__all__ = ["Chunks", "RowCopier"]
 
 _OPTIONS = {"enable_fp_fusion": False}  # otherwise newer versions of Triton warn
 _WORDS = 1024  # that a program of the kernel copies
@@ -33,45 +32,89 @@ _KINDS = {
 }
 
 
-class RowCopier:
-    """Copies rows between chunks.
+class Chunks:
+    """Rows of `row_bytes` bytes in several tensors on one device, numbered in their order.
 
-    Chunks are contiguous, uint8 of shape ``(rows, row_bytes)``, on one device. The rows of all of them are
-    numbered in order, and `starts` are the numbers of their first rows.
+    Attributes
+    ----------
+    tensors : list of Tensor
+        Contiguous, uint8 of shape ``(rows, row_bytes)``.
+    starts, addresses : ndarray of int64
+        The number of the first row of each, and where it is in memory.
+    capacity : int
+        Rows of all tensors.
     """
+
+    def __init__(self, row_bytes: int, device: torch.device) -> None:
+        self.row_bytes = row_bytes
+        self.device = device
+        self.tensors: list[Tensor] = []
+        self.starts: Ordinals = np.empty(0, np.int64)
+        self.addresses: Ordinals = np.empty(0, np.int64)
+        self.capacity = 0
+
+    def append(self, tensor: Tensor) -> None:
+        """Add a tensor behind the others."""
+        self.tensors.append(tensor)
+        self.starts = np.append(self.starts, self.capacity)
+        self.addresses = np.append(self.addresses, tensor.data_ptr())
+        self.capacity += len(tensor)
+
+    def shrink(self, rows: int) -> None:
+        """Let go of the tensors behind so many rows."""
+        kept = int(np.searchsorted(self.starts, rows))
+        if kept < len(self.tensors):
+            self.capacity = int(self.starts[kept])
+            del self.tensors[kept:]
+            self.starts, self.addresses = self.starts[:kept], self.addresses[:kept]
+
+    def of(self, ordinals: Ordinals) -> Ordinals:
+        """The numbers of the tensors that have these rows."""
+        which: Ordinals = np.searchsorted(self.starts, ordinals, side="right") - 1
+        return which
+
+    def addresses_of(self, ordinals: Ordinals) -> Ordinals:
+        """Where these rows are in memory."""
+        which = self.of(ordinals) if len(self.tensors) > 1 else 0
+        addresses: Ordinals = (self.addresses - self.starts * self.row_bytes)[
+            which
+        ] + ordinals * self.row_bytes
+        return addresses
+
+
+class RowCopier:
+    """Copies rows of chunks, with what is known of the kernel: that it works, or that it does not."""
 
     def __init__(self, runtime: Runtime = CUDA) -> None:
         self.runtime = runtime
         self._told = ToldOnce()
         self._has_kernel = True  # as far as is known
 
-    def gather(self, chunks: Sequence[Tensor], starts: Ordinals, ordinals: Ordinals) -> Tensor:
+    def gather(self, chunks: Chunks, ordinals: Ordinals) -> Tensor:
         """A copy of the rows with these numbers, in their order: uint8 ``(n, row_bytes)``."""
-        shape = len(ordinals), chunks[0].shape[1]
+        shape = len(ordinals), chunks.row_bytes
         if 0 in shape:
-            return torch.empty(shape, dtype=torch.uint8, device=chunks[0].device)
-        if self._has_kernel_for(chunks[0].device):
-            picked = torch.empty(shape, dtype=torch.uint8, device=chunks[0].device)
-            targets = picked.data_ptr() + np.arange(shape[0]) * shape[1]
-            if self._run_kernel(chunks, _addresses(chunks, starts, ordinals), targets, picked):
-                return picked
-        return self._gather(chunks, starts, ordinals)
+            return torch.empty(shape, dtype=torch.uint8, device=chunks.device)
+        if self._has_kernel_for(chunks.device):
+            picked = Chunks(chunks.row_bytes, chunks.device)
+            picked.append(torch.empty(shape, dtype=torch.uint8, device=chunks.device))
+            if self._run_kernel(chunks, ordinals, picked, np.arange(len(ordinals))):
+                return picked.tensors[0]
+        return self._gather(chunks, ordinals)
 
-    def move(self, chunks: Sequence[Tensor], starts: Ordinals, sources: Ordinals, targets: Ordinals) -> None:
+    def move(self, chunks: Chunks, sources: Ordinals, targets: Ordinals) -> None:
         """Copy rows over other rows; no row is both a source and a target."""
         if len(sources) == 0:
             return
-        if self._has_kernel_for(chunks[0].device):
-            begins, ends = (_addresses(chunks, starts, ordinals) for ordinals in (sources, targets))
-            if self._run_kernel(chunks, begins, ends):
-                return
-        moved = as_words(self._gather(chunks, starts, sources))
-        for chunk, where, inside in self._by_chunk(chunks, starts, targets):
+        if self._has_kernel_for(chunks.device) and self._run_kernel(chunks, sources, chunks, targets):
+            return
+        moved = as_words(self._gather(chunks, sources))
+        for chunk, where, inside in self._by_chunk(chunks, targets):
             as_words(chunk).index_copy_(0, inside, moved if where is None else moved.index_select(0, where))
 
-    def _gather(self, chunks: Sequence[Tensor], starts: Ordinals, ordinals: Ordinals) -> Tensor:
+    def _gather(self, chunks: Chunks, ordinals: Ordinals) -> Tensor:
         picked = None
-        for chunk, where, inside in self._by_chunk(chunks, starts, ordinals):
+        for chunk, where, inside in self._by_chunk(chunks, ordinals):
             rows = as_words(chunk).index_select(0, inside)
             if where is None:
                 picked = rows
@@ -81,24 +124,22 @@ class RowCopier:
         assert picked is not None  # there are rows
         return picked.view(torch.uint8)
 
-    def _by_chunk(
-        self, chunks: Sequence[Tensor], starts: Ordinals, ordinals: Ordinals
-    ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
-        """Each chunk that has some of these rows, their places among `ordinals`, and their places in it.
+    def _by_chunk(self, chunks: Chunks, ordinals: Ordinals) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+        """Each tensor that has some of these rows, their places among `ordinals`, and their places in it.
 
-        The places are on the device. Those among `ordinals` are None if all rows are in one chunk.
+        The places are on the device. Those among `ordinals` are None if all rows are in one tensor.
         """
-        which, device = _chunk_of(starts, ordinals), chunks[0].device
+        which = chunks.of(ordinals)
+        inside = ordinals - chunks.starts[which]
         first = int(which[0])
         if (which == first).all():
-            yield chunks[first], None, self.runtime.send(torch.from_numpy(ordinals - starts[first]), device)
+            yield chunks.tensors[first], None, self.runtime.send(torch.from_numpy(inside), chunks.device)
             return
         order = np.argsort(which, kind="stable")
-        places = np.stack([order, (ordinals - starts[which])[order]])
-        table = self.runtime.send(torch.from_numpy(places), device)
+        table = self.runtime.send(torch.from_numpy(np.stack([order, inside[order]])), chunks.device)
         hit, begins = np.unique(which[order], return_index=True)
-        for chunk, begin, end in zip(hit, begins, [*begins[1:], len(order)], strict=True):
-            yield chunks[chunk], table[0, begin:end], table[1, begin:end]
+        for number, begin, end in zip(hit, begins, [*begins[1:], len(order)], strict=True):
+            yield chunks.tensors[number], table[0, begin:end], table[1, begin:end]
 
     def _has_kernel_for(self, device: torch.device) -> bool:
         is_host = device.type == "cpu"
@@ -113,26 +154,25 @@ class RowCopier:
             return False
         return is_host == INTERPRETED  # the interpreter cannot read the memory of a GPU
 
-    def _run_kernel(
-        self, chunks: Sequence[Tensor], sources: Ordinals, targets: Ordinals, *others: Tensor
-    ) -> bool:
-        """Copy rows between addresses in `chunks` and `others`; whether that has worked."""
+    def _run_kernel(self, chunks: Chunks, sources: Ordinals, others: Chunks, targets: Ordinals) -> bool:
+        """Copy rows from `chunks` to `others`; whether that has worked."""
         from torchcache2.core.rowkernel import copy_rows
 
-        device, row_bytes = chunks[0].device, chunks[0].shape[1]
-        table = self.runtime.send(torch.from_numpy(np.stack([sources, targets])), device)
-        alignment = math.gcd(16, row_bytes, *(chunk.data_ptr() for chunk in (*chunks, *others)))
+        addresses = np.stack([chunks.addresses_of(sources), others.addresses_of(targets)])
+        table = self.runtime.send(torch.from_numpy(addresses), chunks.device)
+        everything = (chunks.row_bytes, *chunks.addresses, *others.addresses)
+        alignment = int(np.gcd.reduce(everything, initial=16))
         dtype, per_unit = _KINDS[alignment]
-        words = row_bytes // dtype.itemsize
+        words = chunks.row_bytes // dtype.itemsize
         wide = min(_WORDS, 1 << (words - 1).bit_length())
         high = _WORDS // wide
         tiles = -(-words // wide)
         grid = (-(-len(sources) // high) * tiles,)
         try:
-            with self.runtime.current(device):
+            with self.runtime.current(chunks.device):
                 copy_rows[grid](
-                    *(table[0], table[1], chunks[0].view(-1)[:alignment].view(dtype)),
-                    *(len(sources), row_bytes // alignment, tiles),
+                    *(table[0], table[1], chunks.tensors[0].view(-1)[:alignment].view(dtype)),
+                    *(len(sources), chunks.row_bytes // alignment, tiles),
                     PER_UNIT=per_unit,
                     ALIGNMENT=alignment,
                     ROWS=high,
@@ -142,7 +182,7 @@ class RowCopier:
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # there may be no C compiler, or the GPU may be older than Triton supports
-            self._do_without(device, error)
+            self._do_without(chunks.device, error)
             return False
         return True
 
@@ -150,17 +190,3 @@ class RowCopier:
         self._has_kernel = False
         text = "rows on %s are gathered with torch, as Triton cannot be used: %r"
         self._told("kernel", text, device, error, log=logger.info)
-
-
-def _chunk_of(starts: Ordinals, ordinals: Ordinals) -> Ordinals:
-    which: Ordinals = np.searchsorted(starts, ordinals, side="right") - 1
-    return which
-
-
-def _addresses(chunks: Sequence[Tensor], starts: Ordinals, ordinals: Ordinals) -> Ordinals:
-    """Where these rows begin in memory."""
-    row_bytes = chunks[0].shape[1]
-    bases = np.array([chunk.data_ptr() for chunk in chunks]) - starts * row_bytes
-    which = _chunk_of(starts, ordinals) if len(chunks) > 1 else 0
-    addresses: Ordinals = bases[which] + ordinals * row_bytes
-    return addresses

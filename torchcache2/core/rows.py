@@ -159,10 +159,10 @@ class Rows:
         columns = []
         for i, (leaf, place) in enumerate(zip(schema.leaves, places, strict=True)):
             target = empty_rows(count, leaf.stored_shape, leaf.stored, place)
-            flat = as_bytes(target)
+            flat = as_bytes(target).view(-1)
             for where, (_, rows) in zip(wheres, parts, strict=True):
                 words = as_words(as_bytes(to_device(rows.laid_out_as(schema).columns[i], place)))
-                flat.view(words.dtype).index_copy_(0, where[place], words)
+                flat.view(words.dtype).view(count, words.shape[1]).index_copy_(0, where[place], words)
             columns.append(target)
         return Rows(schema, columns, count)
 

@@ -147,7 +147,7 @@ class StreamOrder:
         self._last: Any = None
         self._streams: set[Hashable] = set()  # that the tensors are kept for
 
-    def begin(self, tensors: Sequence[Tensor]) -> None:
+    def begin(self, tensors: Iterable[Tensor]) -> None:
         """Let the current stream use these tensors only after the work that `end` has marked.
 
         Their memory may be freed while this work runs, and is reused only afterwards.

@@ -134,7 +134,7 @@ class Computation:
 
         Another run, such as a probe, would wait for them in vain. So calls that were random once stay random.
         """
-        positions = torch.arange(self.call.batch_size)
+        positions = torch.arange(self.call.batch_size, device="cpu")
         inputs = Inputs(self.call, self.call.args, self.call.kwargs, positions, self.bind, self.keys_of)
         state = RandomState(self.keeper.generators)
         was_random = self.random.is_suspect(self.context)
@@ -160,7 +160,7 @@ class Computation:
         return is_known and not self.plan.kinds and not self.call.aligned
 
     def _whole_batch(self) -> Steps[WholeBatch]:
-        output = yield from self.steps(torch.arange(self.call.batch_size))
+        output = yield from self.steps(torch.arange(self.call.batch_size, device="cpu"))
         return WholeBatch(output)
 
     def _run(

@@ -163,7 +163,7 @@ class TensorWatch:
 
     def forget(self) -> None:
         """Make the next `same` return False, so that all is read again, and keep no storage alive."""
-        self._heads, self._wholes, self._known, self._state = [], [], {}, None
+        self._heads, self._wholes, self._known, self._state, self._arriving = [], [], {}, None, None
 
     def small_buffers(self) -> list[Tensor]:
         """Tensors that a forward may write to and that are cheap to copy."""

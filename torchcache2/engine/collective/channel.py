@@ -124,7 +124,7 @@ class Channel:
             place, group = data.device, self._group()
             if place.type == "cpu" or group is None or not _has_backend(group, place):
                 with torch.inference_mode(False):
-                    result = torch.empty(sum(received), dtype=torch.uint8)
+                    result = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
                 self._wait(self._gloo.alltoall_base, result, data.cpu(), list(received), list(sent))
                 return result.to(place)
             with torch.inference_mode(False):
@@ -209,7 +209,7 @@ class Channel:
 
     def _look(self, rank: int) -> Any:
         """Raise RuntimeError if the connection to a rank is closed."""
-        return self._gloo.recv([torch.empty(1, dtype=torch.uint8)], rank, _UNUSED)
+        return self._gloo.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, _UNUSED)
 
     def _failed(self, error: str) -> RankError:
         """Find out why this rank cannot go on, and let the others know that it cannot."""
@@ -243,8 +243,8 @@ class _Round:
         self.capacity = capacity
         self._largest, self._left = _SMALLEST, _REVIEW
         with torch.inference_mode(False):  # or only calls in inference mode could use these buffers
-            self.sent = torch.zeros(_HEAD + capacity, dtype=torch.uint8)
-            every = torch.zeros(size, _HEAD + capacity, dtype=torch.uint8)
+            self.sent = torch.zeros(_HEAD + capacity, dtype=torch.uint8, device="cpu")
+            every = torch.zeros(size, _HEAD + capacity, dtype=torch.uint8, device="cpu")
             self.rows = list(every)
         self.lengths, self.marks = every.numpy()[:, :_HEAD].view(np.uint32).T
         self._head = self.sent.numpy()[:_HEAD].view(np.uint32)

@@ -161,7 +161,7 @@ class Arena:
         if not self._order.is_needed:
             yield
             return
-        self._order.begin(list(chain.from_iterable(column.memory for column in self._columns)))
+        self._order.begin(chain.from_iterable(column.memory for column in self._columns))
         try:
             yield
         finally:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchcache2.core.arrays import Ordinals
 from torchcache2.core.gather import gather, write
-from torchcache2.core.rowcopy import RowCopier
+from torchcache2.core.rowcopy import Chunks, RowCopier
 from torchcache2.core.transfer import Runtime
 
 __all__ = ["Column", "host_column", "row_column"]
@@ -144,19 +144,17 @@ class _ChunkedColumn(Column):
     """Rows on a device in chunks that stay where they are: it grows by whole chunks, and shrinks by them."""
 
     def __init__(self, row_bytes: int, device: torch.device, copier: RowCopier) -> None:
-        self._device = device
-        self._copier = copier
-        self._chunks: list[Tensor] = []
-        self._starts: Ordinals = np.empty(0, np.int64)  # the number of the first row of each chunk
         super().__init__(row_bytes)
+        self._chunks = Chunks(row_bytes, device)
+        self._copier = copier
 
     @property
     def nbytes(self) -> int:
-        return sum(chunk.untyped_storage().nbytes() for chunk in self._chunks)
+        return sum(chunk.untyped_storage().nbytes() for chunk in self._chunks.tensors)
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        return self._chunks
+        return self._chunks.tensors
 
     def cost(self, rows: int) -> int:
         return sum(self._sizes(rows))
@@ -164,35 +162,32 @@ class _ChunkedColumn(Column):
     def grow(self, rows: int) -> None:
         for size in list(self._sizes(rows)):
             count = size // self.row_bytes
-            data = torch.empty(size, dtype=torch.uint8, device=self._device)
+            data = torch.empty(size, dtype=torch.uint8, device=self._chunks.device)
             self._chunks.append(data[: count * self.row_bytes].view(count, self.row_bytes))
-            self._starts = np.append(self._starts, self.capacity)
-            self.capacity += count
+            self.capacity = self._chunks.capacity
 
     def shrink(self, rows: int) -> None:
-        kept = int(np.searchsorted(self._starts, rows))
-        if kept < len(self._chunks):
-            self.capacity = int(self._starts[kept])
-            self._chunks, self._starts = self._chunks[:kept], self._starts[:kept]
+        self._chunks.shrink(rows)
+        self.capacity = self._chunks.capacity
 
     def gather(self, ordinals: Ordinals) -> Tensor:
-        return self._copier.gather(self._chunks, self._starts, ordinals)
+        return self._copier.gather(self._chunks, ordinals)
 
     def write(self, first: int, values: Tensor) -> None:
-        end = first + len(values)
-        while first < end:
-            number = int(np.searchsorted(self._starts, first, side="right")) - 1
-            chunk, inside = self._chunks[number], first - int(self._starts[number])
-            count = min(end - first, len(chunk) - inside)
-            write(chunk, inside, values[len(values) - (end - first) :][:count])
+        last = first + len(values)
+        while first < last:
+            number = int(self._chunks.of(np.array(first)))
+            chunk, inside = self._chunks.tensors[number], first - int(self._chunks.starts[number])
+            count = min(last - first, len(chunk) - inside)
+            write(chunk, inside, values[len(values) - (last - first) :][:count])
             first += count
 
     def move(self, source: Ordinals, target: Ordinals) -> None:
-        self._copier.move(self._chunks, self._starts, source, target)
+        self._copier.move(self._chunks, source, target)
 
     def _sizes(self, rows: int) -> Iterator[int]:
         """Bytes of the chunks that make room for so many rows, as the allocator gives them out."""
-        capacity, total, most = self.capacity, self.nbytes, max(1, _MOST // self.row_bytes)
+        capacity, total, most = self._chunks.capacity, self.nbytes, max(1, _MOST // self.row_bytes)
         while capacity < rows:
             size = min(rows - capacity, most) * self.row_bytes
             # Otherwise a column that asks for single rows would get very many chunks.
