@@ -10,7 +10,7 @@ import torch
 from tests.helpers import storage
 from tests.helpers.late import POISON, Late, Streams
 from tests.helpers.storage import NAMESPACES, keys_of
-from torchcache2.core.gather import empty_bytes, gather
+from torchcache2.core.gather import as_words, empty_bytes, gather
 from torchcache2.core.rows import Rows
 from torchcache2.core.transfer import Arriving, StreamOrder, sent, to_device, to_host
 from torchcache2.identity.items import item_keys
@@ -186,3 +186,11 @@ def test_positions_are_sent_once_to_each_device():
     places = sent(positions, [CPU, CPU], runtime)
     assert list(places) == [CPU] and torch.equal(places[CPU], positions)
     assert places[CPU] is not positions and runtime.log == ["pinned"]
+
+
+def test_words_are_no_wider_than_their_place_in_memory_allows():
+    memory = torch.arange(72, dtype=torch.uint8)
+    for offset, word in ((0, torch.int64), (4, torch.int32), (6, torch.int16), (1, torch.uint8)):
+        rows = torch.frombuffer(memory.numpy(), dtype=torch.uint8, offset=offset, count=64).view(4, 16)
+        words = as_words(rows)  # the offset is in the address, not in the tensor
+        assert words.dtype == word and torch.equal(words.view(torch.uint8), rows)

@@ -2,8 +2,8 @@
 
 import json
 import os
-import select
 import random
+import select
 import signal
 import tempfile
 from pathlib import Path

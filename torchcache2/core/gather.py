@@ -151,8 +151,9 @@ def item_bytes(tensor: Tensor) -> Tensor:
 
 def as_words(data: Tensor) -> Tensor:
     """Contiguous uint8 ``(n, bytes)`` as the widest words that divide a row; shares memory."""
-    offset = data.storage_offset()
-    word = next(t for t in _WORDS if data.shape[1] % t.itemsize == 0 and offset % t.itemsize == 0)
+    # Memory of other libraries may begin anywhere, and a GPU reads a word at a multiple of its size only.
+    places = data.storage_offset() | data.data_ptr() | data.shape[1]
+    word = next(t for t in _WORDS if places % t.itemsize == 0)
     return data.view(-1).view(word).view(len(data), data.shape[1] // word.itemsize)
 
 
