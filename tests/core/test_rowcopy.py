@@ -67,3 +67,16 @@ def test_a_kernel_that_does_not_start_is_told_once_and_done_without(chunks, monk
     assert kernel.started == 1
     (record,) = log
     assert record.levelname == "INFO" and "Triton cannot be used" in record.getMessage()
+
+
+def test_a_kernel_that_copies_other_bytes_is_not_used(chunks, monkeypatch, log):
+    class Wrong:
+        def __getitem__(self, grid):
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(rowkernel, "copy_rows", Wrong())
+    copier = RowCopier(Streams())
+    for _ in range(2):
+        assert torch.equal(copier.gather(chunks, np.array([5, 0])), ROWS[[5, 0]])
+    (record,) = log
+    assert record.levelname == "WARNING" and "has not copied rows" in record.getMessage()

@@ -166,10 +166,10 @@ def test_an_error_of_torch_where_all_is_on_one_device_stays_what_it_is():
 
 
 def test_weights_that_a_function_uses_are_its_own(monkeypatch):
-    # There is one device here, so where the batch is must be pretended, and torch refuses for another reason.
+    # There is one device here, so where the batch is must be pretended, and torch refuses for the dtype.
     encoder = frozen(nn.Linear(8, 4))
     embed = torchcache(lambda x: encoder(x))
-    expected, wrong = embed(X), torch.rand(6, 7)
+    expected, wrong = embed(X), torch.rand(6, 8, dtype=torch.float64)
     monkeypatch.setattr(
         "torchcache2.decorator.elsewhere._batch_devices", lambda call: {torch.device("xpu:1")}
     )
@@ -180,7 +180,10 @@ def test_weights_that_a_function_uses_are_its_own(monkeypatch):
         f"or the batch to {X.device}",
     ):
         embed(wrong)
-    monkeypatch.setattr("torchcache2.decorator.elsewhere._batch_devices", lambda call: {X.device})
     with pytest.raises(RuntimeError, match="shapes") as raised:
+        embed(torch.rand(6, 7))  # it would be refused on any device
+    assert type(raised.value) is RuntimeError
+    monkeypatch.setattr("torchcache2.decorator.elsewhere._batch_devices", lambda call: {X.device})
+    with pytest.raises(RuntimeError, match="dtype") as raised:
         embed(wrong)
     assert type(raised.value) is RuntimeError

@@ -76,9 +76,8 @@ class Chunks:
     def addresses_of(self, ordinals: Ordinals) -> Ordinals:
         """Where these rows are in memory."""
         which = self.of(ordinals) if len(self.tensors) > 1 else 0
-        addresses: Ordinals = (self.addresses - self.starts * self.row_bytes)[
-            which
-        ] + ordinals * self.row_bytes
+        bases = self.addresses - self.starts * self.row_bytes
+        addresses: Ordinals = bases[which] + ordinals * self.row_bytes
         return addresses
 
 
@@ -89,6 +88,7 @@ class RowCopier:
         self.runtime = runtime
         self._told = ToldOnce()
         self._has_kernel = True  # as far as is known
+        self._right: set[tuple[torch.device, int]] = set()  # where it was seen to work, for which alignments
 
     def gather(self, chunks: Chunks, ordinals: Ordinals) -> Tensor:
         """A copy of the rows with these numbers, in their order: uint8 ``(n, row_bytes)``."""
@@ -156,34 +156,64 @@ class RowCopier:
 
     def _run_kernel(self, chunks: Chunks, sources: Ordinals, others: Chunks, targets: Ordinals) -> bool:
         """Copy rows from `chunks` to `others`; whether that has worked."""
-        from torchcache2.core.rowkernel import copy_rows
-
-        addresses = np.stack([chunks.addresses_of(sources), others.addresses_of(targets)])
-        table = self.runtime.send(torch.from_numpy(addresses), chunks.device)
         everything = (chunks.row_bytes, *chunks.addresses, *others.addresses)
         alignment = int(np.gcd.reduce(everything, initial=16))
-        dtype, per_unit = _KINDS[alignment]
-        words = chunks.row_bytes // dtype.itemsize
-        wide = min(_WORDS, 1 << (words - 1).bit_length())
-        high = _WORDS // wide
-        tiles = -(-words // wide)
-        grid = (-(-len(sources) // high) * tiles,)
         try:
             with self.runtime.current(chunks.device):
-                copy_rows[grid](
-                    *(table[0], table[1], chunks.tensors[0].view(-1)[:alignment].view(dtype)),
-                    *(len(sources), chunks.row_bytes // alignment, tiles),
-                    PER_UNIT=per_unit,
-                    ALIGNMENT=alignment,
-                    ROWS=high,
-                    WORDS=wide,
-                    **_OPTIONS,
-                )
+                if not self._is_right(chunks.device, alignment):
+                    return False
+                self._start_kernel(alignment, chunks, sources, others, targets)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # there may be no C compiler, or the GPU may be older than Triton supports
             self._do_without(chunks.device, error)
             return False
+        return True
+
+    def _start_kernel(
+        self, alignment: int, chunks: Chunks, sources: Ordinals, others: Chunks, targets: Ordinals
+    ) -> None:
+        """Start the kernel on the current device, which has the chunks; `alignment` is that of all rows."""
+        from torchcache2.core.rowkernel import copy_rows
+
+        addresses = np.stack([chunks.addresses_of(sources), others.addresses_of(targets)])
+        table = self.runtime.send(torch.from_numpy(addresses), chunks.device)
+        dtype, per_unit = _KINDS[alignment]
+        words = chunks.row_bytes // dtype.itemsize
+        wide = min(_WORDS, 1 << (words - 1).bit_length())
+        high = _WORDS // wide
+        tiles = -(-words // wide)
+        copy_rows[(-(-len(sources) // high) * tiles,)](
+            *(table[0], table[1], chunks.tensors[0].view(-1)[:alignment].view(dtype)),
+            *(len(sources), chunks.row_bytes // alignment, tiles),
+            PER_UNIT=per_unit,
+            ALIGNMENT=alignment,
+            ROWS=high,
+            WORDS=wide,
+            **_OPTIONS,
+        )
+
+    def _is_right(self, device: torch.device, alignment: int) -> bool:
+        """Whether the kernel copies rows that are known: this is seen before it is first used on a device."""
+        if (device, alignment) in self._right:
+            return True
+        known = torch.arange(7 * 5 * alignment, device="cpu").to(torch.uint8).view(7, -1)
+        chunks, picked = Chunks(known.shape[1], device), Chunks(known.shape[1], device)
+        for part in (known[:3], known[3:]):
+            chunks.append(part.to(device, copy=True))
+        picked.append(torch.zeros_like(known, device=device))
+        order = np.array([4, 0, 6, 2, 5, 1, 3])
+        self._start_kernel(alignment, chunks, order, picked, np.arange(7))
+        if not torch.equal(picked.tensors[0].cpu(), known[torch.from_numpy(order)]):
+            self._has_kernel = False
+            self._told(
+                "wrong",
+                "a kernel has not copied rows on %s as they are, so torch copies them. Please report this, "
+                "with the name of the device and the versions of torch (%s) and Triton",
+                *(device, torch.__version__),
+            )
+            return False
+        self._right.add((device, alignment))
         return True
 
     def _do_without(self, device: torch.device, error: Exception) -> None:

@@ -6,6 +6,7 @@ error that torch raises for it says neither that a cache is involved, nor what t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any
@@ -72,8 +73,12 @@ def _weight_devices(computation: Computation) -> set[torch.device]:
 
 
 def _is_torchs(error: RuntimeError) -> bool:
-    """Whether torch raises it for tensors of differing devices; it has other classes for other faults."""
-    return type(error) in (RuntimeError, NotImplementedError) or type(error).__module__ == "torch._dynamo.exc"
+    """Whether torch may have raised it for tensors of differing devices: its texts name devices or types."""
+    is_plain = type(error) in (RuntimeError, NotImplementedError)
+    is_of_torch = is_plain or type(error).__module__ == "torch._dynamo.exc"
+    return (
+        is_of_torch and re.search("device|type|backend|cpu|cuda|meta", str(error), re.IGNORECASE) is not None
+    )
 
 
 def _named(devices: Iterable[torch.device]) -> str:

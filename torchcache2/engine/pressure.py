@@ -30,11 +30,7 @@ class OwnMemoryError(Exception):
 def told_apart(steps: Steps[T]) -> Steps[T]:
     """Run steps. An out-of-memory error of a call that they make is raised as it is.
 
-    <<<<<<< HEAD
-    So is one with which a step of all ranks has ended: the others have raised, and would never come.
-    =======
     So is one with which a step of all ranks has ended, as no rank may go on alone.
-    >>>>>>> attack
 
     Raises
     ------

@@ -49,11 +49,7 @@ def test_a_loop_that_raises_is_told_if_an_earlier_step_has_failed_too():
 
 
 def test_a_rank_without_memory_for_the_caches_own_work_goes_on_only_with_the_others():
-<<<<<<< HEAD
-    """A rank that computes what the others have raised for waits for them at its next reduction."""
-=======
     """One that went on alone would wait for the others at its next reduction."""
->>>>>>> attack
 
     def no_memory(*args):
         raise torch.cuda.OutOfMemoryError("no memory")
