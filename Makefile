@@ -10,7 +10,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 QUICK = $(addprefix tests/,core engine decorator/test_decorator.py decorator/test_forward.py identity/test_keys.py)
-NOT_TORCH = system cli tiers/disk project torch/zoo identity/xxh3
+NOT_TORCH = system cli tiers/disk project torch/zoo identity/xxh3 core/test_rowcopy.py
 # Beside them what needs no accelerator: files, data sets, pages, the memory of the host; and stand-ins for one.
 NOT_GPU = $(NOT_TORCH) core datasets files pages tiers engine/collective engine/test_pressure.py \
 	$(addprefix torch/,test_sharded.py test_sharded_collective.py test_torch_modes.py)
@@ -48,8 +48,9 @@ soak: $(VENV)/test $(VENV)/zoo
 	SOAK=1 $(RUN) -m pytest -s
 
 # The builds of old torch that a registry has bring CUDA libraries: some gigabytes. The transformers of
-# today do not work with it, so neither does the zoo of models, nor does NumPy with its Triton. Left out is also what tests processes, files,
-# commands and this repository rather than torch; the code on the pages is run.
+# today do not work with it, so neither does the zoo of models, nor does NumPy with its Triton: kernels are
+# tested with the Triton of today. Left out is also what tests processes, files, commands and this repository
+# rather than torch; the code on the pages is run.
 lowest: $(VENV)-lowest/installed
 	$(VENV)-lowest/bin/python -m pytest $(PARALLEL) $(patsubst %,--ignore=tests/%,$(NOT_TORCH))
 

@@ -11,9 +11,6 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Kernels for GPUs run in Triton's interpreter. It is asked for before anything imports Triton.
-os.environ["TRITON_INTERPRET"] = "1"
-
 hypothesis.settings.register_profile("suite", deadline=None)  # a slow machine is no fault
 hypothesis.settings.load_profile("suite")
 
@@ -28,6 +25,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if device := config.getoption("--device"):
         _make_tensors_on(device)
+    else:  # kernels run in Triton's interpreter, which has to be asked for before anything imports Triton
+        os.environ["TRITON_INTERPRET"] = "1"
     config.addinivalue_line(
         "markers",
         "one_in(n): run one in n combinations of the parameters of a test: those whose positions in their "

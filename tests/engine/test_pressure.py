@@ -1,6 +1,9 @@
 """Devices without free memory: the forward's errors are the caller's, and the cache's own are not."""
 
+import contextlib
 import functools
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -12,7 +15,9 @@ from torchcache2 import Cache, torchcache
 from torchcache2.core.rowcopy import RowCopier
 from torchcache2.core.rows import Rows
 from torchcache2.decorator import modulecache
-from torchcache2.engine.pressure import device_of
+from torchcache2.decorator.forward import Computation
+from torchcache2.engine.pressure import OwnMemoryError, device_of, told_apart
+from torchcache2.engine.steps import run_steps
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.tiers.base import replicas_of
 from torchcache2.tiers.memory import arena, columns
@@ -142,12 +147,103 @@ def test_the_caches_own_work_without_memory_never_reaches_the_caller(monkeypatch
     assert stats.memory_rows >= 8 and stats.hits >= 12
 
 
+class Shifting(torch.nn.Module):
+    """Changes its input and a buffer when the first number is large."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("changes", torch.zeros(()))
+
+    def forward(self, x):
+        if x[0, 0] > 20:
+            x += 1
+            self.changes += 1
+        return x * 2
+
+
+@pytest.mark.parametrize("found", [X[:0], X[:2]], ids=["the whole batch", "a part of it"])
+def test_what_the_forward_has_changed_is_not_changed_twice(monkeypatch, log, found):
+    def fail(*args):
+        raise OutOfMemory(TEXT)
+
+    model = torchcache(Shifting().eval())
+    assert torch.equal(model(X), X * 2)
+    x = torch.cat([found, X + 50])
+    twin = Shifting()
+    expected = twin(x.clone())
+    monkeypatch.setattr(Computation, "_trace", fail)
+    assert torch.equal(model(x), expected) and model.changes == twin.changes
+    assert len(warnings_of(log)) == 1
+
+
 def test_a_function_of_a_batch_is_computed_past_a_cache_without_memory(monkeypatch, log):
     cache = Cache(NAMESPACES[0])
     monkeypatch.setattr(Rows, "from_pytree", failing)
     output = cache.fetch(keys_of(range(3)), lambda positions: positions.double() ** 2)
     assert torch.equal(output, torch.tensor([0.0, 1.0, 4.0], dtype=torch.float64))
     assert cache.stats().misses == 3 and len(warnings_of(log)) == 1
+
+
+def test_the_steps_of_a_call_keep_nothing_of_the_calls_before():
+    def failing():
+        tensor = torch.ones(3)
+        made.append(weakref.ref(tensor))
+        raise (OutOfMemory if len(made) == 1 else ValueError)(TEXT)
+
+    def working():
+        made.append(weakref.ref(tensor := torch.ones(3)))
+        return tensor
+
+    def last():
+        gone.extend(reference() is None for reference in made)
+
+    def steps():
+        for _ in range(2):
+            with contextlib.suppress(OutOfMemory, ValueError):
+                yield failing, (), {}
+        yield working, (), {}
+        yield last, (), {}
+
+    made, gone = [], []
+    gc.disable()
+    try:
+        run_steps(lambda: told_apart(steps()))
+    finally:
+        gc.enable()
+    assert gone == [True] * 3
+
+
+def test_steps_that_are_told_apart_end_as_they_would_otherwise():
+    def steps():
+        try:
+            yield "a call"
+        except GeneratorExit:
+            ended.append("closed")
+            raise
+        except ValueError as error:
+            return error
+        raise OutOfMemory(TEXT)
+
+    ended = []
+    running = told_apart(steps())
+    assert next(running) == "a call"
+    running.close()
+    assert ended == ["closed"]
+    for error in (KeyboardInterrupt(), OutOfMemory(TEXT)):
+        running = told_apart(steps())
+        next(running)
+        with pytest.raises(type(error)) as raised:
+            running.throw(error)
+        assert raised.value is error
+    running = told_apart(steps())
+    next(running)
+    with pytest.raises(StopIteration) as stop:
+        running.throw(error := ValueError())
+    assert stop.value.value is error
+    running = told_apart(steps())
+    next(running)
+    with pytest.raises(OwnMemoryError):
+        running.send(1)
 
 
 # Tiers, with the device "meta" in the place of an accelerator

@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.helpers.gloo import run_ranks
 from tests.helpers.outputs import bypasses, frozen, hits
 from torchcache2 import torchcache
+from torchcache2.core.rows import Rows
+from torchcache2.engine.collective.stepped import SteppedOutcomes
 from torchcache2.identity.sharded import Shards
 
 # torch 2.4 says so whenever such tensors are made.
@@ -121,6 +123,24 @@ def test_calls_that_are_not_cached_run_once_too(mesh):
             module(X)
             assert sizes(module) == [6]
         assert bypasses(module) == {reason: 12}
+
+
+@pytest.mark.parametrize("name", ["from_pytree", "to_pytree"])
+def test_without_memory_for_the_caches_own_work_it_runs_once_or_not_at_all(mesh, monkeypatch, name):
+    def fail(*args, **options):
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    module = cached(Outer(mesh))
+    module(X)
+    assert sizes(module) == [6]
+    monkeypatch.setattr(Rows, name, fail)
+    assert torch.equal(module(X + 24), plain(X + 24))
+    assert sizes(module) == [6]
+    if name == "to_pytree":  # other ranks may have found their rows
+        monkeypatch.setattr(SteppedOutcomes, "_find", fail)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            module(X)
+        assert sizes(module) == []
 
 
 def test_what_was_random_once_is_not_cached(mesh):

@@ -50,7 +50,7 @@ class Computation:
     keys_of: Callable[[BoundCall], Bytes2D]
     settings: CacheSettings
     has_run: bool = False  # whether it was asked for any item
-    ran: list[Any] = dataclasses.field(default_factory=list)  # the output of a forward that runs only once
+    ran: list[Any] = dataclasses.field(default_factory=list)  # the output of a forward that may not run again
 
     @property
     def is_sharded(self) -> bool:
@@ -79,7 +79,7 @@ class Computation:
         self.has_run = True
         if self.is_sharded:
             if not self.ran:
-                self.ran.append((yield from self._run_once()))
+                yield from self._run_once()
             is_part = len(positions) < self.call.batch_size
             return WholeBatch(self.ran[0]) if is_part else self.ran[0]
         self.plan.decide_uneven()
@@ -95,7 +95,14 @@ class Computation:
         undo = None if is_callers else Undo(self.keeper, self.seen, self.root)
         state = RandomState(self.keeper.generators)
         output = yield from self._run(inputs, state, undo, suspect, len(positions))
-        reason = self._trace(inputs, state, suspect, output)
+        self.ran = [output] if is_callers else []  # until it is known that nothing was changed
+        try:
+            reason = self._trace(inputs, state, suspect, output)
+        except torch.cuda.OutOfMemoryError:
+            if undo is not None:
+                undo()
+            raise
+        self.ran = []
         if reason is not None:
             is_own = reason == "random" and (suspect or threading.active_count() == 1)
             output = yield from self._run_again(output, undo, state if is_own else None)
@@ -122,8 +129,8 @@ class Computation:
         """Whether the forward would run for the whole batch, whatever items are asked for."""
         return not self._may_compute_parts()
 
-    def _run_once(self) -> Steps[Any]:
-        """The output of the whole batch of a forward that other processes run at the same time.
+    def _run_once(self) -> Steps[None]:
+        """Compute the output of the whole batch of a forward that other processes run at the same time.
 
         Another run, such as a probe, would wait for them in vain. So calls that were random once stay random.
         """
@@ -132,6 +139,7 @@ class Computation:
         state = RandomState(self.keeper.generators)
         was_random = self.random.is_suspect(self.context)
         output = pytree.tree_map(_waited, (yield from self.forward(inputs.args, inputs.kwargs)))
+        self.ran = [output]
         reason = self._trace(inputs, state, False, output) or ("random" if was_random else None)
         if reason is not None:
             raise not_stored(reason, output)
@@ -139,7 +147,7 @@ class Computation:
         if self._is_odd(shapes) and self.call.lengths is None:
             raise not_stored("batch", output, self._odd_text(shapes))
         self._remember(shapes)
-        return self._own(output, inputs.tensors)
+        self.ran = [self._own(output, inputs.tensors)]
 
     def _may_compute_parts(self) -> bool:
         """Whether the forward may run for a part of the batch.

@@ -159,8 +159,11 @@ class ModuleCache(Passing):
             is_final = stop.reason != "random" or self._random.is_final(computation.context)
             self._step_aside(BypassError.of(stop, is_final=is_final), kind, len(computation.keys))
             return stop.output
-        except OwnMemoryError:
-            pass
+        except OwnMemoryError as stop:
+            if computation.is_sharded and not computation.ran:
+                raise stop.error from None  # other ranks may not run this forward, which would wait for them
+        if computation.ran:
+            return computation.ran[0]
         with apart():  # the other ranks have taken their step
             return (yield from self._runner.run(plain, args, kwargs))
 
@@ -186,6 +189,9 @@ class ModuleCache(Passing):
         context = digest([seen.namespace, call.context])
         bypass.ask_randomness(self._random, context)
         keys = self._keys(seen.namespace, call)
+        if not self.keeper.holds():  # bytes of weights that have come with the keys show an edit
+            self._calls.pop()
+            return self._computation(root, plain, args, kwargs)
         is_on = self.settings.probe and seen.shards is None
         plan = ProbePlan(self._probes, self._probed_before, root, self.fingerprint, call, keys, is_on=is_on)
         plan.decide()

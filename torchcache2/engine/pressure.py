@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import weakref
 from typing import TypeVar
 
 import torch
 
+from torchcache2.engine.collective.known import is_told
 from torchcache2.engine.steps import Steps
 
 __all__ = ["OwnMemoryError", "device_of", "told_apart"]
@@ -15,37 +17,47 @@ T = TypeVar("T")
 
 
 class OwnMemoryError(Exception):
-    """Raised when the cache's own work has found no memory on a device: the call is to be made without it."""
+    """Raised when the cache's own work has found no memory on a device: the call is to be made without it.
+
+    `error` is what torch has raised.
+    """
+
+    def __init__(self, error: torch.cuda.OutOfMemoryError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 def told_apart(steps: Steps[T]) -> Steps[T]:
     """Run steps. An out-of-memory error of a call that they make is raised as it is.
+
+    So is one with which a step of all ranks has ended: the others have raised, and would never come.
 
     Raises
     ------
     OwnMemoryError
         In place of another out-of-memory error.
     """
-    value, failure = None, None
+    failure: weakref.ref[BaseException] | None = None  # a reference would keep the tensors of the call
     try:
         call = next(steps)
         while True:
-            error = None
+            value = error = None
             try:
                 value = yield call
             except BaseException as raised:
-                error = failure = raised
+                error = raised
+                if isinstance(raised, torch.cuda.OutOfMemoryError):
+                    failure = weakref.ref(raised)
             call = steps.send(value) if error is None else steps.throw(error)
     except StopIteration as stop:
         result: T = stop.value
         return result
     except torch.cuda.OutOfMemoryError as raised:
-        if raised is failure:
+        if is_told(raised) or (failure is not None and raised is failure()):
             raise
-        raise OwnMemoryError(str(raised)) from raised
+        raise OwnMemoryError(raised) from None
     finally:
-        del value, failure
-        error = None  # its traceback refers to this frame, and would keep the tensors of the call in memory
+        value = error = None  # its traceback refers to this frame: a cycle, which would keep tensors
 
 
 def device_of(error: torch.cuda.OutOfMemoryError) -> torch.device | None:

@@ -158,6 +158,14 @@ class NamespaceKeeper:
             namespace, generation = self.fingerprint.namespace, tensors.generation
             return Seen(namespace, tensors, generation, self._has_old_casts, self._shards or None)
 
+    def holds(self) -> bool:
+        """Whether the bytes of tensors that have arrived since the last look show no edit."""
+        with self._lock():
+            holds = self._tensors.holds()
+            if not holds:
+                self._tensors.forget()
+            return holds
+
     def changed_since(self, seen: Seen, root: Any) -> bool:
         """Whether the module, or a tensor of it, has changed since it was looked at."""
         with self._lock():

@@ -3,9 +3,9 @@
 Tensors are compared by storage address, shape, strides and version counter. Edits through ``.data`` and by
 numpy change none of these: so the first bytes of each tensor are compared too and, in turn, the first 4 KB of
 one of them. An edit through ``.data`` of a part of one tensor is thus noticed only when its turn comes, and
-only within its first 4 KB. On a GPU, these bytes are compared when they have arrived: at a later call, so
-that no call waits for them. Tensors made under `torch.inference_mode` have no version counters: if they are
-small, all of their bytes are compared.
+only within its first 4 KB. On a GPU, these bytes are compared when they have arrived, as no call waits for
+them: with the keys of a batch that is there too, else at a later call. Tensors made under
+`torch.inference_mode` have no version counters: if they are small, all of their bytes are compared.
 """
 
 from __future__ import annotations
@@ -98,21 +98,25 @@ class TensorWatch:
 
     def same(self) -> bool:
         """Whether every tensor seems to have the content that was read."""
-        if self.moved() or b"".join(self._heads) != self._head_bytes:
+        if self.moved() or b"".join(self._heads) != self._head_bytes or not self.holds():
             return False
-        arriving = self._arriving
-        if arriving is not None and arriving[1].has_arrived:
-            self._arriving = None
-            head: Bytes1D = arriving[1].wait()[0].numpy()
-            if xxh3_64_digest(head) != arriving[0]:
-                return False
         if self.tensors and self._arriving is None:
             self._turn = turn = (self._turn + 1) % len(self.tensors)
             tensor, probe = self.tensors[turn], self._probes[turn]
             if not self._runtime.owns(tensor):
                 return _probe(tensor) == probe
-            self._arriving = probe, Arriving([_head(tensor, _PROBE)], self._runtime)
+            # A copy, as a view would keep the memory of the tensor until its bytes are compared.
+            self._arriving = probe, Arriving([_head(tensor, _PROBE).clone()], self._runtime)
         return True
+
+    def holds(self) -> bool:
+        """Whether what has arrived since `same` is what was read; waits for nothing."""
+        arriving = self._arriving
+        if arriving is None or not arriving[1].has_arrived:
+            return True
+        self._arriving = None
+        head: Bytes1D = arriving[1].wait()[0].numpy()
+        return bool(xxh3_64_digest(head) == arriving[0])
 
     def refresh(self, *, read: bool = True) -> None:
         """Read tensors that may have changed; without `read`, only remember what would show a change."""
@@ -138,6 +142,8 @@ class TensorWatch:
             try:
                 is_known = key in known
                 digests[key] = known[key].digest if is_known else tensor_digest(tensor, contents.get(key))
+            except torch.cuda.OutOfMemoryError:
+                raise  # it can be read once there is memory: all is read again then
             except (RuntimeError, TypeError, NotImplementedError, UnencodableError):
                 self.unreadable.append(name)
                 digests[key] = os.urandom(16)

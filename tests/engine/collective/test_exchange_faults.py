@@ -48,6 +48,30 @@ def test_a_loop_that_raises_is_told_if_an_earlier_step_has_failed_too():
     assert first == [RankError, RankError, LookupError] and second == [KeyError, KeyError, LookupError]
 
 
+def test_a_rank_without_memory_for_the_caches_own_work_goes_on_only_with_the_others():
+    """A rank that computes what the others have raised for waits for them at its next reduction."""
+
+    def no_memory(*args):
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    def run(rank, channel):
+        mine, raised = Rank(channel), []
+        for step in range(4):
+            if rank == 0 and step in (1, 2):
+                setattr(mine.cache, ("_find", "_keep")[step - 1], no_memory)
+            try:
+                mine.fetch([10 * step + rank, 10 * step + 5])
+            except Exception as error:
+                raised.append((step, type(error)))
+            for name in ("_find", "_keep"):
+                vars(mine.cache).pop(name, None)
+        return raised
+
+    first, second = told(in_threads(2, run))
+    assert first == [(step, torch.cuda.OutOfMemoryError) for step in (1, 2)]
+    assert second == [(step, RankError) for step in (1, 2)]
+
+
 def test_all_namespaces_that_one_rank_drops_all_drop():
     def run(rank, channel):
         mine = Rank(channel)

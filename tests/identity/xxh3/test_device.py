@@ -1,5 +1,6 @@
 """Keys and digests of weights from an accelerator, for which Triton's interpreter stands in."""
 
+import functools
 import importlib
 import logging
 import sys
@@ -9,14 +10,15 @@ import pytest
 import torch
 import xxhash
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.helpers.interpreter import Interpreted, OnHost, Passed
 from torchcache2 import torchcache
-from torchcache2.identity import encoding, items, tensorwatch
+from torchcache2.identity import encoding, items, namespace, tensorwatch
 from torchcache2.identity.encoding import tensor_digest
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.tensorwatch import TensorWatch
-from torchcache2.identity.xxh3 import device, launch
+from torchcache2.identity.xxh3 import device, kernels, launch
 
 NAMESPACE = bytes(range(16))
 
@@ -104,6 +106,13 @@ def test_weights_have_the_digests_of_the_host(digests):
         assert watch.digests[name] == tensor_digest(tensor, content), name
 
 
+def test_what_says_where_weights_are_is_sent_without_a_wait(digests, monkeypatch):
+    sent = []
+    monkeypatch.setattr(OnHost, "send", lambda self, tensor, device: sent.append(tensor.shape) or tensor)
+    tensors = [torch.randn(size) for size in (500, 900)]
+    assert len(digests.of_tensors(tensors)) == 2 and sent == [(3, 2)]
+
+
 def test_many_weights_are_read_in_groups(digests, monkeypatch):
     monkeypatch.setattr(device, "_AT_ONCE", 10_000)
     tensors = [torch.randn(size) for size in (500, 900, 3000, 70, 61, 1200, 40)]
@@ -178,9 +187,47 @@ def test_what_goes_wrong_on_the_device_costs_no_call(digests, monkeypatch, log, 
     assert [record.levelno for record in log] == ([] if is_memory else [logging.INFO])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_that_cannot_be_read_is_no_fault_of_its_device(digests, log):
+    ragged = torch.nested.nested_tensor([torch.randn(300), torch.randn(200)])
+    assert digests.of_tensors([ragged]) == {} and digests.of_items(ragged) is None
+    assert digests.of_items(torch.randn(3, 100)) is not None and log == []
+
+
+def test_weights_for_which_there_was_no_memory_are_read_at_the_next_call(monkeypatch):
+    def failing(*args):
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    net, x = nn.Linear(8, 4).eval().requires_grad_(False), torch.randn(3, 8)
+    twin, net = torchcache(nn.Sequential(net)), torchcache(nn.Sequential(net))
+    expected = twin(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(tensorwatch, "tensor_digest", failing)
+        assert torch.equal(net(x), expected)
+    assert torch.equal(net(x), expected)
+    assert net.cache_instance.module_hash == twin.cache_instance.module_hash
+
+
 def test_other_accelerators_are_left_to_the_host(log):
     far = torch.empty(3, 100, device="meta")
     assert device.DeviceDigests().of_items(far) is None and log == []
+
+
+def test_the_interpreter_is_kept_from_the_memory_of_a_device(monkeypatch, log):
+    class Everywhere(OnHost):
+        def owns(self, tensor):
+            return True
+
+    class Kernel:
+        def __getitem__(self, grid):
+            raise AssertionError("it would read addresses of the device on the host")
+
+    for name in ("block_sums", "digests"):
+        monkeypatch.setattr(kernels, name, Kernel())
+    far = torch.empty(3, 1000, device="meta")
+    assert device.DeviceDigests(Everywhere()).of_tensors([far]) == {}
+    assert device.DeviceDigests(Everywhere()).of_items(far) is None
+    assert ["TRITON_INTERPRET is set" in record.getMessage() for record in log] == [True, True]
 
 
 class Late(OnHost):
@@ -212,3 +259,28 @@ def test_no_call_waits_for_the_bytes_that_would_show_an_edit(digests):
     assert not watch.same()
     watch.refresh()
     assert watch.same()
+
+
+@pytest.mark.usefixtures("digests")
+def test_bytes_that_come_with_the_keys_show_an_edit_at_the_same_call(monkeypatch):
+    monkeypatch.setattr(namespace, "TensorWatch", functools.partial(TensorWatch, runtime=OnHost()))
+    net = torchcache(nn.Linear(100, 4, bias=False).eval().requires_grad_(False))
+    x, rounds = torch.randn(3, 100), 4
+    for _ in range(rounds):  # as weights are swapped for their averages, and back
+        expected = nn.functional.linear(x, net.weight)
+        assert torch.equal(net(x), expected) and torch.equal(net(x), expected)
+        net.weight.data[:, 50] *= -1  # past the version counter, and behind the first 64 bytes
+    stats = net.cache_instance.stats()
+    assert (stats.misses, stats.hits) == (6, 18)
+
+
+def test_bytes_on_their_way_keep_no_weights_in_memory():
+    runtime = Late()
+    weight = torch.zeros(1000)
+    watch = TensorWatch({"weight": weight}, runtime=runtime)
+    watch.refresh()
+    storage = StorageWeakRef(weight.untyped_storage())
+    assert watch.same() and runtime.started == 1
+    watch.forget()
+    weight.data = torch.zeros(1)
+    assert storage.expired()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-__all__ = ["is_known", "make_known"]
+__all__ = ["is_known", "is_told", "make_known"]
 
 _MARK = "_torchcache2_known"
 
@@ -17,6 +17,11 @@ def make_known(error: Exception, exchange: object, step: int) -> Exception:
     with contextlib.suppress(AttributeError, TypeError):
         setattr(error, _MARK, (id(exchange), step))
     return error
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether a step has ended with this error, so that no rank goes on."""
+    return hasattr(error, _MARK)
 
 
 def is_known(error: BaseException, exchange: object, since: int) -> bool:

@@ -84,7 +84,7 @@ class DeviceDigests:
             for group in _groups([tensor for tensor in here if tensor.device == device]):
                 try:
                     rows = [item_bytes(tensor.reshape(1, -1))[0] for tensor in group]
-                    found = self._digests(Places.of_rows(rows))
+                    found = self._digests(Places.of_rows(rows, self._runtime))
                 except torch.cuda.OutOfMemoryError:
                     continue
                 except Exception as error:  # see `of_items`
@@ -102,7 +102,8 @@ class DeviceDigests:
                 self._tell(tensor.device, "there are kernels for CUDA and ROCm only")
             return False
         is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-        return is_plain and not tensor.is_quantized and tensor.device not in self._refused
+        is_plain = is_plain and not (tensor.is_nested or tensor.is_quantized)
+        return is_plain and tensor.device not in self._refused
 
     def _digests(self, places: Places) -> Tensor | None:
         device = places.data.device

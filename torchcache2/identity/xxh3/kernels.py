@@ -21,7 +21,7 @@ which wrap, but those that say where something is.
 import triton
 import triton.language as tl
 
-__all__ = ["block_sums", "digests"]
+__all__ = ["INTERPRETED", "block_sums", "digests"]
 
 
 @triton.jit
@@ -193,3 +193,6 @@ def digests(
     high = _avalanche(high + ((count * 0xC2B2AE3D27D4EB4F) ^ 0xFFFFFFFFFFFFFFFF))
     _store_big_endian(out + row * 16, high, is_there)
     _store_big_endian(out + row * 16 + 8, low, is_there)
+
+
+INTERPRETED = not isinstance(digests, triton.JITFunction)  # TRITON_INTERPRET=1: it runs on the CPU

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.core.transfer import CUDA, Runtime
+
 __all__ = ["MOST_ROWS", "Places", "start"]
 
 _BLOCK = 1024
@@ -56,7 +58,7 @@ class Places:
         return cls(words, None, count, size, count * _blocks(size))
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Tensor]) -> Places:
+    def of_rows(cls, rows: Sequence[Tensor], runtime: Runtime = CUDA) -> Places:
         """Rows that are anywhere on one device, contiguous uint8 of shape (bytes,), `MOST_ROWS` at most.
 
         The caller keeps them alive until the kernels have been started.
@@ -67,7 +69,8 @@ class Places:
         table[2] = np.cumsum(blocks) - blocks
         dtype = _widest(int(np.bitwise_or.reduce(table[:2], axis=None)))
         words = torch.empty(0, dtype=dtype, device=rows[0].device)
-        return cls(words, torch.from_numpy(table).to(words.device), len(rows), 0, int(blocks.sum()))
+        there = runtime.send(torch.from_numpy(table), words.device)
+        return cls(words, there, len(rows), 0, int(blocks.sum()))
 
 
 def start(places: Places, secrets: Tensor, tiles: tuple[int, int]) -> Tensor:
@@ -83,6 +86,8 @@ def start(places: Places, secrets: Tensor, tiles: tuple[int, int]) -> Tensor:
     from torchcache2.identity.xxh3 import kernels  # imports Triton, which not everybody has
 
     device, width, is_ragged = places.variant
+    if kernels.INTERPRETED and device.type != "cpu":  # it would take addresses there for those of the host
+        raise RuntimeError("TRITON_INTERPRET is set, and Triton's interpreter cannot read that memory")
     table = places.table if places.table is not None else secrets  # which is not read then
     sums = torch.empty((places.total, 8), dtype=torch.int64, device=device)
     out = torch.empty((places.count, 16), dtype=torch.uint8, device=device)
