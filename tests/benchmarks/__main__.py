@@ -14,6 +14,7 @@ from tests.benchmarks import (
     costs,
     datasets,
     disk,
+    gpu,
     hits,
     losing,
     ranks,
@@ -26,6 +27,7 @@ from tests.benchmarks.report import Report, command, machine
 
 SECTIONS = {
     "hits": hits.run,
+    "gpu": gpu.run,
     "costs": costs.run,
     "sizes": sizes.run,
     "losing": losing.run,
