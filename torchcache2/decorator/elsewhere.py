@@ -74,11 +74,9 @@ def _weight_devices(computation: Computation) -> set[torch.device]:
 
 def _is_torchs(error: RuntimeError) -> bool:
     """Whether torch may have raised it for tensors of differing devices: its texts name devices or types."""
-    is_plain = type(error) in (RuntimeError, NotImplementedError)
-    is_of_torch = is_plain or type(error).__module__ == "torch._dynamo.exc"
-    return (
-        is_of_torch and re.search("device|type|backend|cpu|cuda|meta", str(error), re.IGNORECASE) is not None
-    )
+    kind = type(error)
+    is_known = kind in (RuntimeError, NotImplementedError) or kind.__module__ == "torch._dynamo.exc"
+    return is_known and re.search("device|type|backend|cpu|cuda|meta", str(error), re.IGNORECASE) is not None
 
 
 def _named(devices: Iterable[torch.device]) -> str:

@@ -101,8 +101,8 @@ class DeviceDigests:
             if tensor.device.type not in ("cpu", "meta"):
                 self._tell(tensor.device, "there are kernels for CUDA and ROCm only")
             return False
-        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-        is_plain = is_plain and not (tensor.is_nested or tensor.is_quantized)
+        is_dense = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
+        is_plain = is_dense and type(tensor) in (Tensor, nn.Parameter)
         return is_plain and tensor.device not in self._refused
 
     def _digests(self, places: Places) -> Tensor | None:
@@ -152,12 +152,13 @@ class DeviceDigests:
 def _groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """The tensors in their order, in groups that are read at once."""
     group: list[Tensor] = []
+    size = 0
     for tensor in tensors:
-        is_full = sum(other.nbytes for other in group) + tensor.nbytes > _AT_ONCE
-        if group and (is_full or len(group) == MOST_ROWS):
+        if group and (size + tensor.nbytes > _AT_ONCE or len(group) == MOST_ROWS):
             yield group
-            group = []
+            group, size = [], 0
         group.append(tensor)
+        size += tensor.nbytes
     if group:
         yield group
 
