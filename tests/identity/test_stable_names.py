@@ -341,6 +341,7 @@ def scripted(module):
     return torchcache(Outer(torch.jit.script(module.eval().requires_grad_(False))))
 
 
+@pytest.mark.cpu_only  # code that is scripted asks for no default device
 @pytest.mark.filterwarnings(TRACED)
 def test_edits_of_a_scripted_child_are_noticed(log):
     module, net = scripted(Net()), Net().eval()
