@@ -15,7 +15,9 @@ from torchcache2.core.rowcopy import RowCopier
 ROWS = torch.arange(18, dtype=torch.uint8).view(6, 3)
 
 
-def test_the_kernel_is_compiled_for_gpus_and_copies_rows_of_any_size_in_the_interpreter(tmp_path):
+def test_the_kernel_copies_rows_as_it_is_compiled_for_gpus_and_of_any_size_in_the_interpreter(
+    tmp_path,
+):
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.helpers.rowchecks"],
         env=os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)},
@@ -23,7 +25,7 @@ def test_the_kernel_is_compiled_for_gpus_and_copies_rows_of_any_size_in_the_inte
         text=True,
         timeout=120,
     )
-    assert done.stdout == "compiled\ncopied 48 of 48\n", done.stderr
+    assert done.stdout == "compiled: copied 4 of 4\ninterpreted: copied 48 of 48\n", done.stderr
 
 
 @pytest.fixture

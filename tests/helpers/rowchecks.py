@@ -1,22 +1,18 @@
-"""Checks of the kernel that copies rows: it is compiled for GPUs, and runs in Triton's interpreter.
+"""Checks of the kernel that copies rows: as it is compiled for GPUs, and in Triton's interpreter.
 
 This is a program, as a kernel is interpreted only if TRITON_INTERPRET=1 is set before Triton is imported.
 """
 
-import itertools
 import sys
 
 import numpy as np
 import torch
 import triton
-from triton import JITFunction
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from tests.helpers.compiled import Compiled
 from tests.helpers.late import Streams, chunks_of
-from torchcache2.core import rowcopy
+from torchcache2.core import rowkernel
 from torchcache2.core.rowcopy import RowCopier
-from torchcache2.core.rowkernel import copy_rows
 
 ROW_BYTES = [*range(1, 18), 24, 33, 100, 1001, 3072, 8191, 8192, 8200, 16_400]
 LENGTHS = [[1], [7], [1, 1, 2], [30, 5, 1], [6, 6, 6, 1, 4]]
@@ -46,30 +42,36 @@ def check(copier, lengths, row_bytes, generator):
     return 1 + (half > 0)
 
 
-def check_compilation():
-    """Compile the kernel without a GPU: rows at multiples of 16 bytes are copied 16 bytes at a time."""
-    kernel = JITFunction(copy_rows.fn)
-    types = dict.fromkeys(["sources", "targets"], "*i64") | dict.fromkeys(["rows", "units", "tiles"], "i32")
-    for architecture, alignment in itertools.product([80, 90], [1, 16]):
-        dtype, per_unit = rowcopy._KINDS[alignment]
-        types["unit"] = "*u8" if dtype == torch.uint8 else f"*i{8 * dtype.itemsize}"
-        constants = {"PER_UNIT": per_unit, "ALIGNMENT": alignment, "ROWS": 4, "WORDS": 256}
-        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-        source, target = ASTSource(kernel, signature, constants), GPUTarget("cuda", architecture, 32)
-        code = triton.compile(source, target=target, options=rowcopy._OPTIONS).asm["ptx"]
-        assert all((f"{way}.global.v2.b64" in code) == (alignment == 16) for way in ("ld", "st"))
-    print("compiled")
+class Known(Counting):
+    """Tells a compiled kernel which memory it is given the addresses of."""
+
+    def _start_kernel(self, alignment, chunks, sources, others, targets):
+        rowkernel.copy_rows.memory[:] = chunks.tensors + others.tensors
+        super()._start_kernel(alignment, chunks, sources, others, targets)
+
+
+def check_compiled(generator):
+    """Rows are copied by what the kernel is compiled to for GPUs: 16 bytes at a time, if they are aligned."""
+    plain, copier = rowkernel.copy_rows, Known(Streams())
+    count = 0
+    for capability, row_bytes, way in ((90, 48, "v2.b64"), (80, 33, "b8")):
+        rowkernel.copy_rows = kernel = Compiled(triton.JITFunction(plain.fn), capability)
+        count += check(copier, [2, 5, 1], row_bytes, generator)
+        for text in kernel.texts.values():
+            assert f"ld.global.{way}" in text and f"st.global.{way}" in text
+    rowkernel.copy_rows = plain
+    print("compiled: copied", copier.kernels, "of", count)
 
 
 def main():
-    check_compilation()
     generator = np.random.default_rng(0)
+    check_compiled(generator)
     copier = Counting(Streams())
     expected = 0
     for number, row_bytes in enumerate(ROW_BYTES):
         expected += check(copier, LENGTHS[number % len(LENGTHS)], row_bytes, generator)
     expected += check(copier, [3000, 1], 2, generator)  # more rows than a program copies
-    print("copied", copier.kernels, "of", expected)
+    print("interpreted: copied", copier.kernels, "of", expected)
     return 0
 
 
