@@ -186,10 +186,10 @@ class RowCopier:
         copy_rows[(-(-len(sources) // high) * tiles,)](
             *(table[0], table[1], chunks.tensors[0].view(-1)[:alignment].view(dtype)),
             *(len(sources), chunks.row_bytes // alignment, tiles),
-            PER_UNIT=per_unit,
-            ALIGNMENT=alignment,
-            ROWS=high,
-            WORDS=wide,
+            per_unit=per_unit,
+            alignment=alignment,
+            tile_rows=high,
+            tile_words=wide,
             **_OPTIONS,
         )
 

@@ -15,7 +15,7 @@ which wrap, but those that say where something is.
 `secrets` are 168 words, made by `torchcache2.identity.xxh3.constants`.
 """
 
-# mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Triton compiles these functions: what it calls a parameter is no Python object.
 
 import triton
