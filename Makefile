@@ -46,6 +46,7 @@ docs: $(VENV)/docs
 
 soak: $(VENV)/test $(VENV)/zoo
 	SOAK=1 $(RUN) -m pytest -s
+	$(RUN) -m pytest --device cpu tests/gpu
 
 # The builds of old torch that a registry has bring CUDA libraries: some gigabytes. The transformers of
 # today do not work with it, so neither does the zoo of models, nor does NumPy with its Triton: kernels are
