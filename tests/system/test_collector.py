@@ -65,6 +65,7 @@ def test_a_tier_is_flushed_or_closed_while_it_writes_a_segment(tmp_path, name, w
 
 @pytest.mark.parametrize("name", ["flush", "close", "drop"])
 def test_a_tier_is_used_while_its_tables_change(tmp_path, name):
+    before = threading.enumerate()
     tier = DiskTier(tmp_path / "cache", codec="none", delay=1e9)
     tier.put(keys_of([1, 2]), rows_of(1, 2))
     tier.put(keys_of([3], OTHER), rows_of(3))
@@ -78,9 +79,8 @@ def test_a_tier_is_used_while_its_tables_change(tmp_path, name):
 
     in_time(work)
     in_time(tier.close)
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and thread.daemon:
-            thread.join(60)
+    for thread in set(threading.enumerate()) - set(before):  # others, of other tests, may never end
+        thread.join(60)
     reopened = DiskTier(tmp_path / "cache")
     assert count_found(reopened, keys_of([1, 2])) == 2
     assert count_found(reopened, keys_of([3], OTHER)) == (0 if name == "drop" else 1)
