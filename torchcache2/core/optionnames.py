@@ -25,7 +25,7 @@ def check_names(given: Iterable[str], known: Sequence[str]) -> None:
         if name not in known:
             close = [option for option in known if len(name) > 1 and name.lower() in option]
             if not 1 <= len(close) <= 2:
-                # A name that is less alike than this would mislead: hardly anybody meant it.
+                # Names that are less alike are not offered, as hardly anybody can have meant them.
                 close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.65)
             meant = f": did you mean {' or '.join(close)}? The" if close else "; the"
             raise OptionError(f"unknown option {name!r}{meant} options are {', '.join(known)}")

@@ -1,7 +1,7 @@
 """The Triton kernel that copies rows from anywhere to anywhere in the memory of a device."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# Triton compiles this function: what it calls a parameter is no Python object.
+# Triton compiles this function, so that the types of its parameters are none of Python's.
 
 import triton
 import triton.language as tl

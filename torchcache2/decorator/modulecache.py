@@ -19,7 +19,7 @@ from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.elsewhere import telling
 from torchcache2.decorator.explain import CallSeen, explained
 from torchcache2.decorator.forward import Computation, Shapes
-from torchcache2.decorator.passing import Passing
+from torchcache2.decorator.passing import Forward, Passing
 from torchcache2.decorator.probe import STRONGEST
 from torchcache2.decorator.probes import DEPENDENT, Kind, ProbePlan, Probes
 from torchcache2.decorator.shortcuts import glance
@@ -41,7 +41,6 @@ from torchcache2.identity.namespace import History, NamespaceKeeper
 
 __all__ = ["ModuleCache"]
 
-Forward = Callable[..., Any]
 _RESULTS = range(DEPENDENT, STRONGEST + 1)
 
 

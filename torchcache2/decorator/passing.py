@@ -16,7 +16,7 @@ from torchcache2.engine.cache import Cache
 from torchcache2.engine.stack import TierStack
 from torchcache2.identity.entries import first_batch_size
 
-__all__ = ["Passing"]
+__all__ = ["Forward", "Passing"]
 
 Forward = Callable[..., Any]
 

@@ -84,7 +84,7 @@ class TensorWatch:
         self._probes: list[bytes] = []
         self._turn = 0
         self._runtime = runtime
-        # What the first bytes of the tensor whose turn it is should be, and they themselves.
+        # The first bytes of a tensor, on their way to the host, behind the digest that they should have.
         self._arriving: tuple[bytes, Arriving] | None = None
         known: dict[int, _Known] = {} if before is None else before._known
         mine = [id(tensor) for tensor in self.tensors]  # other ids may soon be those of new tensors

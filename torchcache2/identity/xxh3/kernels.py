@@ -16,7 +16,7 @@ which wrap, but those that say where something is.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# Triton compiles these functions: what it calls a parameter is no Python object.
+# Triton compiles these functions, so that the types of their parameters are none of Python's.
 
 import triton
 import triton.language as tl

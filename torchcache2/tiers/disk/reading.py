@@ -54,7 +54,7 @@ class Reader:
                 self._health.fault(error, getattr(segments[number], "path", self._directory.path))
         if failed:
             damaged = [number for number, error in failed.items() if isinstance(error, DamagedError)]
-            # Nobody computes the other rows of a damaged segment again where nothing may be changed.
+            # Where nothing may be written, a damaged segment stays, as nobody could replace its other rows.
             gone = failed.keys() - (damaged if self._health.serves_only else ())
             self._known.remove(keys.namespace, gone, damaged)
         for segment in segments.values():

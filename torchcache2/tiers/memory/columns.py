@@ -26,7 +26,8 @@ _PAGE = mmap.PAGESIZE
 # Without this flag the system counts reserved address space as memory, and refuses to fork the process.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 _HUGE = 8 << 20  # memory that grows by this many bytes or more asks for huge pages
-# A chunk has at most so many bytes, or one row. If little is asked for, it has a part of the column's bytes.
+# A chunk has at most 64 MiB, or one row if that is larger. Whoever asks for a few rows gets a 64th of what
+# the column has, but no more than 2 MiB, as a column would otherwise grow by very many small chunks.
 _MOST, _PART, _MOST_UNASKED = 64 << 20, 64, 2 << 20
 # Torch gives out memory of a GPU in multiples of 512 bytes, and asks the system for large pieces of 2 MB.
 _UNIT, _LARGE_UNIT, _LARGE = 512, 2 << 20, 10 << 20
@@ -190,7 +191,6 @@ class _ChunkedColumn(Column):
         capacity, total, most = self._chunks.capacity, self.nbytes, max(1, _MOST // self.row_bytes)
         while capacity < rows:
             size = min(rows - capacity, most) * self.row_bytes
-            # Otherwise a column that asks for single rows would get very many chunks.
             size = max(size, min(total // _PART, _MOST_UNASKED))
             unit = _LARGE_UNIT if size >= _LARGE else _UNIT
             size = -(-size // unit) * unit

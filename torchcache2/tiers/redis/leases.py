@@ -113,8 +113,8 @@ class Leases:
             self._beats_in = os.getpid()
             self._wake()
         mine[asked] = [reply is not None for reply in replies]
-        # Whoever publishes writes the row before the claim is deleted: a row that is not there now will not
-        # come from anybody who had this claim before.
+        # Whoever publishes writes the row before the claim is deleted: if the row is not there now, nobody
+        # who had this claim before will still write it.
         keys = keys.take(np.array(granted, np.int64))
         is_row = self.published(keys)
         if is_row.any():
