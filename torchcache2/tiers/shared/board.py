@@ -43,7 +43,7 @@ _MEMBERS, _FILES, _HOLDERS = 512, 512, 2048  # rows
 _SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (Tickets.MOST, Tickets.COLUMNS)]
 _SIZE = PAGE + sum(pages(8 * rows * columns) for rows, columns in _SHAPES)
 
-# The places of the numbers at the head of the board; those of `Budget` lie between them.
+# The places of numbers at the head of the board; `Budget` has other places there.
 _NAME, _LOCK, _LONGEST, _CHANGES, _PROGRESS, _WARNED = 1, 3, 5, 8, 9, 10
 _PID, _START = range(2)
 _FILE, _MEMBER, _DESCRIPTOR = range(3)
