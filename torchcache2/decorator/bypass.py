@@ -142,6 +142,8 @@ def ask_module(keeper: NamespaceKeeper, root: Any) -> None:
         raise BypassError.because("grad", "grad mode is on and a parameter requires grad")
     if facts.has_lazy:
         raise BypassError.because("lazy", "a parameter is uninitialised")
+    if facts.not_imported:
+        raise BypassError.because("lazy", f"the module {facts.not_imported} is imported as the forward runs")
     if facts.is_uncounted:
         raise BypassError.because(
             "inference",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import types
-from collections.abc import Collection
+from collections.abc import Iterator
 from dataclasses import MISSING
 from operator import attrgetter
 from typing import Any
@@ -16,7 +17,6 @@ from torchcache2.identity import sourcecode
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.encoding import public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.installed import InstalledCode
-from torchcache2.identity.lateimports import is_plain
 from torchcache2.identity.marks import (
     ADDED_ATTRIBUTE,
     ORIGINAL_ATTRIBUTE,
@@ -26,7 +26,7 @@ from torchcache2.identity.marks import (
     own_attributes,
 )
 from torchcache2.identity.namewalk import NameWalk, values_of
-from torchcache2.identity.writeonly import assigned_for_others
+from torchcache2.identity.uses import Uses, is_plain, uses_of
 
 __all__ = ["CodeWalk"]
 
@@ -55,9 +55,10 @@ class CodeWalk(NameWalk):
     def __init__(self, texts: CompiledTexts) -> None:
         super().__init__(texts)
         self.cells: list[tuple[types.CellType, Any]] = []  # the cells of closures, with their content
-        self.assigned: set[str] = set()  # names left out, as code assigns them before it reads them
         self._code_of_others = InstalledCode(self.origins)
         self._put: set[str] = set()
+        self._methods: dict[int, tuple[str, type]] = {}  # by id of a function of a class that is being read
+        self._uses_of_methods: dict[int, Uses] = {}
 
     def klass(self, kind: type, path: str) -> bytes:
         """Write down a class and its bases; the label of its part."""
@@ -98,6 +99,7 @@ class CodeWalk(NameWalk):
     def _reached_by(self, kind: type) -> bytes:
         """Bytes of what the user has put where the forward of an installed class, or of torch's, finds it."""
         names = self._code_of_others.reach(kind)
+        self.uses.others |= names
         if "forward" in vars(kind):
             self.scopes.append((vars(kind), "forward", vars(kind)["forward"]))
         if self.origins.of(kind) != "installed":
@@ -155,6 +157,9 @@ class CodeWalk(NameWalk):
             if everything or self._is_put_there(kind, name, value):
                 if name == "__init__" and issubclass(kind, nn.Module):
                     self._constructors.add(id(value))
+                inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+                if isinstance(inner, types.FunctionType):
+                    self._methods[id(inspect.unwrap(inner))] = name, kind
                 parts += [name.encode(), self.encode(value, f"{kind.__name__}.{name}")]
                 self.scopes.append((vars(kind), name, vars(kind)[name]))
         if everything:
@@ -183,8 +188,11 @@ class CodeWalk(NameWalk):
         function = original(function)
         if options:
             self.parts[f"cached {_short_name(function)} at {path}"] = self.encode(options, path)
+        method = self._methods.pop(id(function), ())
         known = self._labels.get(id(function))
         if known is not None:
+            if not method and id(function) in self._uses_of_methods:  # it is called otherwise too
+                self.uses.add(self._uses_of_methods.pop(id(function)))
             return known
         reference = self.label(function, f"function {_short_name(function)}")
         name = function.__name__
@@ -205,17 +213,20 @@ class CodeWalk(NameWalk):
             if source is None:
                 token = self.unreadable(function, f"{path or name} (no source)")
                 source = sourcecode.instructions(function.__code__) + token.hex()
-            has_outer = "global" in source or "nonlocal" in source  # it takes a while to parse and follow
-            left_out = assigned_for_others(source)[1] if has_outer else set()
-            self.assigned |= left_out
+            uses = self._texts.once(uses_of, function.__code__, source)
+            self.uses.add(uses, *method)
+            if method:
+                self._uses_of_methods[id(function)] = uses
+            elif function.__code__.co_varnames[:1] == ("self",):  # a method that something has wrapped
+                self.uses.is_dynamic |= uses.passes_self
             parts = [
                 source.encode("utf-8", "surrogatepass"),
                 self.encode(function.__defaults__, f"{name}.__defaults__"),
                 self.encode(function.__kwdefaults__, f"{name}.__kwdefaults__"),
-                self._closure(function, path, left_out),
                 self.encode(own_attributes(function), name),
             ]
-            self.named_globals(function, left_out, f"of {reference.decode()}")
+            self._captured(function, uses, f"of {reference.decode()}")
+            self.named_globals(function, uses, f"of {reference.decode()}")
             self.reads.append((_FUNCTION_FIELDS, function))
             self.dicts.append(vars(function))
             self.scopes += [(vars(function), *item) for item in own_attributes(function).items()]
@@ -229,21 +240,34 @@ class CodeWalk(NameWalk):
             values = [value if is_plain(value) else None for value in values]
         return self.encode(values, f"{function.__name__}.__defaults__")
 
-    def _closure(self, function: types.FunctionType, path: str, left_out: Collection[str] = ()) -> bytes:
+    def _closure(self, function: types.FunctionType, path: str) -> bytes:
+        """Bytes of what a function of an installed package, or of torch, has captured."""
         pairs = []
-        names = function.__code__.co_freevars
-        for name, cell in zip(names, function.__closure__ or (), strict=True):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # the variable is not assigned yet
-                continue
-            if name in left_out:
-                continue
+        for name, cell, value in _cells_of(function):
             self.cells.append((cell, value))
             if not is_ours(function):
                 pairs.append((name, path))
             pairs.append((value, f"{function.__name__}.{name}"))
         return self.items(pairs)
+
+    def _captured(self, function: types.FunctionType, uses: Uses, owner: str) -> None:
+        """Write down what a function reads of the variables that it has captured: one part for each."""
+        for name, cell, value in _cells_of(function):
+            if is_left_out := uses.only_writes(name, value):
+                self.leave_out(name, value)
+                if name in uses.assigned:
+                    self.written_cells.append(cell)
+                    continue
+            self.cells.append((cell, value))
+            for one, where in () if is_left_out else self.read_of(uses, name, value, name):
+                self.parts[f"closure {where} {owner}"] = self.encode(one, f"{function.__name__}.{where}")
+
+
+def _cells_of(function: types.FunctionType) -> Iterator[tuple[str, types.CellType, Any]]:
+    """The variables that a function has captured, with their cells and their values."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # the variable is not assigned yet
+            yield name, cell, cell.cell_contents
 
 
 def _short_name(obj: Any) -> str:

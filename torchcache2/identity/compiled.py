@@ -4,13 +4,12 @@ from __future__ import annotations
 import __future__
 
 import ast
-import dis
-import functools
+import os
 import re
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torchcache2.core.locks import ProcessLock
 
@@ -21,7 +20,6 @@ __all__ = [
     "is_rewritten",
     "names_in",
     "parse",
-    "stored_names",
 ]
 
 _T = TypeVar("_T")
@@ -30,6 +28,7 @@ _PARSED_AGAIN = 10
 _MOST_TEXTS = 1000
 _BEGINS = re.compile(r"[^\s#)\]}]")  # the first character of a line that begins an outermost statement
 _IMPORTS = re.compile(r"import [\w., ]+(#|$)|from [\w.]+ import ")
+_WORD = re.compile(r"[.'\"](\w+)")
 _FUTURE = 0
 for _name in __future__.all_feature_names:
     _FUTURE |= getattr(__future__, _name).compiler_flag
@@ -39,26 +38,13 @@ _FIELDS = (
 )
 
 
-class StoredNames(NamedTuple):
-    """The names that the code of a file or class assigns or imports."""
-
-    constants: dict[str, list[Any]]  # what is assigned to each name, as in ``SCALE = 2``
-    imports: dict[str, str]  # the module that each name comes from, as in ``from module import name``
-
-
 class CompiledText:
     """What a text compiles to."""
 
     def __init__(self, code: types.CodeType) -> None:
-        self._code = code
         self.codes: dict[str, list[types.CodeType]] = {}  # by name
         for inner in code_objects(code):
             self.codes.setdefault(inner.co_name, []).append(inner)
-
-    @functools.cached_property  # few callers ask, and reading all instructions takes as long as compiling
-    def stored(self) -> StoredNames:
-        """The globals that the text assigns or imports."""
-        return stored_names(self._code)
 
     def has(self, code: types.CodeType, above: int) -> bool:
         """Whether the text, with `above` lines above it in its file, has this code at the same line."""
@@ -73,6 +59,7 @@ class CompiledTexts:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int, int], tuple[str, CompiledText | None]] = {}
+        self._words: dict[tuple[str, int, int], frozenset[str]] = {}
         self._read: dict[tuple[Callable[..., Any], int], tuple[tuple[Any, ...], Any]] = {}
 
     def once(self, read: Callable[..., _T], code: types.CodeType, *more: Any) -> _T:
@@ -85,6 +72,18 @@ class CompiledTexts:
             known = self._read[key] = (code, *more), read(code, *more)
         found: _T = known[1]
         return found
+
+    def words(self, file: str) -> frozenset[str]:
+        """What a file takes by name: attributes, and names that begin a text."""
+        try:
+            status = os.stat(file)
+            key = file, status.st_mtime_ns, status.st_size
+            if key not in self._words:
+                with open(file, encoding="utf-8", errors="replace") as opened:
+                    self._words[key] = frozenset(_WORD.findall(opened.read()))
+            return self._words[key]
+        except OSError:
+            return frozenset()
 
     def have(self, code: types.CodeType, lines: list[str]) -> bool:
         """Whether code is what these lines of its file compile to.
@@ -146,25 +145,6 @@ def _compiled(file: str, text: str, flags: int) -> CompiledText | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     return CompiledText(code)
-
-
-def stored_names(code: types.CodeType) -> StoredNames:
-    """The names that the code of a file or class assigns or imports."""
-    constants: dict[str, list[Any]] = {}
-    imports: dict[str, str] = {}
-    before, module = None, ""
-    for step in dis.get_instructions(code):
-        if step.opname in ("STORE_NAME", "STORE_GLOBAL"):
-            values = constants.setdefault(str(step.argval), [])
-            if before is not None and before.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
-                values.append(before.argval)
-            elif before is not None and before.opname == "IMPORT_FROM":
-                imports[str(step.argval)] = module
-        elif step.opname == "IMPORT_NAME":
-            module = str(step.argval)
-        if step.opname not in ("CACHE", "EXTENDED_ARG"):
-            before = step
-    return StoredNames(constants, imports)
 
 
 def _same(left: types.CodeType, right: types.CodeType) -> bool:

@@ -12,7 +12,7 @@ __all__ = ["at_most", "differences", "differences_of_state", "from_document"]
 _MOST_LINES = 50
 _MOST_ALIKE = 3  # more parts that differ in the same way share a line
 _SOURCES = ("class", "function")
-_STATE = ("attribute ", "attributes of ", "constructor argument ", "global ", "hook ")
+_STATE = ("attribute ", "attributes of ", "closure ", "constructor argument ", "global ", "hook ")
 _CODE = ("class ", "function ", "import ", "named ")
 
 

@@ -131,6 +131,7 @@ class OwnerWalk(CodeWalk):
         self.skipped: list[tuple[LeftOut, str, Any]] = []  # what was left out, where, and its value
         self.is_foreign = False  # whether what is being read is not the user's own code
         self._code: dict[int, types.CodeType] = {}
+        self._counted: set[int] = set()  # what was left out at first, and is named
 
     def klass(self, kind: type, path: str) -> bytes:
         """Write down a class, and note whose code that is."""
@@ -170,17 +171,14 @@ class OwnerWalk(CodeWalk):
         return kept
 
     def count_what_is_named(self) -> bool:
-        """Write down what was left out if code that was met names it; returns whether there was any."""
-        counted: set[int] = set()
-        while True:
-            named = {rule for rule in {one[0] for one in self.skipped} if self._is_named(rule)}
-            due = [n for n, one in enumerate(self.skipped) if one[0] in named and n not in counted]
-            if not due:
-                return bool(counted)
-            for number in due:  # to write this down may meet more code, and leave out more
-                _, path, value = self.skipped[number]
-                self.parts[f"named {path} {number}"] = self.encode(value, path)
-            counted.update(due)
+        """Write down what was left out if code that was met names it; returns whether there is more of it."""
+        named = {rule for rule in {one[0] for one in self.skipped} if self._is_named(rule)}
+        due = [n for n, one in enumerate(self.skipped) if one[0] in named and n not in self._counted]
+        for number in due:  # to write this down may meet more code, and leave out more
+            _, path, value = self.skipped[number]
+            self.parts[f"named {path} {number}"] = self.encode(value, path)
+        self._counted.update(due)
+        return bool(due)
 
     def _is_named(self, rule: LeftOut) -> bool:
         """Whether code names what is left out: a project's, or that of another package."""

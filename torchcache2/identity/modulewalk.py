@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 from collections.abc import Mapping, MutableMapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from torchcache2.identity.objectwalk import ObjectWalk
 from torchcache2.identity.readable import readable
 from torchcache2.identity.sharded import Shards
 from torchcache2.identity.torchcode import SCRIPT_FIELDS, ScriptState, script_code
-from torchcache2.identity.writeonly import assigned_by_forward
+from torchcache2.identity.uses import unmangled
 
 __all__ = ["GLOBAL_HOOKS", "Fingerprint", "Walk", "argument_digests"]
 
@@ -84,6 +84,20 @@ class Fingerprint:
         return cls(namespace, dict(parts), values or {})
 
 
+@dataclasses.dataclass
+class _Field:
+    """An attribute of a module of the class `kind`, and which parts of it were read."""
+
+    kind: type
+    name: str
+    path: str
+    value: Any
+    names: list[str]  # attributes of the module that are watched
+    skipped: set[str]  # those that are not
+    read: set[str] = dataclasses.field(default_factory=set)
+    is_left_out: bool = False
+
+
 class Walk(ObjectWalk):
     """Everything that a module or function computes with, as named parts.
 
@@ -106,17 +120,24 @@ class Walk(ObjectWalk):
         self.tensors: dict[str, Tensor] = {}  # by path; their content becomes part of the namespace later
         self._tensor_names: dict[int, str] = {}
         # Every module that was met, the attributes of it that were read, and those that were left out.
-        self.modules: list[tuple[nn.Module, tuple[str, ...], set[str]]] = []
-        self._assigned_of: dict[type, set[str]] = {}
-        self._hooked: bool | None = None
+        self.modules: list[tuple[nn.Module, list[str], set[str]]] = []
+        self._attributes: list[_Field] = []
         self.parts["format"] = str(_FORMAT).encode()
         self.parts["root"] = self.encode(root, "")
         for hooks in GLOBAL_HOOKS:
             for number, hook in enumerate(hooks.values()):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
         self.finish()
-        if self.count_what_is_named():
+        # To write down what code reads may meet more code, which reads more.
+        while self.count_what_is_named() or any(map(self._read_field, self._attributes)):
             self.finish()
+        for field in self._attributes:
+            if field.is_left_out:
+                self.leave_out(f"{field.kind.__name__}.{field.name}", field.value)
+        if self.unread:  # what cannot be read may refer to a container
+            for name, container in self.written:
+                self.parts[f"global {name}"] = self.encode(container, name)
+        self.reads += [(attrgetter("__class__", *sorted(names)), one) for one, names in self.taken.values()]
 
     def other(self, value: Any, path: str) -> bytes:
         """Walk modules, code and objects."""
@@ -189,9 +210,7 @@ class Walk(ObjectWalk):
         path = reference.decode().removeprefix("module ")  # labels are unique, so this path is unique too
         kind = type(module)
         where = f"{path}." if path else ""
-        # Hooks, and functions that are attributes of the instance, may read any attribute.
-        own_code = any(isinstance(value, types.FunctionType) for value in vars(module).values())
-        skipped = set() if own_code or self._has_hooks(module) else self._assigned_by_forward(kind)
+        head = self.klass(kind, path)  # its code says which attributes are read
         if path:
             self._hooks(module, where)
         for tensors in (module._parameters, module._buffers):
@@ -205,14 +224,17 @@ class Walk(ObjectWalk):
         fields = {
             name: value
             for name, value in sorted(self._made_by_tools(module, path).items())
-            if name not in _INTERNAL and name not in skipped and not name.startswith(_NOISE)
+            if name not in _INTERNAL and not name.startswith(_NOISE)
         }
         # The root's own forward refers to the cache, which would then refer to itself.
         names = [name for name in fields if path or name != "forward"]
+        skipped: set[str] = set()
+        self.modules.append((module, names, skipped))
         for name, value in self.without_skipped(kind, fields, path).items():
             value = original(value) if name == "forward" else value
-            self.parts[f"attribute {where}{name}"] = self.encode(value, f"{where}{name}")
-        self.modules.append((module, tuple(names), skipped))
+            field = _Field(kind, name, f"{where}{name}", value, names, skipped)
+            self._attributes.append(field)
+            self._read_field(field)
         if path and (options := cache_options(module)):
             self.parts[f"cached {path}"] = self.encode(options, path)
         init, unread = vars(module).get(INIT_ATTRIBUTE, ({}, ()))
@@ -220,7 +242,7 @@ class Walk(ObjectWalk):
         self.parts |= {f"constructor argument {where}{name}": data for name, data in init.items()}
         self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
         children = list(module._modules.keys())  # in scripted modules this is no dict
-        self.parts[reference.decode()] = self.klass(kind, path) + Encoder().encode(children, path)
+        self.parts[reference.decode()] = head + Encoder().encode(children, path)
         if not path:  # hooks of the root run outside of the forward: what they collect does not matter
             containers = dict(self.containers)
             self._hooks(module, where)
@@ -237,6 +259,8 @@ class Walk(ObjectWalk):
     def _made_by_tools(self, module: nn.Module, path: str) -> dict[str, Any]:
         """The attributes of a module without those that stand for its code, which this writes down."""
         fields = vars(module)
+        # Generated code may read any attribute.
+        self.uses.is_dynamic |= isinstance(module, (torch.fx.GraphModule, torch.jit.ScriptModule))
         if isinstance(module, torch.fx.GraphModule):
             _ = module.code  # a lazy graph makes the code of its class when it is first read
             # The class may have the code of an earlier graph; an interpreter runs the graph as it is now.
@@ -257,17 +281,25 @@ class Walk(ObjectWalk):
         own = SCRIPT_FIELDS.union(method.name for method in methods)
         return {name: value for name, value in fields.items() if name not in own}
 
-    def _has_hooks(self, module: nn.Module) -> bool:
-        """Whether a module has hooks, or a module in it; asked once, of the first that is met."""
-        if self._hooked is None:
-            self._hooked = any(vars(part).get(hooks) for part in module.modules() for hooks in _HOOKS)
-        return self._hooked
-
-    def _assigned_by_forward(self, kind: type) -> set[str]:
-        if kind not in self._assigned_of:
-            names = self._assigned_of[kind] = assigned_by_forward(kind)
-            self.assigned |= {f"{kind.__name__}.{name}" for name in names}
-        return self._assigned_of[kind]
+    def _read_field(self, field: _Field) -> bool:
+        """Write down what code reads of an attribute; whether that is more than was known before."""
+        key = f".{unmangled(field.name)}"
+        uses = self.uses.of(field.kind)
+        # A container that was met by another way is read there.
+        field.is_left_out = id(field.value) not in self.containers and uses.only_writes(key, field.value)
+        is_skipped = field.is_left_out and key in uses.assigned
+        if is_skipped and field.name in field.names:
+            field.names.remove(field.name)
+            field.skipped.add(field.name)
+        elif not is_skipped and field.name in field.skipped:
+            field.names.append(field.name)
+            field.skipped.remove(field.name)
+        pairs = [] if field.is_left_out else self.read_of(uses, key, field.value, field.path)
+        new = [(value, path) for value, path in pairs if path not in field.read]
+        for value, path in new:
+            field.read.add(path)
+            self.parts[f"attribute {path}"] = self.encode(value, path)
+        return bool(new)
 
 
 class _Arguments(Walk):

@@ -54,6 +54,7 @@ class Facts(NamedTuple):
     is_uncounted: bool = False  # tensors without version counters are too large to compare at every call
     is_parametrized: bool = False  # a submodule is
     unsteady: UnsteadyLayer | None = None  # the first layer that draws random numbers or mixes items
+    not_imported: str = ""  # a module that code imports as it runs, if that was not known before
     sharded: str | None = None  # which part of it waits for other processes, if it is not cached for that
 
 
@@ -117,6 +118,7 @@ class NamespaceKeeper:
             self._values: dict[str, str] = {}
             self._is_known = False
             self._has_old_casts = False
+            self._awaited: set[str] = set()  # modules that were not imported when they were met
 
     def facts(self, root: Any) -> Facts:
         """The facts about the module as it is now."""
@@ -198,7 +200,7 @@ class NamespaceKeeper:
         if self._lock.was_torn():
             self.reset()
         module = _module(root)
-        watch = None if self._tensors.has_lazy else self._watch
+        watch = None if self._tensors.has_lazy or self._facts.not_imported else self._watch
         if watch is not None and watch.same(module) and self._shards.same():
             return
         is_sharded = self._facts.sharded is not None
@@ -226,7 +228,9 @@ class NamespaceKeeper:
             self._tensors.is_blind and self._settings.persistent_module_hash is None,
             any("parametrizations" in part._modules for part in parts),
             next(filter(None, map(unsteady, parts)), None),
+            not_imported=min(walk.not_imported - self._awaited, default=""),
         )
+        self._awaited |= walk.not_imported
         for name in sorted(walk.assigned):
             self._tell(logger.info, f"{name} is assigned by forward and not part of the key")
         if walk.unread and self._settings.persistent_module_hash is None:

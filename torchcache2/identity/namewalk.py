@@ -6,6 +6,7 @@ import builtins
 import sys
 import types
 from collections.abc import Callable, Collection, Mapping
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
@@ -15,7 +16,6 @@ from torchcache2.identity.compiled import CompiledTexts, names_in
 from torchcache2.identity.containers import MUTABLE
 from torchcache2.identity.encoding import Encoder, public_module, text_bytes
 from torchcache2.identity.imports import files_of, place_of, resolved
-from torchcache2.identity.lateimports import fields_of_code, is_plain, reached
 from torchcache2.identity.torchcode import (
     OPERATOR_FIELDS,
     definition,
@@ -23,6 +23,7 @@ from torchcache2.identity.torchcode import (
     operator_name,
     registered_otherwise,
 )
+from torchcache2.identity.uses import Uses, UseTable, has_fields, is_plain
 
 __all__ = ["NameWalk", "values_of"]
 
@@ -41,6 +42,14 @@ class NameWalk(Encoder):
         # Other things that were read: a function, and the object from which it reads them, as a tuple.
         self.reads: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
         self.dicts: list[Collection[Any]] = []  # attributes of objects and classes, to notice new ones
+        self.uses = UseTable()
+        # What code only writes, which counts nowhere, but is put back where a forward is undone.
+        self.written: list[tuple[str, Any]] = []  # containers
+        self.written_scopes: list[tuple[Mapping[str, Any], str]] = []
+        self.written_cells: list[types.CellType] = []
+        self.assigned: set[str] = set()  # the names of all of this
+        self.taken: dict[int, tuple[Any, set[str]]] = {}  # objects of which only some fields are read, by id
+        self.not_imported: set[str] = set()  # project modules that code imports as it runs
         self._texts = texts
         self.origins = sourcecode.Origins()
         self._versions: dict[str, str] = {}
@@ -48,6 +57,7 @@ class NameWalk(Encoder):
         self.project_files: set[str] = set()  # files of whole modules, and of the modules that these import
         self._names: set[str] = set()  # names that project code takes
         self._whole: dict[int, types.ModuleType] = {}  # project modules that code takes as a whole
+        self._done: set[tuple[int, str]] = set()  # what was written down of modules
         # Ids of constructors of modules. These may compute names, as the walk reads what they have made.
         self._constructors: set[int] = set()
         self._exempt: set[str] = set()
@@ -59,7 +69,7 @@ class NameWalk(Encoder):
         """Bytes that stand for what cannot be read."""
         raise NotImplementedError
 
-    def named_globals(self, function: types.FunctionType, left_out: Collection[str], owner: str) -> None:
+    def named_globals(self, function: types.FunctionType, uses: Uses, owner: str) -> None:
         """Write down what a function names: one part for each global and each import."""
         names = self._texts.once(names_of, function.__code__)
         scope = function.__globals__
@@ -71,8 +81,7 @@ class NameWalk(Encoder):
         for name in names.imports:
             self.parts[f"import {name} {owner}"] = self._imported(name, package, taken)
         for chain in names.chains:
-            if chain[0] not in left_out:
-                self._chain(chain, function, owner)
+            self._chain(chain, function, uses, owner)
         for chain in names.looked_up:
             value: Any = scope.get(chain[0])
             for attribute in chain[1:]:
@@ -82,12 +91,19 @@ class NameWalk(Encoder):
         for name in names.unfollowed:
             self._unfollowed(function, name, owner)
 
-    def _chain(self, chain: tuple[str, ...], function: types.FunctionType, owner: str) -> None:
+    def _chain(self, chain: tuple[str, ...], function: types.FunctionType, uses: Uses, owner: str) -> None:
         name, *attributes = chain
         scope: Mapping[str, Any] = function.__globals__
         value = scope.get(name, _MISSING)
-        path = name
+        path = key = name
+        if is_left_out := uses.only_writes(name, value):
+            self.leave_out(name, value)
+            if name in uses.assigned:
+                self.written_scopes.append((scope, name))
+                return
         self.scopes.append((scope, name, None if value is _MISSING else value))
+        if is_left_out:
+            return
         if value is _MISSING:  # it is a builtin, or does not exist, so that reading it would fail
             if any(getattr(builtins, name, None) is one for one in _UNFOLLOWED):
                 self._unfollowed(function, name, owner)
@@ -95,7 +111,8 @@ class NameWalk(Encoder):
         inside = value
         while attributes and isinstance(value, types.ModuleType):
             inside, scope, attribute = value, vars(value), attributes.pop(0)
-            path += f".{attribute}"
+            key = f".{attribute}"
+            path += key
             if type(value).__module__ == "torch._ops":
                 getattr(value, attribute, None)  # `torch.ops` loads an operator when it is first read
             value = scope if attribute == "__dict__" else scope.get(attribute, None)
@@ -106,9 +123,31 @@ class NameWalk(Encoder):
             if self.origins.of(inside) == "project":
                 self._unfollowed(function, path, owner)
         elif not isinstance(inside, types.ModuleType) or self.origins.of(inside) == "project":
-            self.parts[f"global {path} {owner}"] = self.encode(value, path)
+            for one, where in self.read_of(uses, key, value, path):
+                self.parts[f"global {where} {owner}"] = self.encode(one, where)
         else:
             self.parts[f"global {path} {owner}"] = self._in_package(inside, value, path)
+
+    def leave_out(self, name: str, value: Any) -> None:
+        """Note a variable or attribute that code only writes, so that its value counts nowhere."""
+        self.assigned.add(name)
+        if isinstance(value, MUTABLE):
+            self.written.append((name, value))
+
+    def read_of(self, uses: Uses, key: str, value: Any, path: str) -> list[tuple[Any, str]]:
+        """What code reads of the value of a variable or attribute: some plain fields of it, or all of it."""
+        found: list[tuple[Any, str]] = []
+        queue, seen = [(key, value, path)], set()
+        while queue:
+            key, value, path = queue.pop()
+            names = set() if uses.is_dynamic else uses.reads.get(key, set())
+            if not names or id(value) in seen or not has_fields(value, names):
+                found.append((value, path))
+                continue
+            seen.add(id(value))
+            self.taken.setdefault(id(value), (value, set()))[1].update(names)
+            queue += [(f".{name}", getattr(value, name), f"{path}.{name}") for name in sorted(names)]
+        return found
 
     def _in_package(self, module: types.ModuleType, value: Any, path: str) -> bytes:
         """Bytes of what code takes from an installed module: its name, or other code that was put there."""
@@ -154,14 +193,37 @@ class NameWalk(Encoder):
         """Bytes of a module that code imports, or of a name that it takes from one."""
         data = name.encode()
         for full in resolved(name, package):
-            module = sys.modules.get(full)
-            files = self._files_of(full, module)
-            data += files or self._file_of_package(full)
-            if module is None:
-                self.reads.append((_loaded, [full]))
-            else:
-                data += self._replaced(module, names)
+            for place in accumulate(full.split("."), "{}.{}".format):
+                module = sys.modules.get(place)
+                if module is not None:
+                    data += self.python_module(module, place) + self._file_of_package(place)
+                    self._take(module, names)
+                    continue
+                self.reads.append((_loaded, [place]))
+                files = self._files_of(place, None)
+                data += files or self._file_of_package(place)
+                if files:
+                    self.not_imported.add(place)
         return data
+
+    def _take(self, module: types.ModuleType, names: Collection[str]) -> None:
+        """Write down what code may take from an installed module that it imports as it runs."""
+        queue = [module]
+        while queue:
+            module = queue.pop()
+            for name in sorted(names & vars(module).keys()):
+                if self.origins.of(module) == "project" or name.startswith("__"):
+                    continue  # `finish` writes down what is taken of a project's
+                if (id(module), name) in self._done:
+                    continue
+                self._done.add((id(module), name))
+                value = vars(module)[name]
+                path = f"{module.__name__}.{name}"
+                self.scopes.append((vars(module), name, value))
+                if isinstance(value, types.ModuleType):
+                    queue.append(value)
+                else:
+                    self.parts[f"global {path}"] = self._in_package(module, value, path)
 
     def _file_of_package(self, name: str) -> bytes:
         """Bytes of the file of an installed module, whether it has been imported yet or not."""
@@ -169,22 +231,10 @@ class NameWalk(Encoder):
             return b""
         key = f"import {name}"
         if key not in self._versions:
-            self._versions[key] = sourcecode.file_digest(place_of(name) or "")
+            file = place_of(name) or ""
+            self._versions[key] = sourcecode.file_digest(file)
+            self.uses.others |= self._texts.words(file)
         return text_bytes(self._versions[key])
-
-    def _replaced(self, module: types.ModuleType, names: Collection[str]) -> bytes:
-        """Bytes of what code reaches in a project module and what differs, or may differ, from its file."""
-        data = b""
-        for one in reached(module, names, self._texts):
-            self.scopes.append((vars(one.module), one.name, one.value))
-            if one.is_said and isinstance(one.value, (types.FunctionType, type)):
-                self.reads.append((fields_of_code, one.value))
-            name = f"{one.module.__name__}.{one.name}"
-            if not one.is_said:
-                data += text_bytes(name) + self.encode(one.value, name)
-            elif isinstance(one.value, MUTABLE):
-                self.encode(one.value, name)  # this has it watched
-        return data
 
     def _unfollowed(self, function: types.FunctionType, what: str, owner: str) -> None:
         if owner in self._exempt:
@@ -219,6 +269,7 @@ class NameWalk(Encoder):
             if loaded and sourcecode.is_newer(file) and sourcecode.loaded_differs(loaded, self._texts):
                 version += self.unreadable(loaded, f"{module} (its file has been changed)").hex()
             self._versions[module] = version
+            self.uses.others |= self._texts.words(file)
         return text_bytes(f"{module} {name} {self._versions[module]}")
 
     def watch_names(self, scope: Mapping[str, Any], names: Collection[str]) -> None:
@@ -229,18 +280,17 @@ class NameWalk(Encoder):
 
     def finish(self) -> None:
         """Write down what project code takes from the modules that it uses as a whole."""
-        done: set[tuple[int, str]] = set()
         while True:
             new = [
                 (module, name)
                 for module in self._whole.values()
                 for name in sorted(self._names & vars(module).keys())
-                if not name.startswith("__") and (id(module), name) not in done
+                if not name.startswith("__") and (id(module), name) not in self._done
             ]
             if not new:
                 return
             for module, name in new:
-                done.add((id(module), name))
+                self._done.add((id(module), name))
                 value = vars(module).get(name)
                 self.scopes.append((vars(module), name, value))
                 path = f"{module.__name__}.{name}"

@@ -263,6 +263,7 @@ class ObjectWalk(OwnerWalk):
 
     def unreadable(self, value: Any, path: str) -> bytes:
         """A token that stands for this object in this process."""
+        self.uses.is_dynamic = True  # nothing is known about what this reads
         self.unread.append(path or type(value).__qualname__)
         _, token = self._tokens.setdefault(id(value), (value, os.urandom(16)))
         return b"?" + token

@@ -11,7 +11,18 @@ __all__ = ["form", "readable", "split", "texts_of"]
 
 _MOST_SHOWN = 200
 # A part of a walk with such a name is a single value.
-_PLAIN_PARTS = ("attribute ", "child ", "constructor argument ", "global ", "option ", "training", "value ")
+_PLAIN_PARTS = (
+    *(
+        "attribute ",
+        "child ",
+        "closure ",
+        "constructor argument ",
+        "global ",
+        "option ",
+        "training",
+        "value ",
+    ),
+)
 _LABELS = (b"class ", b"function ", b"module ")  # of what has a part of its own
 _SHOWN: dict[bytes, Callable[[bytes], str]] = {
     b"n": lambda rest: "None",

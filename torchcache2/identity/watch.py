@@ -71,6 +71,8 @@ class Watch:
         self._filled = [content for content in contents if content]
         self._scopes = [(scope, name) for scope, name, _ in walk.scopes]
         self._cells = [cell for cell, _ in walk.cells]
+        self._written = [container for _, container in walk.written]
+        self._written_variables = walk.written_scopes, walk.written_cells
         self._reads = walk.reads
         read = walk.containers.values()
         self._containers = [container for container, _ in read]
@@ -101,9 +103,14 @@ class Watch:
     def attributes(self, root: nn.Module | None) -> Attributes:
         """The content of modules, containers and variables as it is now, to be put back later."""
         modules = [*self.modules, *([root] if root is not None else [])]
-        total = accumulate(map(size_of, self._containers))
-        containers = [one for one, size in zip(self._containers, total, strict=True) if size <= _MOST_COPIED]
-        return Attributes(modules, containers, self._scopes, self._cells)
+        found = [*self._containers, *self._written]
+        containers = [
+            one
+            for one, size in zip(found, accumulate(map(size_of, found)), strict=True)
+            if size <= _MOST_COPIED
+        ]
+        scopes, cells = self._written_variables
+        return Attributes(modules, containers, self._scopes + scopes, self._cells + cells)
 
     def _measure(self, root: nn.Module | None) -> list[int]:
         """The numbers of attributes, parameters, submodules and hooks, which change when one is added."""
