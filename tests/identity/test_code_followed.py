@@ -224,7 +224,7 @@ PACKAGES = {
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_code_counts_however_it_is_reached(name, project, log):
     assert_counts(project, FOLLOWED[name])
-    assert warnings_in(log) == []
+    assert not [text for text in warnings_in(log) if "has not been imported yet" not in text]
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -269,11 +269,10 @@ def test_what_is_put_into_a_module_that_is_taken_as_a_whole_counts(project):
 def test_what_is_put_into_a_module_that_is_imported_within_counts(project):
     text = "def model(x):\n    import helper\n    return helper.g(x) * helper.SCALE\n"
     model = project({"model.py": text, "helper.py": "SCALE = 2\ndef g(x):\n    return x\n"})
-    before = namespace(model.model)
     assert torch.equal(model.model(X), X * 2)
     helper = sys.modules["helper"]
     cached = torchcache(model.model)
-    assert cached.cache_instance.module_hash == before, "importing it changes nothing"
+    before = cached.cache_instance.module_hash
     assert torch.equal(cached(X), X * 2)
     helper.SCALE = 3
     assert torch.equal(cached(X), X * 3)
@@ -563,6 +562,7 @@ def test_an_installed_module_that_is_imported_within_counts_by_its_file(tmp_path
         path.write_text(f"SCALE = {number}.0\n")
         text = "def model(x):\n    import written_late\n    return x * written_late.SCALE\n"
         cached = torchcache(project({"model.py": text}).model)
+        assert torch.equal(cached(X), X * number)
         found.append(cached.cache_instance.module_hash)
         assert torch.equal(cached(X), X * number)
         cached.cache_instance.refresh()
@@ -633,90 +633,105 @@ def set_global(helper):
     helper.SCALE = 3.0
 
 
-LATE = {  # file of the helper, the edit, and whether the file says all of it
-    "constant": ("SCALE = 2.0\ndef g(x):\n    return x * SCALE\n", set_global, True),
+LATE = {  # file of the helper, and the edit
+    "constant": ("SCALE = 2.0\ndef g(x):\n    return x * SCALE\n", set_global),
     "computed": (
         "import os\nSCALE = float(os.environ.get('N', '2'))\ndef g(x):\n    return x * SCALE\n",
         set_global,
-        False,
     ),
-    "function": ("def g(x):\n    return x * 2\n", lambda helper: setattr(helper, "g", lambda x: x * 3), True),
+    "function": ("def g(x):\n    return x * 2\n", lambda helper: setattr(helper, "g", lambda x: x * 3)),
     "default": (
         "def g(x, by=2.0):\n    return x * by\n",
         lambda helper: setattr(helper.g, "__defaults__", (3.0,)),
-        True,
     ),
     "made": (
         "def make(n):\n    def g(x):\n        return x * n\n    return g\ng = make(2)\n",
         lambda helper: setattr(helper, "g", helper.make(3)),
-        False,
     ),
     "class": (
         "class C:\n    by = 2.0\n    def f(self, x):\n        return x * self.by\ndef g(x):\n    return C().f(x)\n",
         lambda helper: setattr(helper.C, "by", 3.0),
-        True,
     ),
     "base": (
         "class A:\n    by = 2.0\nclass C(A):\n    pass\ndef g(x):\n    return x * C.by\n",
         lambda helper: setattr(helper.A, "by", 3.0),
-        True,
     ),
     "dict": (
         "HELD = {'by': 2.0}\ndef g(x):\n    return x * HELD['by']\n",
         lambda helper: helper.HELD.update(by=3.0),
-        True,
     ),
     "nested": (
         "HELD = {'a': [2.0]}\ndef g(x):\n    return x * HELD['a'][0]\n",
         lambda helper: helper.HELD["a"].__setitem__(0, 3.0),
-        True,
     ),
     "object": (
         "import types\nHELD = types.SimpleNamespace(by=2.0)\ndef g(x):\n    return x * HELD.by\n",
         lambda helper: setattr(helper.HELD, "by", 3.0),
-        False,
     ),
     "tensor": (
         "import torch\nHELD = torch.ones(3)\ndef g(x):\n    return x * HELD\n",
         lambda helper: helper.HELD.add_(1),
-        False,
     ),
     "deeper": (
         "import deeper\ndef g(x):\n    return deeper.f(x)\n",
         lambda helper: setattr(helper.deeper, "HERE", 3.0),
-        True,
     ),
     "within within": (
         "def g(x):\n    from deeper import f\n    return f(x)\n",
         lambda helper: setattr(sys.modules["deeper"], "HERE", 3.0),
-        True,
     ),
     "taken from": (
         "from deeper import f\ndef g(x):\n    return f(x)\n",
         lambda helper: setattr(sys.modules["deeper"], "HERE", 3.0),
-        True,
     ),
 }
 
 
 @pytest.mark.parametrize("name", LATE)
 def test_an_edit_of_a_module_that_was_imported_by_the_forward_is_noticed(project, name):
-    text, edit, is_said = LATE[name]
+    text, edit = LATE[name]
     deeper = "HERE = 2.0\ndef f(x):\n    return x * HERE\n"
     module = project({"model.py": WITHIN, "helper.py": text, "deeper.py": deeper})
     cached = torchcache(module.model)
-    before = cached.cache_instance.module_hash
     assert "helper" not in sys.modules
     expected = cached(X)
+    imports = 2 if name == "within within" else 1
+    for _ in range(imports + 1):
+        assert torch.equal(cached(X), expected)
     after = cached.cache_instance.module_hash
-    # The rows of the first call are those that another process finds before it has imported the module.
-    assert (before == after) == is_said
-    assert torch.equal(cached(X), expected) and torch.equal(cached(X), expected)
-    assert cached.cache_instance.stats().hits == (8 if is_said else 4)
+    assert cached.cache_instance.stats().bypasses == {"lazy": 4 * imports}
+    assert cached.cache_instance.stats().hits == 4
     edit(sys.modules["helper"])
     assert cached.cache_instance.module_hash != after
     assert torch.equal(cached(X), module.model(X))
     assert not torch.equal(cached(X), expected)
+
+
+@pytest.mark.parametrize("name", ["helpers", "pack.helpers"])
+def test_a_function_of_the_same_name_in_another_module_is_another(project, name):
+    """``pack.helpers.f`` in the place of ``f`` in a module that takes it by ``from helpers import f``."""
+    files = {
+        "model.py": "def model(x):\n    import middle\n    return middle.f(x)\n",
+        "middle.py": "from helpers import f\n",
+        "helpers.py": "def f(x):\n    return x * 2\n",
+        "pack/__init__.py": "",
+        "pack/helpers.py": "def f(x):\n    return x * 3\n",
+    }
+    cached = torchcache(project(files).model)
+    for _ in range(3):
+        assert torch.equal(cached(X), X * 2)
+    sys.modules["middle"].f = importlib.import_module(name).f
+    for _ in range(2):
+        assert torch.equal(cached(X), X * (2 if name == "helpers" else 3))
+
+
+def test_a_module_that_is_never_imported_is_waited_for_once(project):
+    text = "def model(x):\n    if x.dim() == 9:\n        import helper\n    return x * 2\n"
+    cached = torchcache(project({"model.py": text, "helper.py": ""}).model)
+    for _ in range(3):
+        assert torch.equal(cached(X), X * 2)
+    stats = cached.cache_instance.stats()
+    assert (stats.bypasses, stats.misses, stats.hits) == ({"lazy": 4}, 4, 4)
 
 
 def test_what_a_module_computes_as_it_is_imported_counts(project, monkeypatch):
@@ -770,8 +785,9 @@ def test_installed_code_that_is_patched_after_the_first_call(project, tmp_path, 
         {"model.py": text, "helper.py": "import others\ndef g(x):\n    return others.f(x)\n"}
     ).model
     cached = torchcache(model)
-    assert torch.equal(cached(X), X * 2) and torch.equal(cached(X), X * 2)
-    assert cached.cache_instance.stats().hits == 4
+    for _ in range(4):  # at the first call of each, `helper` and `others` are not imported yet
+        assert torch.equal(cached(X), X * 2)
+    assert cached.cache_instance.stats().hits >= 4
     edit(sys.modules["others"])
     assert torch.equal(cached(X), X * 3)
     monkeypatch.delitem(sys.modules, "others")

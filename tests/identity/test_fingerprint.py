@@ -198,6 +198,7 @@ def test_a_file_that_is_imported_during_the_first_call_counts(text, load, tmp_pa
         with monkeypatch.context() as patch:
             patch.syspath_prepend(folder)
             model = torchcache(load("model", f"def model(x):\n    {text}").model)
+            assert equal(model(torch.ones(2)), torch.full((2,), float(scale)))
             hashes.append(namespace_of(model))
             assert equal(model(torch.ones(2)), torch.full((2,), float(scale)))
             assert namespace_of(model) == hashes[-1]
@@ -225,6 +226,7 @@ def test_a_file_of_the_package_that_is_imported_during_the_first_call_counts(tex
         with monkeypatch.context() as patch:
             patch.syspath_prepend(package.parent)
             model = torchcache(importlib.import_module("written_package.model").model)
+            assert equal(model(torch.ones(2)), torch.full((2,), float(scale)))
             hashes.append(namespace_of(model))
             assert equal(model(torch.ones(2)), torch.full((2,), float(scale)))
             assert namespace_of(model) == hashes[-1]

@@ -143,7 +143,9 @@ def ask_module(keeper: NamespaceKeeper, root: Any) -> None:
     if facts.has_lazy:
         raise BypassError.because("lazy", "a parameter is uninitialised")
     if facts.not_imported:
-        raise BypassError.because("lazy", f"the module {facts.not_imported} is imported as the forward runs")
+        raise BypassError.because(
+            "lazy", f"{facts.not_imported} has not been imported yet, and the forward may import it"
+        )
     if facts.is_uncounted:
         raise BypassError.because(
             "inference",

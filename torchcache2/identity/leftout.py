@@ -183,8 +183,7 @@ class OwnerWalk(CodeWalk):
     def _is_named(self, rule: LeftOut) -> bool:
         """Whether code names what is left out: a project's, or that of another package."""
         files = [*self.project_files]
-        for name in self._versions:
-            module = name.removeprefix("import ")  # the key for an import inside of a function
+        for module in self._versions:
             if module.partition(".")[0] not in (rule.package, *_RELATED):
                 files.append(place_of(module) or "")
         return any(map(rule.is_in_code, self._code.values())) or any(map(rule.is_in_file, files))

@@ -196,14 +196,14 @@ class NameWalk(Encoder):
             for place in accumulate(full.split("."), "{}.{}".format):
                 module = sys.modules.get(place)
                 if module is not None:
-                    data += self.python_module(module, place) + self._file_of_package(place)
+                    if self.origins.of(module) in ("project", "installed"):
+                        data += self.python_module(module, place)
                     self._take(module, names)
                     continue
                 self.reads.append((_loaded, [place]))
-                files = self._files_of(place, None)
-                data += files or self._file_of_package(place)
-                if files:
+                if not sourcecode.is_known_root(place) and (file := place_of(place)) is not None:
                     self.not_imported.add(place)
+                    data += self._files_of(place, None) or text_bytes(sourcecode.file_digest(file))
         return data
 
     def _take(self, module: types.ModuleType, names: Collection[str]) -> None:
@@ -222,19 +222,10 @@ class NameWalk(Encoder):
                 self.scopes.append((vars(module), name, value))
                 if isinstance(value, types.ModuleType):
                     queue.append(value)
-                else:
-                    self.parts[f"global {path}"] = self._in_package(module, value, path)
-
-    def _file_of_package(self, name: str) -> bytes:
-        """Bytes of the file of an installed module, whether it has been imported yet or not."""
-        if sourcecode.is_known_root(name):
-            return b""
-        key = f"import {name}"
-        if key not in self._versions:
-            file = place_of(name) or ""
-            self._versions[key] = sourcecode.file_digest(file)
-            self.uses.others |= self._texts.words(file)
-        return text_bytes(self._versions[key])
+                    continue
+                data = self._in_package(module, value, path)
+                if self.origins.of(module) == "installed" or data != self.python_module(module, path):
+                    self.parts[f"global {path}"] = data
 
     def _unfollowed(self, function: types.FunctionType, what: str, owner: str) -> None:
         if owner in self._exempt:

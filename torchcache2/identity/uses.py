@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from torchcache2.identity.compiled import code_objects, names_in, parse
-from torchcache2.identity.marks import is_ours
 
 __all__ = ["UseTable", "Uses", "has_fields", "is_passive", "is_plain", "unmangled", "uses_of"]
 
@@ -73,11 +72,15 @@ def is_passive(value: Any) -> bool:
 def has_fields(value: Any, names: set[str]) -> bool:
     """Whether attributes are plain fields of an object or class, which no code computes."""
     kind = type(value)
-    fields: Any = getattr(value, "__dict__", None)
     bases = kind.__mro__[:-1] if kind is not type else ()
+    try:
+        fields = object.__getattribute__(value, "__dict__") if kind is not type else vars(value)
+    except AttributeError:
+        return False
     if kind is not type:
         odd = (nn.Module, Tensor, types.ModuleType, types.FunctionType)
-        if isinstance(value, odd) or type(fields) is not dict or is_ours(value):
+        is_ours = str(kind.__module__).partition(".")[0] == __name__.partition(".")[0]
+        if issubclass(kind, odd) or type(fields) is not dict or is_ours:
             return False
         if any("__getattribute__" in vars(one) for one in bases if one is not types.SimpleNamespace):
             return False
