@@ -129,14 +129,13 @@ class Walk(ObjectWalk):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
         self.finish()
         # To write down what code reads may meet more code, which reads more.
-        while self.count_what_is_named() or any(map(self._read_field, self._attributes)):
+        while self.count_what_is_named() or any(map(self._read_field, self._attributes)) or self._distrust():
             self.finish()
         for field in self._attributes:
             if field.is_left_out:
                 self.leave_out(f"{field.kind.__name__}.{field.name}", field.value)
-        if self.unread:  # what cannot be read may refer to a container
-            for name, container in self.written:
-                self.parts[f"global {name}"] = self.encode(container, name)
+            elif field.path not in field.read:  # what else the constructor took of it is in other attributes
+                self.parts.pop(f"constructor argument {field.path}", None)
         self.reads += [(attrgetter("__class__", *sorted(names)), one) for one, names in self.taken.values()]
 
     def other(self, value: Any, path: str) -> bytes:
@@ -280,6 +279,13 @@ class Walk(ObjectWalk):
             self.reads.append((state, module))
         own = SCRIPT_FIELDS.union(method.name for method in methods)
         return {name: value for name, value in fields.items() if name not in own}
+
+    def _distrust(self) -> bool:
+        """Write down containers that code only adds to, if something unreadable may refer to them."""
+        due = [one for one in self.written if self.unread and id(one[1]) not in self.containers]
+        for name, container in due:
+            self.parts[f"global {name}"] = self.encode(container, name)
+        return bool(due)
 
     def _read_field(self, field: _Field) -> bool:
         """Write down what code reads of an attribute; whether that is more than was known before."""

@@ -280,8 +280,8 @@ def _class_alone(value: Any) -> bytes:
     return b"z" + text_bytes(qualified_name(type(value)))
 
 
-def _class_of(value: Any) -> tuple[type]:
-    return (type(value),)
+def _class_of(value: Any) -> tuple[Any, ...]:
+    return type(value), value.__dict__
 
 
 def _is_empty(value: Any) -> tuple[bool]:

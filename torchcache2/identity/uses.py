@@ -135,7 +135,9 @@ class _Scan:
         self._outer: set[str] = set()
         self._taken: dict[int, str] = {}  # by id of a node, the attribute that is all that is read of it
         self._written: set[int] = set()  # ids of nodes to which the code only adds
-        self._constant: set[int] = set()  # of ``getattr`` with a constant name
+        self._constant: set[int] = (
+            set()
+        )  # of ``getattr`` with a constant name, and keys that are only written
         self._reads: dict[str, set[str]] = {}
         self._assigned: set[str] = set()
         self._added: set[str] = set()
@@ -176,6 +178,7 @@ class _Scan:
             elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
                 if id(node) not in caught:
                     self._written.add(id(node.value))
+                    self._constant.add(id(node.slice))
             elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
                 called = node.value.func
                 if isinstance(called, ast.Attribute) and called.attr in _ADDING:
@@ -185,6 +188,7 @@ class _Scan:
                 is_text = isinstance(name, ast.Constant) and isinstance(name.value, str)
                 if node.func.id in ("getattr", "hasattr") and is_text:
                     self._constant.add(id(node.func))
+                    self._taken[id(node.args[0])] = name.value  # type: ignore[attr-defined]
             elif isinstance(node, ast.AugAssign) and isinstance(node.target, (ast.Name, ast.Attribute)):
                 self._added.add(_key(node.target))
 
@@ -221,7 +225,7 @@ class _Scan:
     def _expressions(self, node: ast.AST, assigned: set[str]) -> None:
         stored = set()
         for inner in ast.walk(node):
-            if isinstance(inner, ast.Constant):
+            if isinstance(inner, ast.Constant) and id(inner) not in self._constant:
                 for text in _texts(inner.value):
                     self._read(f".{text}")
             elif isinstance(inner, ast.MatchClass):

@@ -1,0 +1,701 @@
+"""What code only writes does not count, and of a configuration only what is read; all else counts."""
+
+import argparse
+import collections
+import copy
+import dataclasses
+import importlib
+import linecache
+import random
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from torchcache2 import torchcache
+
+X = torch.arange(1.0, 9.0).view(4, 2)
+
+
+@pytest.fixture(autouse=True)
+def _without_grad():
+    with torch.no_grad():
+        yield
+
+
+def stats(module):
+    return module.cache_instance.stats()
+
+
+# Random code: whatever it reads, in whatever way, an edit of that is noticed.
+
+READS = [  # expressions of a number; A is an attribute or variable, S a module, N an object with fields
+    "{s}.{a}",
+    "getattr({s}, '{a}')",
+    "getattr({s}, '{a}', 0.0)",
+    "sum([{s}.{a} for _ in range(2)])",
+    "(lambda: {s}.{a})()",
+    "(lambda self: self.{a})({s})",
+    "taken_{a}({s})",
+    "sum(map(operator.attrgetter('{a}'), [{s}]))",
+    "vars({s})['{a}']",
+    "float('{{0.{a}}}'.format({s}))",
+    "{s}.{n}.{f}",
+    "getattr({s}.{n}, '{f}')",
+    "field_{f}({s}.{n})",
+    "vars({s}.{n})['{f}']",
+    "next(one.{f} for one in [{s}.{n}])",
+    "{g}.{f}",
+    "getattr({g}, '{f}')",
+    "field_{f}({g})",
+    "sum(vars({g}).values())",
+    "len({s}.{c})",
+    "sum({s}.{c})",
+    "float(bool({s}.{c}))",
+    "len({l})",
+    "(lambda held: len(held))({l})",
+    "{v}",
+]
+WRITES = [
+    "{s}.{a} += 1.0",
+    "{s}.{a} = 3.0",
+    "{s}.{a} = {s}.{a} + 1.0",
+    "{s}.{c}.append(1.0)",
+    "{s}.{c} += [1.0]",
+    "{s}.{c}.extend([{s}.{a}, 1.0])",
+    "{l}.append(1.0)",
+    "{l}.insert(0, {l}[-1] if {l} else 1.0)",
+    "{d}['k'] += 1",
+    "{s}.{d2}['k'] += 1",
+    "{s}.{d2}[len({s}.{c})] = 1",
+    "{v} += 1.0",
+    "{s}.{n}.{f} += 1.0",
+    "{s}.{a} = 1.0; x = x * {s}.{a}",
+    "setattr({s}, '{a}', 4.0)",
+]
+BLOCKS = [
+    "{one}",
+    "if x.dim() == 2:\n    {one}",
+    "for _ in range(2):\n    {one}",
+    "with torch.no_grad():\n    {one}",
+    "try:\n    {one}\nfinally:\n    pass",
+    "try:\n    raise KeyError\nexcept KeyError:\n    {one}",
+    "def inner(x):\n    {outer}\n    {one}\n    return x\nx = inner(x)",
+]
+HEAD = """
+import collections, operator, types
+import torch
+from torch import nn
+G, H = types.SimpleNamespace(f=2.0, g=3.0), types.SimpleNamespace(f=5.0, g=7.0)
+L, M, D, V, W = [], [], collections.Counter(), 1.0, 1.0
+class Box:
+    def __init__(self):
+        self.f, self.g = 2.0, 3.0
+def taken_a(one): return one.a
+def taken_b(one): return one.b
+def field_f(one): return one.f
+def field_g(one): return one.g
+class Base(nn.Module):
+    def __init__(self, child=None):
+        super().__init__()
+        self.child = child
+        self.a, self.b, self.c, self.d = 1.0, 2.0, [1.0], [2.0]
+        self.m, self.n, self.count = Box(), types.SimpleNamespace(f=2.0, g=3.0), collections.Counter()
+    def unused(self):
+        return self.a, self.b, self.c, self.d, self.m, self.n, L, M, V, W
+"""
+
+
+def written(rng, name, has_child):
+    """The source of a module with a random forward."""
+    places = ["self", "self.child"] if has_child else ["self"]
+
+    def filled(text):
+        return text.format(
+            s=rng.choice(places), a=rng.choice("ab"), c=rng.choice("cd"), n=rng.choice("mn"),
+            f=rng.choice("fg"), g=rng.choice("GH"), l=rng.choice("LM"), d="D", d2="count", v=rng.choice("VW"),
+        )  # fmt: skip
+
+    def block(text, one, outer="pass"):
+        lines = text.replace("{outer}", outer).split("\n")
+        found = []
+        for line in lines:
+            indent = line[: len(line) - len(line.lstrip())]
+            found += [indent + part for part in one.split("\n")] if "{one}" in line else [line]
+        return "\n".join(found)
+
+    body = ["global V, W"]
+    for _ in range(rng.randint(1, 4)):
+        kind = rng.random()
+        one = filled(rng.choice(WRITES)) if kind < 0.55 else f"x = x * (2.0 + {filled(rng.choice(READS))})"
+        for _ in range(rng.randint(0, 2)):
+            one = block(rng.choice(BLOCKS), one, "global V, W")
+        body += one.split("\n")
+    if has_child:
+        body.insert(rng.randint(1, len(body)), "x = self.child(x)") if not any(
+            line.startswith((" ", "def", "try", "if", "for", "with")) for line in body
+        ) else body.append("x = self.child(x)")
+    lines = "\n        ".join([*body, "return x"])
+    return f"class {name}(Base):\n    def forward(self, x):\n        {lines}\n"
+
+
+EDITS = [
+    "m.{a} = {x}",
+    "m.{c}.append({x})",
+    "m.{c} = [{x}]",
+    "m.{n}.{f} = {x}",
+    "m.{n} = types.SimpleNamespace(f={x}, g={x})",
+    "del m.{c}[:]",
+    "mod.{g}.{f} = {x}",
+    "mod.{l}.append({x})",
+    "mod.{v} = {x}",
+    "m.count['k'] = {x}",
+]
+
+
+def made(tmp_path, text, name):
+    file = tmp_path / f"{name}.py"
+    file.write_text(text)
+    linecache.checkcache(str(file))
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_random_code(tmp_path, seed):
+    rng = random.Random(seed)
+    text = HEAD + written(rng, "Child", False) + written(rng, "Parent", True)
+    twins = [made(tmp_path, text, f"random_{seed}_{which}") for which in ("plain", "cached")]
+    plain, below = (twin.Parent(twin.Child()) for twin in twins)
+    cached = torchcache(below, probe=False) if rng.random() < 0.5 else torchcache(below)
+    try:
+        for turn in range(8):
+            expected = plain(X)
+            found = cached(X)
+            assert torch.equal(found, expected), f"{text}\nseed {seed}, turn {turn}"
+            if turn % 2:
+                edit = rng.choice(EDITS).format(
+                    a=rng.choice("ab"), c=rng.choice("cd"), n=rng.choice("mn"), f=rng.choice("fg"),
+                    g=rng.choice("GH"), l=rng.choice("LM"), v=rng.choice("VW"), x=float(rng.randint(1, 9)),
+                )  # fmt: skip
+                whose = rng.choice(["parent", "child"])
+                for module, twin in ((plain, twins[0]), (below, twins[1])):
+                    scope = {"m": module if whose == "parent" else module.child, "mod": twin, "types": types}
+                    exec(edit, scope)
+    finally:
+        for twin in twins:
+            del sys.modules[twin.__name__]
+    return stats(cached)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_whatever_random_code_reads_is_noticed(part, tmp_path):
+    hits = bypassed = 0
+    for seed in range(part * 25, part * 25 + 25):
+        found = check_random_code(tmp_path, seed)
+        hits += found.hits
+        bypassed += sum(found.bypasses.values())
+    assert hits > 50 and bypassed > 50, "both what counts and what does not is tested"
+
+
+# What is only written: the first thing that people try.
+
+SEEN, COUNTS, TOTAL = [], collections.Counter(), 0
+
+
+@pytest.fixture(autouse=True)
+def _reset():
+    global TOTAL
+    SEEN.clear()
+    COUNTS.clear()
+    TOTAL = 0
+
+
+def make_appending():
+    seen = []
+
+    def model(x):
+        seen.append(len(x))
+        return x * 2
+
+    return model, lambda: seen
+
+
+def make_global_list():
+    def model(x):
+        SEEN.append(1)
+        return x * 2
+
+    return model, lambda: SEEN
+
+
+def make_global_counter():
+    def model(x):
+        if x.dim() == 2:
+            COUNTS["x"] += 1
+        return x * 2
+
+    return model, lambda: COUNTS
+
+
+def make_global_number():
+    def model(x):
+        global TOTAL
+        TOTAL += 1
+        return x * 2
+
+    return model, lambda: TOTAL
+
+
+def make_nonlocal():
+    count = 0
+
+    def model(x):
+        nonlocal count
+        count += 1
+        return x * 2
+
+    return model, lambda: count
+
+
+def make_dict():
+    counter = {"n": 0}
+
+    def model(x):
+        counter["n"] += 1
+        return x * 2
+
+    return model, lambda: counter
+
+
+class Noting(nn.Module):
+    FACTOR = 2
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.seen, self.last = [], collections.deque(maxlen=2)
+        self.counts, self.by_size = collections.Counter(), collections.defaultdict(int)
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(x.shape)
+        self.last.append(1)
+        with torch.no_grad():
+            self.counts["calls"] += 1
+        for size in x.shape:
+            self.by_size[size] += 1
+        return self.scaled(x)
+
+    def scaled(self, x):
+        return x * self.FACTOR
+
+    def report(self):
+        return self.calls, self.seen, self.last, self.counts, self.by_size
+
+
+def make_module():
+    module = Noting()
+    return module, module.report
+
+
+WRITTEN = {name: make for name, make in globals().items() if name.startswith("make_")}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_only_written_is_no_obstacle(name):
+    (plain, wanted), (model, noted) = WRITTEN[name](), WRITTEN[name]()
+    model = torchcache(model)
+    for x in (X, X + 1):
+        before = copy.deepcopy(noted())
+        assert torch.equal(model(x), plain(x))
+        assert name == "make_global_list" or before != noted()
+        assert torch.equal(model(x), x * 2)
+    assert (stats(model).hits, stats(model).bypasses) == (8, {})
+    if "global" not in name:
+        assert noted() == wanted(), "a probe leaves no trace"
+    hits = stats(model).hits
+    SEEN.append(1)
+    COUNTS["x"] += 1
+    model(X)
+    assert stats(model).hits == hits + 4
+
+
+# The same if anything reads it, wherever that is.
+
+
+class Child(nn.Module):
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.scale, self.seen, self.counts = factor, [], {}
+        self.alias = self.seen
+
+    def forward(self, x):
+        self.scale = float(x.sum())
+        self.seen.append(1.0)
+        self.counts[len(x)] = 1
+        return x * 2
+
+
+def scale_of(module):
+    return module.scale
+
+
+READ_BY = {
+    "parent": lambda self, x: x * self.child.scale,
+    "parent, in a block": lambda self, x: sum([x * self.child.scale for _ in range(1)]) if x.dim() else x,
+    "helper": lambda self, x: x * scale_of(self.child),
+    "getattr": lambda self, x: x * getattr(self.child, "scale"),  # noqa: B009
+    "computed name": lambda self, x: x * getattr(self.child, "sc" + "ale"),
+    "vars": lambda self, x: x * vars(self.child)["scale"],
+    "dict": lambda self, x: x * self.child.__dict__["scale"],
+    "format": lambda self, x: x * float("{0.scale}".format(self.child)),  # noqa: UP030, UP032
+    "match": lambda self, x: x * self.match(x),
+    "length": lambda self, x: x * len(self.child.seen),
+    "alias": lambda self, x: x * len(self.child.alias),
+    "truth": lambda self, x: x * (3 if self.child.seen else 2),
+    "keys": lambda self, x: x * (3 if len(x) in self.child.counts else 2),
+    "view": lambda self, x: x * len(self.view),
+    "bound method": lambda self, x: x * self.length(),
+    "closure": lambda self, x: x * self.function(),
+    "property": lambda self, x: x * self.known,
+    "operator": lambda self, x: x * self.getter(self.child),
+}
+
+
+class Parent(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.child, self.how = Child(), how
+        self.view = self.child.counts.keys()
+        self.length = self.child.seen.__len__
+        seen = self.child.seen
+        self.function = lambda: len(seen)
+        self.getter = __import__("operator").attrgetter("scale")
+
+    @property
+    def known(self):
+        return self.child.scale
+
+    def match(self, x):
+        match self.child:
+            case Child(scale=factor):
+                return factor
+
+    def forward(self, x):
+        return self.child(READ_BY[self.how](self, x))
+
+
+def _without(other):
+    """A class of which objects have one of the attributes that refer to parts of the child."""
+
+    class Only(Parent):
+        def __init__(self, how):
+            super().__init__(how)
+            for name in {"view", "length", "function", "getter"} - {other}:
+                delattr(self, name)
+
+    return Only
+
+
+@pytest.mark.parametrize("how", READ_BY)
+def test_what_a_child_writes_and_another_reads_counts(how):
+    names = {"view": "view", "bound method": "length", "closure": "function", "operator": "getter"}
+    kind = _without(names.get(how))
+    source = READ_BY[how]
+
+    class Plain(kind):
+        def forward(self, x):
+            return self.child(source(self, x))
+
+    plain, cached = Plain(how), torchcache(Plain(how))
+    for x in (X, X, X + 1, X, X + 1):
+        assert torch.equal(cached(x), plain(x))
+    if how != "view":  # cannot be read at all
+        plain.child.scale = cached.child.scale = 7.0
+        plain.child.seen *= 2
+        cached.child.seen *= 2
+        assert torch.equal(cached(X), plain(X))
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale=2.0):
+        super().__init__()
+        self.scale = scale
+
+
+NESTED = {
+    "if": "if x.dim() == 2:\n            x = x * self.scale",
+    "else": "if x.dim() == 3:\n            pass\n        else:\n            x = x * self.scale",
+    "for": "for _ in range(1):\n            x = x * self.scale",
+    "while": "while x.dim() == 2 and float(x[0, 0]) == 1:\n            x = x * self.scale",
+    "with": "with torch.no_grad():\n            x = x * self.scale",
+    "try": "try:\n            x = x * self.scale\n        finally:\n            pass",
+    "except": "try:\n            raise KeyError\n        except KeyError:\n            x = x * self.scale",
+    "caught": "try:\n            raise KeyError\n        except KeyError if self.scale == 2 else ValueError:\n"
+    "            x = x * 2\n        except KeyError:\n            pass",
+    "function": "def inner(x):\n            return x * self.scale\n        x = inner(x)",
+    "two blocks": "if x.dim():\n            if x.dim() == 2:\n                x = x * self.scale",
+    "branch": "if x.dim() == 3:\n            self.scale = 4.0\n        x = x * self.scale",
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_what_is_read_in_a_nested_block_counts(name, tmp_path):
+    """The forward assigns it afterwards, as a counter is."""
+    text = (
+        "import torch\nfrom torch import nn\nclass Net(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.scale = 2.0\n    def forward(self, x):\n"
+        f"        {NESTED[name]}\n        self.scale = 3.0\n        return x\n"
+    )
+    module = made(tmp_path, text, "nested_of_test")
+    plain, cached = module.Net(), torchcache(module.Net())
+    del sys.modules["nested_of_test"]
+    for _ in range(3):
+        assert torch.equal(cached(X), plain(X))
+    plain.scale = cached.scale = 5.0
+    assert torch.equal(cached(X), plain(X))
+
+
+# Of a configuration counts what is read.
+
+
+@dataclasses.dataclass
+class Settings:
+    scale: float = 2.0
+    lr: float = 0.1
+
+    @property
+    def doubled(self):
+        return self.scale * 2
+
+    def halved(self):
+        return self.scale / 2
+
+
+class Computed:
+    def __init__(self, **fields):
+        self.fields = fields
+
+    def __getattr__(self, name):
+        try:
+            return self.__dict__["fields"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Logged:
+    """What it returns of an attribute is computed."""
+
+    def __init__(self, scale, lr):
+        self.scale, self.lr = scale, lr
+
+    def __getattribute__(self, name):
+        found = object.__getattribute__(self, name)
+        return found * object.__getattribute__(self, "lr") if name == "scale" else found
+
+
+CONFIGS = {
+    "Namespace": lambda: argparse.Namespace(scale=2.0, lr=0.1),
+    "SimpleNamespace": lambda: types.SimpleNamespace(scale=2.0, lr=0.1),
+    "dataclass": Settings,
+    "class": lambda: type("CFG", (), {"scale": 2.0, "lr": 0.1}),
+    "object": lambda: Noted(2.0, 0.1),
+}
+
+
+class Noted:
+    def __init__(self, scale, lr):
+        self.scale, self.lr = scale, lr
+
+
+ARGS, HOLDER = None, types.SimpleNamespace()
+
+
+def captured(args):
+    return lambda x: x * args.scale
+
+
+def of_global(args):
+    global ARGS
+    ARGS = args
+    return lambda x: x * ARGS.scale
+
+
+def by_getattr(args):
+    def model(x):
+        for _ in range(1):
+            x = x * getattr(args, "scale")  # noqa: B009
+        return x
+
+    return model
+
+
+def within(args):
+    outer = types.SimpleNamespace(model=args, path="a")
+
+    def model(x):
+        def inner(x):
+            return x * outer.model.scale
+
+        return inner(x)
+
+    return model
+
+
+class OfAttribute(nn.Module):
+    def __init__(self, args):
+        super().__init__()
+        self.args = args
+
+    def forward(self, x):
+        return x * self.args.scale
+
+    def configure_optimizers(self):
+        return self.args.lr
+
+
+class OfChild(nn.Module):
+    def __init__(self, args):
+        super().__init__()
+        self.child = OfAttribute(args)
+
+    def forward(self, x):
+        return self.child(x) * (self.child.args.scale / self.child.args.scale)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("make", [captured, of_global, by_getattr, within, OfAttribute, OfChild])
+def test_only_what_is_read_of_a_configuration_counts(make, config):
+    args = CONFIGS[config]()
+    cached = torchcache(make(args))
+    assert torch.equal(cached(X), X * 2)
+    namespace = cached.cache_instance.module_hash
+    args.lr, args.out = 5.0, "elsewhere"
+    assert torch.equal(cached(X), X * 2)
+    assert (cached.cache_instance.module_hash, stats(cached).hits) == (namespace, 4)
+    assert stats(cached).bypasses == {}
+    args.scale = 3.0
+    assert torch.equal(cached(X), X * 3)
+    assert cached.cache_instance.module_hash != namespace
+    changed = [line for line in cached.cache_instance.explain().splitlines() if "2.0 → 3.0" in line]
+    assert changed and all("scale" in line and "lr" not in line for line in changed)
+    del args.lr
+    args.scale = 2.0
+    assert cached.cache_instance.module_hash == namespace
+
+
+def test_another_learning_rate_is_the_same_module():
+    kind = torchcache(type("Configured", (OfAttribute,), {}))
+    configs = [argparse.Namespace(scale=scale, lr=lr) for scale, lr in ((2.0, 0.1), (2.0, 0.2), (3.0, 0.1))]
+    modules = list(map(kind, configs))
+    found = [module.cache_instance.module_hash for module in modules]
+    assert found[0] == found[1] != found[2]
+
+
+def rates_of(args):
+    return args.lr
+
+
+USED_WHOLE = {
+    "passed on": lambda args: lambda x: x * args.scale * rates_of(args),
+    "stored": lambda args: lambda x: x * args.scale * (_one := args).lr,
+    "iterated": lambda args: lambda x: x * args.scale * sum(vars(args).values()),
+    "in a list": lambda args: lambda x: x * args.scale * [args][0].lr,
+    "locals": lambda args: lambda x: x * args.scale * eval("args.lr", {"args": args}),
+    "computed name": lambda args: lambda x: x * args.scale * getattr(args, "l" + "r"),
+    "text": lambda args: lambda x: x * args.scale * len(repr(args)),
+    "getattr of another": lambda args: lambda x: x * sum(map(getattr, [args] * 2, ["scale", "lr"])),
+}
+
+
+@pytest.mark.parametrize("name", USED_WHOLE)
+def test_a_configuration_that_is_used_otherwise_counts_as_a_whole(name):
+    args = types.SimpleNamespace(scale=2.0, lr=3.0)
+    plain = USED_WHOLE[name](args)
+    cached = torchcache(plain, probe=False)
+    for lr in (3.0, 3.0, 5.0, 7.25, 3.0):
+        args.lr = lr
+        assert torch.equal(cached(X), plain.__wrapped__(X) if hasattr(plain, "__wrapped__") else plain(X))
+
+
+def captured_first(args):
+    return lambda x: x * args.scale[0]
+
+
+def captured_doubled(args):
+    return lambda x: x * args.doubled
+
+
+def captured_halved(args):
+    return lambda x: x * args.halved()
+
+
+def captured_text(args):
+    return lambda x: x * len(f"{args.scale}{vars(args)}")
+
+
+class OfFirst(OfAttribute):
+    def forward(self, x):
+        return x * self.args.scale[0]
+
+
+class OfText(OfAttribute):
+    def forward(self, x):
+        return x * len(f"{self.args.scale}{vars(self.args)}")
+
+
+class OfProperty(OfAttribute):
+    def forward(self, x):
+        return x * self.args.doubled
+
+
+class OfMethod(OfAttribute):
+    def forward(self, x):
+        return x * self.args.halved()
+
+
+PLAIN = captured, OfAttribute
+EDITED = {  # a configuration, the two who read it, and an edit
+    "property": (Settings, (captured_doubled, OfProperty), lambda args: setattr(args, "scale", 7.0)),
+    "method": (Settings, (captured_halved, OfMethod), lambda args: setattr(args, "scale", 7.0)),
+    "__getattr__": (lambda: Computed(scale=2.0), PLAIN, lambda args: args.fields.update(scale=7.0)),
+    "__getattribute__": (lambda: Logged(2.0, 3.0), PLAIN, lambda args: setattr(args, "lr", 7.0)),
+    "class": (lambda: Noted(2.0, 3.0), PLAIN, lambda args: setattr(args, "__class__", Doubling)),
+    "dict": (lambda: Noted(2.0, 3.0), PLAIN, lambda args: setattr(args, "__dict__", {"scale": 9.0})),
+    "dict of all": (
+        lambda: Noted(2.0, 3.0),
+        (captured_text, OfText),
+        lambda args: setattr(args, "__dict__", {"scale": 2.0}),
+    ),
+    "content": (
+        lambda: Noted([2.0], 3.0),
+        (captured_first, OfFirst),
+        lambda args: args.scale.__setitem__(0, 7.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITED)
+@pytest.mark.parametrize("place", [0, 1], ids=["closure", "attribute"])
+def test_an_edit_behind_a_configuration_is_noticed(name, place):
+    make, readers, edit = EDITED[name]
+    args = make()
+    plain, cached = readers[place](args), torchcache(readers[place](args))
+    before = plain(X)
+    assert torch.equal(cached(X), before) and torch.equal(cached(X), before)
+    edit(args)
+    assert torch.equal(cached(X), plain(X)) and not torch.equal(plain(X), before)
+
+
+class Doubling(Noted):
+    @property
+    def scale(self):
+        return 2 * self.__dict__["scale"]
+
+    @scale.setter
+    def scale(self, value):
+        self.__dict__["scale"] = value
