@@ -259,7 +259,11 @@ def test_hooks_that_collect():
     for _ in range(3):
         module(X)
     assert len(outputs) == 3 and hits(module) == 8 and bypasses(module) == {}
-    module[0].register_forward_hook(lambda module, args, output: inner.append(output))
+
+    def collect(module, args, output):
+        inner.append(output)
+
+    module[0].register_forward_hook(collect)
     for _ in range(3):
         module(X)
     assert len(inner) == 3 and hits(module) == 8 and bypasses(module) == {"state": 12}

@@ -435,8 +435,9 @@ NESTED = {
     "with": "with torch.no_grad():\n            x = x * self.scale",
     "try": "try:\n            x = x * self.scale\n        finally:\n            pass",
     "except": "try:\n            raise KeyError\n        except KeyError:\n            x = x * self.scale",
-    "caught": "try:\n            raise KeyError\n        except KeyError if self.scale == 2 else ValueError:\n"
-    "            x = x * 2\n        except KeyError:\n            pass",
+    "caught": "try:\n            raise KeyError\n"
+    "        except KeyError if self.scale == 2 else ValueError:\n            x = x * 2\n"
+    "        except KeyError:\n            pass",
     "function": "def inner(x):\n            return x * self.scale\n        x = inner(x)",
     "two blocks": "if x.dim():\n            if x.dim() == 2:\n                x = x * self.scale",
     "branch": "if x.dim() == 3:\n            self.scale = 4.0\n        x = x * self.scale",

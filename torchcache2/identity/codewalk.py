@@ -59,6 +59,7 @@ class CodeWalk(NameWalk):
         self._put: set[str] = set()
         self._methods: dict[int, tuple[str, type]] = {}  # by id of a function of a class that is being read
         self._uses_of_methods: dict[int, Uses] = {}
+        self.in_hook = False  # hooks are there to collect, so what they only write counts all the same
 
     def klass(self, kind: type, path: str) -> bytes:
         """Write down a class and its bases; the label of its part."""
@@ -214,6 +215,8 @@ class CodeWalk(NameWalk):
                 token = self.unreadable(function, f"{path or name} (no source)")
                 source = sourcecode.instructions(function.__code__) + token.hex()
             uses = self._texts.once(uses_of, function.__code__, source)
+            if self.in_hook:
+                uses = uses._replace(assigned=set(), added=set())
             self.uses.add(uses, *method)
             if method:
                 self._uses_of_methods[id(function)] = uses

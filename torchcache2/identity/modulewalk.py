@@ -249,11 +249,13 @@ class Walk(ObjectWalk):
         return reference
 
     def _hooks(self, module: nn.Module, where: str) -> None:
+        before, self.in_hook = self.in_hook, bool(where)
         for hooks in _HOOKS:
             for number, (key, hook) in enumerate(vars(module).get(hooks, {}).items()):
                 name = f"{where}{hooks}[{number}]"
                 flags = [key in vars(module).get(f"{hooks}_{flag}", ()) for flag in _HOOK_FLAGS]
                 self.parts[f"hook {name}"] = self.encode([hook, *flags], name)
+        self.in_hook = before
 
     def _made_by_tools(self, module: nn.Module, path: str) -> dict[str, Any]:
         """The attributes of a module without those that stand for its code, which this writes down."""
