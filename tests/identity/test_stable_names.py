@@ -183,12 +183,19 @@ def test_what_a_module_of_the_users_names_counts_again(frozen_dict, tmp_path, mo
 
 class Imports(Configured):
     def forward(self, x):
-        from tests.helpers.stable import shift  # might name anything
+        from stable_within import first  # type: ignore[import-not-found]
 
-        return shift(x)
+        return x + len(first(self.config))
 
 
-def test_a_project_import_inside_of_code_may_name_anything(frozen_dict):
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_what_an_import_inside_of_code_names_counts_again(frozen_dict, tmp_path, monkeypatch, is_loaded):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "stable_within.py").write_text("def first(c):\n    return c._use_default_values[0]\n")
+    importlib.invalidate_caches()
+    monkeypatch.delitem(sys.modules, "stable_within", raising=False)
+    if is_loaded:
+        monkeypatch.setitem(sys.modules, "stable_within", importlib.import_module("stable_within"))
     left, right = two_of(Imports, frozen_dict)
     assert left != right
 
