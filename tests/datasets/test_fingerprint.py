@@ -611,3 +611,24 @@ def test_a_dataset_without_a_length_has_a_namespace():
             return index
 
     assert "length" not in identify(Endless()).fingerprint.parts
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_what_a_dataset_imports_as_it_runs_counts_imported_or_not(is_loaded, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "class Data:\n    def __len__(self):\n        return 2\n    def __getitem__(self, index):\n"
+    text += "        import scale_within\n        return scale_within.scaled(index)\n"
+    (tmp_path / "data_within.py").write_text(text)
+    found = []
+    for factor in (2, 2, 3):
+        (tmp_path / "scale_within.py").write_text(f"N = {factor}\ndef scaled(x):\n    return x * N\n")
+        importlib.invalidate_caches()
+        for name in ("scale_within", "data_within"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        if is_loaded:
+            importlib.import_module("scale_within")
+        found.append(identify(importlib.import_module("data_within").Data()).namespace)
+        sys.modules.pop("scale_within", None)
+    assert found[0] == found[1] != found[2]
+    importlib.import_module("scale_within").N = 2
+    assert identify(importlib.import_module("data_within").Data()).namespace not in found

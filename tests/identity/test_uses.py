@@ -498,9 +498,61 @@ class Renaming(nn.Module):
         return self.child(x * scale_of_child(self))
 
 
-@pytest.mark.parametrize("kind", [Adding, Appending, Catching, Suppressing, Renaming])
+class Computing(Renaming):
+    name = "scale"
+
+    def forward(self, x):
+        return self.child(x * getattr(self.child, self.name))
+
+
+class Aliasing(Renaming):
+    def forward(self, x):
+        return self.child(x * (2 + len(self.child.alias)))
+
+
+class Viewing(Renaming):
+    def __init__(self):
+        super().__init__()
+        self.view = self.child.counts.keys()
+
+    def forward(self, x):
+        return self.child(x * (2 + len(self.view)))
+
+
+class Counting(Renaming):
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0)
+        self.calls += 1
+        return self.child(x * self.calls)
+
+
+@pytest.mark.parametrize(
+    "kind", [Adding, Appending, Catching, Suppressing, Renaming, Computing, Aliasing, Viewing, Counting]
+)
 def test_what_runs_code_or_may_raise_counts(kind):
     plain, cached = kind(), torchcache(kind(), probe=False)
+    for x in (X, X, X + 1, X):
+        assert torch.equal(cached(x), plain(x))
+
+
+@pytest.mark.parametrize("how", ["module.scale", "getattr(module, 'scale')"])
+def test_what_installed_code_reads_counts(how, tmp_path, monkeypatch):
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    (site / "uses_reading.py").write_text(f"def read(module):\n    return {how}\n")
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.delitem(sys.modules, "uses_reading", raising=False)
+    read = importlib.import_module("uses_reading").read
+
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = Child()
+
+        def forward(self, x):
+            return self.child(x * read(self.child))
+
+    plain, cached = Reading(), torchcache(Reading(), probe=False)
     for x in (X, X, X + 1, X):
         assert torch.equal(cached(x), plain(x))
 

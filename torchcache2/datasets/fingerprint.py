@@ -6,6 +6,8 @@ the dataset reads later do not count.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import random
 import types
 from collections.abc import Callable, Mapping
@@ -82,13 +84,30 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
     given: dict[str, Any] = {"name": name, "version": version}
     if name is not None:
         return Identity(_named("dataset", given), [], _generators(dataset))
-    walk = _DatasetWalk(_Given(dataset), {}, CompiledTexts())
+    walk = _walked(dataset)
     tensors = TensorWatch(walk.tensors)
     tensors.refresh()
     walk.parts["format"] = f"dataset {_FORMAT}, walk {walk.parts['format'].decode()}".encode()
     given["length"] = length_of(dataset)  # may be one of files that are there, about which no attribute tells
     unread = sorted({*walk.unread, *tensors.unreadable})
     return Identity(_fingerprint(walk.parts, given, tensors), unread, walk.generators)
+
+
+def _walked(dataset: Any) -> _DatasetWalk:
+    """A walk of a dataset, with the modules that its code imports as it runs.
+
+    What these hold counts, whether something else has imported them in this process or not.
+    """
+    tried: set[str] = set()
+    while True:
+        walk = _DatasetWalk(_Given(dataset), {}, CompiledTexts())
+        new = walk.not_imported - tried
+        if not new:
+            return walk
+        tried |= new
+        for module in sorted(new):
+            with contextlib.suppress(Exception):  # the dataset cannot import it either
+                importlib.import_module(module)
 
 
 def identify_prefix(key_prefix: str, version: str | int | None = None) -> Identity:
