@@ -20,7 +20,7 @@ from torchcache2.engine.batch import ComputeSteps
 from torchcache2.engine.steps import Steps
 from torchcache2.identity.arguments import BoundCall
 
-__all__ = ["telling"]
+__all__ = ["are_weights_elsewhere", "telling"]
 
 _META = {torch.device("meta")}
 
@@ -35,13 +35,18 @@ def telling(computation: Computation) -> ComputeSteps:
         try:
             return (yield from computation.steps(positions))
         except RuntimeError as error:
-            batch, weights = _batch_devices(computation.call), _weight_devices(computation)
-            is_apart = batch and weights and batch.isdisjoint(weights)
-            if not is_apart or computation.is_sharded or not _is_torchs(error):
+            if not are_weights_elsewhere(computation) or computation.is_sharded or not _is_torchs(error):
                 raise
+            batch, weights = _batch_devices(computation.call), _weight_devices(computation)
             raise DeviceError(_text(computation, positions, batch, weights, error)) from error
 
     return steps
+
+
+def are_weights_elsewhere(computation: Computation) -> bool:
+    """Whether no weight is on a device that the batch is on."""
+    batch, weights = _batch_devices(computation.call), _weight_devices(computation)
+    return bool(batch and weights) and batch.isdisjoint(weights)
 
 
 def _text(
