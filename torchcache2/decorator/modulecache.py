@@ -25,7 +25,7 @@ from torchcache2.decorator.probes import CallChecks, Probes, talks
 from torchcache2.decorator.shortcuts import glance
 from torchcache2.decorator.tracing import Runner, is_traced
 from torchcache2.decorator.warmup import warm_up
-from torchcache2.engine.batch import Checks, NotStoredError
+from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
 from torchcache2.engine.collective.apart import apart
 from torchcache2.engine.pressure import OwnMemoryError
@@ -37,7 +37,7 @@ from torchcache2.identity.encoding import digest, qualified_name
 from torchcache2.identity.entries import first_batch_size
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.modulewalk import Fingerprint
-from torchcache2.identity.namespace import History, NamespaceKeeper
+from torchcache2.identity.namespace import History, NamespaceKeeper, Seen
 
 __all__ = ["ModuleCache"]
 
@@ -207,15 +207,17 @@ class ModuleCache(Passing):
         )
         if self.settings.probe and seen.shards is None:
             kind = self._probes.kind(keys.group, self.fingerprint, call, self._probed_before)
-            may_run = functools.partial(self._may_check, computation, self.fingerprint)
+            may_run = functools.partial(self._may_check, root, call, seen, self.fingerprint)
             computation.checks = CallChecks(self._probes, kind, keys, may_run)
         return computation
 
-    def _may_check(self, computation: Computation, fingerprint: Fingerprint, is_found: bool) -> bool:
+    def _may_check(
+        self, root: Any, call: BoundCall, seen: Seen, fingerprint: Fingerprint, is_found: bool
+    ) -> bool:
         """Whether the forward can run to check a batch, of which all items were found or not."""
-        if is_found and (self._exchange() is not None or are_weights_elsewhere(computation)):
+        if are_weights_elsewhere(call, root, seen) or (is_found and self._exchange() is not None):
             return False
-        return not talks(computation.root, fingerprint)
+        return not talks(root, fingerprint)
 
     def _keys(self, namespace: bytes, call: BoundCall) -> Keys:
         entries = [*call.entries, *call.aligned]
@@ -237,27 +239,34 @@ class ModuleCache(Passing):
             )
         except NotStoredError as stop:
             if stop.reason == "batch":
-                self._depends(computation)
+                self._depends(computation, may_be_old=isinstance(stop, WrongRowsError))
             raise
         if isinstance(checks, CallChecks) and checks.settle():
             self._write_probes(keys.namespace)
         return output
 
-    def _depends(self, computation: Computation) -> None:
+    def _depends(self, computation: Computation, *, may_be_old: bool) -> None:
         """Drop the rows of a call whose items depend on their batch; such calls are not cached again.
 
-        If a found row was wrong because of a change that was not noticed, the module has another namespace
-        now that it was read again, and is cached in that.
+        Rows that were found may also be old, if a change was not noticed. Then the module has another namespace
+        now that it was read again. Where a name stands for the module, no change is noticed: its rows are
+        replaced, and checked from the first batch on.
         """
         namespace, checks = computation.keys.namespace, computation.checks
         self._drop(namespace)
-        if isinstance(checks, CallChecks) and self.keeper.look(computation.root).namespace == namespace:
+        is_same = self.keeper.look(computation.root).namespace == namespace
+        may_be_old = may_be_old and self.settings.persistent_module_hash is not None
+        if isinstance(checks, CallChecks) and is_same and not may_be_old:
             self._probes.depends(checks.kind)
             self._write_probes(namespace, create=True)
 
+    def _drop(self, namespace: bytes) -> None:
+        super()._drop(namespace)
+        self._probes.start_anew(namespace)
+
     def _write_probes(self, namespace: bytes, *, create: bool = False) -> None:
         """Keep what checks have found in the cache directory too."""
-        if self._tiers.directory is not None and self._probes.knows(namespace):
+        if self._probes.knows(namespace) and self._tiers.directory is not None:
             self._tiers.describe(namespace, self.description(namespace), create=create)
             if not self._writes_at_exit:
                 self._writes_at_exit = True

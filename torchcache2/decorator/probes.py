@@ -167,6 +167,15 @@ class Probes:
             self._mixing.setdefault(kind.code, set()).add(kind.name)
             self._by_group = {}  # it holds for other weights too
 
+    def start_anew(self, namespace: bytes) -> None:
+        """Note that the rows of a namespace were dropped: what is computed from now on is checked anew."""
+        with self._lock():
+            known = self._namespaces.get(namespace)
+            if known is not None:
+                known.whole = bytearray(_BYTES)
+                for counts in filter(None, known.kinds.values()):
+                    counts[:] = 0, 0, 0
+
     def is_whole(self, keys: Keys) -> bool:
         """Whether a batch was computed as a whole."""
         known, at = self._namespaces.get(keys.namespace), xxh3_64_intdigest(keys.data.data)

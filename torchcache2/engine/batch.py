@@ -52,6 +52,10 @@ class NotStoredError(RefusedError):
         self.output = output
 
 
+class WrongRowsError(NotStoredError):
+    """Raised when rows that were found differ from what the forward computes."""
+
+
 class WholeBatch:
     """What a computation returns if it has computed all items although it was asked for some."""
 

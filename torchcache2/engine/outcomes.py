@@ -13,7 +13,7 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.logs import logger
 from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings
-from torchcache2.engine.batch import Batch, Hits, Misses, NotStoredError
+from torchcache2.engine.batch import Batch, Hits, Misses, NotStoredError, WrongRowsError
 from torchcache2.engine.collective.apart import apart
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import Counters
@@ -167,7 +167,7 @@ class Outcomes:
             "batch; or something has changed that is not noticed, or the forward is not deterministic"
         )
 
-    def _distrusted(self, batch: Batch, text: str, output: Any = None) -> Steps[NotStoredError]:
+    def _distrusted(self, batch: Batch, text: str, output: Any = None) -> Steps[WrongRowsError]:
         """Drop the namespace: one row was wrong, so none can be trusted. Returns the error to raise.
 
         `output` is that of the whole batch; if it is None, the forward runs for it.
@@ -178,7 +178,7 @@ class Outcomes:
         finally:
             self._distrust()
             self._drop(batch.keys.namespace)
-        return NotStoredError("batch", text, output)
+        return WrongRowsError("batch", text, output)
 
     def _keep(self, keys: Keys, rows: Rows) -> None:
         """Put computed rows into the tiers."""
