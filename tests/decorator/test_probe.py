@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -740,3 +742,120 @@ def test_forwards_that_talk_to_other_processes_are_not_probed(sizes):
         assert sizes == [6, 6, 1, 1]
     finally:
         dist.destroy_process_group()
+
+
+# Batches that are found
+
+CONTENT = {
+    "number": lambda x, t: x * len(x),
+    "odd number": lambda x, t: x + len(x) % 2,
+    "large batches": lambda x, t: x * (1 + (len(x) > 5)),
+    "order": lambda x, t: x + torch.arange(float(len(x)))[:, None],
+    "last": lambda x, t: x + x[-1:],
+    "neighbour": lambda x, t: torch.cat([x[:1], x[1:] + x[:-1]]),
+    "mean": lambda x, t: x - x.mean(0),
+    "largest": lambda x, t: x / x.abs().amax(),
+    "one that is above": lambda x, t: x + 1.0 if bool((x[:, 0] > t).any()) else x * 1.0,
+    "all are above": lambda x, t: x + 1.0 if bool((x[:, 0] > t).all()) else x * 1.0,
+    "how many are above": lambda x, t: x + (x[:, 0] > t).sum(),
+    "longest": lambda x, t: x / (x > t).sum(1).amax().clamp_min(1),
+    "none": lambda x, t: x * t,
+}
+
+
+@pytest.mark.parametrize("name", CONTENT)
+@given(data=st.data())
+@settings(max_examples=12, deadline=None)
+def test_what_is_put_together_of_earlier_batches_is_right_or_not_cached(name, data):
+    threshold = data.draw(st.sampled_from([0.5, 0.1, 0.9]), "threshold")
+    items = torch.rand(24, 3, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed")))
+    order = torch.tensor(data.draw(st.permutations(range(24)), "order"))
+    function = torchcache(lambda x: CONTENT[name](x, threshold))
+    for positions in order.split(data.draw(st.integers(2, 12), "size")):
+        x = items[positions]
+        assert torch.equal(function(x), CONTENT[name](x, threshold))
+    some = st.lists(st.integers(0, 23), min_size=1, max_size=12)
+    for positions in [data.draw(some, "found") for _ in range(2)] * 2:  # each is found as a whole, twice
+        x = items[positions]
+        assert torch.allclose(function(x), CONTENT[name](x, threshold), rtol=1e-3, atol=1e-6)
+    assert bypasses(function).keys() <= {"batch"} and (name != "none" or not bypasses(function))
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_what_is_partly_found_is_right_or_not_cached(data):
+    name = data.draw(st.sampled_from(sorted(CONTENT)))
+    items = torch.rand(24, 3, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed")))
+    function = torchcache(lambda x: CONTENT[name](x, 0.5))
+    for positions in (range(8), range(4, 14), range(10, 24)):
+        x = items[torch.tensor(positions)]
+        assert torch.allclose(function(x), CONTENT[name](x, 0.5), rtol=1e-3, atol=1e-6)
+
+
+def test_a_found_batch_whose_forward_cannot_run_is_not_checked(tmp_path, log):
+    broken = tmp_path / "broken"
+
+    @torchcache
+    def doubled(x):
+        if broken.exists():
+            raise OSError("no such thing")
+        return x * 2
+
+    doubled(X)
+    broken.touch()
+    assert torch.equal(doubled(X.flip(0)), X.flip(0) * 2)
+    with pytest.raises(OSError, match="no such thing"):
+        doubled(Y)
+    assert doubled.cache_instance.stats().hits == 6 and warnings_of(log) == []
+
+
+def test_an_interrupt_in_a_check_is_the_callers():
+    class Interrupted(nn.Module):
+        def forward(self, x):
+            if len(x) == 6 and bool((x[0] == X[5]).all()):
+                raise KeyboardInterrupt
+            return x * 2
+
+    module = torchcache(Interrupted())
+    module(X[:3]), module(torch.cat([Y, X[3:]]))
+    with pytest.raises(KeyboardInterrupt):
+        module(X.flip(0))
+
+
+def test_rows_of_a_dropped_namespace_are_checked_anew(sizes):
+    @torchcache
+    def doubled(x):
+        SIZES.info(len(x))
+        return x * 2
+
+    doubled(X), doubled(X.flip(0)), doubled(X[[1, 0]])
+    assert sizes == [6, 1, 1, 6, 2]
+    doubled.cache_instance.clear()
+    del sizes[:]
+    doubled(X), doubled(X.flip(0)), doubled(X[[1, 0]])
+    assert sizes == [6, 1, 1, 6, 2]
+
+
+def test_a_name_that_stands_for_the_module_gets_new_rows(sizes):
+    module = nn.Linear(4, 3).eval().requires_grad_(False)
+    cached = torchcache(persistent_module_hash="encoder")(module)
+    before = cached(X)
+    with torch.no_grad():
+        module.weight += 1
+    assert torch.equal(cached(X), before)  # as it was asked for: the name says that nothing has changed
+    fresh = cached(X.flip(0))  # put together anew, so it is computed
+    assert not torch.allclose(fresh, before.flip(0)) and bypasses(cached) == {"batch": 6}
+    assert torch.equal(cached(X), fresh.flip(0)) and torch.equal(cached(X), fresh.flip(0))
+    assert bypasses(cached) == {"batch": 6} and cached.cache_instance.stats().hits == 12
+
+
+def test_probe_off_computes_no_found_batch(sizes):
+    @torchcache(probe=False)
+    def doubled(x):
+        SIZES.info(len(x))
+        return x * 2
+
+    doubled(X)
+    for order in (X.flip(0), X[:3], X[[2, 4]]):
+        doubled(order)
+    assert sizes == [6]

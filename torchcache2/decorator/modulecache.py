@@ -248,9 +248,9 @@ class ModuleCache(Passing):
     def _depends(self, computation: Computation, *, may_be_old: bool) -> None:
         """Drop the rows of a call whose items depend on their batch; such calls are not cached again.
 
-        Rows that were found may also be old, if a change was not noticed. Then the module has another namespace
-        now that it was read again. Where a name stands for the module, no change is noticed: its rows are
-        replaced, and checked from the first batch on.
+        Rows that were found may also be old, if a change was not noticed. Then the module has another
+        namespace now that it was read again. Where a name stands for the module, no change is noticed: its
+        rows are replaced, and checked from the first batch on.
         """
         namespace, checks = computation.keys.namespace, computation.checks
         self._drop(namespace)

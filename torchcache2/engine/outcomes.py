@@ -162,9 +162,9 @@ class Outcomes:
         if not mismatched:
             return None
         return (
-            f"{mismatched} of {len(apart)} rows that were found differ from what the forward computes now, most "
-            f"at position {hits.checked[worst]} of the batch, by {apart[worst]:.3g}. Items may depend on their "
-            "batch; or something has changed that is not noticed, or the forward is not deterministic"
+            f"{mismatched} of {len(apart)} rows that were found differ from what the forward computes now, "
+            f"most at position {hits.checked[worst]} of the batch, by {apart[worst]:.3g}. Items may depend "
+            "on their batch; or something has changed unnoticed, or the forward is not deterministic"
         )
 
     def _distrusted(self, batch: Batch, text: str, output: Any = None) -> Steps[WrongRowsError]:
