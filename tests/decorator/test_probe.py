@@ -667,7 +667,7 @@ def test_what_was_found_out_is_remembered_on_disk(tmp_path, sizes):
     assert folder_of(tmp_path, sizes, doubled, *[[torch.cat([X[i:], Y[:i]])] for i in range(1, 6)]) == [6, 6]
     (text,) = tmp_path.glob("*/fingerprint.json")
     probed = json.loads(text.read_text())["probed"]
-    assert sorted(map(str, probed.values()))[:2] == ["[1, 0, 0]", "[3, 0, 6]"]
+    assert sorted(counts for counts in probed.values() if isinstance(counts, list)) == [[1, 0, 0], [3, 0, 6]]
 
 
 def test_it_is_remembered_when_the_first_call_has_one_item(tmp_path, sizes):

@@ -266,8 +266,9 @@ class ModuleCache(Passing):
 
     def _write_probes(self, namespace: bytes, *, create: bool = False) -> None:
         """Keep what checks have found in the cache directory too."""
-        if self._probes.knows(namespace) and self._tiers.directory is not None:
-            self._tiers.describe(namespace, self.description(namespace), create=create)
+        description = self.description(namespace) if self.root is not None else {}
+        if description.get("probed") and self._tiers.directory is not None:
+            self._tiers.describe(namespace, description, create=create)
             if not self._writes_at_exit:
                 self._writes_at_exit = True
                 before_pools_end(self._write_at_exit)

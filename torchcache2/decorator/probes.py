@@ -10,11 +10,12 @@ computed as a whole before shows nothing new, and is not counted when it is foun
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import inspect
 import types
 import zlib
-from collections import Counter, UserDict
+from collections import UserDict
 from collections.abc import Callable, Collection, Mapping, Set
 from typing import Any
 
@@ -42,7 +43,6 @@ _COLLECTIVES = {
 _MOST_KINDS = 10_000
 _MOST_NAMESPACES = 256
 _MOST_VALUES = 8  # if so many kinds that differ in values only have one result, the others have it too
-_MOST_COUNTED = 1 << 60
 _MOST_ELEMENTS = 64  # so many elements of a sequence are looked at
 _LONG = 64  # a text of more characters is content, rather than a choice of what to compute
 _DEEPEST = 16
@@ -56,47 +56,39 @@ _MISSED, _MIXED, _FOUND = range(3)  # batches of which no, some, and all items w
 class Kind:
     """The calls that one series of checks is for: those of one structure, of a module in one state.
 
-    `counts` are the batches of which no, some, and all items were found. `code` is a digest of the module's
-    code and of the structure; it leaves out weights and the values of arguments.
+    `code` is a digest of the module's code and of the structure, without weights and the values of arguments.
+    `counts` are the batches of which no, some, and all items were found; it is empty if an item's output
+    depends on its batch.
     """
 
     namespace: bytes
     name: str
-    code: bytes
-    counts: list[int]
-    is_dependent: bool = False  # whether an item's output depends on its batch
+    code: bytes = b""
+    counts: list[int] = dataclasses.field(default_factory=lambda: [0, 0, 0])
 
 
 class _Namespace:
     """What is known of one namespace: its kinds by name, and the batches that were computed as a whole.
 
-    Those batches are a Bloom filter with one bit a batch: a bit may belong to another batch, which is then
-    not checked. The more batches there are, the more often that happens: for 1 of 100 batches after 1,300.
+    Those batches are a Bloom filter with one bit a batch. After 1,300 batches, 1 of 100 new ones meets the
+    bit of another one, and is not checked.
     """
 
-    def __init__(self, before: Mapping[str, Any]) -> None:
-        self.kinds: dict[str, list[int] | None] = {}
-        self.values: Counter[bytes] = Counter()  # how many kinds are independent, by `Kind.code`
+    def __init__(self, namespace: bytes, before: Mapping[str, Any]) -> None:
+        self.kinds: dict[str, Kind] = {}
         self.whole = bytearray(_BYTES)
-        for name, found in before.items():
+        for name, found in before.items():  # anybody may have written this
             if name == _WHOLE:
-                self._read(found)
-            elif found == 0:
-                self.kinds[name] = None
-            elif isinstance(found, list) and len(found) == 3:
-                counts = [n for n in found if isinstance(n, int) and 0 <= n <= _MOST_COUNTED]
-                self.kinds.update({name: counts} if len(counts) == 3 else {})
-
-    def _read(self, text: Any) -> None:
-        try:
-            data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), _BYTES)
-        except (TypeError, ValueError, zlib.error):
-            return
-        self.whole = bytearray(data) if len(data) == _BYTES else self.whole
+                with contextlib.suppress(TypeError, ValueError, zlib.error):
+                    data = base64.b64decode(found, validate=True)
+                    whole = zlib.decompressobj().decompress(data, _BYTES)
+                    self.whole = bytearray(whole) if len(whole) == _BYTES else self.whole
+            elif isinstance(found, list) and len(found) in (0, 3) and all(type(n) is int for n in found):
+                self.kinds[name] = Kind(namespace, name, counts=[max(n, 0) for n in found])
 
     def document(self) -> dict[str, Any]:
         """Everything, as JSON that a later run reads."""
-        kinds = {name: 0 if counts is None else list(counts) for name, counts in self.kinds.items()}
+        kinds = {name: list(kind.counts) for name, kind in self.kinds.items()}
         return {**kinds, _WHOLE: base64.b64encode(zlib.compress(self.whole)).decode()}
 
 
@@ -132,38 +124,40 @@ class Probes:
     def _kind(
         self, fingerprint: Fingerprint, call: BoundCall, recall: Callable[[bytes], Mapping[str, Any]]
     ) -> Kind:
+        namespace = fingerprint.namespace
+        if namespace not in self._namespaces:
+            if len(self._namespaces) >= _MOST_NAMESPACES:
+                self._namespaces, self._mixing, self._by_group = {}, {}, {}
+            self._namespaces[namespace] = _Namespace(namespace, recall(namespace))
+        kinds = self._namespaces[namespace].kinds
         exact, loose = (_call_structure(call, values=values) for values in (True, False))
-        namespace, name, code = fingerprint.namespace, exact.hex(), digest([fingerprint.code, loose])
-        known = self._of(namespace, recall)
-        mixing = self._mixing.get(code, set())
-        if name in known.kinds or name in mixing:
-            # A module that has mixed items once is not checked again when its weights change.
-            pass
-        elif len(mixing) + known.values[code] >= _MOST_VALUES:
-            if mixing:  # some values make it mix items, so unknown values are not tried
-                return Kind(namespace, name, code, [0, 0, 0], is_dependent=True)
-            name = loose.hex()
-            known.kinds.setdefault(name, [known.values[code], 0, 0])
-        elif len(known.kinds) >= _MOST_KINDS:
-            known.kinds = {}
-        counts = known.kinds.setdefault(name, [0, 0, 0])
-        return Kind(namespace, name, code, counts or [0, 0, 0], counts is None or name in mixing)
+        name, code = exact.hex(), digest([fingerprint.code, loose])
+        mixing, counts = self._mixing.get(code, set()), [0, 0, 0]
+        if name in mixing:  # a module that has mixed items once is not checked again when its weights change
+            counts = []
+        elif name not in kinds:
+            alike = sum(kind.code == code and any(kind.counts) for kind in kinds.values())
+            if alike + len(mixing) >= _MOST_VALUES:
+                if mixing:  # some values make it mix items, so unknown values are not tried
+                    return Kind(namespace, name, code, [])
+                name, counts = loose.hex(), [alike, 0, 0]
+            if len(kinds) >= _MOST_KINDS:
+                kinds.clear()
+        kind = kinds.setdefault(name, Kind(namespace, name, code, counts))
+        kind.code, kind.counts = code, kind.counts if counts else []
+        return kind
 
     def count(self, kind: Kind, what: int) -> int:
         """Count a batch, and return how many there are now."""
         with self._lock():
-            known = self._namespaces.get(kind.namespace)
-            if known is not None and not any(kind.counts):
-                known.values[kind.code] += 1
-            kind.counts[what] += 1
-            return kind.counts[what]
+            if kind.counts:  # else another thread has just found out that items depend on their batch
+                kind.counts[what] += 1
+            return kind.counts[what] if kind.counts else 0
 
     def depends(self, kind: Kind) -> None:
         """Note that an item's output depends on its batch."""
         with self._lock():
-            kind.is_dependent = True
-            if kind.namespace in self._namespaces:
-                self._namespaces[kind.namespace].kinds[kind.name] = None
+            kind.counts = []
             self._mixing.setdefault(kind.code, set()).add(kind.name)
             self._by_group = {}  # it holds for other weights too
 
@@ -173,8 +167,8 @@ class Probes:
             known = self._namespaces.get(namespace)
             if known is not None:
                 known.whole = bytearray(_BYTES)
-                for counts in filter(None, known.kinds.values()):
-                    counts[:] = 0, 0, 0
+                for kind in known.kinds.values():
+                    kind.counts = [0 for _ in kind.counts]
 
     def is_whole(self, keys: Keys) -> bool:
         """Whether a batch was computed as a whole."""
@@ -187,22 +181,11 @@ class Probes:
         if known is not None:
             known.whole[at % _BYTES] |= 1 << (at >> 61)
 
-    def knows(self, namespace: bytes) -> bool:
-        """Whether there is anything to keep for later runs."""
-        return namespace in self._namespaces
-
     def document(self, namespace: bytes) -> dict[str, Any]:
         """Everything that is known about a namespace, as JSON, to be kept for later runs."""
         with self._lock():
             known = self._namespaces.get(namespace)
             return {} if known is None else known.document()
-
-    def _of(self, namespace: bytes, recall: Callable[[bytes], Mapping[str, Any]]) -> _Namespace:
-        if namespace not in self._namespaces:
-            if len(self._namespaces) >= _MOST_NAMESPACES:
-                self._namespaces, self._mixing, self._by_group = {}, {}, {}
-            self._namespaces[namespace] = _Namespace(recall(namespace))
-        return self._namespaces[namespace]
 
 
 class CallChecks(Checks):
@@ -213,7 +196,7 @@ class CallChecks(Checks):
     """
 
     def __init__(self, probes: Probes, kind: Kind, keys: Keys, may_run: Callable[[bool], bool]) -> None:
-        if kind.is_dependent:
+        if not kind.counts:
             raise BypassError.because("batch", "an item's output depends on the rest of its batch")
         self.kind = kind
         self.computes_parts = False  # whether parts of the batch are to be computed by themselves
@@ -230,7 +213,8 @@ class CallChecks(Checks):
         if what != _FOUND and count < 2:
             return False
         self._counted = what
-        if not _is_power(self.kind.counts[what] + 1) or not self._may_run(what == _FOUND):
+        counts = self.kind.counts  # another thread may find out now that items depend on their batch
+        if not counts or not _is_power(counts[what] + 1) or not self._may_run(what == _FOUND):
             return False
         self.computes_parts = what != _FOUND
         return True
