@@ -212,10 +212,13 @@ class ModuleCache(Passing):
         return computation
 
     def _may_check(
-        self, root: Any, call: BoundCall, seen: Seen, fingerprint: Fingerprint, is_found: bool
+        self, root: Any, call: BoundCall, seen: Seen, fingerprint: Fingerprint, is_first: bool
     ) -> bool:
-        """Whether the forward can run to check a batch, of which all items were found or not."""
-        if are_weights_elsewhere(call, root, seen) or (is_found and self._exchange() is not None):
+        """Whether the forward can run to check a batch, the first of its kind or a later one.
+
+        Ranks in step share out what is computed, so that one that computes its whole batch delays all.
+        """
+        if are_weights_elsewhere(call, root, seen) or not (is_first or self._exchange() is None):
             return False
         return not talks(root, fingerprint)
 

@@ -191,8 +191,8 @@ class Probes:
 class CallChecks(Checks):
     """The checks of one call; raises `BypassError` if its items are known to depend on their batch.
 
-    ``may_run(found)`` says whether the forward can run by itself for a batch of which all items were found,
-    or not; it is asked when a check is due.
+    ``may_run(is_first)`` says whether the forward can run by itself, for the first batch of a kind or for a later
+    one; it is asked when a check is due.
     """
 
     def __init__(self, probes: Probes, kind: Kind, keys: Keys, may_run: Callable[[bool], bool]) -> None:
@@ -214,7 +214,7 @@ class CallChecks(Checks):
             return False
         self._counted = what
         counts = self.kind.counts  # another thread may find out now that items depend on their batch
-        if not counts or not _is_power(counts[what] + 1) or not self._may_run(what == _FOUND):
+        if not counts or not _is_power(counts[what] + 1) or not self._may_run(not any(counts)):
             return False
         self.computes_parts = what != _FOUND
         return True
