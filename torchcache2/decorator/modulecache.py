@@ -244,7 +244,7 @@ class ModuleCache(Passing):
             if stop.reason == "batch":
                 self._depends(computation, may_be_old=isinstance(stop, WrongRowsError))
             raise
-        if isinstance(checks, CallChecks) and checks.settle():
+        if isinstance(checks, CallChecks) and checks.settle(has_run=computation.has_run):
             self._write_probes(keys.namespace)
         return output
 

@@ -191,8 +191,8 @@ class Probes:
 class CallChecks(Checks):
     """The checks of one call; raises `BypassError` if its items are known to depend on their batch.
 
-    ``may_run(is_first)`` says whether the forward can run by itself, for the first batch of a kind or for a later
-    one; it is asked when a check is due.
+    ``may_run(is_first)`` says whether the forward can run by itself, for the first batch of a kind or for a
+    later one; it is asked when a check is due.
     """
 
     def __init__(self, probes: Probes, kind: Kind, keys: Keys, may_run: Callable[[bool], bool]) -> None:
@@ -223,9 +223,12 @@ class CallChecks(Checks):
         """Note that the rows of this batch are those of one forward."""
         self._probes.add_whole(self._keys)
 
-    def settle(self) -> bool:
-        """Count this batch; returns whether what is known should be written down."""
-        if self._counted is None or not self.is_conclusive:
+    def settle(self, *, has_run: bool) -> bool:
+        """Count this batch; returns whether what is known should be written down.
+
+        A rank in step may get all rows of a batch from others, and then its forward has not run.
+        """
+        if self._counted is None or not self.is_conclusive or (self.computes_parts and not has_run):
             return False
         return _is_power(self._probes.count(self.kind, self._counted))
 
