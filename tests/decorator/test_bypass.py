@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 
 from torchcache2 import InputError, NotCachedError, OutputError, UnhashableArgumentError, torchcache
+from torchcache2.decorator.bypass import batch_advice
 from torchcache2.decorator.shortcuts import Shortcuts, glance
 
 X = torch.arange(24.0).reshape(6, 4)
@@ -256,3 +257,29 @@ def test_memory_formats_do_not_mix_on_disk(tmp_path, settled):
                 assert cached(batch).stride() == cached(batch[:3]).stride() == batch.stride()
                 if settled:
                     cached.cache_instance.flush()
+
+
+def test_the_advice_about_a_batch_is_for_its_cause():
+    advice = {cause: batch_advice(cause) for cause in ADVICE}
+    assert len(set(advice.values())) == len(ADVICE)
+    for cause, word in ADVICE.items():
+        assert word in advice[cause], cause
+
+
+ADVICE = {
+    "": "narrower",
+    "shape": "fixed length",
+    "raises": "item_args",
+    "rounding": "probe=False",
+    "values": "batch_first",
+    "repeat": "place in the batch",
+    "found": "mask",
+    "quantized": "statically",
+    "stack": "pad outputs",
+}
+
+
+def test_an_advice_is_not_that_for_another_cause(log):
+    torchcache(lambda x: x @ x.T)(X)
+    (message,) = warnings_of(log)
+    assert "quantize" not in message and "probe=False" not in message

@@ -34,6 +34,7 @@ __all__ = [
     "ask_module",
     "ask_randomness",
     "ask_weights",
+    "batch_advice",
     "not_stored",
 ]
 
@@ -56,12 +57,7 @@ REASONS = {
     ),
     "training": Reason("module", "call .eval() first; a trainer's model.train() may have undone it"),
     "argument": Reason("arguments"),
-    "batch": Reason(
-        "forward",
-        "an item's output has to depend on that item alone. If the batch is not the first dimension, "
-        "use batch_first=True; name arguments of the whole batch in shared_args; decorate a narrower "
-        "function; quantize statically. If only rounding differs, probe=False keeps the rows",
-    ),
+    "batch": Reason("forward"),  # see `batch_advice`
     "random": Reason(
         "forward",
         "its output is random: nothing to do if that is meant, else remove the random operation; or "
@@ -86,11 +82,53 @@ REASONS = {
     ),
     "output": Reason("forward"),
 }
+_BATCH = {  # what to do about a dependence on the batch, by how it showed
+    "": (
+        "if the batch is not the first dimension, use batch_first=True; name arguments of the whole batch in "
+        "shared_args; or decorate a narrower function, which computes each item by itself"
+    ),
+    "shape": (
+        "if the batch is not the first dimension, use batch_first=True; if items are padded to the longest "
+        "of their batch, pad them to a fixed length; if the forward compares items, decorate what runs before"
+    ),
+    "raises": (
+        "name arguments of the whole batch in shared_args, and those with one entry per item in item_args"
+    ),
+    "rounding": (
+        "the difference is about as small as rounding: if it is nothing else, probe=False keeps the rows"
+    ),
+    "values": (
+        "if the batch is not the first dimension, use batch_first=True; if an argument belongs to the whole "
+        "batch, name it in shared_args; if the forward mixes items, decorate what runs before"
+    ),
+    "repeat": (
+        "the output depends on the place in the batch: pass what differs between places as an argument with "
+        "one entry per item; if the batch is not the first dimension, use batch_first=True"
+    ),
+    "found": (
+        "items depend on those beside them, as if they are padded to the longest of their batch: pad to a "
+        "fixed length, or leave the padding out of what is computed by a mask"
+    ),
+    "quantized": "quantize statically, or weights only",
+    "stack": "pad outputs to a fixed shape, or decorate what runs before items are padded to the longest",
+}
 _LAYERS = {  # reason and text by what an `UnsteadyLayer` does
     "drops out": ("training", "{} drops out at random"),
     "normalises": ("training", "{} normalises by the statistics of the batch"),
     "scales": ("batch", "the dynamically quantized {} scales by the range of the batch"),
 }
+
+
+def batch_advice(cause: str) -> str:
+    """What to do about items whose output depends on their batch.
+
+    `cause` is how that showed. For a part of a batch, outputs have another ``"shape"``, the forward
+    ``"raises"``, or values differ, by as little as ``"rounding"`` or by more (``"values"``). Equal items of
+    one batch differ (``"repeat"``). A batch that was ``"found"`` differs when it is computed. The module is
+    dynamically ``"quantized"``. Outputs have no single shape, so they do not ``"stack"``. The cause is an
+    empty text if it is not known any more.
+    """
+    return _BATCH[cause]
 
 
 class BypassError(RefusedError):
@@ -107,9 +145,9 @@ class BypassError(RefusedError):
         self.is_final = is_final and REASONS[reason].asked in ("arguments", "forward")
 
     @classmethod
-    def because(cls, reason: str, why: str, *, is_final: bool = True) -> BypassError:
-        """The error for a reason, with `why` and the advice for the reason as its text."""
-        return cls(reason, f"{why}; {REASONS[reason].advice}", is_final=is_final)
+    def because(cls, reason: str, why: str, *, cause: str = "", is_final: bool = True) -> BypassError:
+        """The error for a reason, with `why` and the advice as its text; `cause` is as in `batch_advice`."""
+        return cls(reason, f"{why}; {_advice(reason, cause)}", is_final=is_final)
 
     @classmethod
     def of(cls, stop: NotStoredError, *, is_final: bool = True) -> BypassError:
@@ -124,9 +162,13 @@ class BypassError(RefusedError):
         return kind(f"{name}: not cached ({self.reason}): {self.text}")
 
 
-def not_stored(reason: str, output: Any, why: str = "") -> NotStoredError:
-    """The error for an output that must not be stored, with the advice for the reason."""
-    advice = REASONS[reason].advice
+def _advice(reason: str, cause: str) -> str:
+    return batch_advice(cause) if reason == "batch" else REASONS[reason].advice
+
+
+def not_stored(reason: str, output: Any, why: str = "", *, cause: str = "") -> NotStoredError:
+    """The error for an output that must not be stored, with the advice; `cause` is as in `batch_advice`."""
+    advice = _advice(reason, cause)
     return NotStoredError(reason, f"{why}; {advice}" if why else advice, output)
 
 
@@ -150,7 +192,7 @@ def ask_module(keeper: NamespaceKeeper, root: Any) -> None:
         )
     if facts.unsteady is not None:
         reason, text = _LAYERS[facts.unsteady.does]
-        raise BypassError.because(reason, text.format(facts.unsteady.name))
+        raise BypassError.because(reason, text.format(facts.unsteady.name), cause="quantized")
 
 
 def ask_arguments(

@@ -119,7 +119,7 @@ class Computation:
                 self.plan.kinds.clear()
                 return output
             if is_odd and self.call.lengths is None:
-                raise not_stored("batch", output, self._odd_text(shapes))
+                raise not_stored("batch", output, self._odd_text(shapes), cause="shape")
             if self.plan.kinds or self.call.batch_size > 1:
                 output = yield from self._probe(compare, output)
         self._remember(shapes)
@@ -145,7 +145,7 @@ class Computation:
             raise not_stored(reason, output)
         shapes = _shapes_of_items(output, self.call.batch_size)
         if self._is_odd(shapes) and self.call.lengths is None:
-            raise not_stored("batch", output, self._odd_text(shapes))
+            raise not_stored("batch", output, self._odd_text(shapes), cause="shape")
         self._remember(shapes)
         self.ran = [self._own(output, inputs.tensors)]
 
@@ -179,7 +179,7 @@ class Computation:
             failure = f"the forward of {count} of its {self.call.batch_size} items raises {error!r}"
         # If the forward raises for the whole batch too, the caller sees that exception, as without a cache.
         output = yield from self._run_again(None, undo)
-        raise not_stored("batch", output, failure)
+        raise not_stored("batch", output, failure, cause="raises")
 
     def _run_disturbed(self, inputs: Inputs, state: RandomState) -> Steps[Any]:
         """Run the forward with other random numbers than the caller's, to see whether it draws any."""
@@ -233,7 +233,7 @@ class Computation:
         text = self._odd_text(shapes)
         whole = yield from self._whole_batch()
         if _shapes_of_items(whole.output, self.call.batch_size) != shapes:
-            raise not_stored("batch", whole.output, text)
+            raise not_stored("batch", whole.output, text, cause="shape")
         return whole
 
     def _odd_text(self, shapes: Shapes | None) -> str:

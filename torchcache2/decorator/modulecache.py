@@ -255,7 +255,8 @@ class ModuleCache(Passing):
         if not self.settings.probe:
             return output
         # All items of a batch have outputs of one shape. If it differs between batches, it depends on them.
-        raise not_stored("batch", output, "items have outputs of another shape in another batch")
+        text = "items have outputs of another shape in another batch"
+        raise not_stored("batch", output, text, cause="stack")
 
     def _distrust(self) -> None:
         self.refresh()
