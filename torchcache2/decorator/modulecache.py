@@ -23,7 +23,7 @@ from torchcache2.decorator.passing import Forward, Passing
 from torchcache2.decorator.probe import STRONGEST
 from torchcache2.decorator.probes import DEPENDENT, Kind, ProbePlan, Probes
 from torchcache2.decorator.shortcuts import glance
-from torchcache2.decorator.tracing import Runner, is_traced
+from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
 from torchcache2.decorator.warmup import warm_up
 from torchcache2.engine.batch import NotStoredError
 from torchcache2.engine.cache import Cache, now
@@ -68,6 +68,7 @@ class ModuleCache(Passing):
         self._shapes: dict[bytes, Shapes | None] = {}
         self._probes = probes if probes is not None else Probes()
         self._walks = 1
+        self._is_without_grad = False
 
     def bind(self, root: Any, plain: Forward) -> None:
         """Say what is cached. `plain` is its forward without the cache; of a module, the bound method."""
@@ -79,6 +80,7 @@ class ModuleCache(Passing):
     def _read_signature(self, plain: Forward) -> None:
         settings = self.settings
         self.signature = Signature(plain, shared=settings.shared_args, item_args=settings.item_args)
+        self._is_without_grad = turns_grad_off(plain)
 
     @property
     def root(self) -> Any:
@@ -173,11 +175,13 @@ class ModuleCache(Passing):
 
         None if the arguments do not fit the signature: the plain forward then raises the usual error.
         """
-        bypass.ask_module(self.keeper, root)
+        stops = bypass.of_module(self.keeper, root, is_without_grad=self._is_without_grad)
+        if stops and stops[0].reason in self._reasons and not self._is_strict():
+            raise BypassError.all_of(stops)  # what the arguments add has been said
         if self._walks != self.keeper.walks:  # the source has been read again, so defaults may have changed
             self._read_signature(plain)
             self._walks = self.keeper.walks
-        call = bypass.ask_arguments(self.signature, args, kwargs, self.keeper)
+        call = bypass.ask_arguments(self.signature, args, kwargs, self.keeper, stops)
         if call is None:
             return None
         seen = self.keeper.look_at_tensors()
@@ -282,6 +286,7 @@ class ModuleCache(Passing):
             return self
         twin = ModuleCache(self.settings, self._tiers, self.keeper.history, self._probes)
         twin._root, twin.signature = weakref.ref(copy), self.signature
+        twin._is_without_grad = self._is_without_grad
         twin.keeper.name = self.keeper.name
         return twin
 
