@@ -20,6 +20,7 @@ from torchcache2.core.errors import (
     OutputError,
     UnhashableArgumentError,
 )
+from torchcache2.core.logs import shown
 from torchcache2.core.rows import UnstorableError
 from torchcache2.engine.batch import NotStoredError, RefusedError
 from torchcache2.engine.randomness import RandomContexts
@@ -236,7 +237,7 @@ def ask_arguments(
     except TypeError:
         return None
     except Exception as error:  # such as an image that cannot be read
-        stops = [*stops, BypassError("argument", f"the arguments cannot be read: {error!r}", error)]
+        stops = [*stops, BypassError("argument", f"the arguments cannot be read: {shown(error)}", error)]
     if stops:
         raise BypassError.all_of(stops) from None
     return call

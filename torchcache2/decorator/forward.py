@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from torchcache2.core.arrays import Bytes2D
 from torchcache2.core.keys import Keys
+from torchcache2.core.logs import shown
 from torchcache2.core.settings import CacheSettings
 from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.probe import Comparison, Forward, Probe
@@ -178,7 +179,7 @@ class Computation:
         except Exception as error:
             if count == self.call.batch_size:
                 raise
-            failure = f"the forward of {count} of its {self.call.batch_size} items raises {error!r}"
+            failure = f"the forward of {count} of its {self.call.batch_size} items raises {shown(error)}"
         # If the forward raises for the whole batch too, the caller sees that exception, as without a cache.
         output = yield from self._run_again(None, undo)
         raise not_stored("batch", output, failure, cause="raises")

@@ -13,11 +13,12 @@ from torch import nn
 
 from torchcache2.core.environment import disabled_by_environment
 from torchcache2.core.keys import Keys
+from torchcache2.core.logs import logger
 from torchcache2.core.settings import CacheSettings
 from torchcache2.decorator import bypass
 from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.elsewhere import telling
-from torchcache2.decorator.explain import CallSeen, explained
+from torchcache2.decorator.explain import NOTHING_DIFFERS, CallSeen, explained
 from torchcache2.decorator.forward import Computation, Shapes
 from torchcache2.decorator.passing import Forward, Passing
 from torchcache2.decorator.probe import STRONGEST
@@ -34,13 +35,13 @@ from torchcache2.engine.stack import TierStack
 from torchcache2.engine.steps import Steps
 from torchcache2.identity.arguments import BoundCall, Signature
 from torchcache2.identity.encoding import digest, qualified_name
-from torchcache2.identity.entries import first_batch_size
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.modulewalk import Fingerprint
 from torchcache2.identity.namespace import History, NamespaceKeeper
 
 __all__ = ["ModuleCache"]
 
+_MANY = 1000  # items that are missed before a hint says why none was found
 _RESULTS = range(DEPENDENT, STRONGEST + 1)
 
 
@@ -69,6 +70,7 @@ class ModuleCache(Passing):
         self._probes = probes if probes is not None else Probes()
         self._walks = 1
         self._is_without_grad = False
+        self._has_hinted = False
 
     def bind(self, root: Any, plain: Forward) -> None:
         """Say what is cached. `plain` is its forward without the cache; of a module, the bound method."""
@@ -136,7 +138,22 @@ class ModuleCache(Passing):
         is_passed = self._runner.is_inside or not self.settings.enabled
         if is_passed or is_traced() or disabled_by_environment():
             return (yield plain, args, kwargs)
-        return (yield from self._relieved(self._called_with, plain, args, kwargs))
+        output = yield from self._relieved(self._called_with, plain, args, kwargs)
+        if not self._has_hinted:
+            self._hint()
+        return output
+
+    def _hint(self) -> None:
+        """Say once why no item is found, if many have come."""
+        if self._counters.hits == 0 and self._counters.misses < _MANY:
+            return
+        self._has_hinted = True
+        if self._counters.hits == 0:
+            why = self.explain()
+            # In a first epoch, all items are new.
+            log = logger.info if why.startswith(("namespace ", NOTHING_DIFFERS)) else logger.warning
+            text = "%s: none of the first %s items was found, and between two calls this differs: %s"
+            self._told("hint", text, self._name(), f"{self._counters.misses:,}", why, log=log)
 
     def _called_with(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
         start = time.perf_counter()
@@ -155,7 +172,7 @@ class ModuleCache(Passing):
             self._shortcuts.clear(kind)
             return output
         except BypassError as stop:
-            self._step_aside(stop, kind, first_batch_size(args, kwargs))
+            self._step_aside(stop, kind, self.signature.count(args, kwargs))
         except NotStoredError as stop:
             is_final = stop.reason != "random" or self._random.is_final(computation.context)
             self._step_aside(BypassError.of(stop, is_final=is_final), kind, len(computation.keys))

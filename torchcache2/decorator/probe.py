@@ -19,6 +19,7 @@ import torch
 
 from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Keys
+from torchcache2.core.logs import shown
 from torchcache2.core.rows import Rows, UnstorableError
 from torchcache2.decorator.structure import item_lengths
 from torchcache2.decorator.traces import Undo
@@ -184,7 +185,9 @@ class Probe:
             self.is_conclusive = False
             return None
         except Exception as error:
-            return _RaisedText(f"the forward of {count} of its {self.call.batch_size} items raises {error!r}")
+            return _RaisedText(
+                f"the forward of {count} of its {self.call.batch_size} items raises {shown(error)}"
+            )
         finally:
             # The forward has just run for the whole batch, and has changed at most attributes that it never
             # reads. These are put back. Everything else is put back only if there is no other thread, which
