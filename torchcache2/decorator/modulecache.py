@@ -152,7 +152,7 @@ class ModuleCache(Passing):
             why = self.explain()
             # In a first epoch, all items are new.
             log = logger.info if why.startswith(("namespace ", NOTHING_DIFFERS)) else logger.warning
-            text = "%s: none of the first %s items was found, and between two calls this differs: %s"
+            text = "%s: none of the first %s items was found; explain() says: %s"
             self._told("hint", text, self._name(), f"{self._counters.misses:,}", why, log=log)
 
     def _called_with(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
