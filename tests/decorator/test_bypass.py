@@ -489,7 +489,7 @@ STATE = {
         of_globals,
         [
             "global CALLS of function of_globals was assigned: 0 → 1",
-            "global TABLE of function of_globals was edited",
+            "global TABLE['a'] of function of_globals was assigned: 0 → 1",
         ],
     ),
 }
