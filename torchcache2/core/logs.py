@@ -13,9 +13,6 @@ import sys
 from collections.abc import Callable, Collection
 from typing import Any, TextIO
 
-import numpy as np
-from torch import Tensor, nn
-
 from torchcache2.core.errors import OptionError
 
 __all__ = ["ToldOnce", "listed", "logger", "set_logger_config", "shown"]
@@ -70,10 +67,10 @@ class _Short(reprlib.Repr):
         self.maxstring, self.maxother, self.maxlong = 500, 300, 100  # paths have to be whole
 
     def repr1(self, x: Any, level: int) -> str:
-        if type(x) in (Tensor, nn.Parameter, np.ndarray):
-            return f"<{type(x).__qualname__} {tuple(x.shape)}>"
-        if isinstance(x, (nn.Module, Tensor)):
-            return f"<{type(x).__qualname__}>"
+        torch: Any = sys.modules.get("torch")  # to import it takes seconds
+        if torch is not None and isinstance(x, (torch.nn.Module, torch.Tensor)):
+            is_plain = type(x) in (torch.Tensor, torch.nn.Parameter)
+            return f"<{type(x).__qualname__}{f' {tuple(x.shape)}' if is_plain else ''}>"
         is_builtin = type(x).__module__ == "builtins"  # the base class goes by the names of types alone
         return super().repr1(x, level) if is_builtin else self.repr_instance(x, level)
 
