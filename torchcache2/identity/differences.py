@@ -82,7 +82,7 @@ def changes(
 def of_root(module: nn.Module | None, path: str) -> str:
     """The path of an attribute, with ``self`` before one of this module."""
     name = re.split(r"[.\[]", path, maxsplit=1)[0]
-    return f"self.{path}" if module is not None and hasattr(module, name) else path
+    return f"self.{path}" if module is not None and name in dir(module) else path
 
 
 def _changed(before: Fingerprint, now: Fingerprint) -> Iterator[tuple[str, str, str]]:

@@ -108,7 +108,10 @@ class Watch:
         """What has happened to the containers that have changed, by the path on which each was met."""
         found = {}
         for container, before, path in self._before:
-            now = content(container)
+            try:
+                now = content(container)
+            except RuntimeError:  # another thread is changing it at this moment
+                now = ()
             if not alike(now, before):
                 is_longer = isinstance(container, (list, deque)) and len(now) > len(before)
                 is_appended = is_longer and alike(now[: len(before)], before)
