@@ -18,7 +18,7 @@ from torch import Tensor
 from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OptionError, OutputError
 from torchcache2.core.keys import Keys
-from torchcache2.core.logs import ToldOnce
+from torchcache2.core.logs import ToldOnce, shown
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import size_text
 from torchcache2.core.version import __version__
@@ -72,7 +72,7 @@ class Cache(SteppedOutcomes):
         self, namespace: bytes, settings: CacheSettings | None = None, *, tiers: TierStack | None = None
     ) -> None:
         if not isinstance(namespace, bytes) or len(namespace) != 16:
-            raise OptionError(f"namespace={namespace!r}: expected 16 bytes, such as a 128-bit digest")
+            raise OptionError(f"namespace={shown(namespace)}: expected 16 bytes, such as a 128-bit digest")
         self.namespace = namespace
         settings = settings if settings is not None else CacheSettings()
         super().__init__(settings, tiers if tiers is not None else TierStack(settings))
