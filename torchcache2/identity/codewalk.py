@@ -82,7 +82,7 @@ class CodeWalk(NameWalk):
                 parts += [text_bytes(kind.__name__), self._fields(kind)]
         # If a function has made the class, the file does not say with which arguments.
         is_made = where == "installed" and "<locals>" in kind.__qualname__
-        parts += self._class_contents(kind, everything=where == "project" or is_made)
+        parts += self._class_contents(kind, reference.decode(), everything=where == "project" or is_made)
         if where != "project" and issubclass(kind, nn.Module) and kind is not nn.Module:
             parts.append(self._reached_by(kind))
         self.parts[reference.decode()] = b"".join(map(sized, parts))
@@ -137,7 +137,7 @@ class CodeWalk(NameWalk):
             self.dicts.append(registry)
             self.reads.append((values_of, registry))
 
-    def _class_contents(self, kind: type, *, everything: bool) -> list[bytes]:
+    def _class_contents(self, kind: type, owner: str, *, everything: bool) -> list[bytes]:
         parts = []
         for name, value in sorted(vars(kind).items()):
             if name in _CLASS_NOISE or name.startswith(("torchcache_", "_torchcache_")):
@@ -161,7 +161,11 @@ class CodeWalk(NameWalk):
                 inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
                 if isinstance(inner, types.FunctionType):
                     self._methods[id(inspect.unwrap(inner))] = name, kind
-                parts += [name.encode(), self.encode(value, f"{kind.__name__}.{name}")]
+                data = self.encode(value, f"{kind.__name__}.{name}")
+                if is_function or hasattr(type(value), "__get__"):
+                    parts += [name.encode(), data]
+                else:
+                    self.parts[f"value {kind.__name__}.{name} of {owner}"] = data
                 self.scopes.append((vars(kind), name, vars(kind)[name]))
         if everything:
             self.dicts.append(vars(kind))
@@ -224,10 +228,10 @@ class CodeWalk(NameWalk):
                 self.uses.is_dynamic |= uses.passes_self
             parts = [
                 source.encode("utf-8", "surrogatepass"),
-                self.encode(function.__defaults__, f"{name}.__defaults__"),
-                self.encode(function.__kwdefaults__, f"{name}.__kwdefaults__"),
                 self.encode(own_attributes(function), name),
             ]
+            for argument, value in _defaults_of(function).items():
+                self.parts[f"default {argument} of {reference.decode()}"] = self.encode(value, argument)
             self._captured(function, uses, f"of {reference.decode()}")
             self.named_globals(function, uses, f"of {reference.decode()}")
             self.reads.append((_FUNCTION_FIELDS, function))
@@ -248,9 +252,11 @@ class CodeWalk(NameWalk):
         pairs = []
         for name, cell, value in _cells_of(function):
             self.cells.append((cell, value))
-            if not is_ours(function):
-                pairs.append((name, path))
-            pairs.append((value, f"{function.__name__}.{name}"))
+            if is_ours(function):
+                pairs.append((value, f"{function.__name__}.{name}"))
+            else:
+                owner = self._labels[id(function)].decode()
+                self.parts[f"closure {name} of {owner}"] = self.encode(value, name)
         return self.items(pairs)
 
     def _captured(self, function: types.FunctionType, uses: Uses, owner: str) -> None:
@@ -263,7 +269,7 @@ class CodeWalk(NameWalk):
                     continue
             self.cells.append((cell, value))
             for one, where in () if is_left_out else self.read_of(uses, name, value, name):
-                self.parts[f"closure {where} {owner}"] = self.encode(one, f"{function.__name__}.{where}")
+                self.parts[f"closure {where} {owner}"] = self.encode(one, where)
 
 
 def _cells_of(function: types.FunctionType) -> Iterator[tuple[str, types.CellType, Any]]:
@@ -271,6 +277,15 @@ def _cells_of(function: types.FunctionType) -> Iterator[tuple[str, types.CellTyp
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # the variable is not assigned yet
             yield name, cell, cell.cell_contents
+
+
+def _defaults_of(function: types.FunctionType) -> dict[str, Any]:
+    """The defaults of a function, by the names of its parameters."""
+    values = function.__defaults__ or ()
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return dict(zip(names[len(names) - len(values) :], values, strict=False)) | (
+        function.__kwdefaults__ or {}
+    )
 
 
 def _short_name(obj: Any) -> str:
