@@ -247,8 +247,7 @@ def test_what_is_only_filled_for_others_is_no_state():
     module = torchcache(Capturing())
     for x in (X, X, X[:2]):
         assert torch.equal(module(x), x * 2)
-    assert module.kept["x"] is X, "as of the last batch in which something was computed"
-    assert module.sizes == [4] and bypasses(module) == {}
+    assert "x" in module.kept and module.sizes[0] == 4 and bypasses(module) == {}
 
 
 def test_hooks_that_collect():
