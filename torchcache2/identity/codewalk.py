@@ -158,7 +158,8 @@ class CodeWalk(NameWalk):
             if everything or self._is_put_there(kind, name, value):
                 if name == "__init__" and issubclass(kind, nn.Module):
                     self._constructors.add(id(value))
-                inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+                is_bound = isinstance(value, (staticmethod, classmethod))
+                inner = value.fget if isinstance(value, property) else value.__func__ if is_bound else value
                 if isinstance(inner, types.FunctionType):
                     self._methods[id(inspect.unwrap(inner))] = name, kind
                 data = self.encode(value, f"{kind.__name__}.{name}")
