@@ -11,7 +11,7 @@ import torch
 
 from torchcache2.core.errors import OptionError
 
-__all__ = ["Size", "free_disk", "free_memory", "parse_size", "size_text"]
+__all__ = ["Size", "free_disk", "free_memory", "host_memory", "parse_size", "size_text"]
 
 Size = int | float | str
 
@@ -19,13 +19,14 @@ _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[_letter] = _UNITS[_letter + "B"] = 1000**_power
     _UNITS[_letter + "IB"] = 1024**_power
+_MOST = 2**63 - 1  # bytes: what the system's calls take
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
     """Bytes meant by a size: bytes, a share of `free` in (0, 1], or a text with a unit.
 
-    ``KB`` is 1000 bytes, and ``KiB`` 1024. An `OptionError`, which names the `option`, is raised if the size
+    ``KB`` is 1000 bytes, and ``KiB`` 1024. Every size from 2**63 on means the same: all there is. An `OptionError`, which names the `option`, is raised if the size
     does not parse, is negative, or is a share and it is not known how many bytes are free.
     """
     if isinstance(size, float) and 0.0 < size <= 1.0:
@@ -33,13 +34,13 @@ def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
             raise OptionError(f"{option}={size!r}: how much is free cannot be read here; give bytes or '4GB'")
         return int(size * free)
     if type(size) is int and size >= 0:
-        return size
+        return min(size, _MOST)
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
         unit = match[2].upper()
         if unit in _UNITS:
             count = Decimal(match[1]) * _UNITS[unit]
             if count == int(count) or _UNITS[unit] > 1:
-                return int(count)
+                return min(int(count), _MOST)
     raise OptionError(
         f"{option}={size!r}: expected bytes as an int, a text like '4GB' or '512MiB', "
         "or a float in (0, 1] for a share of what is free"
@@ -69,6 +70,14 @@ def free_memory(device: torch.device) -> int | None:
     except (OSError, KeyError, ValueError):
         pass
     return min(free) if free else None
+
+
+def host_memory() -> int:
+    """Bytes of memory of this machine; a very large number where that cannot be read."""
+    try:
+        return max(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, ValueError, OSError):
+        return 1 << 44
 
 
 def free_disk(folder: str) -> int | None:

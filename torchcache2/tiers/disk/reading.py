@@ -50,8 +50,11 @@ class Reader:
 
         found, failed = read_rows(segments, numbers, rows, positions)
         for number, error in failed.items():
-            if not isinstance(error, FileNotFoundError):  # a file that is gone was deleted to make room
-                self._health.fault(error, getattr(segments[number], "path", self._directory.path))
+            segment = segments[number]
+            if not isinstance(segment, Segment):  # rows that wait are in no file that could be set aside
+                self._health.fault(OSError(str(error)), self._directory.path)
+            elif not isinstance(error, FileNotFoundError):  # a file that is gone was deleted to make room
+                self._health.fault(error, segment.path)
         if failed:
             damaged = [number for number, error in failed.items() if isinstance(error, DamagedError)]
             # Where nothing may be written, a damaged segment stays, as nobody could replace its other rows.

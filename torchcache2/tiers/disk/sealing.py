@@ -19,7 +19,7 @@ from torchcache2.files.codec import Codec
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.encode import SEGMENT, Encoded, encode, write
 from torchcache2.files.eviction import Allowance, room_after
-from torchcache2.files.filesystem import Descriptor
+from torchcache2.files.filesystem import Descriptor, is_read_only
 from torchcache2.files.segment import Segment
 from torchcache2.files.whole import ulid
 from torchcache2.tiers.disk.awaited import AwaitedUploads
@@ -45,6 +45,8 @@ class Sealing:
     ----------
     evictions : int
         Rows forgotten to make room.
+    lost : int
+        Rows forgotten as they could not be written.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Sealing:
         mirrored: bool,
         sealed: Callable[[], object] | None,
     ) -> None:
-        self.evictions = 0
+        self.evictions = self.lost = 0
         self._directory = directory
         self._fs = directory.fs
         self._known = known
@@ -121,8 +123,9 @@ class Sealing:
             writer.added(pending, family, pending.nbytes - before)
 
     def write(self, pending: Pending) -> bool:
-        """Seal rows, or forget them if that fails; returns whether they are sealed.
+        """Seal rows; returns whether they are sealed.
 
+        Where the system refuses that, they wait on, as long as there is room, and are forgotten otherwise.
         The writer deals with interrupts.
         """
         folder = self._directory.folder(pending.namespace)
@@ -156,8 +159,14 @@ class Sealing:
                 self._on_sealed()
             return True
         except Exception as error:
-            self.forget(pending)
             self._health.write_fault(error, folder, pending.namespace)
+            is_lasting = isinstance(error, OSError) and is_read_only(error)
+            writer = self._known.writer if isinstance(error, (OSError, MemoryError)) else None
+            if is_lasting or writer is None:
+                self.forget(pending)
+            elif not writer.again(pending, self._health.pause_of(pending.namespace)):
+                self.lost += len(pending)
+                self.forget(pending)
             return False
 
     def _sealed(self, namespace: bytes, name: str, encoded: Encoded) -> bool:

@@ -239,11 +239,14 @@ class DiskTier(Tier):
             self._known.begin()
             self._known.closed = True
             writer = self._known.writer
+            unwritten = [] if writer is None or is_going else [one for one in writer.all() if one.name]
             if writer is not None and is_going:
                 for namespace in list(self._known.located):
                     writer.drop(namespace)
         if writer is not None:
             writer.end()
+        if lost := self._sealing.lost + sum(map(len, unwritten)):
+            self._health.tell("lost", "%d rows could not be written to %s: they are lost", lost, self.path)
         with self._lock():
             self._known.located.clear()
             self._known.descriptors.clear()
