@@ -11,7 +11,16 @@ import torch
 
 from torchcache2.core.errors import OptionError
 
-__all__ = ["Size", "free_disk", "free_memory", "host_memory", "parse_size", "size_text"]
+__all__ = [
+    "Size",
+    "check_room",
+    "free_disk",
+    "free_memory",
+    "host_memory",
+    "is_out_of_memory",
+    "parse_size",
+    "size_text",
+]
 
 Size = int | float | str
 
@@ -20,6 +29,7 @@ for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[_letter] = _UNITS[_letter + "B"] = 1000**_power
     _UNITS[_letter + "IB"] = 1024**_power
 _MOST = 2**63 - 1  # bytes: what the system's calls take
+_UNASKED = 256 << 20  # bytes that are allocated without a look at what is free
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
@@ -78,6 +88,24 @@ def host_memory() -> int:
         return max(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, ValueError, OSError):
         return 1 << 44
+
+
+def check_room(size: int) -> None:
+    """Raise a `MemoryError` if so many bytes on the host are more than half of what is free there.
+
+    The system gives out more than it has, and kills a process that uses it. A few bytes of a file or a server
+    may stand for gigabytes of rows, and a faster tier takes a copy of rows that are found.
+    """
+    free = free_memory(torch.device("cpu")) if size > _UNASKED else None
+    if free is not None and size > free // 2:
+        raise MemoryError(f"{size_text(size)} of rows at once, with {size_text(free)} of memory free")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory, on the host or on a device."""
+    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's, on the host
 
 
 def free_disk(folder: str) -> int | None:
