@@ -41,10 +41,10 @@ def make(request, monkeypatch, tmp_path):
     """Makes tiers of each kind that keeps replicas; those that share are of one job."""
     if request.param == "moved":  # as on devices, where columns grow by moving
 
-        def refuse(*args):
+        def refuse(*args, **options):
             raise OSError("no address space")
 
-        monkeypatch.setattr(columns_module, "_ReservedColumn", refuse)
+        monkeypatch.setattr(columns_module.mmap, "mmap", refuse)
     tiers = []
 
     def made(budget=10**7, in_use=None):

@@ -216,9 +216,6 @@ class Sealing:
             room = self._room_after(size)
         except PermissionError:
             self._health.faults += 1  # the segments that would make room belong to another user
-        except OSError as error:
-            self._health.write_fault(error, self._directory.path)  # this concerns the whole directory
-            return False
         if room < 0:
             self._health.full(self._budget, mirrored=self._mirrored)
             return False
