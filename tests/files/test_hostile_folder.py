@@ -175,6 +175,19 @@ def test_a_tag_that_is_no_file(path, tmp_path, capfd, kind):
     assert is_there() and snapshot(path / A.hex()) == before
 
 
+def test_a_tag_that_a_power_cut_has_left_empty_is_written_again(path, log):
+    fill(path)
+    (path / TAG).write_bytes(b"")
+    tier = handle(path)
+    assert found(tier, ROWS, namespace=A) == sorted(ROWS)
+    tier.close()
+    assert (path / TAG).read_text() == TAG_TEXT and warnings_of(log) == []
+    (path / TAG).write_bytes(b"")
+    (path / "notes").write_text("mine")
+    with pytest.raises(OptionError, match="not empty.*notes"):
+        handle(path)
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "link to a file"])
 def test_a_lock_that_is_no_file(path, tmp_path, log, capfd, kind):
     fill(path)

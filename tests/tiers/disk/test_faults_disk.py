@@ -34,10 +34,12 @@ from tests.helpers.storage import (
     strange_files,
     warnings_of,
 )
+from torchcache2.core import sizes
 from torchcache2.files.filenames import LOCK
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.disk import catalog as located_module
 from torchcache2.tiers.disk.tier import DiskTier
+from torchcache2.tiers.unwritten import Pending
 
 SOAK = bool(os.environ.get("SOAK"))
 CODES = [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS]
@@ -696,6 +698,37 @@ def test_no_memory_for_a_batch_is_a_miss(path, log, monkeypatch):
     assert tier.stats().faults == 1 and len(warnings_of(log)) == 1
     assert found(tier, OLD, WIDTH) == sorted(OLD)
     tier.close()
+
+
+def test_rows_that_are_larger_than_half_of_what_is_free_are_misses(path, log, monkeypatch):
+    """A few bytes of a file may stand for gigabytes."""
+    tier = handle(path, codec="brotli")
+    put(tier, OLD, WIDTH)
+    put(tier, ["large"], 10**6)  # 4 MB that compress well
+    tier.close()
+    tier = handle(path)
+    every = keys_of([*OLD, "large"])
+    assert sum(len(rows) for _, rows in tier.get(every).parts) == len(OLD) + 1
+    with monkeypatch.context() as patch:
+        patch.setattr(sizes, "_UNASKED", 10**5)
+        patch.setattr(sizes, "free_memory", lambda device: 6 * 10**6)
+        ((positions, _),) = tier.get(every).parts
+        assert len(positions) == len(OLD)  # the other rows of the batch are found
+    assert tier.stats().faults == 1 and "of rows at once" in warnings_of(log)[0].getMessage()
+    assert sum(len(rows) for _, rows in tier.get(every).parts) == len(OLD) + 1
+    tier.close()
+
+
+def test_rows_that_wait_and_cannot_be_read_leave_the_folder_where_it_is(path, log, monkeypatch):
+    fill(path)
+    tier = handle(path)
+    put(tier, NEW, WIDTH)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pending, "read", lambda *args: False)
+        assert found(tier, OLD + NEW, WIDTH) == sorted(OLD)
+    assert tier.stats().faults == 1 and tier.stats().corrupt == 0 and len(warnings_of(log)) == 1
+    tier.close()
+    assert sealed_names(path, OLD, WIDTH) == sorted(OLD)
 
 
 def test_an_interrupt_while_a_segment_is_written_leaves_nothing_behind(path, monkeypatch):

@@ -1,9 +1,9 @@
 """Columns: the rows of one leaf as bytes, whatever their dtype is, in memory that grows.
 
-A column on the CPU takes just its bytes while it is small. Once it is large, it reserves as much address space
-as the whole budget, and the kernel gives memory to the pages that have been written. So it grows without a
-copy, one `index_select` gathers from it, and memory that is given up goes back to the system at once. On
-other devices a column grows by chunks, and is never copied.
+A column on the CPU takes just its bytes while it is small. Once it is large, it reserves as much address
+space as the whole budget, and the kernel gives memory to the pages that have been written. So it grows
+without a copy, one `index_select` gathers from it, and memory that is given up goes back to the system at
+once. On other devices a column grows by chunks, and is never copied.
 """
 
 from __future__ import annotations
