@@ -62,15 +62,15 @@ WRONG = [
     (
         "s3://",
         {},
-        "persistent_cache_dir='s3://' names no bucket: expected a URL such as 's3://bucket/folder'",
+        "='s3://' names no bucket: expected a URL such as 's3://bucket/folder'",
     ),
     ("gs:///", {}, "='gs:///' names no bucket"),
     ("file://", {}, "='file://' names no bucket"),
     ("http://", {}, "='http://…': nothing can be written to a web server"),
     (
-        f"https://host/{SECRET}",
+        "https://host/folder",
         {},
-        "persistent_cache_dir='https://…': nothing can be written to a web server",
+        "='https://…': nothing can be written to a web server",
     ),
     (URL, {"storage_options": SECRET}, "storage_options=…, a str: expected a dict"),
     (URL, {"storage_options": {1: SECRET}}, "expected a dict"),

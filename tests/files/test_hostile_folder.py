@@ -184,7 +184,7 @@ def test_a_tag_that_a_power_cut_has_left_empty_is_written_again(path, log):
     assert (path / TAG).read_text() == TAG_TEXT and warnings_of(log) == []
     (path / TAG).write_bytes(b"")
     (path / "notes").write_text("mine")
-    with pytest.raises(OptionError, match="not empty.*notes"):
+    with pytest.raises(OptionError, match=r"not empty.*notes"):
         handle(path)
 
 
