@@ -19,7 +19,7 @@ from torchcache2.files.codec import Codec
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.encode import SEGMENT, Encoded, encode, write
 from torchcache2.files.eviction import Allowance, room_after
-from torchcache2.files.filesystem import Descriptor, is_read_only
+from torchcache2.files.filesystem import Descriptor, StrangeFileError, is_read_only
 from torchcache2.files.segment import Segment
 from torchcache2.files.whole import ulid
 from torchcache2.tiers.disk.awaited import AwaitedUploads
@@ -161,8 +161,9 @@ class Sealing:
         except Exception as error:
             self._health.write_fault(error, folder, pending.namespace)
             is_lasting = isinstance(error, OSError) and is_read_only(error)
-            writer = self._known.writer if isinstance(error, (OSError, MemoryError)) else None
-            if is_lasting or writer is None:
+            passes = isinstance(error, (OSError, MemoryError)) and not isinstance(error, StrangeFileError)
+            writer = self._known.writer
+            if is_lasting or not passes or writer is None:
                 self.forget(pending)
             elif not writer.again(pending, self._health.pause_of(pending.namespace)):
                 self.lost += len(pending)
