@@ -564,9 +564,13 @@ def test_a_namespace_that_cannot_be_written_is_alone(path, log, code):
         seal(tier, [("kept", number)], namespace=C)
     assert found(tier, ROWS, namespace=A) == ROWS
     tier.close()
-    assert 1 <= tier.stats().faults <= 2 and fs.tries <= 4
-    (warning,) = warnings_of(log)
-    assert str(path / A.hex()) in warning.getMessage()
+    assert 1 <= tier.stats().faults <= 4 and fs.tries <= 8
+    first, *rest = warnings_of(log)
+    assert str(path / A.hex()) in first.getMessage()
+    passes = code in (errno.EIO, errno.ENOTDIR)
+    assert [record.getMessage() for record in rest] == [
+        f"rows that could not be written to {path}: 1"
+    ] * passes
     for namespace in (B, C):
         assert len(sealed_names(path, [("kept", n) for n in range(5)], namespace=namespace)) == 5
 
@@ -609,7 +613,7 @@ def test_a_full_disk_is_everybodys(path, log, code):
         tier.flush()
     assert put(tier, ["not tried"], namespace=B) == 0
     tier.close()
-    assert len(warnings_of(log)) == 1
+    assert len(warnings_of(log)) == 2  # the fault, and how many rows are lost
 
 
 def test_rows_of_a_namespace_that_cannot_be_deleted_do_not_come_back(path, log):

@@ -47,6 +47,8 @@ class Sealing:
         Rows forgotten to make room.
     lost : int
         Rows forgotten as they could not be written.
+    is_last : bool
+        Whether rows are tried now or never, as the tier is being closed.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Sealing:
         sealed: Callable[[], object] | None,
     ) -> None:
         self.evictions = self.lost = 0
+        self.is_last = False
         self._directory = directory
         self._fs = directory.fs
         self._known = known
@@ -130,6 +133,9 @@ class Sealing:
         """
         folder = self._directory.folder(pending.namespace)
         name = ulid() + SEGMENT
+        is_paused = pending.name and not self._health.allows(pending.namespace)  # it was tried already
+        if is_paused and not self.is_last and self._waits_on(pending):
+            return False
         try:
             encoded = encode(pending.rows(), self._codec, library=__version__)
             with self._known.lock():
@@ -160,15 +166,17 @@ class Sealing:
             return True
         except Exception as error:
             self._health.write_fault(error, folder, pending.namespace)
-            is_lasting = isinstance(error, OSError) and is_read_only(error)
             passes = isinstance(error, (OSError, MemoryError)) and not isinstance(error, StrangeFileError)
-            writer = self._known.writer
-            if is_lasting or not passes or writer is None:
-                self.forget(pending)
-            elif not writer.again(pending, self._health.pause_of(pending.namespace)):
-                self.lost += len(pending)
+            is_lasting = not passes or (isinstance(error, OSError) and is_read_only(error))
+            if is_lasting or not self._waits_on(pending):
+                self.lost += 0 if is_lasting else len(pending)
                 self.forget(pending)
             return False
+
+    def _waits_on(self, pending: Pending) -> bool:
+        """Have rows wait until the pause is over; False if there is no room for them."""
+        writer = self._known.writer
+        return writer is not None and writer.again(pending, self._health.pause_of(pending.namespace))
 
     def _sealed(self, namespace: bytes, name: str, encoded: Encoded) -> bool:
         """Write a segment; False if there is no room for it."""

@@ -234,6 +234,7 @@ class DiskTier(Tier):
             return
         is_going = self._goes_with == os.getpid()
         if not is_going:
+            self._sealing.is_last = True
             self.flush()
         with self._lock():
             self._known.begin()
