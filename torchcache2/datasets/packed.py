@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchcache2.core.values import fields_of
 from torchcache2.datasets.arrays import Numbers, NumpyArray, NumpyScalar
 from torchcache2.datasets.images import Image, TVTensor
 from torchcache2.datasets.nodes import Packed, Permuted, Raw, Unstorable, bytes_of, dense
@@ -105,7 +106,7 @@ def _node(out: bytearray, kind: Any, context: Any, children: Any, depth: int) ->
         cls, context = (context, None) if kind is collections.namedtuple else (kind, thawed(context))
         out += b"C"
         _sized(out, b"s", classes.name_of(cls, "").encode())
-        _write(out, classes.fields_of(cls), depth + 1)
+        _write(out, fields_of(cls), depth + 1)
         _context(out, context, depth + 1)
         out += struct.pack("<I", _count(len(children)))
     is_mapping = kind in (dict, collections.OrderedDict)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchcache2.core.arrays import Bytes2D
 from torchcache2.core.keys import Keys
 from torchcache2.core.settings import CacheSettings
+from torchcache2.core.values import leaves_of, mapped
 from torchcache2.decorator.bypass import not_stored
 from torchcache2.decorator.probe import Comparison, Forward, Probe
 from torchcache2.decorator.probes import ProbePlan
@@ -138,7 +138,7 @@ class Computation:
         inputs = Inputs(self.call, self.call.args, self.call.kwargs, positions, self.bind, self.keys_of)
         state = RandomState(self.keeper.generators)
         was_random = self.random.is_suspect(self.context)
-        output = pytree.tree_map(_waited, (yield from self.forward(inputs.args, inputs.kwargs)))
+        output = mapped(_waited, (yield from self.forward(inputs.args, inputs.kwargs)))
         self.ran = [output]
         reason = self._trace(inputs, state, False, output) or ("random" if was_random else None)
         if reason is not None:
@@ -216,7 +216,7 @@ class Computation:
             return "state"
         if inputs.changed():
             return "input"
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output)):
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(output)):
             return "grad"
         return None
 
@@ -244,7 +244,7 @@ class Computation:
         """Compute parts of the batch by themselves; returns the whole output if items are independent."""
         pads = self.settings.miss_batch == "pad"
         # The forward may write the output of a part into the memory of this output, so this is copied.
-        output = pytree.tree_map(_copied, output)
+        output = mapped(_copied, output)
         probe = Probe(self.call, self.keys, compare, self.forward, self.keeper, self.seen, self.root, pads)
         found = yield from probe.dependence()
         if found is not None:
@@ -270,12 +270,12 @@ class Computation:
             is_part = storage.nbytes() != leaf.numel() * leaf.element_size()
             return leaf.clone() if is_part or _storage(leaf) in borrowed else leaf
 
-        return own(output) if isinstance(output, Tensor) else pytree.tree_map(own, output)
+        return own(output) if isinstance(output, Tensor) else mapped(own, output)
 
 
 def _shapes_of_items(output: Any, count: int) -> Shapes | None:
     """The shapes of the tensors of an item's output; None if one is not batched, or there are no items."""
-    leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
+    leaves = [output] if isinstance(output, Tensor) else leaves_of(output)
     shapes = [leaf.shape for leaf in leaves if type(leaf) is Tensor and not leaf.is_nested]
     if count == 0 or not all(shape and shape[0] == count for shape in shapes):
         return None

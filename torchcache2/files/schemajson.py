@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
+from torchcache2.core import values
 from torchcache2.core.schema import BARE, Schema
 from torchcache2.files import classnames as classes
 from torchcache2.files import jsonparts as parts
@@ -95,7 +96,7 @@ class _Writer(_Counter):
     def node(self, spec: pytree.TreeSpec, where: str, depth: int) -> Any:
         self.count(depth)
         kind, context = spec.type, spec.context
-        specs = spec.children() if hasattr(spec, "children") else spec.children_specs
+        specs = values.specs_of(spec)
 
         def children(steps: list[str]) -> list[Any]:
             if len(steps) != len(specs):
@@ -111,13 +112,13 @@ class _Writer(_Counter):
         numbers = [_step(i) for i in range(len(specs))]
         if kind is None:
             return None
-        if classes.one_of(kind, _SEQUENCES.values()):
+        if values.one_of(kind, _SEQUENCES.values()):
             return {kind.__name__: children(numbers)}
-        if classes.one_of(kind, _MAPPINGS.values()):
+        if values.one_of(kind, _MAPPINGS.values()):
             return {kind.__name__: pairs(context)}
         if kind is collections.defaultdict:
             factory, keys = context
-            if factory is not None and not classes.one_of(factory, classes.BUILTINS):
+            if factory is not None and not values.one_of(factory, classes.BUILTINS):
                 raise UnserialisableError(
                     f"{where} is a defaultdict of {classes.qualified(factory)}, not of a builtin type"
                 )
@@ -133,7 +134,7 @@ class _Writer(_Counter):
         return {
             "node": [
                 classes.name_of(kind, where),
-                classes.fields_of(kind),
+                values.fields_of(kind),
                 self.value(context, what, depth + 1),
                 children(numbers),
             ]
@@ -198,7 +199,7 @@ class _Reader(_Counter):
             return pytree.TreeSpec(collections.deque, length, nodes)
         if tag == "namedtuple":
             name, fields, items = parts.items_of(items, 3)
-            cls, nodes = classes.class_of(name, classes.is_namedtuple), self.nodes(items, depth)
+            cls, nodes = classes.class_of(name, values.is_namedtuple), self.nodes(items, depth)
             classes.check_fields(cls, name, fields, len(nodes))
             return pytree.TreeSpec(collections.namedtuple, cls, nodes)
         if tag == "node":
@@ -248,7 +249,7 @@ class _Reader(_Counter):
 
 
 def _has_no_tag(cls: Any) -> bool:
-    return classes.is_registered(cls) and not classes.one_of(cls, _TAGGED)
+    return values.is_registered(cls) and not values.one_of(cls, _TAGGED)
 
 
 def _is_key(value: Any, depth: int) -> bool:
