@@ -192,7 +192,10 @@ def rounded(output: Any, dtype: torch.dtype) -> Any:
         inexact = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(dtype).to(value.dtype) if inexact else value
 
-    return mapped(leaf, output)
+    try:
+        return mapped(leaf, output)
+    except NotRebuiltError:  # so it is never stored
+        return output
 
 
 def _tensor_column(

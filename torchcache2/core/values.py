@@ -32,6 +32,7 @@ __all__ = [
     "mapped",
     "one_of",
     "opened",
+    "opened_or_none",
     "rebuilt",
     "same",
     "same_structure",
@@ -149,12 +150,16 @@ def taken_apart(value: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
 
 def _steps(value: Any, kind: Any, context: Any, children: list[Any]) -> list[str]:
     """What the path of a leaf says of each child."""
-    names = fields_of(type(value))
+    names = fields_of(type(value)) or []
     if kind in _MAPPINGS:
         return [f"[{key!r}]" for key in context]
-    if (kind is collections.namedtuple or is_record(kind)) and names and len(names) == len(children):
+    if len(names) == len(children) and (kind is collections.namedtuple or is_record(kind)):
         return [f".{name}" for name in names]
-    keyed = None if kind in (tuple, list) else pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
+    keyed = (
+        None
+        if kind in (tuple, list, collections.namedtuple)
+        else pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
+    )
     if keyed is None:
         return [f"[{i}]" for i in range(len(children))]
     return [pytree.keystr((key,)) for key, _ in keyed(value)[0]]
@@ -172,19 +177,26 @@ def specs_of(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
     return spec.children() if hasattr(spec, "children") else spec.children_specs
 
 
+def opened_or_none(value: Any) -> tuple[Any, Any, list[Any]] | None:
+    """What `opened` returns; None also for a node that would not come back."""
+    try:
+        return opened(value)
+    except NotRebuiltError:
+        return None
+
+
 def leaves_of(value: Any) -> list[Any]:
     """Everything in a value that is no container, and the containers that would not come back."""
-    leaves: list[Any] = []
-    mapped(leaves.append, value)
-    return leaves
+    node = opened_or_none(value)
+    return [value] if node is None else [leaf for child in node[2] for leaf in leaves_of(child)]
 
 
 def mapped(function: Callable[[Any], Any], value: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """A value of the same structure, with what a function makes of each of `leaves_of`."""
-    try:
-        node = None if is_leaf is not None and is_leaf(value) else opened(value)
-    except NotRebuiltError:
-        node = None
+    """A value of the same structure, with what a function makes of each of `leaves_of`.
+
+    `NotRebuiltError` if a class refuses them.
+    """
+    node = None if is_leaf is not None and is_leaf(value) else opened_or_none(value)
     if node is None:
         return function(value)
     kind, context, children = node

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchcache2.core.arrays import Bytes2D
 from torchcache2.core.keys import Keys
 from torchcache2.core.settings import CacheSettings
-from torchcache2.core.values import leaves_of, mapped
+from torchcache2.core.values import NotRebuiltError, leaves_of, mapped
 from torchcache2.decorator.bypass import not_stored
 from torchcache2.decorator.probe import Comparison, Forward, Probe
 from torchcache2.decorator.probes import ProbePlan
@@ -90,7 +90,11 @@ class Computation:
         # A forward that may be random runs a second time, and then needs the caller's arguments as they were:
         # so at first it gets a copy of them.
         is_callers = is_whole and not suspect
-        args, kwargs = (self.call.args, self.call.kwargs) if is_callers else self.call.take(positions)
+        try:
+            args, kwargs = (self.call.args, self.call.kwargs) if is_callers else self.call.take(positions)
+        except NotRebuiltError as error:
+            output = yield from self.forward(self.call.args, self.call.kwargs)
+            raise not_stored("batch", output, f"an argument for a part of the batch is {error}") from None
         inputs = Inputs(self.call, args, kwargs, positions, self.bind, self.keys_of)
         undo = None if is_callers else Undo(self.keeper, self.seen, self.root)
         state = RandomState(self.keeper.generators)

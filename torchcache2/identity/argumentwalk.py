@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchcache2.core.errors import InputError, UnhashableArgumentError, hint
 from torchcache2.core.gather import is_channels_last
-from torchcache2.core.values import NotRebuiltError, has_attributes, opened
+from torchcache2.core.values import has_attributes, opened_or_none
 from torchcache2.identity.encoding import Encoder, UnencodableError, sized
 from torchcache2.identity.entries import (
     Digests,
@@ -113,7 +113,7 @@ class ArgumentEncoder(ValueEncoder):
         """Go into what `take` can rebuild: mappings, and registered pytree nodes."""
         if isinstance(value, UserDict):
             return self._mapping(value, kind, path)
-        node = _opened(value)
+        node = opened_or_none(value)
         if node is None or node[0] is not kind:  # such as a named tuple
             with self._outside_pytree(value):
                 return super().compound(value, kind, path)
@@ -138,20 +138,12 @@ class ArgumentEncoder(ValueEncoder):
     def _outside_pytree(self, value: Any) -> Iterator[None]:
         """Make tensors an error inside of a container that `BoundCall.take` cannot rebuild."""
         outer = self._unregistered
-        if type(value) not in (tuple, list, dict) and _opened(value) is None:
+        if type(value) not in (tuple, list, dict) and opened_or_none(value) is None:
             self._unregistered = type(value).__qualname__
         try:
             yield
         finally:
             self._unregistered = outer
-
-
-def _opened(value: Any) -> tuple[Any, Any, list[Any]] | None:
-    """A node that `BoundCall.take` can rebuild; None for others, and for leaves."""
-    try:
-        return opened(value)
-    except NotRebuiltError:
-        return None
 
 
 def batch_size_of(leaves: list[tuple[str, Tensor]], entries: list[tuple[str, Digests]]) -> int:
