@@ -87,9 +87,10 @@ class ArgumentEncoder(ValueEncoder):
             is_last = value.dim() in (4, 5) and is_channels_last(value)
             return super().tensor(value, path) + (b"channels last" if is_last else b"")
         if self._unregistered:
-            raise UnencodableError(
-                path, value, f"inside of {self._unregistered}, which is no pytree node that can be rebuilt"
+            reason = (
+                f"inside of {self._unregistered}, which is not a registered pytree node that can be rebuilt"
             )
+            raise UnencodableError(path, value, reason)
         if has_attributes(value):
             raise UncachedArgumentError(f"argument {path} is a tensor with attributes of its own")
         for other, leaf in self.leaves:
