@@ -175,6 +175,24 @@ def test_state_changes_once_for_a_batch_with_duplicates(monkeypatch):
     assert TOTAL == 2
 
 
+def test_a_variable_of_a_closure_changes_once_for_a_batch_with_duplicates():
+    def counter():
+        calls = 0
+
+        def count(x):
+            nonlocal calls
+            calls += 1
+            return x * calls
+
+        return count, lambda: calls
+
+    (plain, _), (count, calls) = counter(), counter()
+    function = torchcache(count)
+    for number in range(1, 4):
+        assert torch.equal(function(DUPLICATES), plain(DUPLICATES))
+        assert calls() == number
+
+
 def grow(x, found):
     found.append(len(x))
     return x * 2

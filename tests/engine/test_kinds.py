@@ -11,7 +11,7 @@ import torch
 from tests.helpers import warm
 from tests.helpers.kinds import AROUND, KINDS, Largest, assert_same, build
 from tests.helpers.outputs import Notes, note
-from torchcache2 import CachedDataset, torchcache
+from torchcache2 import CachedDataset, OutputError, torchcache
 
 SOAK = bool(os.environ.get("SOAK"))
 X = torch.arange(32.0).reshape(8, 4) + 1
@@ -101,7 +101,7 @@ def test_any_value_is_the_plain_one_or_not_kept(spec, batches):
     for batch in batches + batches[:1]:
         assert_same(forward(X[batch], spec), function(X[batch], spec))
     dataset = Made([spec])
-    with contextlib.closing(CachedDataset(dataset)) as cached:
+    with contextlib.closing(CachedDataset(dataset)) as cached, contextlib.suppress(OutputError):
         for _ in range(3):
             assert_same(dataset[0], cached[0])
 

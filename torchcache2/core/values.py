@@ -25,6 +25,7 @@ __all__ = [
     "closed",
     "fields_of",
     "has_attributes",
+    "is_key",
     "is_namedtuple",
     "is_record",
     "is_registered",
@@ -252,6 +253,13 @@ def attributes(value: Any) -> dict[str, Any]:
 
 def _is_private(name: str) -> bool:
     return name.startswith("__") and not name.endswith("__")
+
+
+def is_key(value: Any, depth: int = 100) -> bool:
+    """Whether a value may be a key of a dictionary in a file."""
+    if type(value) is tuple:
+        return depth > 0 and all(is_key(item, depth - 1) for item in value)
+    return value is None or type(value) in (str, int, float, bool, bytes)
 
 
 def has_attributes(tensor: Tensor) -> bool:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchcache2.core.values import is_namedtuple, is_registered, one_of
+from torchcache2.core.values import is_key, is_namedtuple, is_registered, one_of
 from torchcache2.datasets.arrays import Numbers
 from torchcache2.datasets.nodes import Column, listed
-from torchcache2.datasets.packed import CONTAINERS, DTYPES, MAX_DEPTH, OURS, VERSION, is_key
+from torchcache2.datasets.packed import CONTAINERS, DTYPES, MAX_DEPTH, OURS, VERSION
 from torchcache2.datasets.trees import NODES, closed
 from torchcache2.files import classnames as classes
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError

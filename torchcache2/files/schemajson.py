@@ -141,7 +141,7 @@ class _Writer(_Counter):
         }
 
     def key(self, value: Any, where: str, depth: int) -> Any:
-        if not _is_key(value, MAX_DEPTH):
+        if not values.is_key(value):
             raise UnserialisableError(
                 f"{where} has a key of type {classes.qualified(type(value))}, or with one inside"
             )
@@ -216,7 +216,7 @@ class _Reader(_Counter):
     def pairs(self, items: Any, depth: int, read: Callable[[Any, int], Any]) -> tuple[list[Any], list[Any]]:
         pairs = [parts.items_of(parts.list_of(item), 2) for item in parts.list_of(items)]
         keys = [self.value(key, depth + 1) for key, _ in pairs]
-        if not all(_is_key(key, MAX_DEPTH) for key in keys):
+        if not all(values.is_key(key) for key in keys):
             raise DamagedError("a key of a type that keys do not have")
         if len(set(keys)) != len(keys):
             raise DamagedError("two equal keys")
@@ -250,12 +250,6 @@ class _Reader(_Counter):
 
 def _has_no_tag(cls: Any) -> bool:
     return values.is_registered(cls) and not values.one_of(cls, _TAGGED)
-
-
-def _is_key(value: Any, depth: int) -> bool:
-    if type(value) is tuple:
-        return depth > 0 and all(_is_key(item, depth - 1) for item in value)
-    return value is None or type(value) in (str, int, float, bool, bytes)
 
 
 def _step(key: Any) -> str:
