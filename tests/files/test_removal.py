@@ -117,15 +117,17 @@ def test_heads_make_room_once_their_segments_are_gone_and_nobody_uses_them(path)
         return room_after(directory, needed, size_of(path) + left, lru=True, mirrored=True)
 
     assert room(500, 600) == 100 and [heads(namespace) for namespace in NAMESPACES] == [2, 2, 1]
-    (fingerprint,) = path.glob(f"{A.hex()}/{FINGERPRINT}")
-    with fingerprint.open() as file:
+    freed = sum(file.stat().st_size for file in segments(path, C)[1:])
+    assert room(freed) == 0 and [heads(namespace) for namespace in NAMESPACES] == [2, 2, 1]
+    again = list(path.glob(f"{B.hex()}/*.head"))
+    with next(path.glob(f"{A.hex()}/{FINGERPRINT}")).open() as file:
         fcntl.flock(file, fcntl.LOCK_SH)  # as whoever uses it has it locked
-        freed = sum(Path(f).stat().st_size for f in segments(path, C)[1:])
-        assert room(freed) == 0 and [heads(namespace) for namespace in NAMESPACES] == [2, 2, 1]
-        assert room(1500) == 500 and [heads(namespace) for namespace in NAMESPACES] == [2, 0, 1]
-        assert room(1500) == -1500 and [heads(namespace) for namespace in NAMESPACES] == [2, 0, 1]
-    assert room(2000) == 0 and [heads(namespace) for namespace in NAMESPACES] == [0, 0, 1]
-    assert room(1) == -1 and len(segments(path, C)) == 1
+        assert room(3000) == -1000 and [heads(namespace) for namespace in NAMESPACES] == [2, 0, 1]
+    for head in again:
+        head.write_bytes(bytes(1000))
+    assert room(1500) == 500 and sorted(map(heads, (A, B))) == [0, 2]
+    assert room(2001) == -1 and [heads(namespace) for namespace in NAMESPACES] == [0, 0, 1]
+    assert len(segments(path, C)) == 1
 
 
 def test_a_damaged_segment_counts_once(path):
