@@ -175,20 +175,6 @@ def test_state_changes_once_for_a_batch_with_duplicates(monkeypatch):
     assert TOTAL == 2
 
 
-def test_a_variable_of_a_closure_changes_once_in_a_random_forward_that_runs_again():
-    is_odd = False
-
-    def toggle(x):
-        nonlocal is_odd
-        is_odd = not is_odd
-        return x * is_odd + torch.rand(1)
-
-    function = torchcache(toggle)
-    for number in range(1, 7):  # the third call is like the first one, which was random
-        function(X)
-        assert is_odd is bool(number % 2)
-
-
 def grow(x, found):
     found.append(len(x))
     return x * 2
