@@ -17,7 +17,7 @@ from torchcache2.datasets.source import Source
 __all__ = ["Wrapper"]
 
 _OF_PROCESS = ("_source", "_fetcher")
-_OWN = ("_plan", *_OF_PROCESS)  # attributes; all others are the dataset's
+_OWN = ("_plan", "_is_closed", *_OF_PROCESS)  # attributes; all others are the dataset's
 
 
 class Wrapper(Dataset[Any]):
@@ -26,6 +26,7 @@ class Wrapper(Dataset[Any]):
     _plan: Plan
     _source: Source
     _fetcher: Fetcher | None
+    _is_closed = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in _OF_PROCESS}
@@ -33,7 +34,7 @@ class Wrapper(Dataset[Any]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._source = self._plan.source()
-        self._fetcher = self._plan.fetcher(self._source)
+        self._fetcher = None if self._is_closed else self._plan.fetcher(self._source)
 
     def __len__(self) -> int:
         length = length_of(self._plan.dataset)
@@ -79,7 +80,7 @@ class Wrapper(Dataset[Any]):
 
         What waits to be written is on disk when this returns.
         """
-        self._plan.is_closed = True
+        self._is_closed = True
         fetcher, self._fetcher = self._fetcher, None
         if fetcher is not None:
             fetcher.levels.close()
