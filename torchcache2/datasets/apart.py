@@ -1,4 +1,4 @@
-"""`Apart`: loads several samples so that each stays what it was, although the next may be made in its memory."""
+"""`Apart`: loads samples so that each stays what it was, although the next may be made in its memory."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def identify_prefix(key_prefix: str, version: str | int | None = None) -> Identi
     """Which samples those of a `CacheLoader` are, which is not that of any dataset."""
     if not (isinstance(key_prefix, str) and key_prefix):
         raise OptionError(
-            f"key_prefix={key_prefix!r}: expected a text that stands for the values, such as 'coco-train', as "
+            f"key_prefix={key_prefix!r}: expected a text that stands for the values, such as 'coco-train': "
             "all loaders with one key_prefix share them"
         )
     check_called(None, version)

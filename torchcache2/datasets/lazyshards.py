@@ -126,6 +126,10 @@ class LazyShardDataset(Dataset[Any]):
         )
         is_served = options.get("backend", "local") != "local"
         memory_size, disk_size = sizes_of(mode, path, memory_size, disk_size, is_served=is_served)
+        if is_served and overflow is not None:
+            raise OptionError(
+                f"overflow={overflow!r} and backend='redis': it is not known how much fits on a server"
+            )
         mine, count = place_of(rank, num_replicas), samples_of(dataset)
         together, ranks = together_of(mode, mine), mine.world_size
         bound = Bound(dataset, path, memory_size, disk_size, overflow=overflow, even=even, mine=mine)
