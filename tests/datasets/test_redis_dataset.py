@@ -261,7 +261,7 @@ def test_no_password_is_in_any_text(server, log, capfd, tmp_path):
     texts += [record.getMessage() for record in log]
     texts += capfd.readouterr()
     assert all(PASSWORD not in text for text in texts)
-    assert repr(loader) == f"<CacheLoader '' on {server.name}>"
+    assert repr(loader) == f"<CacheLoader 'test' on {server.name}>"
 
 
 def test_an_option_of_the_dataset_says_where_to_put_redis():
@@ -291,7 +291,7 @@ def test_a_server_that_is_not_there_costs_a_warning(log):
 def test_nothing_is_started_if_the_cache_is_turned_off(monkeypatch):
     monkeypatch.setenv("TORCHCACHE_DISABLE", "1")
     loader = CacheLoader("redis", "test")
-    assert repr(loader) == "<CacheLoader '' on no server>" and loader.get(1, str) == "1"
+    assert repr(loader) == "<CacheLoader 'test' on no server>" and loader.get(1, str) == "1"
     assert CachedDataset([7], backend="redis")[0] == 7
 
 

@@ -27,7 +27,7 @@ from torchcache2.datasets.options import (
 from torchcache2.datasets.plan import Plan
 from torchcache2.datasets.portable import PortablePlan
 from torchcache2.datasets.serving import CAPACITY, Serving
-from torchcache2.datasets.wrapper import Wrapper
+from torchcache2.datasets.wrapper import Wrapper, own_batches
 from torchcache2.engine.progress import WarmupStats
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
@@ -200,6 +200,7 @@ class CachedDataset(Wrapper):
         """The sample at an index: an int, also one of numpy or a tensor, a str or bytes."""
         return self.__getitems__([index])[0]
 
+    @own_batches
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """The samples at n indices, which is what a `DataLoader` asks for."""
         fetcher, transform = self._fetcher, self._plan.transform

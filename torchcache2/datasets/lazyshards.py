@@ -28,6 +28,7 @@ from torchcache2.datasets.shardoptions import (
     together_of,
 )
 from torchcache2.datasets.shards import Shard
+from torchcache2.datasets.wrapper import own_batches
 from torchcache2.engine.progress import WarmupStats
 
 __all__ = ["LazyShardDataset"]
@@ -197,6 +198,7 @@ class LazyShardDataset(Dataset[Any]):
         """The sample at a place in this rank's shard."""
         return self._cached[self._places([index])[0]]
 
+    @own_batches
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """The samples at n places in this rank's shard, which is what a `DataLoader` asks for."""
         return self._cached.__getitems__(self._places(indices))
