@@ -312,15 +312,30 @@ def test_what_waits_in_workers_is_forgotten_by_clear(server, tmp_path):
 
 
 def test_a_shard_may_be_on_a_server(server):
-    options = {"memory_size": "1MB", "num_replicas": 2, "backend": "redis", "hosts": server.url}
-    for turn in range(2):
+    options = {"num_replicas": 2, "backend": "redis", "hosts": server.url}
+    for turn in range(3):  # there is no memory in front of it but by choice
+        options |= {"memory_size": "1MB"} if turn == 2 else {}
         shards = [LazyShardDataset(Batched(COUNT, "coco"), rank=rank, **options) for rank in range(2)]
         for shard in shards:
             for place, index in enumerate(shard.indices.tolist()):
                 same(shard[place], sample_of(index, "coco"))
             stats = shard.stats()
-            assert (stats.misses, stats.remote_hits) == ((COUNT // 2, 0), (0, COUNT // 2))[turn]
+            assert (stats.misses, stats.remote_hits) == ((COUNT // 2, 0), (0, COUNT // 2))[turn > 0]
+            same(shard[0], sample_of(shard.indices[0].item(), "coco"))
+            assert (shard.stats().memory_hits, shard.stats().memory_rows > 0) == (turn == 2, turn == 2)
             shard.close()
+    with pytest.raises(OptionError, match="overflow=0 and backend='redis': it is not known how much fits"):
+        LazyShardDataset(Batched(COUNT), rank=0, overflow=0, **options)
+
+
+def test_datasets_of_one_name_and_other_lengths_are_apart_on_a_server(server):
+    given = [range(100), range(1000, 1010)]
+    made = [cached_on(server, values, name="scans") for values in given]
+    for _ in range(2):
+        assert [cached[1] for cached in made] == [1, 1001]
+    for cached in made:
+        assert (cached.stats().misses, cached.stats().remote_hits) == (1, 1)
+        cached.close()
 
 
 def test_hosts_have_a_share_each_and_a_lost_one_costs_its_own(log):
