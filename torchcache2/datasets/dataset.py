@@ -57,8 +57,8 @@ class CachedDataset(Wrapper):
         How much the folder may take, as above. None: a share of 0.8 with a `path`, else 0. Without `path`, a
         temporary folder has what did not fit in memory.
     name : str, optional
-        What to call the dataset, whose attributes and code are then not read: only `name` and `version` say
-        which samples belong to it. An alias is ``dataset_name``. Without a dataset: which one of several in
+        What to call the dataset, whose attributes and code are then not read: only `name`, `version` and the
+        length, if there is one, say which samples belong to it. An alias is ``dataset_name``. Without a dataset: which one of several in
         the folder, by its name, its class, or the first digits of its namespace.
     version : str or int, optional
         Change it when samples change in a way that cannot be seen, such as files behind the same paths.
