@@ -58,8 +58,9 @@ class CachedDataset(Wrapper):
         temporary folder has what did not fit in memory.
     name : str, optional
         What to call the dataset, whose attributes and code are then not read: only `name`, `version` and the
-        length, if there is one, say which samples belong to it. An alias is ``dataset_name``. Without a dataset: which one of several in
-        the folder, by its name, its class, or the first digits of its namespace.
+        length, if there is one, say which samples belong to it. An alias is ``dataset_name``. Without a
+        dataset: which one of several in the folder, by its name, its class, or the first digits of its
+        namespace.
     version : str or int, optional
         Change it when samples change in a way that cannot be seen, such as files behind the same paths.
     transform : callable, optional
