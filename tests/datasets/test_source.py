@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.utils import _pytree as pytree
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset
 
 from tests.helpers.datasets import Batched, Counted, same, sample_of
@@ -296,6 +297,24 @@ def test_a_function_that_fills_one_buffer(kind):
             given = loader.get_many(wanted, source.__getitem__)
             same([plain_of(value) for value in given], [expected[index] for index in wanted])
         assert source.loads == 4  # once for each of them
+
+
+class Moody:
+    """Cannot be made of anything but its first tensor."""
+
+    known = torch.zeros(2)
+
+    def __init__(self, children):
+        assert children[0] is self.known
+        self.children = children
+
+
+pytree.register_pytree_node(Moody, lambda node: (node.children, None), lambda children, _: Moody(children))
+
+
+def test_what_cannot_be_made_again_is_given_as_it_is():
+    with contextlib.closing(CachedDataset([Moody([Moody.known]), 1, 2], **MEMORY)) as cached:
+        assert type(cached.__getitems__([0, 1])[0]) is Moody
 
 
 def test_numbers_are_drawn_as_often_as_without_the_cache():

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchcache2.datasets.samples import Samples, from_rows
+from torchcache2.files.errors import UnreadableError
 
 __all__ = ["Apart", "copied", "share_memory"]
 
@@ -60,8 +61,11 @@ class Apart:
 
 
 def copied(sample: Any) -> list[Any]:
-    """The same sample in memory of its own, in a list that is empty if it cannot be stored."""
-    return [found for _, rows in Samples().to_rows([sample]).parts for found in from_rows(rows)]
+    """The same sample in memory of its own, in a list that is empty if it cannot be stored, or read."""
+    try:
+        return [found for _, rows in Samples().to_rows([sample]).parts for found in from_rows(rows)]
+    except UnreadableError:
+        return []
 
 
 def share_memory(indices: Iterable[Any], samples: Iterable[Any]) -> bool:
