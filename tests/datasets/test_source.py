@@ -320,9 +320,12 @@ def test_what_cannot_be_made_again_is_given_as_it_is():
 def test_numbers_are_drawn_as_often_as_without_the_cache():
     """Whether a dataset draws random numbers is seen although it has to be asked twice."""
 
-    class Drawn(ReusedBatched):
+    class Drawn(Reused):
         def __getitem__(self, index):
             return super().__getitem__(index), random.random()
+
+        def __getitems__(self, indices):
+            return [self[index] for index in indices]
 
     numbers = []
     for wrap in (lambda data: data, lambda data: CachedDataset(data, name="drawn", **MEMORY)):
