@@ -124,7 +124,7 @@ def test_items_that_depend_on_their_batch_are_never_cached(name, log):
     if name != "batch norm":
         assert stats.bypasses.keys() == {"batch"}
         (message,) = warnings_of(log)
-        for part in ("not cached (batch)", "output", "batch_first=True", "shared_args", "narrower function"):
+        for part in ("not cached (batch)", "output", "batch_first=True", "decorate what runs before"):
             assert part in message
 
 
@@ -381,6 +381,22 @@ def test_what_sets_itself_up_for_a_size_is_put_back(monkeypatch):
     assert module.cache_instance.stats().hits > 0
 
 
+def test_a_variable_of_a_closure_that_is_set_for_a_size_is_put_back(monkeypatch):
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    size = None
+
+    def masked(x):
+        nonlocal size
+        if size != len(x):
+            size = len(x)
+        return x * 2 + size * 0
+
+    function = torchcache(masked)
+    for _ in range(3):
+        assert torch.equal(function(X), X * 2)
+        assert size == 6
+
+
 def test_grad_mode_after_a_part_that_raises():
     @torchcache
     def even(x):
@@ -576,7 +592,7 @@ def epochs(size, orders):
     ids="-".join,
 )
 @pytest.mark.parametrize("function", [pooled_texts, flattened_texts, cut_ids, cut_by_lengths])
-def test_batches_that_are_padded_inside_are_never_wrong(function, orders, size):
+def test_batches_that_are_padded_inside_are_never_wrong(function, orders, size, log):
     names = ("texts",) if "texts" in function.__name__ else ()
     cached = torchcache(item_args=names)(function)
     ids = padded_ids(SENTENCES)
@@ -588,6 +604,8 @@ def test_batches_that_are_padded_inside_are_never_wrong(function, orders, size):
             args = (ids[positions], torch.tensor(LENGTHS)[positions])[: 1 + (function is cut_by_lengths)]
         wrong += not torch.allclose(cached(*args), function(*args), rtol=1e-4)
     assert wrong == 0
+    (message,) = warnings_of(log)
+    assert "to a fixed length" in message or "decorate what runs before" in message
     assert bypasses(cached).keys() == {"batch"}
 
 

@@ -18,7 +18,7 @@ from torchcache2.core.logs import shown
 from torchcache2.core.optionnames import check_names
 from torchcache2.core.places import Place, place_of
 from torchcache2.core.servers import Servers
-from torchcache2.core.sizes import Size, free_disk, free_memory, parse_size
+from torchcache2.core.sizes import Size, free_disk, free_memory, host_memory, parse_size
 
 __all__ = ["CacheSettings"]
 
@@ -267,11 +267,15 @@ class CacheSettings:
         return tuple(getattr(self, name) for name in names)
 
     def memory_budget(self) -> int:
-        """`max_memory_cache_size` in bytes, as of now."""
+        """`max_memory_cache_size` in bytes, as of now; on the host no more than the machine has.
+
+        Processes that share rows reserve address space for all of it, of which there is not much more.
+        """
         free = None
         if isinstance(self.max_memory_cache_size, float):
             free = free_memory(torch.device(self.memory_cache_device or "cpu"))
-        return parse_size("max_memory_cache_size", self.max_memory_cache_size, free=free)
+        size = parse_size("max_memory_cache_size", self.max_memory_cache_size, free=free)
+        return min(size, host_memory()) if str(self.memory_cache_device) == "cpu" else size
 
     def persistent_budget(self, folder: str, used: int = 0) -> int:
         """`max_persistent_cache_size` in bytes, as of now.

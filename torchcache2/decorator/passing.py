@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from torchcache2.core.environment import disabled_by_environment, strict_by_environment
 from torchcache2.core.settings import CacheSettings
+from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.decorator.bypass import BypassError
 from torchcache2.decorator.forward import Computation
 from torchcache2.decorator.shortcuts import Glance, Shortcuts
@@ -50,7 +49,9 @@ class Passing(Cache):
             return self._computation(root, plain, args, kwargs)
         except BypassError as stop:
             self._step_aside(stop, kind, self.signature.count(args, kwargs))
-        except torch.cuda.OutOfMemoryError as error:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             self._do_without(self.signature.count(args, kwargs), error)
         return None
 
