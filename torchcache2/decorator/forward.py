@@ -15,6 +15,7 @@ from torchcache2.core.arrays import Bytes2D
 from torchcache2.core.keys import Keys
 from torchcache2.core.logs import shown
 from torchcache2.core.settings import CacheSettings
+from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import NotRebuiltError, leaves_of, mapped
 from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.probe import Comparison, Forward, Probe
@@ -176,10 +177,8 @@ class Computation:
             if suspect:
                 return (yield from self._run_disturbed(inputs, state))
             return (yield from self.forward(inputs.args, inputs.kwargs))
-        except (MemoryError, torch.cuda.OutOfMemoryError):
-            raise  # the whole batch would need more
         except Exception as error:
-            if count == self.call.batch_size:
+            if count == self.call.batch_size or is_out_of_memory(error):  # the whole batch would need more
                 raise
             failure = f"the forward of {count} of its {self.call.batch_size} items raises {shown(error)}"
         # If the forward raises for the whole batch too, the caller sees that exception, as without a cache.

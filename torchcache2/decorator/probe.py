@@ -21,6 +21,7 @@ from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Keys
 from torchcache2.core.logs import shown
 from torchcache2.core.rows import Rows, UnstorableError
+from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.decorator.traces import Undo
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.steps import Steps
@@ -169,10 +170,10 @@ class Probe:
             positions = torch.tensor(part, dtype=torch.int64, device="cpu")
             alone = yield from self.forward(*self.call.take(positions, aligned=aligned))
             return self.compare.difference(alone, part)
-        except (MemoryError, torch.cuda.OutOfMemoryError):
-            self.is_conclusive = False
-            return None
         except Exception as error:
+            if is_out_of_memory(error):
+                self.is_conclusive = False
+                return None
             text = f"the forward of {count} of its {self.call.batch_size} items raises {shown(error)}"
             return Difference(text, "raises")
         finally:
