@@ -93,6 +93,8 @@ class NamespaceKeeper:
         self.history = history if history is not None else History()
         self.fingerprint = Fingerprint(_NONE, {})  # as of the last look
         self.generators: list[Any] = []  # random generators that the module refers to
+        # Namespaces that may have rows of other weights, as an edit of weights was noticed late.
+        self.mistaken: list[bytes] = []
         self.walks = 0  # how often code and attributes have been read
         self._settings = settings
         # Ranks that call in step can skip such a forward together. Each has other shards, so a name has to
@@ -117,6 +119,8 @@ class NamespaceKeeper:
             self._values: dict[str, str] = {}
             self._is_known = False
             self._has_old_casts = False
+            self._weights: dict[str, bytes] = {}  # their digests as of the last look, and its namespaces
+            self._namespaces: list[bytes] = []
 
     def facts(self, root: Any) -> Facts:
         """The facts about the module as it is now."""
@@ -161,10 +165,7 @@ class NamespaceKeeper:
     def holds(self) -> bool:
         """Whether the bytes of tensors that have arrived since the last look show no edit."""
         with self._lock():
-            holds = self._tensors.holds()
-            if not holds:
-                self._tensors.forget()
-            return holds
+            return self._tensors.holds()
 
     def changed_since(self, seen: Seen, root: Any) -> bool:
         """Whether the module, or a tensor of it, has changed since it was looked at."""
@@ -256,6 +257,11 @@ class NamespaceKeeper:
             parts = {part: self._parts[part] for part in ("format", "option cache_dtype")}
             parts["persistent_module_hash"] = name.encode()
         fingerprint = Fingerprint.of_parts(parts, values)
+        if self._tensors.is_late:
+            self.mistaken += self._namespaces
+        if self._tensors.digests != self._weights:
+            self._weights, self._namespaces = self._tensors.digests, []
+        self._namespaces = [*self._namespaces[-_MOST_REMEMBERED:], fingerprint.namespace]
         if fingerprint.namespace != self.fingerprint.namespace:
             logger.info("%s: namespace %s", self.name, fingerprint.namespace.hex())
             self.history.add(self.fingerprint, fingerprint)
