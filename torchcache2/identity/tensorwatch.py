@@ -140,7 +140,9 @@ class TensorWatch:
         self._scans: tuple[_Scan, _Scan] = (_Scan(), _Scan()) if before is None else before._scans
         # Whether a tensor has changed without a sign.
         self._is_doubtful: bool = before is not None and before._is_doubtful
-        self._compared = 0  # the id of the tensor far away whose first bytes were compared last
+        # The id of the tensor whose first bytes came from an accelerator for the last call, if they did.
+        self._compared = 0
+        self._lags = False  # whether there was a call since bytes were sent
         # Bytes on their way to the host: the first of a tensor, how many, and a piece of a scan.
         self._arriving: tuple[int, int, _Scan | None, Arriving] | None = None
         known: dict[int, _Known] = {} if before is None else before._known
@@ -159,7 +161,7 @@ class TensorWatch:
             return False
         if self._arriving is None:
             return self._read_on()
-        self._compared = 0
+        self._lags = True
         return True
 
     def _read_on(self) -> bool:
@@ -178,6 +180,7 @@ class TensorWatch:
             # A copy, as a view would keep the memory of the tensor until its bytes are compared.
             arriving = Arriving([torch.cat(sent)], self._runtime)
             self._arriving = id(tensor), len(sent[0]), scan if len(sent) > 1 else None, arriving
+            self._lags = False
         return True
 
     def holds(self) -> bool:
@@ -190,7 +193,7 @@ class TensorWatch:
             return self._doubt()
         if scan is not None and not scan.read(found[count:]):
             return self._doubt()
-        self._compared = key
+        self._compared = 0 if self._lags else key
         return True
 
     def _doubt(self) -> bool:
