@@ -148,6 +148,8 @@ def ask_module(keeper: NamespaceKeeper, root: Any) -> None:
             "weights made under torch.inference_mode have no version counters, and more than 500 kB of them "
             "are too many to be read at every call",
         )
+    if facts.unseeded is not None:
+        raise BypassError.because("random", facts.unseeded, is_final=False)
     if facts.unsteady is not None:
         reason, text = _LAYERS[facts.unsteady.does]
         raise BypassError.because(reason, text.format(facts.unsteady.name))

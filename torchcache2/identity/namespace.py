@@ -17,12 +17,14 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import Attributes
 from torchcache2.identity.encoding import digest
+from torchcache2.identity.marks import original
 from torchcache2.identity.mixing import UnsteadyLayer, unsteady
 from torchcache2.identity.modulewalk import Fingerprint, Walk
 from torchcache2.identity.objectwalk import GENERATORS
 from torchcache2.identity.readable import texts_of
 from torchcache2.identity.sharded import ShardedError, Shards, sharding
 from torchcache2.identity.tensorwatch import TensorWatch
+from torchcache2.identity.unseeded import unseeded_draws
 from torchcache2.identity.watch import Watch
 
 __all__ = ["Facts", "History", "NamespaceKeeper", "Seen"]
@@ -55,6 +57,7 @@ class Facts(NamedTuple):
     is_parametrized: bool = False  # a submodule is
     unsteady: UnsteadyLayer | None = None  # the first layer that draws random numbers or mixes items
     sharded: str | None = None  # which part of it waits for other processes, if it is not cached for that
+    unseeded: str | None = None  # code that draws random numbers which leave no trace
 
 
 class History:
@@ -227,6 +230,7 @@ class NamespaceKeeper:
             self._tensors.is_blind and self._settings.persistent_module_hash is None,
             any("parametrizations" in part._modules for part in parts),
             next(filter(None, map(unsteady, parts)), None),
+            unseeded=next(iter(unseeded_draws(walk.functions(), original(root))), None),
         )
         for name in sorted(walk.assigned):
             self._tell(logger.info, f"{name} is assigned by forward and not part of the key")
