@@ -14,6 +14,7 @@ from torchcache2.core.buckets import Bucket, Secrets
 from torchcache2.core.errors import OptionError
 from torchcache2.core.extras import require
 from torchcache2.core.groups import check_group
+from torchcache2.core.logs import shown
 from torchcache2.core.optionnames import check_names
 from torchcache2.core.places import Place, place_of
 from torchcache2.core.servers import Servers
@@ -73,8 +74,8 @@ class CacheSettings:
         Arguments that are a list, tuple or array with one entry per item, such as texts or images. An entry
         is part of its item's key, and is taken with its item. With such arguments a function needs no tensor.
     probe : bool
-        Whether the first call of a kind also computes a part of its batch alone, and compares: the output of
-        an item must not depend on the rest of the batch.
+        Whether some batches are computed in parts too, and some that were found are computed again, to
+        compare: the output of an item must not depend on the rest of its batch.
     strict : bool
         Whether a call that cannot be cached raises `NotCachedError`, instead of running past the cache.
         ``TORCHCACHE_STRICT=1`` makes every cache of a run strict.
@@ -153,7 +154,7 @@ class CacheSettings:
                 device = torch.device(self.memory_cache_device)
             except (RuntimeError, TypeError) as error:
                 raise OptionError(
-                    f"memory_cache_device={self.memory_cache_device!r}: expected None, a "
+                    f"memory_cache_device={shown(self.memory_cache_device)}: expected None, a "
                     f"torch.device or its name, such as 'cpu' or 'cuda:0' ({error})"
                 ) from None
             expected = "None, a torch.device or its name, of a device that holds data"
@@ -217,7 +218,7 @@ class CacheSettings:
 
     def _require(self, option: str, is_valid: bool, expected: str) -> None:
         if not is_valid:
-            raise OptionError(f"{option}={getattr(self, option)!r}: expected {expected}")
+            raise OptionError(f"{option}={shown(getattr(self, option))}: expected {expected}")
 
     @property
     def can_be_shared(self) -> bool:

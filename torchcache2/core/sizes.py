@@ -10,6 +10,7 @@ from decimal import Decimal
 import torch
 
 from torchcache2.core.errors import OptionError
+from torchcache2.core.logs import shown
 
 __all__ = ["Size", "free_disk", "free_memory", "parse_size", "size_text"]
 
@@ -30,7 +31,9 @@ def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
     """
     if isinstance(size, float) and 0.0 < size <= 1.0:
         if free is None:
-            raise OptionError(f"{option}={size!r}: how much is free cannot be read here; give bytes or '4GB'")
+            raise OptionError(
+                f"{option}={shown(size)}: how much is free cannot be read here; give bytes or '4GB'"
+            )
         return int(size * free)
     if type(size) is int and size >= 0:
         return size
@@ -41,7 +44,7 @@ def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
             if count == int(count) or _UNITS[unit] > 1:
                 return int(count)
     raise OptionError(
-        f"{option}={size!r}: expected bytes as an int, a text like '4GB' or '512MiB', "
+        f"{option}={shown(size)}: expected bytes as an int, a text like '4GB' or '512MiB', "
         "or a float in (0, 1] for a share of what is free"
     )
 

@@ -14,12 +14,12 @@ from torch.utils import _pytree as pytree
 
 from torchcache2.core.arrays import Bytes2D
 from torchcache2.core.keys import Keys
+from torchcache2.core.logs import shown
 from torchcache2.core.settings import CacheSettings
-from torchcache2.decorator.bypass import not_stored
+from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.probe import Comparison, Forward, Probe
-from torchcache2.decorator.probes import ProbePlan
 from torchcache2.decorator.traces import Inputs, Undo
-from torchcache2.engine.batch import WholeBatch
+from torchcache2.engine.batch import Checks, NotStoredError, WholeBatch
 from torchcache2.engine.randomness import RandomContexts, RandomState
 from torchcache2.engine.steps import Steps
 from torchcache2.identity.arguments import BoundCall
@@ -43,7 +43,7 @@ class Computation:
     root: Any  # the module or function; below its keeper, and what that has seen for this call
     keeper: NamespaceKeeper
     seen: Seen
-    plan: ProbePlan
+    checks: Checks
     random: RandomContexts
     shapes: dict[bytes, Shapes | None]  # of items' outputs, by group of keys; of calls without a trace
     bind: Callable[[tuple[Any, ...], Mapping[str, Any]], BoundCall]  # for this and the next see `Inputs`
@@ -82,7 +82,6 @@ class Computation:
                 yield from self._run_once()
             is_part = len(positions) < self.call.batch_size
             return WholeBatch(self.ran[0]) if is_part else self.ran[0]
-        self.plan.decide_uneven()
         is_whole = len(positions) == self.call.batch_size
         if not (is_whole or self._may_compute_parts()):
             return (yield from self._whole_batch())
@@ -97,30 +96,30 @@ class Computation:
         output = yield from self._run(inputs, state, undo, suspect, len(positions))
         self.ran = [output] if is_callers else []  # until it is known that nothing was changed
         try:
-            reason = self._trace(inputs, state, suspect, output)
+            stop = self._trace(inputs, state, suspect, output)
         except torch.cuda.OutOfMemoryError:
             if undo is not None:
                 undo()
             raise
         self.ran = []
-        if reason is not None:
-            is_own = reason == "random" and (suspect or threading.active_count() == 1)
+        if stop is not None:
+            is_own = stop.reason == "random" and (suspect or threading.active_count() == 1)
             output = yield from self._run_again(output, undo, state if is_own else None)
-            raise not_stored(reason, output)
+            raise NotStoredError(stop.reason, stop.text, output)
         shapes = _shapes_of_items(output, len(positions))
         is_odd = self._is_odd(shapes)
         if is_odd and not is_whole:
             if undo is not None:
                 undo()
             return (yield from self._whole_of_odd(shapes))
-        if is_odd or self.plan.kinds:
+        if is_odd or self.checks.computes_parts:
             compare = Comparison(output, self.call.batch_size, self.device, self.dtypes())
             if not compare.is_possible:  # the output cannot be kept
-                self.plan.kinds.clear()
+                self.checks.is_conclusive = False
                 return output
-            if is_odd and self.call.lengths is None:
-                raise not_stored("batch", output, self._odd_text(shapes))
-            if self.plan.kinds or self.call.batch_size > 1:
+            if is_odd and not self.call.entries:
+                raise not_stored("batch", output, self._odd_text(shapes), cause="shape")
+            if self.call.batch_size > 1:
                 output = yield from self._probe(compare, output)
         self._remember(shapes)
         return self._own(output, inputs.tensors) if is_whole else output
@@ -140,12 +139,14 @@ class Computation:
         was_random = self.random.is_suspect(self.context)
         output = pytree.tree_map(_waited, (yield from self.forward(inputs.args, inputs.kwargs)))
         self.ran = [output]
-        reason = self._trace(inputs, state, False, output) or ("random" if was_random else None)
-        if reason is not None:
-            raise not_stored(reason, output)
+        stop = self._trace(inputs, state, False, output)
+        if stop is None and was_random:
+            stop = BypassError.because("random", "")
+        if stop is not None:
+            raise NotStoredError(stop.reason, stop.text, output)
         shapes = _shapes_of_items(output, self.call.batch_size)
-        if self._is_odd(shapes) and self.call.lengths is None:
-            raise not_stored("batch", output, self._odd_text(shapes))
+        if self._is_odd(shapes) and not self.call.entries:
+            raise not_stored("batch", output, self._odd_text(shapes), cause="shape")
         self._remember(shapes)
         self.ran = [self._own(output, inputs.tensors)]
 
@@ -157,7 +158,7 @@ class Computation:
         belong to the items.
         """
         is_known = self.keys.group in self.shapes or self.random.is_suspect(self.context)
-        return is_known and not self.plan.kinds and not self.call.aligned
+        return is_known and not self.checks.computes_parts and not self.call.aligned
 
     def _whole_batch(self) -> Steps[WholeBatch]:
         output = yield from self.steps(torch.arange(self.call.batch_size, device="cpu"))
@@ -176,10 +177,10 @@ class Computation:
         except Exception as error:
             if count == self.call.batch_size:
                 raise
-            failure = f"the forward of {count} of its {self.call.batch_size} items raises {error!r}"
+            failure = f"the forward of {count} of its {self.call.batch_size} items raises {shown(error)}"
         # If the forward raises for the whole batch too, the caller sees that exception, as without a cache.
         output = yield from self._run_again(None, undo)
-        raise not_stored("batch", output, failure)
+        raise not_stored("batch", output, failure, cause="raises")
 
     def _run_disturbed(self, inputs: Inputs, state: RandomState) -> Steps[Any]:
         """Run the forward with other random numbers than the caller's, to see whether it draws any."""
@@ -207,18 +208,19 @@ class Computation:
         undo()
         return (yield from self.forward(self.call.args, self.call.kwargs))
 
-    def _trace(self, inputs: Inputs, state: RandomState, suspect: bool, output: Any) -> str | None:
-        """The trace of the forward for which its output must not be stored; None if it has left none."""
+    def _trace(self, inputs: Inputs, state: RandomState, suspect: bool, output: Any) -> BypassError | None:
+        """The traces of the forward for which its output must not be stored; None if it has left none."""
+        found = []
         if (not suspect or self.random.is_suspect(self.context)) and state.moved():
             self.random.add(self.context)
-            return "random"
-        if self.keeper.changed_since(self.seen, self.root):
-            return "state"
+            found.append(BypassError.because("random", ""))
+        if changes := self.keeper.changed_since(self.seen, self.root):
+            found.append(BypassError.because("state", f"while the forward ran, {changes}"))
         if inputs.changed():
-            return "input"
+            found.append(BypassError.because("input", "the forward changed its input in place"))
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output)):
-            return "grad"
-        return None
+            found.append(BypassError.because("grad", "the output requires grad"))
+        return BypassError.all_of(found) if found else None
 
     def _is_odd(self, shapes: Shapes | None) -> bool:
         """Whether items had outputs of another shape before.
@@ -233,7 +235,7 @@ class Computation:
         text = self._odd_text(shapes)
         whole = yield from self._whole_batch()
         if _shapes_of_items(whole.output, self.call.batch_size) != shapes:
-            raise not_stored("batch", whole.output, text)
+            raise not_stored("batch", whole.output, text, cause="shape")
         return whole
 
     def _odd_text(self, shapes: Shapes | None) -> str:
@@ -248,9 +250,8 @@ class Computation:
         probe = Probe(self.call, self.keys, compare, self.forward, self.keeper, self.seen, self.root, pads)
         found = yield from probe.dependence()
         if found is not None:
-            raise not_stored("batch", output, found)
-        if not probe.is_conclusive:
-            self.plan.kinds.clear()
+            raise not_stored("batch", output, found.text, cause=found.cause)
+        self.checks.is_conclusive = probe.is_conclusive
         return output
 
     def _remember(self, shapes: Shapes | None) -> None:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torchcache2.engine.steps import Steps
 from torchcache2.identity.sourcecode import origin
 
-__all__ = ["Runner", "is_exported", "is_traced", "with_own_code"]
+__all__ = ["Runner", "is_exported", "is_traced", "turns_grad_off", "with_own_code"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -73,6 +73,18 @@ def is_traced() -> bool:
         or _symbolic_trace._is_fx_tracing_flag
         or not all(isinstance(mode, DeviceContext) for mode in _function_modes())  # type: ignore[no-untyped-call]
     )
+
+
+def turns_grad_off(forward: Callable[..., Any]) -> bool:
+    """Whether `torch.no_grad` or `torch.inference_mode` decorates a forward, so that it makes no graph."""
+    function, is_off = getattr(forward, "__func__", forward), False
+    while isinstance(function, types.FunctionType) and origin(function) == "torch":
+        for cell in function.__closure__ or ():
+            mode = getattr(cell.cell_contents, "__self__", cell.cell_contents)
+            if isinstance(mode, (torch.no_grad, torch.inference_mode)):
+                is_off = getattr(mode, "mode", True)  # of several, the innermost counts
+        function = getattr(function, "__wrapped__", None)
+    return is_off
 
 
 class Runner:

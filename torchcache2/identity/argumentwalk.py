@@ -16,7 +16,6 @@ from torchcache2.core.gather import is_channels_last
 from torchcache2.identity.encoding import Encoder, UnencodableError, sized
 from torchcache2.identity.entries import (
     Digests,
-    Lengths,
     ValueEncoder,
     entry_digests,
     is_plain_sequence,
@@ -34,14 +33,17 @@ class UncachedArgumentError(Exception):
 
 
 class ArgumentEncoder(ValueEncoder):
-    """Collects what is batched, or may be, and encodes the rest."""
+    """Collects what is batched, or may be, and encodes the rest.
 
-    def __init__(self) -> None:
+    `elsewhere` says where objects that are no arguments belong.
+    """
+
+    def __init__(self, elsewhere: str) -> None:
         super().__init__()
+        self._elsewhere = elsewhere
         self.leaves: list[tuple[str, Tensor]] = []  # batched tensors
         self.shared: list[Tensor] = []  # tensors that count by content
         self.entries: list[tuple[str, Digests]] = []  # of sequences with one entry per item
-        self.lengths: list[Lengths] = []  # of those entries
         self.taken: set[int] = set()  # the identities of such sequences that `item_args` names
         self.sequences: list[tuple[str, Any]] = []  # others, which may have one entry per item
         self._is_shared = False
@@ -65,14 +67,12 @@ class ArgumentEncoder(ValueEncoder):
             raise UnhashableArgumentError(
                 f"argument {error.path} is a {type(error.value).__qualname__}"
                 f"{f' ({error.reason})' if error.reason else ''}, which cannot be put in a key. Pass "
-                "tensors, numbers, texts, and containers of them; keep other objects as attributes of "
-                f"the module{hint(error.value)}"
+                f"tensors, numbers, texts, and containers of them; {self._elsewhere}{hint(error.value)}"
             ) from None
 
     def _add_entries(self, value: Any, path: str) -> None:
-        digests, lengths = entry_digests(value, path, self.encode)
+        digests = entry_digests(value, path, self.encode)
         self.entries.append((path, digests))
-        self.lengths.append(lengths)
 
     def tensor(self, value: Tensor, path: str) -> bytes:
         """Collect a batched tensor, or encode the content of one that belongs to the whole batch."""
