@@ -519,3 +519,60 @@ def test_what_a_tokenizers_last_call_has_left_is_no_part_of_the_namespace():
     assert namespace() == before
     tokenizer.add_tokens(["b"])
     assert namespace() != before
+
+
+TOKENIZER_EDITS = {
+    "tokens": lambda words, libs: words.add_tokens(["b"]),
+    "truncation": lambda words, libs: words.enable_truncation(2),
+    "padding": lambda words, libs: words.enable_padding(length=5, pad_id=7),
+    "padding's side": lambda words, libs: words.enable_padding(length=4, direction="left"),
+    "normalizer": lambda words, libs: setattr(words, "normalizer", libs.normalizers.Lowercase()),
+    "pre-tokenizer": lambda words, libs: setattr(words, "pre_tokenizer", libs.pre_tokenizers.Punctuation()),
+    "its option": lambda words, libs: setattr(words.normalizer, "content", "b"),
+    "special tokens": lambda words, libs: setattr(
+        words,
+        "post_processor",
+        libs.processors.TemplateProcessing(single="a $A", special_tokens=[("a", 0)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("held", ["closure", "attribute", "transformers"])
+@pytest.mark.parametrize("name", TOKENIZER_EDITS)
+def test_an_edit_of_a_tokenizer_is_noticed_at_the_next_call(name, held):
+    libs = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    words = libs.Tokenizer(libs.models.WordLevel({"a": 0, "?": 1, "A": 2, "c": 3}, unk_token="?"))
+    words.normalizer = libs.normalizers.Replace("d", "c")
+    words.pre_tokenizer = libs.pre_tokenizers.WhitespaceSplit()
+    words.enable_padding(length=4)
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="?")
+    inner = fast.backend_tokenizer
+
+    def ids(prompts):
+        return torch.tensor([entry.ids for entry in words.encode_batch(prompts)])
+
+    def fast_ids(prompts):
+        return torch.tensor(fast(prompts, padding="max_length", truncation=True, max_length=4)["input_ids"])
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = words
+
+        def forward(self, prompts):
+            return torch.tensor([entry.ids for entry in self.words.encode_batch(prompts)])
+
+    is_fast = held == "transformers"
+    if is_fast and name in ("truncation", "padding", "padding's side"):
+        return  # each call sets these
+    plain = {"closure": ids, "attribute": Encoder().forward, "transformers": fast_ids}[held]
+    encode = torchcache(Encoder() if held == "attribute" else plain, item_args=("prompts",))
+    texts = ["a b d", "A, a c", "b? a a"]
+    for _ in range(3):
+        before = encode(texts)
+    assert torch.equal(before, plain(texts)) and stats(encode).hits == 6 and stats(encode).bypasses == {}
+    TOKENIZER_EDITS[name](inner if is_fast else words, libs)
+    assert not torch.equal(plain(texts), before) and torch.equal(encode(texts), plain(texts))
+    assert torch.equal(encode(texts), plain(texts)) and stats(encode).hits == 9

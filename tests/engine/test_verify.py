@@ -32,8 +32,8 @@ from torchcache2.engine.verify import differences
 
 NAMESPACE = NAMESPACES[0]
 SOAK = bool(os.environ.get("SOAK"))
-WIDTH = 64
-SEEN = 4096 // (4 * WIDTH)  # rows of a float32 weight whose edit through `.data` is noticed
+WIDTH = 512
+SEEN = 4096 // (4 * WIDTH)  # the first rows of a float32 weight, among them those that each call looks at
 
 
 def whole(*shape):
@@ -88,8 +88,8 @@ def no_notes():
 
 
 def long(number):
-    """A tensor of some number, whose end can be edited unseen."""
-    return torch.full((2000,), number)
+    """A tensor of some number, an edit of whose end is not seen for some calls."""
+    return torch.full((100_000,), number)
 
 
 def edit_unseen(module, amount=1):

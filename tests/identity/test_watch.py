@@ -56,11 +56,14 @@ class Options:
     rate: int = 1
 
 
-class Slotted:
-    __slots__ = ("rate",)
+class _Slotted:
+    __slots__ = ("__factor", "rate")
 
     def __init__(self):
-        self.rate = 1
+        self.rate = self.__factor = 1
+
+    def total(self):
+        return self.rate * self.__factor
 
 
 def helper(x, power=1, *, root=1):
@@ -115,7 +118,7 @@ class Net(nn.Module):
         self.extra = 1
         self.config = Config()
         self.options = Options()
-        self.slotted = Slotted()
+        self.slotted = _Slotted()
         self.loose = torch.ones(4)
         self.listed = [1, torch.ones(4), {"a": torch.ones(4)}]
         self.step = adds(1)
@@ -128,7 +131,7 @@ class Net(nn.Module):
         for part in self.parts:
             x = x + part(x)
         x = x * self.scale * self.loose * self.listed[1] * self.listed[2]["a"]
-        x = x * self.config.rate * self.config.inner.rate * self.options.rate * self.slotted.rate
+        x = x * self.config.rate * self.config.inner.rate * self.options.rate * self.slotted.total()
         x = self.step(helper(x)) * getattr(self, "extra", 7) + getattr(self, "added", 0)
         x = x + getattr(self.config, "bonus", 0) + helper.offset + round(3.7)
         # 1 and 1.0 are different numbers.
@@ -396,6 +399,11 @@ def slot_of_an_object(net):
     return lambda: setattr(net.slotted, "rate", 1)
 
 
+def private_slot_of_an_object(net):
+    net.slotted._Slotted__factor = 2
+    return lambda: setattr(net.slotted, "_Slotted__factor", 1)
+
+
 def hook(net):
     return net.first.register_forward_hook(lambda module, args, output: output * 2).remove
 
@@ -553,6 +561,7 @@ CHANGES = [
     replaced_config,
     field_of_a_dataclass,
     slot_of_an_object,
+    private_slot_of_an_object,
     hook,
     prehook,
     hook_of_the_root,

@@ -1,15 +1,23 @@
 """Which weights are read when: those that may have changed, and no others."""
 
+import copy
+import functools
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
+from tests.helpers.interpreter import OnHost
 from tests.helpers.outputs import hits
 from torchcache2 import torchcache
-from torchcache2.identity import tensorwatch
+from torchcache2.identity import namespace, tensorwatch
+from torchcache2.identity.encoding import tensor_digest
+from torchcache2.identity.tensorwatch import TensorWatch
 
 X = torch.arange(1.0, 13.0).view(4, 3)
 MANY = 50_000  # rows of 3 float32: more than 500 kB
@@ -283,6 +291,173 @@ def test_the_namespace_is_the_same_however_it_was_come_to():
     again.factor = 2
     assert torchcache(again)(X) is not None
     assert module.cache_instance.module_hash == again.cache_instance.module_hash
+
+
+# Edits that leave no trace are found when the bytes are read again
+
+
+class Tables(nn.Module):
+    """Tables of all kinds; their output tells of every element."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = {
+            "tiny": torch.ones(8, 8),
+            "short": torch.ones(3000),
+            "long": torch.ones(50, 1000),
+            "half": torch.ones(40_001).bfloat16(),
+            "last": torch.ones(8, 4, 30, 30).contiguous(memory_format=torch.channels_last),
+            "turned": torch.ones(200, 300).t(),
+            "parted": torch.ones(300, 300)[::2, ::2],
+            "conjugate": torch.ones(9000, dtype=torch.complex64).conj(),
+        }
+
+    def forward(self, x):
+        return x + sum(table.sum().real.float() for table in self.tables.values())
+
+
+ROUND = 60  # more calls than it takes to read all again
+
+
+def calls_until(module, x, expected, most):
+    """How many calls give something else before one is as expected."""
+    return next(n for n in range(most) if torch.equal(module(x), expected))
+
+
+@given(
+    edits=st.lists(st.tuples(st.sampled_from(sorted(Tables().tables)), st.integers(0, 10**6)), min_size=1),
+    calls=st.integers(1, 25),
+)
+@settings(max_examples=12, deadline=None)
+def test_an_edit_of_any_element_is_found_when_all_is_read_again(edits, calls):
+    module = Tables()
+    cached = torchcache(module)
+    for _ in range(calls):
+        cached(X)
+    for name, place in edits:
+        table = module.tables[name].data
+        table[np.unravel_index(place % table.numel(), table.shape)] += 512
+    assert calls_until(cached, X, Tables.forward(module, X), ROUND) < ROUND
+    assert torch.equal(cached(X + 1), Tables.forward(module, X + 1))
+
+
+@pytest.mark.parametrize("name", ["tiny", "short", "long"])
+def test_tensors_of_256_bytes_are_compared_whole_at_every_call(name):
+    module = Tables()
+    cached = torchcache(module)
+    cached(X)
+    module.tables[name].data.view(-1)[-1] = 7
+    assert torch.equal(cached(X), Tables.forward(module, X)) == (name == "tiny")
+
+
+def test_the_digest_of_a_tensor_does_not_depend_on_its_strides():
+    tensors = Tables().tables
+    watch = TensorWatch(tensors)
+    watch.refresh()
+    for name, tensor in tensors.items():
+        copy = tensor.resolve_conj().contiguous()
+        assert watch.digests[name] == tensor_digest(copy) == tensor_digest(tensor), name
+    turned = torch.complex(torch.ones(300), torch.ones(300))
+    watch = TensorWatch({"as it is": turned, "conjugate": turned.conj()})
+    watch.refresh()
+    assert watch.digests["as it is"] != watch.digests["conjugate"]
+
+
+class Words(nn.Module):
+    def __init__(self, others=4):
+        super().__init__()
+        self.embedding = nn.Embedding(2000, 64)
+        self.layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(others)])
+        self.rate = 1.0
+        self.requires_grad_(False).eval()
+
+    def forward(self, ids):
+        return self.layers(self.embedding(ids)) * self.rate
+
+
+def noisy(log):
+    return [record.getMessage() for record in log if record.levelname == "WARNING"]
+
+
+@pytest.fixture(params=["host", "accelerator"])
+def place_of_weights(request, monkeypatch):
+    if request.param == "accelerator":
+        monkeypatch.setattr(namespace, "TensorWatch", functools.partial(TensorWatch, runtime=OnHost()))
+
+
+@pytest.mark.usefixtures("place_of_weights")
+@pytest.mark.parametrize(
+    "between",
+    [lambda m: None, lambda m: setattr(m, "rate", float("1"))],
+    ids=["alone", "walked again"],
+)
+def test_rows_of_a_new_token_are_not_kept_under_the_old_weights(between, log):
+    """As for textual inversion, which writes one row of the table."""
+    module = Words()
+    cached, ids = torchcache(module, probe=False), torch.arange(1000, 1032).view(8, 4)
+    before = cached(ids)
+    old = module.embedding.weight[1025].clone()
+    module.embedding.weight.data[1025] = 3.0
+    after = Words.forward(module, ids)
+    fresh = ids + 24  # the new token is among these, which are computed with it
+    for _ in range(ROUND):
+        between(module)
+        cached(fresh)
+        cached(ids)
+    assert torch.equal(cached(ids), after) and torch.equal(cached(fresh), Words.forward(module, fresh))
+    (message,) = noisy(log)
+    assert "refresh()" in message and ".data" in message
+    module.embedding.weight.data[1025] = old
+    module.cache_instance.refresh()
+    assert torch.equal(cached(fresh), Words.forward(module, fresh)), "a wrong row was kept"
+    assert torch.equal(cached(ids), before)
+
+
+def test_rows_of_all_that_had_the_old_weights_are_dropped():
+    """Also those that were kept while another attribute was set."""
+    module = Words()
+    cached, ids = torchcache(module, probe=False), torch.arange(32).view(8, 4)
+    cached(ids)
+    old = module.embedding.weight[30].clone()
+    module.embedding.weight.data[30] = 3.0
+    module.rate = 2.0
+    cached(ids + 1)
+    module.rate = 1.0
+    for _ in range(ROUND):
+        cached(ids)
+    module.embedding.weight.data[30] = old
+    module.cache_instance.refresh()
+    module.rate = 2.0
+    assert torch.equal(cached(ids + 1), Words.forward(module, ids + 1))
+
+
+def test_rows_of_other_weights_are_kept():
+    module = Words()
+    cached, ids = torchcache(module, probe=False), torch.arange(32).view(8, 4)
+    before, weights = cached(ids), copy.deepcopy(module.state_dict())
+    module.layers[0].bias.add_(1)
+    cached(ids)
+    module.embedding.weight.data[1999] += 1
+    for _ in range(ROUND):
+        cached(ids)
+    module.load_state_dict(weights)
+    misses = cached.cache_instance.stats().misses
+    assert torch.equal(cached(ids), before) and cached.cache_instance.stats().misses == misses
+
+
+@pytest.mark.usefixtures("place_of_weights")
+def test_weights_that_are_swapped_through_data_keep_their_rows(log):
+    """As for running averages: the call after the swap notices it, so no row is wrong."""
+    module = Words()
+    cached, ids = torchcache(module, probe=False), torch.arange(32).view(8, 4)
+    for _ in range(4):
+        expected = Words.forward(module, ids)
+        for _ in range(3):
+            assert torch.equal(cached(ids), expected)
+        for weight in module.parameters():
+            weight.data.neg_()
+    stats = cached.cache_instance.stats()
+    assert (stats.misses, stats.hits) == (16, 80) and noisy(log) == []
 
 
 # Everything is read where an edit may have left no trace

@@ -19,6 +19,7 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.tiers.memory import arena as arena_module
 from torchcache2.tiers.memory import columns as columns_module
+from torchcache2.tiers.memory import table as table_module
 from torchcache2.tiers.memory.tier import MemoryTier
 
 NAMESPACES = ALL_NAMESPACES[:2]
@@ -342,3 +343,32 @@ def test_rows_of_rare_shapes_take_little_more_than_their_bytes(width):
         keys = Keys(keys.namespace, keys.data, number.to_bytes(4, "little"))
         ((_, rows),) = tier.get(keys).parts
         assert torch.equal(rows.columns[0], torch.full((1, *shapes[number]), row * 1.0))
+
+
+def test_too_many_groups_are_forgotten_and_their_rows_can_be_put_again(monkeypatch):
+    """A group stands for calls with the same other arguments, of which there may be one for each call."""
+    monkeypatch.setattr(table_module, "_MOST_GROUPS", 3)
+    tier = MemoryTier(10_000_000)
+
+    def keys(number):
+        return Keys(NAMESPACES[0], keys_of([number]).data, group=bytes([number]) * 16)
+
+    def has(number):
+        parts = tier.get(keys(number)).parts
+        for _, rows in parts:
+            check_outputs(rows.to_pytree(device=CPU), [number], 4)
+        return len(parts) == 1
+
+    sizes = []
+    for number in range(20):
+        assert tier.put(keys(number), rows_of([number], 4)) == 1
+        assert has(number)
+        sizes.append(tier.stats().bytes)
+    assert sizes[2] - sizes[1] == sizes[1] - sizes[0] > 0
+    assert max(sizes) == sizes[2], "forgotten groups take memory"
+    # The fourth group came when there were three, and those were forgotten; so were later ones.
+    assert [number for number in range(20) if has(number)] == [18, 19]
+    tier.put(keys(0), rows_of([0], 4))
+    assert has(0) and has(18) and has(19)
+    tier.put(keys(19), rows_of([19], 4))
+    assert has(0) and has(18) and has(19), "a group that is there is no further one"

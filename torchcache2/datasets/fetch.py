@@ -133,10 +133,10 @@ class Fetcher:
             self.levels.clear()
             self.store.told(
                 "random",
-                "%s draws random numbers, so it is not cached: every epoch would get the same ones. Give "
+                "%s draws random numbers%s, so it is not cached: every epoch would get the same ones. Give "
                 "random augmentation to CachedDataset as transform=, which runs after the cache. If the "
                 "numbers do not matter, or are seeded by the index, pass allow_random=True",
-                self.store.name,
+                *(self.store.name, f" ({self.source.unseeded[0]})" if self.source.unseeded else ""),
             )
 
 

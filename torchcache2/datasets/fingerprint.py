@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import random
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -26,6 +26,7 @@ from torchcache2.identity.modulewalk import Fingerprint, Walk
 from torchcache2.identity.objectwalk import GENERATORS
 from torchcache2.identity.readable import readable, texts_of
 from torchcache2.identity.tensorwatch import TensorWatch
+from torchcache2.identity.unseeded import unseeded_draws
 
 __all__ = ["Identity", "check_called", "identify", "identify_prefix", "length_of"]
 
@@ -46,11 +47,14 @@ class Identity(NamedTuple):
         only.
     generators : list
         The random generators that the dataset refers to.
+    unseeded : list of str
+        Code of it that draws random numbers which leave no trace.
     """
 
     fingerprint: Fingerprint
     unread: list[str]
     generators: list[Any]
+    unseeded: Sequence[str] = ()
 
     @property
     def namespace(self) -> bytes:
@@ -91,7 +95,8 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
     tensors.refresh()
     walk.parts["format"] = f"dataset {_FORMAT}, walk {walk.parts['format'].decode()}".encode()
     unread = sorted({*walk.unread, *tensors.unreadable})
-    return Identity(_fingerprint(walk.parts, given, tensors), unread, walk.generators)
+    draws = unseeded_draws(walk.functions(), dataset)
+    return Identity(_fingerprint(walk.parts, given, tensors), unread, walk.generators, draws)
 
 
 def _walked(dataset: Any) -> _DatasetWalk:

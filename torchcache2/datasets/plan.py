@@ -104,7 +104,8 @@ class Plan(StorePlan):
 
     def source(self) -> Source:
         """What loads samples in this process."""
-        return Source(self.dataset, self.identity.generators, checks=self.checks)
+        identity = self.identity
+        return Source(self.dataset, identity.generators, identity.unseeded, checks=self.checks)
 
     def fetcher(self, source: Source) -> Fetcher | None:
         """The part of this process in the cache; None if nothing is cached."""

@@ -202,6 +202,8 @@ class ModuleCache(Passing):
         if call is None:
             return None
         seen = self.keeper.look_at_tensors()
+        if self.keeper.mistaken:
+            self._drop_mistaken()
         self.namespace = seen.namespace
         bypass.ask_weights(seen)
         leaves = tuple([(path, tensor.dtype, tensor.shape[1:]) for path, tensor in call.leaves])
@@ -332,6 +334,19 @@ class ModuleCache(Passing):
 
     def _distrust(self) -> None:
         self.refresh()
+
+    def _drop_mistaken(self) -> None:
+        """Drop rows that may have been computed with other weights than those of their namespace."""
+        mistaken, self.keeper.mistaken = self.keeper.mistaken, []
+        for namespace in mistaken if not self._closed else ():
+            self._drop(namespace)
+        self._told(
+            "edited",
+            "%s: weights were edited through .data or numpy, which leaves no sign, so it was noticed some "
+            "calls later. Rows that may be wrong are dropped. After such an edit, call "
+            ".cache_instance.refresh(); one in place, under torch.no_grad(), is noticed at once",
+            self._name(),
+        )
 
     def _living_root(self) -> Any:
         root = self._root()

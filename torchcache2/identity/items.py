@@ -103,7 +103,7 @@ def _digests(rows: Bytes2D) -> Bytes2D:
 
 def _subsample(tensor: Tensor, count: int) -> Tensor:
     """`count` elements of each item in contiguous, evenly spread blocks, first and last included."""
-    flat = tensor.detach().reshape(tensor.shape[0], -1)
+    flat = tensor.detach().flatten(1)
     items, size = flat.shape
     blocks = max(2, round(count / _BLOCK))
     width = count // blocks
@@ -111,7 +111,7 @@ def _subsample(tensor: Tensor, count: int) -> Tensor:
     step = (size - (count - head)) // (blocks - 1)
     picked = torch.empty((items, count), dtype=flat.dtype, device=flat.device)
     # There are two copies rather than one for each block, because each copy wakes torch's other threads.
-    spread = flat.as_strided((items, blocks - 1, width), (flat.stride(0), step, 1), flat.storage_offset())
+    spread = flat.unfold(1, width, step)[:, : blocks - 1]
     picked[:, :head].view(items, blocks - 1, width).copy_(spread)
     picked[:, head:] = flat[:, size - (count - head) :]
     return picked

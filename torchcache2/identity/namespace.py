@@ -18,12 +18,14 @@ from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import Attributes
 from torchcache2.identity.differences import changes, of_root
 from torchcache2.identity.encoding import digest
+from torchcache2.identity.marks import original
 from torchcache2.identity.mixing import UnsteadyLayer, unsteady
 from torchcache2.identity.modulewalk import Fingerprint, Walk
 from torchcache2.identity.objectwalk import GENERATORS
 from torchcache2.identity.readable import texts_of
 from torchcache2.identity.sharded import ShardedError, Shards, sharding
 from torchcache2.identity.tensorwatch import TensorWatch
+from torchcache2.identity.unseeded import unseeded_draws
 from torchcache2.identity.watch import Watch
 
 __all__ = ["Facts", "History", "NamespaceKeeper", "Seen"]
@@ -58,6 +60,7 @@ class Facts(NamedTuple):
     names_grad: bool = False  # its code may turn grad mode on by itself
     not_imported: str = ""  # a module that code imports as it runs, if that was not known before
     sharded: str | None = None  # which part of it waits for other processes, if it is not cached for that
+    unseeded: str | None = None  # code that draws random numbers which leave no trace
 
 
 class History:
@@ -96,6 +99,8 @@ class NamespaceKeeper:
         self.history = history if history is not None else History()
         self.fingerprint = Fingerprint(_NONE, {})  # as of the last look
         self.generators: list[Any] = []  # random generators that the module refers to
+        # Namespaces that may have rows of other weights, as an edit of weights was noticed late.
+        self.mistaken: list[bytes] = []
         self.walks = 0  # how often code and attributes have been read
         self._settings = settings
         # Ranks that call in step can skip such a forward together. Each has other shards, so a name has to
@@ -121,6 +126,8 @@ class NamespaceKeeper:
             self._is_known = False
             self._has_old_casts = False
             self._awaited: set[str] = set()  # modules that were not imported when they were met
+            self._weights: dict[str, bytes] = {}  # their digests as of the last look, and its namespaces
+            self._namespaces: list[bytes] = []
 
     def facts(self, root: Any) -> Facts:
         """The facts about the module as it is now."""
@@ -165,10 +172,7 @@ class NamespaceKeeper:
     def holds(self) -> bool:
         """Whether the bytes of tensors that have arrived since the last look show no edit."""
         with self._lock():
-            holds = self._tensors.holds()
-            if not holds:
-                self._tensors.forget()
-            return holds
+            return self._tensors.holds()
 
     def changed_since(self, seen: Seen, root: Any) -> str | None:
         """What has changed since the module was looked at, by path; None if nothing has."""
@@ -238,6 +242,7 @@ class NamespaceKeeper:
             next(filter(None, map(unsteady, parts)), None),
             any("enable_grad" in name or "grad_enabled" in name for name in walk.parts),
             not_imported=min(walk.not_imported - self._awaited, default=""),
+            unseeded=next(iter(unseeded_draws(walk.functions(), original(root))), None),
         )
         self._awaited |= walk.not_imported
         for name in sorted(walk.assigned):
@@ -269,6 +274,11 @@ class NamespaceKeeper:
             parts = {part: self._parts[part] for part in ("format", "option cache_dtype")}
             parts["persistent_module_hash"] = name.encode()
         fingerprint = Fingerprint.of_parts(parts, values)
+        if self._tensors.is_late:
+            self.mistaken += self._namespaces
+        if self._tensors.digests != self._weights:
+            self._weights, self._namespaces = self._tensors.digests, []
+        self._namespaces = [*self._namespaces[-_MOST_REMEMBERED:], fingerprint.namespace]
         if fingerprint.namespace != self.fingerprint.namespace:
             logger.info("%s: namespace %s", self.name, fingerprint.namespace.hex())
             self.history.add(self.fingerprint, fingerprint)

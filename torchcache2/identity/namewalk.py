@@ -263,6 +263,10 @@ class NameWalk(Encoder):
             self.uses.others |= self._texts.words(file)
         return text_bytes(f"{module} {name} {self._versions[module]}")
 
+    def functions(self) -> list[types.FunctionType]:
+        """The functions that were read."""
+        return [value for _, value in self.reads if isinstance(value, types.FunctionType)]
+
     def watch_names(self, scope: Mapping[str, Any], names: Collection[str]) -> None:
         """Have it noticed when names of a scope stand for other objects."""
         if names:

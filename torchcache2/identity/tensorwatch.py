@@ -1,10 +1,10 @@
 """`TensorWatch`: reads the content of tensors once, and again when it may have changed.
 
 Tensors are compared by storage address, shape, strides and version counter. Edits through ``.data`` and by
-numpy change none of these: so the first bytes of each tensor are compared too and, in turn, the first 4 KB of
-one of them. An edit through ``.data`` of a part of one tensor is thus noticed only when its turn comes, and
-only within its first 4 KB. On a GPU, these bytes are compared when they have arrived, as no call waits for
-them: with the keys of a batch that is there too, else at a later call. Tensors made under
+numpy change none of these. So each call also compares tiny tensors, and the first bytes of all others, and
+reads the next 64 KB of what was read before: an edit is found at the latest when all have been read again. On
+a GPU, a call compares the first bytes of one tensor, and the next 64 KB, when they have arrived, as no call
+waits for them: with the keys of a batch that is there too, else at a later call. Tensors made under
 `torch.inference_mode` have no version counters: if they are small, all of their bytes are compared.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from xxhash import xxh3_64_digest
+from xxhash import xxh3_64_digest, xxh3_128, xxh3_128_digest
 
 from torchcache2.core.transfer import CUDA, Arriving, Runtime
 from torchcache2.identity.encoding import UnencodableError, tensor_digest
@@ -31,7 +31,9 @@ from torchcache2.identity.xxh3.device import DIGESTS
 __all__ = ["TensorWatch"]
 
 _HEAD = 64
+_TINY = 256  # bytes of tensors that are compared whole at every call
 _PROBE = 4096
+_PIECE = 1 << 16  # bytes that a call reads again, some 4 µs
 _SPREAD = 64  # so many further bytes are compared before a digest is used again
 _COPIED = 16 << 20
 _MOST_UNCOUNTED = 500_000  # bytes, some 40 µs at every call
@@ -49,9 +51,57 @@ class _Known(NamedTuple):
     """The digest of a tensor's content, and what would show that the content has changed."""
 
     digest: bytes
+    content: bytes | None  # the digest of the memory that it spans, if that was read
     mark: tuple[Any, ...]
-    sample: bytes
+    sample: tuple[bytes, bytes]  # what a call compares of it, and more of its bytes
     is_gone: Callable[[], bool]  # whether its storage is freed, so that another tensor may have its address
+
+    def is_at(self, mark: tuple[Any, ...] | None) -> bool:
+        """Whether this is about the tensor with a mark, as far as that tells."""
+        return self.mark == mark and not self.is_gone()
+
+
+class _Scan:
+    """Reads tensors again, in pieces, and compares each with what was read when it comes to its end."""
+
+    def __init__(self) -> None:
+        # Each tensor, its memory if that is on the host, the size of that, and what is known of it.
+        self._queue: list[tuple[Tensor, Bytes1D | None, int, _Known]] = []
+        self._turn = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._start, self._hasher = 0, xxh3_128()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def go_on(self, queue: list[tuple[Tensor, Bytes1D | None, int, _Known]]) -> None:
+        """Read these tensors from now on, first the one that is being read if it is as it was."""
+        current = self._queue[self._turn][-1] if self._queue else None
+        turn = next((turn for turn, one in enumerate(queue) if one[-1] is current), None)
+        if turn is None:
+            turn = self._turn % max(1, len(queue))
+            self._begin()
+        self._queue, self._turn = queue, turn
+
+    def piece(self) -> Any:
+        """What to read next: memory of the host, or a tensor elsewhere."""
+        tensor, content, size, _ = self._queue[self._turn]
+        memory = _head(tensor, size) if content is None else content
+        return memory[self._start : self._start + _PIECE]
+
+    def read(self, piece: Bytes1D) -> bool:
+        """Take the bytes of the piece; False if they end a tensor that is not as it was."""
+        _, _, size, known = self._queue[self._turn]
+        self._hasher.update(piece)
+        self._start += len(piece)
+        if self._start < size:
+            return True
+        found = self._hasher.digest()
+        self._turn = (self._turn + 1) % len(self._queue)
+        self._begin()
+        return bool(found == known.content)
 
 
 class TensorWatch:
@@ -66,6 +116,9 @@ class TensorWatch:
         self.digests: dict[str, bytes] = {}  # as of the last `refresh`
         self.unreadable: list[str] = []  # paths of tensors whose content cannot be read
         self.generation = 0  # how often `refresh` has been called
+        self._runtime = runtime
+        # Whether the last `refresh` has found an edit that may be older than the call before.
+        self.is_late = False
         self._named = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
         self.tensors = list({id(tensor): tensor for tensor in self._named.values()}.values())
         self.dtypes = {tensor.dtype for tensor in self.tensors}
@@ -81,11 +134,17 @@ class TensorWatch:
         self._head_bytes = b""
         self._wholes: list[Bytes1D] = []
         self._away: list[Tensor] = []
-        self._probes: list[bytes] = []
+        self._far: list[Tensor] = []
         self._turn = 0
-        self._runtime = runtime
-        # The first bytes of a tensor, on their way to the host, behind the digest that they should have.
-        self._arriving: tuple[bytes, Arriving] | None = None
+        # Short tensors, and long ones.
+        self._scans: tuple[_Scan, _Scan] = (_Scan(), _Scan()) if before is None else before._scans
+        # Whether a tensor has changed without a sign.
+        self._is_doubtful: bool = before is not None and before._is_doubtful
+        # The id of the tensor whose first bytes came from an accelerator for the last call, if they did.
+        self._compared = 0
+        self._lags = False  # whether there was a call since bytes were sent
+        # Bytes on their way to the host: the first of a tensor, how many, and a piece of a scan.
+        self._arriving: tuple[int, int, _Scan | None, Arriving] | None = None
         known: dict[int, _Known] = {} if before is None else before._known
         mine = [id(tensor) for tensor in self.tensors]  # other ids may soon be those of new tensors
         self._known: dict[int, _Known] = {key: known[key] for key in mine if key in known}
@@ -112,23 +171,47 @@ class TensorWatch:
         """Whether every tensor seems to have the content that was read."""
         if self.moved() or b"".join(self._heads) != self._head_bytes or not self.holds():
             return False
-        if self.tensors and self._arriving is None:
-            self._turn = turn = (self._turn + 1) % len(self.tensors)
-            tensor, probe = self.tensors[turn], self._probes[turn]
-            if not self._runtime.owns(tensor):
-                return _probe(tensor) == probe
+        if self._arriving is None:
+            return self._read_on()
+        self._lags = True
+        return True
+
+    def _read_on(self) -> bool:
+        """Read a further piece, or have it sent; False if it shows an edit."""
+        self._turn += 1
+        scan = self._scans[self._turn % 2] or self._scans[(self._turn + 1) % 2]
+        piece: Any = scan.piece() if scan else None
+        is_far = isinstance(piece, Tensor)
+        if piece is not None and not is_far and not scan.read(piece):
+            return self._doubt()
+        if self._far:
+            tensor = self._far[self._turn % len(self._far)]
+            sent = [_head(tensor, _PROBE)]
+            if is_far and piece.device == tensor.device:
+                sent.append(piece)
             # A copy, as a view would keep the memory of the tensor until its bytes are compared.
-            self._arriving = probe, Arriving([_head(tensor, _PROBE).clone()], self._runtime)
+            arriving = Arriving([torch.cat(sent)], self._runtime)
+            self._arriving = id(tensor), len(sent[0]), scan if len(sent) > 1 else None, arriving
+            self._lags = False
         return True
 
     def holds(self) -> bool:
         """Whether what has arrived since `same` is what was read; waits for nothing."""
-        arriving = self._arriving
-        if arriving is None or not arriving[1].has_arrived:
+        if self._arriving is None or not self._arriving[-1].has_arrived:
             return True
-        self._arriving = None
-        head: Bytes1D = arriving[1].wait()[0].numpy()
-        return bool(xxh3_64_digest(head) == arriving[0])
+        (key, count, scan, arriving), self._arriving = self._arriving, None
+        found: Bytes1D = arriving.wait()[0].numpy()
+        if xxh3_64_digest(found[:count]) != self._known[key].sample[0]:
+            return self._doubt()
+        if scan is not None and not scan.read(found[count:]):
+            return self._doubt()
+        self._compared = 0 if self._lags else key
+        return True
+
+    def _doubt(self) -> bool:
+        """Have the next `same` return False, and all be read again then; False."""
+        self._is_doubtful, self._state = True, None
+        return False
 
     def refresh(self, *, read: bool = True) -> None:
         """Read tensors that may have changed; without `read`, only remember what would show a change."""
@@ -142,18 +225,28 @@ class TensorWatch:
         self.unreadable = []
         # These are taken before the tensors are read, because other threads may write to them meanwhile.
         marks = self._marks()
-        samples = {id(tensor): _sample(tensor) for tensor in self.tensors} if read else {}
-        known, self._known = self._still_known(marks, samples), {}
-        digests: dict[int, bytes] = {}
-        unknown = [tensor for tensor in self.tensors if read and id(tensor) not in known]
-        contents = DIGESTS.of_tensors(unknown)  # of those that are on a GPU
+        near = [tensor for tensor in self.tensors if read and not self._is_far(tensor)]
+        memory = {id(tensor): memoryview(_content(tensor)) for tensor in near}
+        samples = {id(t): _sample(t, memory.get(id(t))) for t in self.tensors} if read else {}
+        before = {key: one for key, one in self._known.items() if one.is_at(marks.get(key))}
+        self._known = {}
+        # If one has changed without its counter, somebody writes through ``.data`` or numpy, perhaps also
+        # where there is no sample: then all are read.
+        is_honest = all(one.sample == samples.get(key) for key, one in before.items())
+        known = dict(before) if is_honest and not self._is_doubtful else {}
+        digests = {key: one.digest for key, one in known.items()}
+        contents = DIGESTS.of_tensors([t for t in self.tensors if read and id(t) not in known])  # on a GPU
         for name, tensor in self._named.items() if read else ():
             key = id(tensor)
             if key in digests:  # tied weights have several names
                 continue
+            content, in_order = contents.get(key), _is_in_order(tensor)
             try:
-                is_known = key in known
-                digests[key] = known[key].digest if is_known else tensor_digest(tensor, contents.get(key))
+                if key in memory:
+                    content = xxh3_128_digest(memory[key])
+                elif in_order and content is None:
+                    content = xxh3_128_digest(_content(tensor))
+                digests[key] = tensor_digest(tensor, content if in_order else contents.get(key))
             except torch.cuda.OutOfMemoryError:
                 raise  # it can be read once there is memory: all is read again then
             except (RuntimeError, TypeError, NotImplementedError, UnencodableError):
@@ -161,12 +254,23 @@ class TensorWatch:
                 digests[key] = os.urandom(16)
                 continue
             if key in marks:
-                known[key] = _Known(digests[key], marks[key], samples[key], _storage_is_gone(tensor))
+                content = content if key in memory or in_order else None
+                gone = _storage_is_gone(tensor)
+                known[key] = _Known(digests[key], content, marks[key], samples[key], gone)
         self.digests = {n: digests[id(t)] for n, t in self._named.items() if id(t) in digests}
+        changed = [key for key, one in before.items() if digests[key] != one.digest]
+        # The last call has compared the first bytes of these.
+        compared = [key for key in changed if key in memory or key == self._compared]
+        self.is_late = changed != [] and all(samples[key][0] == before[key].sample[0] for key in compared)
         # To read memory views takes half of the time that arrays take.
-        self._heads = [memoryview(_first_bytes(t, _HEAD)) for t in self.tensors if t.device.type == "cpu"]
+        self._heads = list(map(_first, memory.values()))
         self._head_bytes = b"".join(self._heads)
-        self._probes = list(map(_probe, self.tensors))
+        self._far = [tensor for tensor in self.tensors if id(tensor) in known and id(tensor) not in memory]
+        self._compared, self._is_doubtful = 0, False
+        queue = [(t, memory.get(id(t)), _span(t), known[id(t)]) for t in self.tensors if id(t) in known]
+        queue = [one for one in queue if one[-1].content and one[2] > (0 if one[1] is None else _TINY)]
+        self._scans[0].go_on([one for one in queue if one[2] <= _PIECE])
+        self._scans[1].go_on([one for one in queue if one[2] > _PIECE])
         self._known, self._state = known, state
 
     def forms(self) -> dict[str, str]:
@@ -176,6 +280,7 @@ class TensorWatch:
     def forget(self) -> None:
         """Make the next `same` return False, so that all is read again, and keep no storage alive."""
         self._heads, self._wholes, self._known, self._state, self._arriving = [], [], {}, None, None
+        self._scans = (_Scan(), _Scan())
 
     def small_buffers(self) -> list[Tensor]:
         """Tensors that a forward may write to and that are cheap to copy."""
@@ -200,16 +305,8 @@ class TensorWatch:
             id(t): (_pointer(t), t.storage_offset(), t.stride(), t.size(), t.dtype, t._version) for t in plain
         }
 
-    def _still_known(self, marks: dict[int, tuple[Any, ...]], samples: dict[int, bytes]) -> dict[int, _Known]:
-        """The tensors that need not be read again.
-
-        There are none if one tensor has changed without its counter: somebody writes through ``.data`` or
-        numpy, and may also have written where no sample is taken.
-        """
-        known = {key: self._known[key] for key in marks if key in self._known}
-        known = {key: one for key, one in known.items() if one.mark == marks[key] and not one.is_gone()}
-        is_honest = all(one.sample == samples.get(key) for key, one in known.items())
-        return known if is_honest else {}
+    def _is_far(self, tensor: Tensor) -> bool:
+        return tensor.device.type != "cpu" or self._runtime.owns(tensor)
 
     def _follow_optimizers(self) -> None:
         # Fused optimizers write to tensors without moving their version counters.
@@ -238,6 +335,11 @@ def _storage_is_gone(tensor: Tensor) -> Callable[[], bool]:
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+
+
+def _is_in_order(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor is its content."""
+    return _is_plain(tensor) and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _span(tensor: Tensor) -> int:
@@ -271,15 +373,14 @@ def _content(tensor: Tensor) -> Bytes1D:
     return _first_bytes(tensor, _span(tensor))
 
 
-def _probe(tensor: Tensor) -> bytes:
-    return xxh3_64_digest(_first_bytes(tensor, _PROBE))
+def _sample(tensor: Tensor, memory: Bytes1D | None) -> tuple[bytes, bytes]:
+    """Some of the bytes of a tensor: what a call compares and, of `memory` of the host, a few others."""
+    if memory is None:
+        return xxh3_64_digest(_first_bytes(tensor, _PROBE)), b""
+    step = len(memory) // _SPREAD | 1  # an odd step meets every byte of the numbers
+    return bytes(_first(memory)), xxh3_64_digest(memory[:_PROBE]) + memory[::step].tobytes()
 
 
-def _sample(tensor: Tensor) -> bytes:
-    """Some of the bytes of a tensor: the first, and on the CPU a few that are spread over it."""
-    if tensor.device.type != "cpu":
-        return _probe(tensor)
-    content = _content(tensor)
-    step = len(content) // _SPREAD | 1  # an odd step meets every byte of the numbers
-    spread: bytes = content[::step].tobytes()
-    return xxh3_64_digest(content[:_PROBE]) + spread
+def _first(memory: Bytes1D) -> Bytes1D:
+    """What every call compares of a tensor on the host."""
+    return memory if len(memory) <= _TINY else memory[:_HEAD]

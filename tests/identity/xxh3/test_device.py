@@ -261,6 +261,40 @@ def test_no_call_waits_for_the_bytes_that_would_show_an_edit(digests):
     assert watch.same()
 
 
+@pytest.mark.parametrize("calls", [1, 2])
+def test_an_edit_is_late_if_there_was_a_call_between_it_and_the_bytes_that_show_it(digests, calls):
+    runtime = Late()
+    weight = torch.zeros(1000)
+    watch = TensorWatch({"weight": weight}, runtime=runtime)
+    watch.refresh()
+    assert watch.same()  # sends bytes
+    weight.data[0] = 1.0
+    for _ in range(calls - 1):
+        assert watch.same()  # a call whose bytes are not there yet
+    runtime.arrived = True
+    assert watch.same() and not watch.holds()  # the first bytes, and those that it sends itself
+    assert not watch.same()
+    watch.refresh()
+    assert watch.is_late == (calls > 1)
+    assert watch.same() and watch.holds()
+    weight.data[1] = 1.0
+    assert watch.same() and not watch.holds()
+    watch.refresh()
+    assert not watch.is_late
+
+
+def test_a_doubt_outlives_another_walk(digests):
+    weight = torch.zeros(3000)
+    watch = TensorWatch({"weight": weight}, runtime=OnHost())
+    watch.refresh()
+    weight.data[2000] = 1.0  # behind the samples
+    while watch.holds():
+        watch.same()
+    again = TensorWatch({"weight": weight, "other": torch.zeros(3)}, watch, OnHost())
+    again.refresh()
+    assert again.digests["weight"] == tensor_digest(weight) != watch.digests["weight"]
+
+
 @pytest.mark.usefixtures("digests")
 def test_bytes_that_come_with_the_keys_show_an_edit_at_the_same_call(monkeypatch):
     monkeypatch.setattr(namespace, "TensorWatch", functools.partial(TensorWatch, runtime=OnHost()))
