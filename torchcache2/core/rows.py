@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OutputError, hint
 from torchcache2.core.gather import as_bytes, as_words, empty_rows, moved, select, with_ordinary_tensors
+from torchcache2.core.private import pytree
 from torchcache2.core.schema import BARE, Leaf, Schema
 from torchcache2.core.transfer import sent, to_device
 

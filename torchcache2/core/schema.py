@@ -7,7 +7,8 @@ import functools
 from collections.abc import Iterable
 
 import torch
-from torch.utils import _pytree as pytree
+
+from torchcache2.core.private import pytree
 
 __all__ = ["BARE", "Leaf", "Schema"]
 

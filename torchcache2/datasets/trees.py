@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from torchcache2.core.private import pytree
 from torchcache2.datasets.arrays import Numbers, NumpyArray, NumpyScalar
 from torchcache2.datasets.images import Image, TVTensor
 from torchcache2.datasets.nodes import (

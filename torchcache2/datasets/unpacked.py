@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
+from torchcache2.core.private import pytree
 from torchcache2.datasets.arrays import Numbers
 from torchcache2.datasets.nodes import Column, listed
 from torchcache2.datasets.packed import CONTAINERS, DTYPES, MAX_DEPTH, OURS, VERSION, is_key

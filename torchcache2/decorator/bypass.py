@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.nn.utils import parametrize
 
 from torchcache2.core.errors import (
     InputError,
@@ -20,6 +19,7 @@ from torchcache2.core.errors import (
     OutputError,
     UnhashableArgumentError,
 )
+from torchcache2.core.private import keeps_parametrized
 from torchcache2.core.rows import UnstorableError
 from torchcache2.engine.batch import NotStoredError, RefusedError
 from torchcache2.engine.randomness import RandomContexts
@@ -135,7 +135,7 @@ def ask_module(keeper: NamespaceKeeper, root: Any) -> None:
     facts = keeper.facts(root)
     if facts.sharded is not None:
         raise BypassError.because("sharded", facts.sharded)
-    if facts.is_parametrized and parametrize._cache_enabled:
+    if facts.is_parametrized and keeps_parametrized():
         raise BypassError.because("parametrize", "parametrize.cached() keeps weights that may have changed")
     if torch.is_grad_enabled() and keeper.requires_grad():
         keeper.distrust_tensors()

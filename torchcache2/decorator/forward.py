@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchcache2.core.arrays import Bytes2D
 from torchcache2.core.keys import Keys
+from torchcache2.core.private import pytree
 from torchcache2.core.settings import CacheSettings
 from torchcache2.decorator.bypass import not_stored
 from torchcache2.decorator.probe import Comparison, Forward, Probe

@@ -12,8 +12,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
+from torchcache2.core.private import pytree
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.jsonparts import list_of
 

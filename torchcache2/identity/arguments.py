@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.gather import select
 from torchcache2.core.modes import modes
+from torchcache2.core.private import pytree
 from torchcache2.core.transfer import sent
 from torchcache2.identity.argumentwalk import ArgumentEncoder, UncachedArgumentError, batch_size_of
 from torchcache2.identity.encoding import UnencodableError, sized, text_bytes

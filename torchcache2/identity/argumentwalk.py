@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchcache2.core.errors import InputError, UnhashableArgumentError, hint
 from torchcache2.core.gather import is_channels_last
+from torchcache2.core.private import pytree
 from torchcache2.identity.encoding import Encoder, UnencodableError, sized
 from torchcache2.identity.entries import (
     Digests,

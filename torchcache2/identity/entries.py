@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from xxhash import xxh3_128_digest
 
+from torchcache2.core.private import pytree
 from torchcache2.identity.encoding import Encoder, UnencodableError, dtype_text, qualified_name, text_bytes
 
 __all__ = [
