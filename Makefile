@@ -65,7 +65,7 @@ lowest: $(VENV)-lowest/installed
 	$(VENV)-lowest/bin/python -m pytest $(PARALLEL) $(patsubst %,--ignore=tests/%,$(NOT_TORCH))
 
 newest: $(VENV)-newest/installed
-	$(VENV)-newest/bin/python -m pytest $(PARALLEL) $(OF_TORCH) $(patsubst %,--ignore=tests/%,$(NOT_TORCH))
+	$(VENV)-newest/bin/python -m pytest $(PARALLEL) -W "ignore:Guards may run slower" $(OF_TORCH) $(patsubst %,--ignore=tests/%,$(NOT_TORCH))
 
 $(VENV)-lowest/installed: pyproject.toml
 	$(firstword $(PYTHONS) $(PYTHON)) -m venv --clear $(VENV)-lowest

@@ -47,6 +47,7 @@ __all__ = [
     "S3_CALL",
     "S3_LISTING",
     "S3_SESSION",
+    "SCRIPT",
     "SCRIPT_FIELDS",
     "SESSIONS",
     "ScriptParts",
@@ -177,8 +178,9 @@ COMPILER_ERRORS = "torch._dynamo.exc"  # else its errors are raised as they are,
 _MODULE, _PART, _WEIGHT = nn.Module(), nn.Module(), nn.Parameter(_PLAIN)
 _MODULE.part, _MODULE.weight = _PART, _WEIGHT
 _MODULE.register_buffer("buffer", _PLAIN)
-_MODULE.register_forward_pre_hook(print)
-_MODULE.register_forward_hook(repr)
+_PRE_HOOK, _HOOK = (lambda *call: None for _ in range(2))
+_MODULE.register_forward_pre_hook(_PRE_HOOK)
+_MODULE.register_forward_hook(_HOOK)
 
 
 def _holder(content: object) -> str:
@@ -187,12 +189,12 @@ def _holder(content: object) -> str:
     return next(name for name, value in mappings.items() if any(one is content for one in value.values()))
 
 
-PARAMETERS, BUFFERS, MODULES, PRE_HOOKS, HOOKS = map(_holder, (_WEIGHT, _PLAIN, _PART, print, repr))
+PARAMETERS, BUFFERS, MODULES, PRE_HOOKS, HOOKS = map(_holder, (_WEIGHT, _PLAIN, _PART, _PRE_HOOK, _HOOK))
 
 
 def _all_hooks() -> Iterator[dict[int, Any]]:
     for register in (register_module_forward_pre_hook, register_module_forward_hook):
-        handle = register(lambda *call: None)
+        handle = register(_HOOK)
         hooks: Any = handle.hooks_dict_ref()
         handle.remove()
         yield hooks
@@ -248,7 +250,8 @@ OPERATOR_FIELDS = (
     *("_autocast_dtype", "_disabled_kernel"),
 )
 REGISTERED_KERNELS: Iterable[str] | None = _first("torch.library._impls")
-SCRIPT_FIELDS = frozenset(("_c", "_concrete_type", "_initializing"))  # what the parts below are read from
+SCRIPT = "_c"  # the compiled script of a module
+SCRIPT_FIELDS = frozenset((SCRIPT, "_concrete_type", "_initializing"))
 _ConcreteType: Any = _first("torch._C.ConcreteModuleType")
 
 
@@ -262,16 +265,16 @@ class ScriptParts(NamedTuple):
 
 
 def script_parts(module: nn.Module) -> ScriptParts | None:
-    """The parts of a scripted module; None if they cannot be had."""
+    """The parts of a module that has a `SCRIPT`; None if they cannot be had."""
     try:
-        script = vars(module)["_c"]
+        script = vars(module)[SCRIPT]
         kind = _ConcreteType.from_jit_type(methodcaller("_type")(script))
         names = sorted(methodcaller("_method_names")(script))
         methods = [methodcaller("_get_method", name)(script) for name in names]
         for hooks in ("_get_forward_pre_hooks", "_get_forward_hooks"):
             methods += methodcaller(hooks)(script)
         return ScriptParts(script.getattr, sorted(kind.get_attributes()), kind.get_constants(), methods)
-    except (AttributeError, KeyError):
+    except AttributeError:
         return None
 
 

@@ -21,6 +21,7 @@ from torchcache2.core.private import (
     HOOKS,
     PRE_HOOKS,
     REPLICATE,
+    SCRIPT,
     SCRIPT_FIELDS,
     buffers_of,
     modules_of,
@@ -249,7 +250,7 @@ class Walk(ObjectWalk):
             _ = module.code  # a lazy graph makes the code of its class when it is first read
             # The class may have the code of an earlier graph; an interpreter runs the graph as it is now.
             self.parts[f"graph {path}".rstrip()] = self.encode(module.graph, path)
-        if not isinstance(module, torch.jit.ScriptModule):
+        if not isinstance(module, torch.jit.ScriptModule) or SCRIPT not in fields:
             return fields
         part, parts = f"script {path}".rstrip(), script_parts(module)
         if parts is None:
