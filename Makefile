@@ -5,7 +5,8 @@
 # make docs   the documentation, in .docs
 # make soak   the tests that take long
 # make lowest the suite on the oldest torch and the oldest Python that are supported
-# make newest what concerns torch on the newest torch and the newest Python; what reads bytecode on all Pythons
+# make newest the suite of what depends on torch, on the newest torch and the newest Python that are supported
+# make pythons the tests of what reads bytecode, on the other Pythons that are supported
 # make test-gpu the suite with its tensors on a GPU, and the tests that need one
 
 PYTHON ?= python3
@@ -23,13 +24,17 @@ OF_PYTHON = $(wildcard tests/identity/test_code_*.py tests/identity/test_weights
 PYTHONS = $(shell for minor in 10 11 12 13; do \
 	for python in python3.$$minor "$$HOME"/.pyenv/versions/3.$$minor.*/bin/python3.$$minor; do \
 	"$$python" -m ensurepip --version >/dev/null 2>&1 && echo "$$python" && break; done; done)
+# Those that are not the Python of another leg.
+OTHER_PYTHONS = $(filter-out $(firstword $(PYTHONS)) $(lastword $(PYTHONS)) \
+	%$(shell $(PYTHON) -c 'import sys; print("python%d.%d" % sys.version_info[:2])'),$(PYTHONS))
+BETWEEN = $(patsubst python%,%,$(notdir $(OTHER_PYTHONS)))
 RUN = $(VENV)/bin/python -W error::SyntaxWarning
 # Two processes run tests; each takes some of the other's when it has none left.
 PARALLEL = -n 2 --dist worksteal
 # The tests are compiled once, not at every start: a third of the time that it takes to collect them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-gpu bench docs soak lowest newest clean
+.PHONY: demo check test test-gpu bench docs soak lowest newest pythons clean can-run-lowest can-run-newest can-run-pythons
 
 demo: $(VENV)/examples
 	$(RUN) examples/linear_probe.py
@@ -67,6 +72,14 @@ lowest: $(VENV)-lowest/installed
 newest: $(VENV)-newest/installed
 	$(VENV)-newest/bin/python -m pytest $(PARALLEL) -W "ignore:Guards may run slower" $(OF_TORCH) $(patsubst %,--ignore=tests/%,$(NOT_TORCH))
 
+pythons: $(BETWEEN:%=$(VENV)-%/installed)
+	$(foreach version,$(BETWEEN),$(VENV)-$(version)/bin/python -m pytest $(PARALLEL) $(OF_PYTHON) &&) true
+
+# Whether what a leg needs can be had: `.ci/run` asks.
+can-run-lowest: $(VENV)-lowest/installed
+can-run-newest: $(VENV)-newest/installed
+can-run-pythons: $(BETWEEN:%=$(VENV)-%/installed)
+
 $(VENV)-lowest/installed: pyproject.toml
 	$(firstword $(PYTHONS) $(PYTHON)) -m venv --clear $(VENV)-lowest
 	$(VENV)-lowest/bin/pip install --quiet "torch==2.4.*" "numpy==1.26.*" "transformers<4.50" -e ".[test]"
@@ -76,6 +89,13 @@ $(VENV)-lowest/installed: pyproject.toml
 $(VENV)-newest/installed: pyproject.toml
 	$(lastword $(PYTHON) $(PYTHONS)) -m venv --clear $(VENV)-newest
 	$(VENV)-newest/bin/pip install --quiet torch -e ".[test]"
+	touch $@
+
+# What is compiled for this Python; the rest, such as gigabytes of CUDA libraries, is that of the newest.
+$(VENV)-3.%/installed: $(VENV)-newest/installed
+	$(filter %python3.$*,$(PYTHONS)) -m venv --clear $(VENV)-3.$*
+	$(VENV)-3.$*/bin/pip install --quiet --no-deps torch numpy xxhash brotli safetensors
+	echo $(abspath $(wildcard $(VENV)-newest/lib/python3.*/site-packages)) > $(VENV)-3.$*/lib/python3.$*/site-packages/newest.pth
 	touch $@
 
 $(VENV)/%: pyproject.toml constraints.txt

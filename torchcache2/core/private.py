@@ -8,6 +8,7 @@ needs it steps aside. `tests/project/test_private.py` removes each in turn.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -62,6 +63,7 @@ __all__ = [
     "in_forward_ad",
     "in_transform",
     "is_fx_traced",
+    "is_given_work",
     "is_jit_traced",
     "keeps_parametrized",
     "leave_out",
@@ -309,6 +311,11 @@ def register_before_pools_end(function: Callable[[], None]) -> None:
     if _register_atexit is not None:
         with contextlib.suppress(RuntimeError):  # the interpreter is ending already
             _register_atexit(function)
+
+
+def is_given_work() -> bool:
+    """Whether `multiprocessing` spawns this process now; else it counts as one of another run."""
+    return hasattr(multiprocessing.current_process(), "_inheriting")
 
 
 GCS_RETRIED = ("_request", "_get_file_request")  # of gcsfs; else it tries again itself

@@ -11,7 +11,7 @@ made, and `run_steps` makes them. The compiler does not see the generator, but i
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torchcache2.core.private import leave_out
 
@@ -71,19 +71,23 @@ def _close(running: Steps[Any]) -> None:
     running.close()
 
 
+class _CarriedError(Exception):
+    """Takes the place of an error of a call that a generator may not raise, or that would only close it."""
+
+
 def _advance(running: Steps[T], value: Any, failures: list[BaseException]) -> tuple[Steps[T] | None, Any]:
     """Resume the generator; returns it and its next call, or None and what it has returned."""
     # This frame must not refer to the exception when it ends: the traceback of the exception refers to the
     # frame, and this cycle would keep the tensors of the call in memory.
     error = failures.pop() if failures else None
+    thrown = _CarriedError(error) if isinstance(error, (StopIteration, GeneratorExit)) else error
     try:
         try:
-            return running, running.send(value) if error is None else running.throw(error)
+            return running, running.send(value) if thrown is None else running.throw(thrown)
         except StopIteration as stop:
             return None, stop.value
-        except RuntimeError as wrapped:
-            if not isinstance(error, StopIteration) or wrapped.__cause__ is not error:
-                raise
-        raise error  # Python has wrapped a StopIteration, as no generator may raise one
+        except _CarriedError:
+            pass
+        raise cast(BaseException, error)
     finally:
-        del error
+        del error, thrown
