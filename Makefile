@@ -91,11 +91,13 @@ $(VENV)-newest/installed: pyproject.toml
 	$(VENV)-newest/bin/pip install --quiet torch -e ".[test]"
 	touch $@
 
-# What is compiled for this Python; the rest, such as gigabytes of CUDA libraries, is that of the newest.
+# The gigabytes of CUDA libraries, if torch brings any, are those of the newest: they are for no certain Python.
 $(VENV)-3.%/installed: $(VENV)-newest/installed
 	$(filter %python3.$*,$(PYTHONS)) -m venv --clear $(VENV)-3.$*
-	$(VENV)-3.$*/bin/pip install --quiet --no-deps torch numpy xxhash brotli safetensors
-	echo $(abspath $(wildcard $(VENV)-newest/lib/python3.*/site-packages)) > $(VENV)-3.$*/lib/python3.$*/site-packages/newest.pth
+	$(VENV)-3.$*/bin/pip install --quiet --no-deps torch -e .
+	$(VENV)-3.$*/bin/pip install --quiet numpy xxhash brotli filelock safetensors \
+		sympy networkx jinja2 fsspec typing-extensions setuptools pytest pytest-xdist hypothesis
+	cd $(VENV)-3.$*/lib/python3.$*/site-packages && ln -s ../../../../$(VENV)-newest/lib/python3.*/site-packages/nvidia .
 	touch $@
 
 $(VENV)/%: pyproject.toml constraints.txt
