@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from tests.helpers import warm
 from torchcache2 import NotCachedError, torchcache
 
 SIZES = logging.getLogger("tests.sizes")  # a list that a forward appends to would be state
@@ -141,30 +144,61 @@ def test_without_the_probe_nothing_is_checked(sizes):
     assert sizes == [6]
 
 
-def test_it_costs_half_a_batch_once_for_each_kind_of_call(sizes):
+def test_the_first_second_and_fourth_batch_of_a_kind_of_call_cost_half_a_batch_more(sizes):
     @torchcache
     def scaled(x, by=2, dim=1):
         SIZES.info(len(x))
         return x * by
 
-    batch = torch.randn(18, 4)
-    scaled(batch)
+    scaled(torch.randn(18, 4))
     assert sizes == [18, 3, 3, 3]
-    scaled(batch.flip(0))
-    scaled(torch.randn(16, 5))  # another length
-    scaled(torch.randn(7, 9))
-    scaled(torch.randn(7, 9), 0.5)  # another argument, of any value
-    scaled(torch.randn(7, 9), 0.75)
-    assert sizes[4:] == [16, 7, 7, 1, 1, 7]
+    for _ in range(7):
+        scaled(torch.randn(18, 5))  # another length
+    assert sizes[4:] == [18, 3, 3, 3, 18, 18, 3, 3, 3, 18, 18, 18, 18, 3, 3, 3]
+    del sizes[:]
+    for by in (0.5, 0.75, 0.25):  # another argument, of any value
+        scaled(torch.randn(7, 9), by)
+    assert sizes == [7, 1, 1, 7, 1, 1, 7]
     del sizes[:]
     scaled(torch.randn(8, 4), dim=0)  # may be another way to compute
-    assert sizes == [8, 2, 2]
+    assert sizes == [8, 1, 1]
     scaled(torch.randn(8, 4, 2))  # more dimensions
-    assert sizes[3:] == [8, 2, 2]
-    scaled(torch.randn(3, 4, 2))
-    scaled(torch.randn(30, 4, 2))  # and enough items for the strongest probe
-    scaled(torch.randn(40, 4, 2))
-    assert sizes[6:] == [3, 30, 5, 5, 5, 40]
+    assert sizes[3:] == [8, 1, 1]
+
+
+def test_of_batches_that_are_found_those_put_together_anew_are_computed_now_and_then(sizes):
+    @torchcache
+    def doubled(x):
+        SIZES.info(len(x))
+        return x * 2
+
+    x = torch.randn(64, 3)
+    for rows in x.split(16):
+        doubled(rows)
+    del sizes[:]
+    for _ in range(10):
+        for rows in x.split(16):
+            doubled(rows)
+    assert sizes == []  # these were computed as they are
+    for number in range(1, 1001):
+        doubled(x[torch.randperm(64)[:16]])
+        assert len(sizes) == number.bit_length()
+    stats = doubled.cache_instance.stats()
+    assert stats.hits == 1040 * 16 and stats.verified == 160 and stats.mismatched == 0
+
+
+def test_what_is_found_of_a_batch_is_computed_with_the_rest_now_and_then(sizes):
+    @torchcache
+    def doubled(x):
+        SIZES.info(len(x))
+        return x * 2
+
+    x = torch.randn(64, 3)
+    doubled(x[:8])
+    for start in range(4, 60, 4):
+        doubled(x[start : start + 8])
+    whole = [number for number, size in enumerate(s for s in sizes if s in (4, 8)) if size == 8]
+    assert whole == [0, 1, 2, 4, 8]  # the first batch, of which nothing was found, and four others
 
 
 def test_numbers_that_never_end_are_not_probed_for_ever(sizes):
@@ -175,7 +209,7 @@ def test_numbers_that_never_end_are_not_probed_for_ever(sizes):
 
     for number in range(50):
         step(torch.randn(4, 2), number)
-    assert len(sizes) == 50 + 8 * 2
+    assert len(sizes) == 50 + 10 * 2  # the first eight, the 16th and the 32nd
 
 
 def test_texts_that_never_end_are_not_probed_for_ever(sizes):
@@ -194,7 +228,7 @@ def test_texts_that_never_end_are_not_probed_for_ever(sizes):
     assert len(sizes) == 30 + 8
     for number in range(30):
         keyed(torch.randn(4, 2), {str(number): 1})
-    assert len(sizes) == 2 * 30 + 8 + 8 * 2
+    assert len(sizes) == 2 * 30 + 8 + 9 * 2
 
 
 def test_what_is_not_kept_is_not_probed(sizes):
@@ -487,6 +521,88 @@ def test_texts_of_one_length_in_each_batch_are_cached():
     assert not bypasses(cached) and cached.cache_instance.stats().hits == 3
 
 
+TABLE = torch.linspace(-1, 1, 2000).sin().reshape(1000, 2)
+PAD = 999
+LENGTHS = np.random.default_rng(0).integers(1, 12, 192).tolist()
+SENTENCES = [" ".join(str((i * 37 + j * 11) % PAD) for j in range(n)) for i, n in enumerate(LENGTHS)]
+
+
+def padded_ids(texts):
+    """Ids of the words, padded to the longest text, as a tokenizer does it."""
+    rows = [torch.tensor([int(word) for word in text.split()]) for text in texts]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+
+
+def pooled_texts(texts):
+    return TABLE[padded_ids(texts)].mean(1)
+
+
+def flattened_texts(texts):
+    ids = padded_ids(texts)
+    return TABLE[ids].cumsum(1)[:, -1] / ids.shape[1]
+
+
+def cut_ids(ids):
+    """The ids up to the longest row of the batch, pooled over the padding."""
+    width = int((ids != PAD).sum(1).max())
+    return TABLE[ids[:, :width]].mean(1)
+
+
+def cut_by_lengths(ids, lengths):
+    return TABLE[ids[:, : int(lengths.max())]].mean(1)
+
+
+def epochs(size, orders):
+    """The positions of each batch of four epochs."""
+    by_length = sorted(range(len(SENTENCES)), key=LENGTHS.__getitem__)
+    generator = torch.Generator().manual_seed(size)
+    for order in orders:
+        if order == "shuffled":
+            positions = torch.randperm(len(SENTENCES), generator=generator)
+        else:
+            positions = torch.tensor(by_length if order == "sorted" else by_length[::-1])
+        yield from positions.split(size)
+
+
+@pytest.mark.parametrize("size", [4, 16, 64])
+@pytest.mark.parametrize(
+    "orders",
+    [
+        ["sorted", "shuffled", "shuffled", "sorted"],
+        ["sorted", "sorted", "sorted", "shuffled"],
+        ["longest", "sorted", "longest", "shuffled"],
+        ["shuffled", "sorted", "longest", "shuffled"],
+    ],
+    ids="-".join,
+)
+@pytest.mark.parametrize("function", [pooled_texts, flattened_texts, cut_ids, cut_by_lengths])
+def test_batches_that_are_padded_inside_are_never_wrong(function, orders, size):
+    names = ("texts",) if "texts" in function.__name__ else ()
+    cached = torchcache(item_args=names)(function)
+    ids = padded_ids(SENTENCES)
+    wrong = 0
+    for positions in epochs(size, orders):
+        if names:
+            args = ([SENTENCES[i] for i in positions],)
+        else:
+            args = (ids[positions], torch.tensor(LENGTHS)[positions])[: 1 + (function is cut_by_lengths)]
+        wrong += not torch.allclose(cached(*args), function(*args), rtol=1e-4)
+    assert wrong == 0
+    assert bypasses(cached).keys() == {"batch"}
+
+
+def test_batches_that_were_sorted_in_another_run(tmp_path):
+    for order in ("sorted", "sorted", "shuffled"):
+        cached = torchcache(item_args=("texts",), persistent=True, persistent_cache_dir=tmp_path)(
+            pooled_texts
+        )
+        with cached.cache_instance:
+            for positions in epochs(16, [order]):
+                texts = [SENTENCES[i] for i in positions]
+                assert torch.allclose(cached(texts), pooled_texts(texts), rtol=1e-4)
+    assert bypasses(cached).keys() == {"batch"}
+
+
 def test_a_part_that_raises_later():
     table = nn.EmbeddingBag(10, 3, mode="sum").requires_grad_(False)
 
@@ -542,12 +658,16 @@ def test_what_was_found_out_is_remembered_on_disk(tmp_path, sizes):
         return x * by
 
     assert folder_of(tmp_path, sizes, doubled, [X]) == [6, 1, 1]
-    assert folder_of(tmp_path, sizes, doubled, [X], [Y]) == [6]
+    assert folder_of(tmp_path, sizes, doubled, [X], [Y]) == [6, 1, 1]
+    assert folder_of(tmp_path, sizes, doubled, [X], [X * 2]) == [6]
     # A kind of call that comes later.
     assert folder_of(tmp_path, sizes, doubled, [X, 3]) == [6, 1, 1]
-    assert folder_of(tmp_path, sizes, doubled, [X, 3], [X], [Y]) == []
+    assert folder_of(tmp_path, sizes, doubled, [X, 3], [X], [Y], [X * 2]) == []
+    assert folder_of(tmp_path, sizes, doubled, [X.flip(0)]) == [6]
+    assert folder_of(tmp_path, sizes, doubled, *[[torch.cat([X[i:], Y[:i]])] for i in range(1, 6)]) == [6, 6]
     (text,) = tmp_path.glob("*/fingerprint.json")
-    assert sorted(json.loads(text.read_text())["probed"].values()) == [3, 3]
+    probed = json.loads(text.read_text())["probed"]
+    assert sorted(counts for counts in probed.values() if isinstance(counts, list)) == [[1, 0, 0], [3, 0, 6]]
 
 
 def test_it_is_remembered_when_the_first_call_has_one_item(tmp_path, sizes):
@@ -557,6 +677,24 @@ def test_it_is_remembered_when_the_first_call_has_one_item(tmp_path, sizes):
 
     folder_of(tmp_path, sizes, doubled, [X])
     assert folder_of(tmp_path, sizes, doubled, [Y[:1]], [X]) == [1]
+
+
+def test_it_is_remembered_when_nobody_closes_the_cache(tmp_path, sizes):
+    script = """
+import sys, torch
+from torchcache2 import torchcache
+
+@torchcache(persistent=True, persistent_cache_dir=sys.argv[1])
+def doubled(x):
+    print(len(x))
+    return x * 2
+
+for rows in torch.arange(48.0).reshape(12, 4).split(3):
+    doubled(rows)
+"""
+    first = warm.run(script, tmp_path, whole=True).out
+    assert first.split() == ["3", "1", "1", "3", "1", "1", "3", "3", "1", "1"]
+    assert warm.run(script, tmp_path, whole=True).out == ""
 
 
 def test_dependence_is_remembered_on_disk(tmp_path, sizes):
@@ -569,7 +707,9 @@ def test_dependence_is_remembered_on_disk(tmp_path, sizes):
     assert not list(tmp_path.glob("*/*.safetensors"))
 
 
-@pytest.mark.parametrize("probed", ["[]", '{"x": "y"}', "3", "null", '{"00": 9}'])
+@pytest.mark.parametrize(
+    "probed", ["[]", '{"x": "y"}', "3", "null", '{"00": 9}', '{"whole": "eJw="}', '{"00": [1, 2, -1]}']
+)
 def test_what_somebody_wrote_into_the_file_is_not_believed(tmp_path, sizes, probed):
     def doubled(x):
         SIZES.info(len(x))
@@ -580,7 +720,7 @@ def test_what_somebody_wrote_into_the_file_is_not_believed(tmp_path, sizes, prob
     document = json.loads(path.read_text())
     document["probed"] = json.loads(probed)
     path.write_text(json.dumps(document))
-    assert folder_of(tmp_path, sizes, doubled, [X]) == [6, 1, 1]
+    assert folder_of(tmp_path, sizes, doubled, [X], [Y]) == [6, 6, 1, 1]
 
 
 def test_forwards_that_talk_to_other_processes_are_not_probed(sizes):
@@ -602,3 +742,120 @@ def test_forwards_that_talk_to_other_processes_are_not_probed(sizes):
         assert sizes == [6, 6, 1, 1]
     finally:
         dist.destroy_process_group()
+
+
+# Batches that are found
+
+CONTENT = {
+    "number": lambda x, t: x * len(x),
+    "odd number": lambda x, t: x + len(x) % 2,
+    "large batches": lambda x, t: x * (1 + (len(x) > 5)),
+    "order": lambda x, t: x + torch.arange(float(len(x)))[:, None],
+    "last": lambda x, t: x + x[-1:],
+    "neighbour": lambda x, t: torch.cat([x[:1], x[1:] + x[:-1]]),
+    "mean": lambda x, t: x - x.mean(0),
+    "largest": lambda x, t: x / x.abs().amax(),
+    "one that is above": lambda x, t: x + 1.0 if bool((x[:, 0] > t).any()) else x * 1.0,
+    "all are above": lambda x, t: x + 1.0 if bool((x[:, 0] > t).all()) else x * 1.0,
+    "how many are above": lambda x, t: x + (x[:, 0] > t).sum(),
+    "longest": lambda x, t: x / (x > t).sum(1).amax().clamp_min(1),
+    "none": lambda x, t: x * t,
+}
+
+
+@pytest.mark.parametrize("name", CONTENT)
+@given(data=st.data())
+@settings(max_examples=12, deadline=None)
+def test_what_is_put_together_of_earlier_batches_is_right_or_not_cached(name, data):
+    threshold = data.draw(st.sampled_from([0.5, 0.1, 0.9]), "threshold")
+    items = torch.rand(24, 3, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed")))
+    order = torch.tensor(data.draw(st.permutations(range(24)), "order"))
+    function = torchcache(lambda x: CONTENT[name](x, threshold))
+    for positions in order.split(data.draw(st.integers(2, 12), "size")):
+        x = items[positions]
+        assert torch.equal(function(x), CONTENT[name](x, threshold))
+    some = st.lists(st.integers(0, 23), min_size=1, max_size=12)
+    for positions in [data.draw(some, "found") for _ in range(2)] * 2:  # each is found as a whole, twice
+        x = items[positions]
+        assert torch.allclose(function(x), CONTENT[name](x, threshold), rtol=1e-3, atol=1e-6)
+    assert bypasses(function).keys() <= {"batch"} and (name != "none" or not bypasses(function))
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_what_is_partly_found_is_right_or_not_cached(data):
+    name = data.draw(st.sampled_from(sorted(CONTENT)))
+    items = torch.rand(24, 3, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed")))
+    function = torchcache(lambda x: CONTENT[name](x, 0.5))
+    for positions in (range(8), range(4, 14), range(10, 24)):
+        x = items[torch.tensor(positions)]
+        assert torch.allclose(function(x), CONTENT[name](x, 0.5), rtol=1e-3, atol=1e-6)
+
+
+def test_a_found_batch_whose_forward_cannot_run_is_not_checked(tmp_path, log):
+    broken = tmp_path / "broken"
+
+    @torchcache
+    def doubled(x):
+        if broken.exists():
+            raise OSError("no such thing")
+        return x * 2
+
+    doubled(X)
+    broken.touch()
+    assert torch.equal(doubled(X.flip(0)), X.flip(0) * 2)
+    with pytest.raises(OSError, match="no such thing"):
+        doubled(Y)
+    assert doubled.cache_instance.stats().hits == 6 and warnings_of(log) == []
+
+
+def test_an_interrupt_in_a_check_is_the_callers():
+    class Interrupted(nn.Module):
+        def forward(self, x):
+            if len(x) == 6 and bool((x[0] == X[5]).all()):
+                raise KeyboardInterrupt
+            return x * 2
+
+    module = torchcache(Interrupted())
+    module(X[:3]), module(torch.cat([Y, X[3:]]))
+    with pytest.raises(KeyboardInterrupt):
+        module(X.flip(0))
+
+
+def test_rows_of_a_dropped_namespace_are_checked_anew(sizes):
+    @torchcache
+    def doubled(x):
+        SIZES.info(len(x))
+        return x * 2
+
+    doubled(X), doubled(X.flip(0)), doubled(X[[1, 0]])
+    assert sizes == [6, 1, 1, 6, 2]
+    doubled.cache_instance.clear()
+    del sizes[:]
+    doubled(X), doubled(X.flip(0)), doubled(X[[1, 0]])
+    assert sizes == [6, 1, 1, 6, 2]
+
+
+def test_a_name_that_stands_for_the_module_gets_new_rows(sizes):
+    module = nn.Linear(4, 3).eval().requires_grad_(False)
+    cached = torchcache(persistent_module_hash="encoder")(module)
+    before = cached(X)
+    with torch.no_grad():
+        module.weight += 1
+    assert torch.equal(cached(X), before)  # as it was asked for: the name says that nothing has changed
+    fresh = cached(X.flip(0))  # put together anew, so it is computed
+    assert not torch.allclose(fresh, before.flip(0)) and bypasses(cached) == {"batch": 6}
+    assert torch.equal(cached(X), fresh.flip(0)) and torch.equal(cached(X), fresh.flip(0))
+    assert bypasses(cached) == {"batch": 6} and cached.cache_instance.stats().hits == 12
+
+
+def test_probe_off_computes_no_found_batch(sizes):
+    @torchcache(probe=False)
+    def doubled(x):
+        SIZES.info(len(x))
+        return x * 2
+
+    doubled(X)
+    for order in (X.flip(0), X[:3], X[[2, 4]]):
+        doubled(order)
+    assert sizes == [6]

@@ -73,8 +73,8 @@ class CacheSettings:
         Arguments that are a list, tuple or array with one entry per item, such as texts or images. An entry
         is part of its item's key, and is taken with its item. With such arguments a function needs no tensor.
     probe : bool
-        Whether the first call of a kind also computes a part of its batch alone, and compares: the output of
-        an item must not depend on the rest of the batch.
+        Whether some batches are computed in parts too, and some that were found are computed again, to
+        compare: the output of an item must not depend on the rest of its batch.
     strict : bool
         Whether a call that cannot be cached raises `NotCachedError`, instead of running past the cache.
         ``TORCHCACHE_STRICT=1`` makes every cache of a run strict.

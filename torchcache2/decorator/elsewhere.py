@@ -20,8 +20,9 @@ from torchcache2.decorator.forward import Computation
 from torchcache2.engine.batch import ComputeSteps
 from torchcache2.engine.steps import Steps
 from torchcache2.identity.arguments import BoundCall
+from torchcache2.identity.namespace import Seen
 
-__all__ = ["telling"]
+__all__ = ["are_weights_elsewhere", "telling"]
 
 _META = {torch.device("meta")}
 
@@ -36,13 +37,19 @@ def telling(computation: Computation) -> ComputeSteps:
         try:
             return (yield from computation.steps(positions))
         except RuntimeError as error:
-            batch, weights = _batch_devices(computation.call), _weight_devices(computation)
+            batch, weights = _devices(computation.call, computation.root, computation.seen)
             is_apart = batch and weights and batch.isdisjoint(weights)
             if not is_apart or computation.is_sharded or not _is_torchs(error):
                 raise
             raise DeviceError(_text(computation, positions, batch, weights, error)) from error
 
     return steps
+
+
+def are_weights_elsewhere(call: BoundCall, root: Any, seen: Seen) -> bool:
+    """Whether no weight is on a device that the batch is on."""
+    batch, weights = _devices(call, root, seen)
+    return bool(batch and weights) and batch.isdisjoint(weights)
 
 
 def _text(
@@ -63,14 +70,12 @@ def _text(
     )
 
 
-def _batch_devices(call: BoundCall) -> set[torch.device]:
-    return {tensor.device for _, tensor in call.leaves}
-
-
-def _weight_devices(computation: Computation) -> set[torch.device]:
-    root, tensors = computation.root, computation.seen.tensors.tensors
-    weights = chain(root.parameters(), root.buffers()) if isinstance(root, nn.Module) else tensors
-    return {tensor.device for tensor in weights}
+def _devices(call: BoundCall, root: Any, seen: Seen) -> tuple[set[torch.device], set[torch.device]]:
+    """The devices of the batch, and those of the weights."""
+    weights = (
+        chain(root.parameters(), root.buffers()) if isinstance(root, nn.Module) else seen.tensors.tensors
+    )
+    return {tensor.device for _, tensor in call.leaves}, {tensor.device for tensor in weights}
 
 
 def _is_torchs(error: RuntimeError) -> bool:

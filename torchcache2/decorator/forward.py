@@ -17,9 +17,8 @@ from torchcache2.core.private import pytree
 from torchcache2.core.settings import CacheSettings
 from torchcache2.decorator.bypass import not_stored
 from torchcache2.decorator.probe import Comparison, Forward, Probe
-from torchcache2.decorator.probes import ProbePlan
 from torchcache2.decorator.traces import Inputs, Undo
-from torchcache2.engine.batch import WholeBatch
+from torchcache2.engine.batch import Checks, WholeBatch
 from torchcache2.engine.randomness import RandomContexts, RandomState
 from torchcache2.engine.steps import Steps
 from torchcache2.identity.arguments import BoundCall
@@ -43,7 +42,7 @@ class Computation:
     root: Any  # the module or function; below its keeper, and what that has seen for this call
     keeper: NamespaceKeeper
     seen: Seen
-    plan: ProbePlan
+    checks: Checks
     random: RandomContexts
     shapes: dict[bytes, Shapes | None]  # of items' outputs, by group of keys; of calls without a trace
     bind: Callable[[tuple[Any, ...], Mapping[str, Any]], BoundCall]  # for this and the next see `Inputs`
@@ -82,7 +81,6 @@ class Computation:
                 yield from self._run_once()
             is_part = len(positions) < self.call.batch_size
             return WholeBatch(self.ran[0]) if is_part else self.ran[0]
-        self.plan.decide_uneven()
         is_whole = len(positions) == self.call.batch_size
         if not (is_whole or self._may_compute_parts()):
             return (yield from self._whole_batch())
@@ -113,14 +111,14 @@ class Computation:
             if undo is not None:
                 undo()
             return (yield from self._whole_of_odd(shapes))
-        if is_odd or self.plan.kinds:
+        if is_odd or self.checks.computes_parts:
             compare = Comparison(output, self.call.batch_size, self.device, self.dtypes())
             if not compare.is_possible:  # the output cannot be kept
-                self.plan.kinds.clear()
+                self.checks.is_conclusive = False
                 return output
-            if is_odd and self.call.lengths is None:
+            if is_odd and not self.call.entries:
                 raise not_stored("batch", output, self._odd_text(shapes))
-            if self.plan.kinds or self.call.batch_size > 1:
+            if self.call.batch_size > 1:
                 output = yield from self._probe(compare, output)
         self._remember(shapes)
         return self._own(output, inputs.tensors) if is_whole else output
@@ -144,7 +142,7 @@ class Computation:
         if reason is not None:
             raise not_stored(reason, output)
         shapes = _shapes_of_items(output, self.call.batch_size)
-        if self._is_odd(shapes) and self.call.lengths is None:
+        if self._is_odd(shapes) and not self.call.entries:
             raise not_stored("batch", output, self._odd_text(shapes))
         self._remember(shapes)
         self.ran = [self._own(output, inputs.tensors)]
@@ -157,7 +155,7 @@ class Computation:
         belong to the items.
         """
         is_known = self.keys.group in self.shapes or self.random.is_suspect(self.context)
-        return is_known and not self.plan.kinds and not self.call.aligned
+        return is_known and not self.checks.computes_parts and not self.call.aligned
 
     def _whole_batch(self) -> Steps[WholeBatch]:
         output = yield from self.steps(torch.arange(self.call.batch_size, device="cpu"))
@@ -249,8 +247,7 @@ class Computation:
         found = yield from probe.dependence()
         if found is not None:
             raise not_stored("batch", output, found)
-        if not probe.is_conclusive:
-            self.plan.kinds.clear()
+        self.checks.is_conclusive = probe.is_conclusive
         return output
 
     def _remember(self, shapes: Shapes | None) -> None:

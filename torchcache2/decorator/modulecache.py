@@ -12,20 +12,20 @@ from typing import Any
 from torch import nn
 
 from torchcache2.core.environment import disabled_by_environment
+from torchcache2.core.exits import before_pools_end
 from torchcache2.core.keys import Keys
 from torchcache2.core.settings import CacheSettings
 from torchcache2.decorator import bypass
 from torchcache2.decorator.bypass import BypassError, not_stored
-from torchcache2.decorator.elsewhere import telling
+from torchcache2.decorator.elsewhere import are_weights_elsewhere, telling
 from torchcache2.decorator.explain import CallSeen, explained
 from torchcache2.decorator.forward import Computation, Shapes
 from torchcache2.decorator.passing import Forward, Passing
-from torchcache2.decorator.probe import STRONGEST
-from torchcache2.decorator.probes import DEPENDENT, Kind, ProbePlan, Probes
+from torchcache2.decorator.probes import CallChecks, Probes, talks
 from torchcache2.decorator.shortcuts import glance
 from torchcache2.decorator.tracing import Runner, is_traced
 from torchcache2.decorator.warmup import warm_up
-from torchcache2.engine.batch import NotStoredError
+from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
 from torchcache2.engine.collective.apart import apart
 from torchcache2.engine.pressure import OwnMemoryError
@@ -37,11 +37,9 @@ from torchcache2.identity.encoding import digest, qualified_name
 from torchcache2.identity.entries import first_batch_size
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.modulewalk import Fingerprint
-from torchcache2.identity.namespace import History, NamespaceKeeper
+from torchcache2.identity.namespace import History, NamespaceKeeper, Seen
 
 __all__ = ["ModuleCache"]
-
-_RESULTS = range(DEPENDENT, STRONGEST + 1)
 
 
 class ModuleCache(Passing):
@@ -68,6 +66,7 @@ class ModuleCache(Passing):
         self._shapes: dict[bytes, Shapes | None] = {}
         self._probes = probes if probes is not None else Probes()
         self._walks = 1
+        self._writes_at_exit = False
 
     def bind(self, root: Any, plain: Forward) -> None:
         """Say what is cached. `plain` is its forward without the cache; of a module, the bound method."""
@@ -125,7 +124,7 @@ class ModuleCache(Passing):
         if fingerprint.namespace == namespace:
             document["parts"] = {name: data.hex() for name, data in fingerprint.parts.items()}
             document["values"] = dict(fingerprint.values)
-        document["probed"] = self._probes.found(namespace)
+        document["probed"] = self._probes.document(namespace)
         return document
 
     def call(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
@@ -191,10 +190,7 @@ class ModuleCache(Passing):
         if not self.keeper.holds():  # bytes of weights that have come with the keys show an edit
             self._calls.pop()
             return self._computation(root, plain, args, kwargs)
-        is_on = self.settings.probe and seen.shards is None
-        plan = ProbePlan(self._probes, self._probed_before, root, self.fingerprint, call, keys, is_on=is_on)
-        plan.decide()
-        return Computation(
+        computation = Computation(
             call,
             keys,
             context,
@@ -202,13 +198,29 @@ class ModuleCache(Passing):
             root=root,
             keeper=self.keeper,
             seen=seen,
-            plan=plan,
+            checks=Checks(),
             random=self._random,
             shapes=self._shapes,
             bind=self.signature.bind,
             keys_of=lambda call: self._keys(seen.namespace, call).data,
             settings=self.settings,
         )
+        if self.settings.probe and seen.shards is None:
+            kind = self._probes.kind(keys.group, self.fingerprint, call, self._probed_before)
+            may_run = functools.partial(self._may_check, root, call, seen, self.fingerprint)
+            computation.checks = CallChecks(self._probes, kind, keys, may_run)
+        return computation
+
+    def _may_check(
+        self, root: Any, call: BoundCall, seen: Seen, fingerprint: Fingerprint, is_first: bool
+    ) -> bool:
+        """Whether the forward can run to check a batch, the first of its kind or a later one.
+
+        Ranks in step share out what is computed, so that one that computes its whole batch delays all.
+        """
+        if are_weights_elsewhere(call, root, seen) or not (is_first or self._exchange() is None):
+            return False
+        return not talks(root, fingerprint)
 
     def _keys(self, namespace: bytes, call: BoundCall) -> Keys:
         entries = [*call.entries, *call.aligned]
@@ -216,40 +228,76 @@ class ModuleCache(Passing):
         return item_keys(namespace, call.context, call.leaves, entries, subsample_count=count)
 
     def _cached(self, computation: Computation, start: float) -> Steps[Any]:
-        keys, plan, probes = computation.keys, computation.plan, bool(computation.plan.kinds)
-        dtypes = computation.dtypes() if self.settings.verify or probes else ()
+        keys, checks = computation.keys, computation.checks
         try:
             output = yield from self.steps(
                 keys,
                 telling(computation),
                 computation.device,
-                dtypes,
+                computation.dtypes,
                 since=start,
-                probes=probes,
+                checks=checks,
                 is_whole=computation.runs_whole_batch,
                 is_sharded=computation.is_sharded,
-                note=lambda: plan.note(has_run=computation.has_run),
-                is_known=plan.is_known,
             )
         except NotStoredError as stop:
             if stop.reason == "batch":
-                for kind in plan.overlooked():
-                    self._probed(kind, DEPENDENT)
-                self._drop(keys.namespace)
+                self._depends(computation, may_be_old=isinstance(stop, WrongRowsError))
             raise
-        for kind, result in plan.kinds.items() if computation.has_run else ():
-            self._probed(kind, result)
+        if isinstance(checks, CallChecks) and checks.settle(has_run=computation.has_run):
+            self._write_probes(keys.namespace)
         return output
 
-    def _probed(self, kind: Kind, result: int) -> None:
-        """Remember what a probe has found, in the cache directory too."""
-        self._probes.add(kind, result)
-        self._tiers.describe(kind.namespace, self.description(kind.namespace), create=result == DEPENDENT)
+    def _depends(self, computation: Computation, *, may_be_old: bool) -> None:
+        """Drop the rows of a call whose items depend on their batch; such calls are not cached again.
 
-    def _probed_before(self, namespace: bytes) -> dict[str, int]:
-        """The results of probes that earlier runs have left in the cache directory, for a namespace."""
+        Rows that were found may also be old, if a change was not noticed. Then the module has another
+        namespace now that it was read again. Where a name stands for the module, no change is noticed: its
+        rows are replaced, and checked from the first batch on.
+        """
+        namespace, checks = computation.keys.namespace, computation.checks
+        self._drop(namespace)
+        is_same = self.keeper.look(computation.root).namespace == namespace
+        may_be_old = may_be_old and self.settings.persistent_module_hash is not None
+        if isinstance(checks, CallChecks) and is_same and not may_be_old:
+            self._probes.depends(checks.kind)
+            self._write_probes(namespace, create=True)
+
+    def _drop(self, namespace: bytes) -> None:
+        super()._drop(namespace)
+        self._probes.start_anew(namespace)
+
+    def _write_probes(self, namespace: bytes, *, create: bool = False) -> None:
+        """Keep what checks have found in the cache directory too."""
+        description = self.description(namespace) if self.root is not None else {}
+        if description.get("probed") and self._tiers.directory is not None:
+            self._tiers.describe(namespace, description, create=create)
+            if not self._writes_at_exit:
+                self._writes_at_exit = True
+                before_pools_end(self._write_at_exit)
+
+    def _write_at_exit(self) -> None:
+        if not self._closed:
+            self._write_probes(self.namespace)
+
+    def flush(self) -> None:
+        """Return when everything that was computed is as durable as the tiers make it."""
+        super().flush()
+        self._write_probes(self.namespace)
+
+    def close(self) -> None:
+        """Stop caching and let go of the rows in memory; calls compute everything from then on.
+
+        What waits to be written is on disk when this returns.
+        """
+        if not self._closed:
+            self._write_probes(self.namespace)
+        super().close()
+
+    def _probed_before(self, namespace: bytes) -> Mapping[str, Any]:
+        """What the checks of earlier runs have left in the cache directory."""
         found = self._tiers.description(namespace).get("probed")
-        return {str(k): v for k, v in found.items() if v in _RESULTS} if isinstance(found, dict) else {}
+        return found if isinstance(found, dict) else {}
 
     def _not_stacked(self, output: Any) -> Any:
         if not self.settings.probe:

@@ -20,51 +20,29 @@ import torch
 from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows, UnstorableError
-from torchcache2.decorator.structure import item_lengths
 from torchcache2.decorator.traces import Undo
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.steps import Steps
 from torchcache2.engine.verify import leaf_differences
 from torchcache2.identity.arguments import BoundCall
-from torchcache2.identity.entries import Lengths
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
 
-__all__ = ["STRONGEST", "Comparison", "Forward", "Probe", "strength"]
+__all__ = ["Comparison", "Forward", "Probe"]
 
 Forward = Callable[[Any, Mapping[str, Any]], Steps[Any]]
 
-STRONGEST = 4
 _ALIKE = 0.75  # rows from batches of one size differ by less than the precision to this power
 
 
-def strength(items: int) -> int:
-    """How much a probe of so many distinct items can show: from 1, little, to `STRONGEST`."""
-    return 1 if items == 1 else 2 if items < 4 else 3 if items < 12 else STRONGEST
-
-
-def _parts(keys: Keys, lengths: Lengths | None) -> list[tuple[int, ...]]:
-    """The positions of the items of each part; all parts together have half of the batch at most.
-
-    If items have `lengths`, one part has the shortest: by themselves, they are not padded to the longest.
-    """
+def _parts(keys: Keys) -> list[tuple[int, ...]]:
+    """The positions of the items of each part; of 12 or more items, all parts together have half at most."""
     found = keys.first_positions()
     distinct = np.arange(len(keys)) if found is None else found[0]
-    order, strongest = distinct[::-1], strength(len(distinct))
-    if lengths is not None:
-        order = order[np.argsort(lengths[order], kind="stable")]
-    if strongest == 1:
-        chosen = [np.arange(len(keys) // 2)]
-    elif strongest == 2:
-        chosen = [order[:1]]
-    elif strongest == 3:
-        size = len(order) // 4
-        chosen = [order[:size], order[size::3][:size]]
-    else:
-        size = len(order) // 6
-        shared, rest = (size + 1) // 2, order[size:]
-        first, second = rest[::3][:size], rest[1::3]
-        chosen = [order[:size], first, np.concatenate([first[:shared], second[: size - shared]])]
-    return [tuple(part.tolist()) for part in chosen]
+    size = max(1, len(distinct) // 6)
+    shared, last, rest = (size + 1) // 2, distinct[::-1][:size], distinct[::-1][size:]
+    first, second = rest[::3][:size], rest[1::3]
+    chosen = [last, first, np.concatenate([first[:shared], second[: size - shared]])]
+    return list(dict.fromkeys(tuple(part.tolist()) for part in chosen if len(part)))
 
 
 class Comparison:
@@ -157,7 +135,7 @@ class Probe:
         found = self.compare.repetition(self.keys)
         if found is not None:
             return found
-        for part in _parts(self.keys, item_lengths(self.call)):
+        for part in _parts(self.keys):
             found = yield from self._difference(part, aligned)
             if found is not None and aligned:
                 # An argument as long as the batch has one entry per item, or it belongs to the whole batch.

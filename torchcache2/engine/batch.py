@@ -17,7 +17,16 @@ from torchcache2.core.rows import Rows, UnstorableError, rounded
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.steps import Steps
 
-__all__ = ["Batch", "ComputeSteps", "Hits", "Misses", "NotStoredError", "RefusedError", "WholeBatch"]
+__all__ = [
+    "Batch",
+    "Checks",
+    "ComputeSteps",
+    "Hits",
+    "Misses",
+    "NotStoredError",
+    "RefusedError",
+    "WholeBatch",
+]
 
 ComputeSteps = Callable[[Tensor], Steps[Any]]
 
@@ -43,11 +52,45 @@ class NotStoredError(RefusedError):
         self.output = output
 
 
+class WrongRowsError(NotStoredError):
+    """Raised when rows that were found differ from what the forward computes."""
+
+
 class WholeBatch:
     """What a computation returns if it has computed all items although it was asked for some."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
+
+
+class Checks:
+    """When a batch is computed as a whole, to check its rows, and what comes of it. This one never asks.
+
+    Attributes
+    ----------
+    computes_parts : bool
+        Whether parts of the batch are to be computed by themselves, too.
+    is_conclusive : bool
+        Whether the forward could compute what it was asked for.
+    """
+
+    computes_parts = False
+    is_conclusive = True
+
+    def is_due(self, found: int) -> bool:
+        """Whether to compute the whole batch, of which so many items were found."""
+        return False
+
+    def computed_whole(self) -> None:
+        """Note that the rows of the whole batch are those of one forward."""
+
+    def note(self, *, has_run: bool) -> str:
+        """What is known of items of calls like this one, for other ranks; `has_run`: the forward ran here."""
+        return ""
+
+    def is_known(self, notes: Collection[str]) -> bool:
+        """Whether the notes of other ranks are enough to take their rows."""
+        return True
 
 
 class Hits(NamedTuple):
@@ -114,10 +157,10 @@ class Batch:
     device : torch.device
         The device of the call, on which outputs are returned that were computed there.
     settings : CacheSettings
-    dtypes : collection of torch.dtype
-        Those of the tensors that `compute` reads.
-    probes : bool
-        Whether `compute` computes the whole batch whatever it is asked for, to check it.
+    dtypes : callable
+        ``dtypes()`` are those of the tensors that `compute` reads.
+    checks : Checks, optional
+        Whether to check the rows of this batch.
 
     Attributes
     ----------
@@ -129,11 +172,10 @@ class Batch:
         Time spent in the forward.
     whole : Rows, optional
         The rows of all n items, if the forward could only compute the whole batch.
+    is_checked : bool
+        Whether the whole batch is computed, and all rows that are found are compared.
     is_whole : callable
         ``is_whole()`` says whether `compute` computes the whole batch whatever it is asked for.
-    note, is_known : callable
-        ``note()`` says what is known of items of calls like this one; ``is_known(notes)``, whether the notes
-        of other ranks are enough to take their rows.
     is_sharded : bool
         Whether the forward of a rank waits for those of other ranks.
     """
@@ -144,22 +186,20 @@ class Batch:
         compute: ComputeSteps,
         device: torch.device,
         settings: CacheSettings,
-        dtypes: Collection[torch.dtype],
-        *,
-        probes: bool = False,
+        dtypes: Callable[[], Collection[torch.dtype]],
+        checks: Checks | None = None,
     ) -> None:
         self.keys = keys
-        self.probes = probes
+        self.checks = checks if checks is not None else Checks()
+        self.is_checked = False
         self.dtypes = dtypes
         self.dtype = settings.cache_dtype
         self.misses = 0
         self.computed = 0
         self.seconds = 0.0
         self.whole: Rows | None = None
-        self.is_whole: Callable[[], bool] = lambda: probes
+        self.is_whole: Callable[[], bool] = lambda: False
         self.is_sharded = False
-        self.note: Callable[[], str] = str
-        self.is_known: Callable[[Collection[str]], bool] = lambda notes: True
         self._compute = compute
         self.device = device
         self._pads = settings.miss_batch == "pad"

@@ -22,7 +22,7 @@ from torchcache2.core.logs import ToldOnce
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import size_text
 from torchcache2.core.version import __version__
-from torchcache2.engine.batch import Batch, ComputeSteps, NotStoredError
+from torchcache2.engine.batch import Batch, Checks, ComputeSteps, NotStoredError
 from torchcache2.engine.collective.stepped import SteppedOutcomes
 from torchcache2.engine.pressure import OwnMemoryError, device_of, told_apart
 from torchcache2.engine.stack import TierStack
@@ -126,28 +126,24 @@ class Cache(SteppedOutcomes):
         keys: Keys,
         compute: ComputeSteps,
         device: torch.device,
-        dtypes: Collection[torch.dtype] = (),
+        dtypes: Callable[[], Collection[torch.dtype]] = tuple,
         since: float | None = None,
-        probes: bool = False,
+        checks: Checks | None = None,
         is_whole: Callable[[], bool] = lambda: False,
         is_sharded: bool = False,
-        note: Callable[[], str] = str,
-        is_known: Callable[[Collection[str]], bool] = lambda notes: True,
     ) -> Steps[Any]:
         """The steps of `fetch`: yields the calls to make; see `torchcache2.engine.steps`.
 
-        `dtypes` are those of the tensors that `compute` reads: `verify` tolerates what the coarsest of them
-        rounds. The cost of caching is counted from the time `since` on (of `time.perf_counter`), by default
-        from now on. If `compute` `probes` the batch, all items are computed, and the rows that are found are
-        compared with them. ``is_whole()`` says whether `compute` runs for the whole batch whatever it is
-        asked for, and `is_sharded`, whether it waits for the other ranks. For `note` and `is_known` see
-        `Batch`. `NotStoredError` if the output of `compute` must not, or cannot, be stored; `OwnMemoryError`
-        if a device has no memory for the cache's own work.
+        ``dtypes()`` are those of the tensors that `compute` reads: comparisons tolerate what the coarsest of
+        them rounds. The cost of caching is counted from the time `since` on (of `time.perf_counter`), by
+        default from now on. `checks` say whether the rows of this batch are checked. ``is_whole()`` says
+        whether `compute` runs for the whole batch whatever it is asked for, and `is_sharded`, whether it
+        waits for the other ranks. `NotStoredError` if the output of `compute` must not, or cannot, be stored;
+        `OwnMemoryError` if a device has no memory for the cache's own work.
         """
         start = time.perf_counter() if since is None else since
-        batch = Batch(keys, compute, device, self.settings, dtypes, probes=probes)
+        batch = Batch(keys, compute, device, self.settings, dtypes, checks)
         batch.is_whole, batch.is_sharded = is_whole, is_sharded
-        batch.note, batch.is_known = note, is_known
         try:
             output = yield from told_apart(self._outcome(batch))
         except OwnMemoryError as error:

@@ -13,7 +13,7 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.logs import logger
 from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings
-from torchcache2.engine.batch import Batch, Hits, Misses
+from torchcache2.engine.batch import Batch, Hits, Misses, NotStoredError, WrongRowsError
 from torchcache2.engine.collective.apart import apart
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import Counters
@@ -50,8 +50,19 @@ class Outcomes:
         if hits is not None and hits.is_all(len(batch.keys)):
             assert hits.rows is not None
             return (yield from batch.output(hits.rows))
+        is_found = hits is not None and len(hits.positions) == len(batch.keys) > 0
         with apart():  # a rank that finds these rows does not run the forward, nor the modules in it
-            return (yield from self._computed(batch, hits))
+            try:
+                return (yield from self._computed(batch, hits))
+            except NotStoredError:
+                raise
+            except Exception as error:
+                if not is_found:
+                    raise
+                logger.debug("%s: a batch that was found is not checked: %r", self._name(), error)
+        # The forward ran only to check these rows, and cannot run now: its weights may be elsewhere.
+        assert hits is not None and hits.rows is not None
+        return (yield from batch.output(hits.rows))
 
     def _computed(self, batch: Batch, hits: Hits | None) -> Steps[Any]:
         """The output of a batch for which the forward runs."""
@@ -70,8 +81,8 @@ class Outcomes:
 
         `keys` are those of its distinct misses, and `claim` says which of these are computed here.
         """
-        # A probe looks at the whole batch, so it waits for nobody: rows of others would not be compared.
-        wanted = np.arange(len(keys)) if batch.probes else claim.mine
+        # A check looks at the whole batch, so it waits for nobody: rows of others would not be compared.
+        wanted = np.arange(len(keys)) if batch.is_checked else claim.mine
         mine = misses.distinct[wanted]
         asked = np.union1d(mine, hits.checked) if len(hits.checked) else mine
         parts: Parts = []
@@ -80,9 +91,13 @@ class Outcomes:
             output, rows = yield from batch.compute(asked)
             batch.misses += len(mine)
             if len(hits.checked):
-                if not self._verify(batch, hits, asked, rows):
-                    return (yield from self._start_over(batch))
+                text = self._mismatch(batch, hits, asked, rows)
+                if text is not None:
+                    is_whole = len(asked) == len(batch.keys) or batch.whole is not None
+                    raise (yield from self._distrusted(batch, text, output if is_whole else None))
                 rows = rows.take(torch.from_numpy(np.searchsorted(asked, mine)))
+            if len(asked) == len(batch.keys) or batch.whole is not None:
+                batch.checks.computed_whole()
             self._keep(keys if len(wanted) == len(keys) else keys.take(wanted), rows)
             if len(mine) == len(batch.keys):
                 return output if batch.dtype is None else (yield from batch.output(rows))
@@ -129,36 +144,41 @@ class Outcomes:
             return None
         positions, rows = parts[0] if parts else (_NOWHERE, None)
         checked, share = _NOWHERE, self.settings.verify
-        if batch.probes:  # all items are computed, so all rows that are found can be compared
+        batch.is_checked = batch.checks.is_due(len(positions))
+        if batch.is_checked:  # all items are computed, so all rows that are found can be compared
             checked = positions
         elif share > 0.0:  # this generator is the cache's own: the caller's generators must not move
             checked = positions[self._random_shares.random(len(positions)) < share]
         return Hits(positions, rows, checked)
 
-    def _verify(self, batch: Batch, hits: Hits, asked: Positions, rows: Rows) -> bool:
-        """Whether the hits to check equal the `rows` computed at the positions `asked`; warns if not."""
+    def _mismatch(self, batch: Batch, hits: Hits, asked: Positions, rows: Rows) -> str | None:
+        """How the hits to check differ from the `rows` computed at the positions `asked`; None if equal."""
         assert hits.rows is not None
         before = hits.rows.take(torch.from_numpy(np.searchsorted(hits.positions, hits.checked)))
         again = rows.take(torch.from_numpy(np.searchsorted(asked, hits.checked)))
-        apart = differences(before, again, batch.dtypes)
+        apart = differences(before, again, batch.dtypes())
         mismatched, worst = int(np.count_nonzero(apart)), apart.argmax()
         self._counters.verify(verified=len(apart), mismatched=mismatched)
-        if mismatched:
-            logger.warning(
-                "%s: %d of %d hits that were verified differ from what the forward computes now; most at "
-                "position %d of the batch, by %.3g. The batch is computed again. Either something has "
-                "changed that is not noticed, or the forward is not deterministic",
-                *(self._name(), mismatched, len(apart), hits.checked[worst], apart[worst]),
-            )
-        return not mismatched
+        if not mismatched:
+            return None
+        return (
+            f"{mismatched} of {len(apart)} rows that were found differ from what the forward computes now, "
+            f"most at position {hits.checked[worst]} of the batch, by {apart[worst]:.3g}. Items may depend "
+            "on their batch; or something has changed unnoticed, or the forward is not deterministic"
+        )
 
-    def _start_over(self, batch: Batch) -> Steps[Any]:
-        """Compute the whole batch, and drop the namespace: one row was wrong, so none can be trusted."""
+    def _distrusted(self, batch: Batch, text: str, output: Any = None) -> Steps[WrongRowsError]:
+        """Drop the namespace: one row was wrong, so none can be trusted. Returns the error to raise.
+
+        `output` is that of the whole batch; if it is None, the forward runs for it.
+        """
         try:
-            return (yield from batch.compute_all())
+            if output is None:
+                output = yield from batch.compute_all()
         finally:
             self._distrust()
             self._drop(batch.keys.namespace)
+        return WrongRowsError("batch", text, output)
 
     def _keep(self, keys: Keys, rows: Rows) -> None:
         """Put computed rows into the tiers."""

@@ -167,7 +167,9 @@ class CacheDirectory:
                 self.prepare(namespace, fingerprint)
             return False
         found = before.get("probed")
-        probed = {**(found if isinstance(found, dict) else {}), **fingerprint.get("probed", {})}
+        found = found if isinstance(found, dict) else {}
+        dependent = {name: value for name, value in found.items() if value == []}
+        probed = {**found, **fingerprint.get("probed", {}), **dependent}
         hold = self.hold(namespace) if probed != found else None
         if hold is None:
             return False  # there is nothing new, or somebody is deleting the namespace

@@ -21,7 +21,6 @@ from torchcache2.identity.argumentwalk import ArgumentEncoder, UncachedArgumentE
 from torchcache2.identity.encoding import UnencodableError, sized, text_bytes
 from torchcache2.identity.entries import (
     Digests,
-    Lengths,
     ValueEncoder,
     entry_digests,
     is_sequence,
@@ -48,7 +47,6 @@ class BoundCall:
     names: tuple[str, ...]  # the parameter that each of `args` goes to
     leaves: list[tuple[str, Tensor]]  # batched tensors with their paths
     entries: list[tuple[str, Digests]]  # digests of the entries of arguments with one entry per item
-    lengths: Lengths | None  # bytes of the entries of each item; None if there are no such arguments
     # Other sequences as long as the batch: nobody has said whether they have one entry per item.
     aligned: list[tuple[str, Digests]]
     context: bytes  # canonical bytes of the other arguments, `aligned` ones included
@@ -208,8 +206,7 @@ class Signature:
             names,
             encoder.leaves,
             encoder.entries,
-            sum(encoder.lengths[1:], encoder.lengths[0]) if encoder.lengths else None,
-            [(path, entry_digests(value, path, ValueEncoder().encode)[0]) for path, value in aligned],
+            [(path, entry_digests(value, path, ValueEncoder().encode)) for path, value in aligned],
             context,
             batch_size,
             encoder.taken,

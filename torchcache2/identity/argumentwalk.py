@@ -16,7 +16,6 @@ from torchcache2.core.private import pytree
 from torchcache2.identity.encoding import Encoder, UnencodableError, sized
 from torchcache2.identity.entries import (
     Digests,
-    Lengths,
     ValueEncoder,
     entry_digests,
     is_plain_sequence,
@@ -41,7 +40,6 @@ class ArgumentEncoder(ValueEncoder):
         self.leaves: list[tuple[str, Tensor]] = []  # batched tensors
         self.shared: list[Tensor] = []  # tensors that count by content
         self.entries: list[tuple[str, Digests]] = []  # of sequences with one entry per item
-        self.lengths: list[Lengths] = []  # of those entries
         self.taken: set[int] = set()  # the identities of such sequences that `item_args` names
         self.sequences: list[tuple[str, Any]] = []  # others, which may have one entry per item
         self._is_shared = False
@@ -70,9 +68,8 @@ class ArgumentEncoder(ValueEncoder):
             ) from None
 
     def _add_entries(self, value: Any, path: str) -> None:
-        digests, lengths = entry_digests(value, path, self.encode)
+        digests = entry_digests(value, path, self.encode)
         self.entries.append((path, digests))
-        self.lengths.append(lengths)
 
     def tensor(self, value: Tensor, path: str) -> bytes:
         """Collect a batched tensor, or encode the content of one that belongs to the whole batch."""

@@ -21,7 +21,6 @@ from torchcache2.identity.encoding import Encoder, UnencodableError, dtype_text,
 
 __all__ = [
     "Digests",
-    "Lengths",
     "ValueEncoder",
     "argument_leaves",
     "entry_digests",
@@ -34,7 +33,6 @@ __all__ = [
 ]
 
 Digests = np.ndarray[Any, np.dtype[np.uint8]]
-Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
 _ARRAYS = (np.ndarray, np.memmap)  # compared with the exact type, as a masked array also has a mask
 _ENTRIES = "_encodings"  # the attribute of a tokenizer's output with one object per text
@@ -74,11 +72,8 @@ def is_plain_sequence(value: Any) -> bool:
     return type(value) in (list, tuple, *_ARRAYS) and is_sequence(value)
 
 
-def entry_digests(value: Any, path: str, encode: Callable[[Any, str], bytes]) -> tuple[Digests, Lengths]:
-    """A digest of each entry of a list, tuple or array of n entries, shape ``(n, 16)``; and their lengths.
-
-    The length of an entry is that of its encoding in bytes, which is larger for longer texts.
-    """
+def entry_digests(value: Any, path: str, encode: Callable[[Any, str], bytes]) -> Digests:
+    """A digest of each entry of a list, tuple or array of n entries, shape ``(n, 16)``."""
     if isinstance(value, np.ndarray):
         head = text_bytes(f"{dtype_text(value)} {value.shape[1:]}")
         if value.dtype.hasobject:
@@ -88,8 +83,7 @@ def entry_digests(value: Any, path: str, encode: Callable[[Any, str], bytes]) ->
     else:
         head, rows = b"", [encode(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
     digests = [xxh3_128_digest(head + row) for row in rows]
-    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    return np.frombuffer(b"".join(digests), np.uint8).reshape(len(value), 16), lengths
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(len(value), 16)
 
 
 def take_entries(value: Any, positions: Tensor) -> Any:

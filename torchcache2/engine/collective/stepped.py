@@ -174,7 +174,7 @@ class _BatchPart:
         self._hits: Hits | None = None
         self._must_run = False  # whether the forward of a sharded module has to run, whatever is received
         self._has_run = self._is_checked = False
-        self._is_wrong = False
+        self._wrong: str | None = None  # how found rows differ from computed ones
         self._whole: Any = None  # the output of the whole batch, if all of it was computed at once
 
     @property
@@ -205,7 +205,7 @@ class _BatchPart:
 
     def note(self) -> str:
         """Whether items do not depend on their batch, as far as that is known."""
-        return self._batch.note()
+        return self._batch.checks.note(has_run=self._has_run)
 
     def is_enough(self, received: Received) -> bool:
         """Whether the output can be made of what is there, without a forward; it is kept.
@@ -235,9 +235,9 @@ class _BatchPart:
         batch.misses += len(mine)
         if len(hits.checked):
             self._is_checked = True
-            self._is_wrong = not cache._verify(batch, hits, asked, rows)
+            self._wrong = cache._mismatch(batch, hits, asked, rows)
             rows = rows.take(torch.from_numpy(np.searchsorted(asked, mine)))
-        if not self._is_wrong:
+        if self._wrong is None:
             cache._keep(self._keys.take(wanted), rows)
         if len(mine) == len(batch.keys):
             self._whole = output if batch.dtype is None else (yield from batch.output(rows))
@@ -251,7 +251,7 @@ class _BatchPart:
         if received.refused is not None:
             reason, text = received.refused
             raise NotStoredError(reason, text, (yield from batch.compute_all()))
-        if batch.probes and not self._has_run and parts and not batch.is_known(received.notes):
+        if batch.is_checked and not self._has_run and parts and not batch.checks.is_known(received.notes):
             # No rank has probed a batch like this one, so rows of others may depend on their batches.
             received.lacking, parts = np.arange(len(self._keys)), []
         is_unchecked = len(hits.checked) > 0 and not self._is_checked
@@ -259,8 +259,8 @@ class _BatchPart:
             rows = yield from self.compute(received.lacking)
             if len(received.lacking):
                 parts = [*parts, (received.lacking, rows)]
-        if self._is_wrong:
-            return (yield from cache._start_over(batch))
+        if self._wrong is not None:
+            raise (yield from cache._distrusted(batch, self._wrong))
         if self._whole is not None:
             return self._whole
         if any(rows.schema != parts[0][1].schema for _, rows in parts):
