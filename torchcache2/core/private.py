@@ -275,7 +275,8 @@ def script_parts(module: nn.Module) -> ScriptParts | None:
         methods = [methodcaller("_get_method", name)(script) for name in names]
         for hooks in ("_get_forward_pre_hooks", "_get_forward_hooks"):
             methods += methodcaller(hooks)(script)
-        return ScriptParts(script.getattr, sorted(kind.get_attributes()), kind.get_constants(), methods)
+        constants = dict(sorted(kind.get_constants().items()))
+        return ScriptParts(script.getattr, sorted(kind.get_attributes()), constants, methods)
     except AttributeError:
         return None
 
