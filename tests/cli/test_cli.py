@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import errno
 import io
 import json
 import os
@@ -465,11 +466,12 @@ def test_verify_finds_nothing_in_what_was_written(path):
     before = snapshot(path)
     assert (
         run("verify", path).out
-        == "3 good segments with 60 rows; 0 damaged, 0 not checked, 0 set aside earlier\n"
+        == "3 good segments with 60 rows; 0 damaged, 0 unreadable, 0 not checked, 0 set aside earlier\n"
     )
     assert run("verify", path, "--format", "json").json == {
         "good": 3,
         "damaged": 0,
+        "unreadable": 0,
         "unchecked": 0,
         "gone": 0,
         "rows": 60,
@@ -488,7 +490,9 @@ def test_verify_finds_a_flipped_bit_and_changes_nothing(tmp_path, name, position
     before = snapshot(path)
     bad, summary = run("verify", path, code=1).out.splitlines()
     assert bad.startswith(f"{SECOND}/{file.name}: damaged: ")
-    assert summary == "2 good segments with 40 rows; 1 damaged, 0 not checked, 0 set aside earlier"
+    assert (
+        summary == "2 good segments with 40 rows; 1 damaged, 0 unreadable, 0 not checked, 0 set aside earlier"
+    )
     told = run("verify", path, "--format", "json", code=1).json
     assert told["damaged"] == 1 and [one["file"] for one in told["files"]] == [f"{SECOND}/{file.name}"]
     assert snapshot(path) == before
@@ -518,7 +522,10 @@ def test_verify_mentions_what_was_set_aside_and_leaves_out_what_is_not_the_cache
     file = segments(path, NAMESPACES[0])[0]
     file.rename(str(file) + ".corrupt")
     (path / FIRST / "notes.safetensors").write_bytes(b"mine")
-    assert "2 good segments with 30 rows; 0 damaged, 0 not checked, 1 set aside" in run("verify", path).out
+    assert (
+        "2 good segments with 30 rows; 0 damaged, 0 unreadable, 0 not checked, 1 set aside"
+        in run("verify", path).out
+    )
 
 
 def test_a_segment_of_a_newer_format_is_not_called_damaged(path, monkeypatch):
@@ -538,8 +545,40 @@ def test_a_row_that_is_larger_than_the_limit_is_not_read_and_not_called_damaged(
     found = verdict(FileSystem(), str(file), FIRST, 64 * 4 - 1)
     assert found.state == "unchecked" and "256" in found.reason
     assert verdict(FileSystem(), str(file) + "x", FIRST, 1 << 20).state == "gone"
-    fs = Faulty(5)
-    assert verdict(fs, str(file), FIRST, 1 << 20).state == "damaged"
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.EIO])
+def test_a_file_that_the_system_does_not_let_us_read_is_not_called_damaged(path, monkeypatch, code):
+    file = segments(path, NAMESPACES[0])[0]
+    opened = FileSystem.open
+
+    def refuse(fs, name):
+        if name == str(file):
+            raise OSError(code, os.strerror(code), name)
+        return opened(fs, name)
+
+    monkeypatch.setattr(FileSystem, "open", refuse)
+    bad, summary = run("verify", path, code=1).out.splitlines()
+    assert bad == f"{FIRST}/{file.name}: unreadable: cannot be read: {os.strerror(code)}"
+    assert "2 good segments with 30 rows; 0 damaged, 1 unreadable, 0 not checked" in summary
+    told = run("verify", path, "--format", "json", code=1).json
+    assert (told["damaged"], told["unreadable"]) == (0, 1)
+    said = run("dump", path, FIRST, path.parent / "out.safetensors", code=1).out
+    assert f"{file.name}: unreadable: " in said
+
+
+def test_verify_names_a_namespace_whose_folder_may_not_be_read(path, monkeypatch):
+    listing = FileSystem.listing
+
+    def refuse(fs, name):
+        if name == str(path / FIRST):
+            raise PermissionError(errno.EACCES, "Permission denied", name)
+        return listing(fs, name)
+
+    monkeypatch.setattr(FileSystem, "listing", refuse)
+    bad, summary = run("verify", path, code=1).out.splitlines()
+    assert bad == f"{FIRST}: unreadable: cannot be read: Permission denied"
+    assert "0 damaged, 1 unreadable" in summary
 
 
 def test_outputs_of_classes_that_are_not_imported_are_counted_and_checked(tmp_path, monkeypatch):

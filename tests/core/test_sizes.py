@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 
+from torchcache2 import CachedDataset, CacheSettings, torchcache
 from torchcache2.core import sizes
 
 CPU = torch.device("cpu")
@@ -36,3 +37,36 @@ def test_free_memory_is_the_least_of_the_machine_and_its_container(changed, free
 
     monkeypatch.setattr(sizes, "open", opened, raising=False)
     assert sizes.free_memory(CPU) == free
+
+
+@pytest.mark.parametrize("size", [2**63, 2**70, "99999999999TB"])
+def test_a_budget_of_more_than_all_memory_is_all_of_it(size):
+    settings = CacheSettings(max_memory_cache_size=size)
+    assert settings.memory_budget() == sizes.host_memory() < 2**62
+    assert sizes.parse_size("remote_size", size) == 2**63 - 1
+    assert CacheSettings(max_memory_cache_size=size, memory_cache_device="cuda").memory_budget() == 2**63 - 1
+
+
+@pytest.mark.parametrize("kind", ["module", "ranks", "dataset"])
+def test_rows_are_kept_with_such_a_budget(kind, monkeypatch):
+    if kind == "dataset":
+        dataset = CachedDataset([torch.ones(3)] * 4, memory_cache_size=2**64)
+        assert [len(dataset[i]) for i in (0, 0)] == [3, 3] and dataset.stats().hits == 1
+        dataset.close()
+        return
+    options = {"distributed": "node"} if kind == "ranks" else {}
+    model = torchcache(torch.nn.ReLU(), max_memory_cache_size=2**64, **options)
+    for _ in range(2):
+        model(torch.ones(2, 3))
+    assert model.cache_instance.stats().hits >= 2
+
+
+def test_rows_are_not_allocated_beyond_half_of_what_is_free(monkeypatch):
+    monkeypatch.setattr(sizes, "free_memory", lambda device: 1 << 30)
+    sizes.check_room(1 << 29)
+    with pytest.raises(MemoryError, match=r"536\.9 MB of rows at once, with 1\.1 GB of memory free"):
+        sizes.check_room((1 << 29) + 1)
+    monkeypatch.setattr(sizes, "free_memory", lambda device: 1000)
+    sizes.check_room(1 << 20)  # nobody asks what is free for a few bytes
+    monkeypatch.setattr(sizes, "free_memory", lambda device: None)
+    sizes.check_room(1 << 50)

@@ -2,14 +2,26 @@
 
 import copy
 import logging
+import types
 from collections import UserDict
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.utils import parametrize
 
-from torchcache2 import InputError, NotCachedError, OutputError, UnhashableArgumentError, torchcache
+from torchcache2 import (
+    CachedDataset,
+    InputError,
+    NotCachedError,
+    OutputError,
+    TorchcacheError,
+    UnhashableArgumentError,
+    set_logger_config,
+    torchcache,
+)
+from torchcache2.decorator.bypass import batch_advice
 from torchcache2.decorator.shortcuts import Shortcuts, glance
 
 X = torch.arange(24.0).reshape(6, 4)
@@ -256,3 +268,343 @@ def test_memory_formats_do_not_mix_on_disk(tmp_path, settled):
                 assert cached(batch).stride() == cached(batch[:3]).stride() == batch.stride()
                 if settled:
                     cached.cache_instance.flush()
+
+
+def test_the_advice_about_a_batch_is_for_its_cause():
+    advice = {cause: batch_advice(cause) for cause in ADVICE}
+    assert len(set(advice.values())) == len(ADVICE)
+    for cause, word in ADVICE.items():
+        assert word in advice[cause], cause
+
+
+ADVICE = {
+    "": "narrower",
+    "shape": "fixed length",
+    "raises": "item_args",
+    "rounding": "probe=False",
+    "values": "batch_first",
+    "repeat": "place in the batch",
+    "found": "mask",
+    "quantized": "statically",
+    "stack": "pad outputs",
+}
+
+
+def test_an_advice_is_not_that_for_another_cause(log):
+    torchcache(lambda x: x @ x.T)(X)
+    (message,) = warnings_of(log)
+    assert "quantize" not in message and "probe=False" not in message
+
+
+# All reasons at once
+
+
+def test_a_bypass_names_all_of_its_reasons_and_counts_under_the_first(log):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    parametrize.register_parametrization(module[0], "weight", nn.Identity())
+    cached = torchcache(module)
+    with parametrize.cached():
+        cached(X)
+    (message,) = warnings_of(log)
+    first, *others = message.split(". Also ")
+    assert "not cached (parametrize): " in first and "; call it outside of that context" in first
+    assert [text.partition(":")[0] for text in others] == ["(grad)", "(training)"]
+    assert "requires_grad_(False)" in others[0] and "call .eval() first" in others[1]
+    assert bypasses(cached) == {"parametrize": 6}
+    assert all(reason in cached.cache_instance.explain() for reason in ("parametrize", "grad", "training"))
+    cached(X)  # one is mended
+    assert "not cached (grad): " in warnings_of(log)[1] and "Also (training): " in warnings_of(log)[1]
+
+
+def test_reasons_in_the_arguments_are_named_with_those_in_the_module(log):
+    class Net(nn.Linear):
+        def forward(self, x, how=None):
+            return super().forward(x)
+
+    net = torchcache(Net(4, 3))
+    for _ in range(2):
+        net(X, object())
+    (message,) = warnings_of(log)
+    assert "not cached (grad): " in message and ". Also (argument): argument how is a object" in message
+    assert bypasses(net) == {"grad": 12}
+    strict = torchcache(strict=True)(Net(4, 3))
+    for _ in range(2):
+        with pytest.raises(NotCachedError, match=r"grad mode.*Also \(argument\): argument how"):
+            strict(X, object())
+
+
+def test_all_traces_of_a_forward_are_named(log):
+    seen = []
+
+    def forward(x):
+        seen.append(len(x))
+        return x.add_(torch.rand(()) * len(seen))
+
+    cached = torchcache(forward)
+    cached(X.clone())
+    (message,) = warnings_of(log)
+    reasons = [text.partition(")")[0] for text in message.split(" (")[1:]]
+    assert {"random", "state", "input"} <= set(reasons) and bypasses(cached) == {"random": 6}
+
+
+# Forwards that turn grad mode off
+
+
+WITHOUT_GRAD = {
+    "no_grad": torch.no_grad(),
+    "no_grad without parentheses": torch.no_grad,
+    "inference_mode": torch.inference_mode(),
+    "inference_mode without parentheses": torch.inference_mode,
+    "two": lambda function: torch.inference_mode()(torch.autocast("cpu", enabled=False)(function)),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_GRAD)
+def test_a_function_that_turns_grad_off_is_cached_with_weights_that_are_not_frozen(name, log):
+    model = nn.Linear(4, 3)
+
+    def forward(x):
+        return model(x)
+
+    cached = torchcache(WITHOUT_GRAD[name](forward))
+    for _ in range(2):
+        output = cached(X)
+        assert torch.equal(output, model(X)) and not output.requires_grad
+    stats = cached.cache_instance.stats()
+    assert (stats.hits, stats.misses, dict(stats.bypasses)) == (6, 6, {}) and not warnings_of(log)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    assert torch.equal(cached(X), model(X)) and cached.cache_instance.stats().misses == 12
+
+
+def test_a_method_that_turns_grad_off_is_cached_with_weights_that_are_not_frozen():
+    @torchcache
+    class Net(nn.Linear):
+        @torch.no_grad()
+        def forward(self, x):
+            return super().forward(x)
+
+    net = Net(4, 3)
+    for module in (net, copy.deepcopy(net)):
+        for _ in range(2):
+            assert torch.equal(module(X), nn.functional.linear(X, net.weight, net.bias))
+        assert module.cache_instance.stats().hits >= 6 and not bypasses(module)
+
+
+def test_a_forward_that_turns_grad_on_again_is_not_cached():
+    model = nn.Linear(4, 3)
+
+    @torchcache
+    @torch.no_grad()
+    @torch.enable_grad()
+    def on(x):
+        return model(x)
+
+    @torchcache
+    @torch.no_grad()
+    def inside(x):
+        with torch.enable_grad():
+            return model(x)
+
+    @torchcache
+    @torch.inference_mode(False)
+    def not_off(x):
+        return model(x)
+
+    for cached in (on, inside, not_off):
+        for frozen in (True, False):  # rows that were kept while the weights were frozen have no graph
+            model.requires_grad_(not frozen)
+            for _ in range(2):
+                assert cached(X).requires_grad != frozen
+        assert bypasses(cached) == {"grad": 12}
+
+
+def test_an_input_that_requires_grad_is_a_reason_where_the_forward_turns_grad_off():
+    same = torchcache(torch.no_grad()(lambda x: x))
+    x = X.clone()
+    assert not same(x).requires_grad
+    assert same(x.requires_grad_()).requires_grad  # the forward returns what it was given
+    assert bypasses(same) == {"grad": 6}
+
+
+# What has changed
+
+
+def counting():
+    calls = 0
+
+    def forward(x):
+        nonlocal calls
+        calls += 1
+        return x * calls
+
+    return forward
+
+
+def noting():
+    seen = []
+
+    def forward(x):
+        seen.append(1)
+        return x * len(seen)
+
+    return forward
+
+
+def configured():
+    args = types.SimpleNamespace(rate=1, name="a")
+
+    def forward(x):
+        args.rate += 1
+        return x * vars(args)["rate"]
+
+    return forward
+
+
+def default(x, seen=[]):  # noqa: B006
+    seen.append(1)
+    return x * len(seen)
+
+
+CALLS = 0
+TABLE = {"a": 0}
+
+
+def of_globals(x):
+    global CALLS
+    CALLS += 1
+    TABLE["a"] = CALLS
+    return x * CALLS * TABLE["a"]
+
+
+STATE = {
+    "a variable": (counting(), ["closure variable calls of function forward was assigned: 0 → 1"]),
+    "a list": (noting(), ["closure variable seen of function forward was appended to"]),
+    "an attribute of an object": (
+        configured(),
+        ["closure variable args.rate of function forward was assigned: 1 → 2"],
+    ),
+    "a default": (default, ["default seen of function default was appended to"]),
+    "globals": (
+        of_globals,
+        [
+            "global CALLS of function of_globals was assigned: 0 → 1",
+            "global TABLE['a'] of function of_globals was assigned: 0 → 1",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_a_function_is_told_what_it_changed(name, log):
+    function, expected = STATE[name]
+    torchcache(function)(X)
+    (message,) = warnings_of(log)
+    assert "not cached (state): while the forward ran, " in message
+    assert all(text in message for text in expected)
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cache, self.calls, self.history = {}, 0, []
+        self.register_buffer("seen", torch.zeros(()))
+        self.options = types.SimpleNamespace(rate=1)
+
+    def forward(self, x, what):
+        if what == "cache":
+            self.cache[len(self.cache)] = 1
+        elif what == "calls":
+            x = x * self.calls
+            self.calls += 1
+        elif what == "history":
+            self.history.append(1)
+        elif what == "another history":
+            self.history = [*self.history, 1]
+        elif what == "seen":
+            self.seen += 1
+        else:
+            self.options.rate += 1
+        return x * (len(self.cache) + len(self.history) + self.options.rate + self.seen)
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Remembering()])
+
+    def forward(self, x, what):
+        return self.layers[0](x, what)
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("cache", "self.layers.0.cache was edited"),
+        ("calls", "self.layers.0.calls was assigned: 0 → 1"),
+        ("history", "self.layers.0.history was appended to"),
+        ("another history", "self.layers.0.history was assigned: [] → [1]"),
+        ("seen", "self.layers.0.seen was written to"),
+        ("rate", "self.layers.0.options.rate was assigned: 1 → 2"),
+    ],
+)
+def test_a_module_is_told_what_it_changed(what, expected, log):
+    torchcache(Layers())(X, what)
+    (message,) = warnings_of(log)
+    assert f"not cached (state): while the forward ran, {expected}; " in message
+
+
+# Counts and words
+
+
+def test_items_are_counted_where_they_are_in_lists():
+    @torchcache(item_args=("texts",), shared_args=("table",))
+    def lengths(table, texts, how=None):
+        return torch.tensor([[float(len(text))] for text in texts])
+
+    for _ in range(10):
+        lengths(torch.ones(7, 2), ["a", "bb", "ccc"], object())
+        lengths(torch.ones(7, 2), how=object(), texts=["a", "bb"])
+    assert bypasses(lengths) == {"argument": 50}
+
+
+def test_functions_are_not_told_of_attributes_of_a_module(log):
+    class Net(nn.Module):
+        def forward(self, x, how):
+            return x
+
+    torchcache(lambda x, how: x)(X, object())
+    torchcache(Net())(X, object())
+    of_function, of_module = warnings_of(log)
+    assert "close over other objects" in of_function and "module" not in of_function
+    assert "keep other objects as attributes of the module" in of_module
+
+
+def test_a_message_never_prints_a_whole_module_or_tensor(log):
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(100)]).requires_grad_(False)
+    table = torch.arange(1e6)
+
+    def refuses(x):
+        if len(x) < 6:
+            raise ValueError(f"{model} and {table.tolist()}")
+        return x * 2
+
+    class Callable:
+        def __repr__(self):
+            return "x" * 10_000
+
+    wrong = [
+        lambda: torchcache(policy=model),
+        lambda: torchcache(max_memory_cache_size=table),
+        lambda: torchcache(persistent_cache_dir=[model] * 3),
+        lambda: torchcache(Callable()),
+        lambda: CachedDataset([1], transform=table),
+        lambda: set_logger_config(level=model),
+    ]
+    for make in wrong:
+        with pytest.raises(TorchcacheError) as caught:
+            make()
+        assert len(str(caught.value)) < 700 and "in_features" not in str(caught.value)
+    torchcache(refuses)(X)
+    (message,) = warnings_of(log)
+    assert "raises ValueError" in message and len(message) < 1000

@@ -1,6 +1,8 @@
 """`explain`: which part of a namespace, or of a call, is another than before."""
 
 import contextlib
+import dataclasses
+import types
 
 import pytest
 import torch
@@ -245,3 +247,81 @@ def test_short_values_are_described_as_python_prints_them(value):
 def test_long_and_opaque_values_are_not_described():
     for value in ("x" * 300, {"a": 1}, {1}, torch.ones(2), [torch.ones(2)]):
         assert readable(Encoder().encode(value, "")) is None
+
+
+# What code has captured
+
+
+def test_the_captured_value_that_changed_is_named():
+    rate, args = 1, types.SimpleNamespace(lr=0.1, out="a", sizes=(1, 2))
+
+    def scaled(x, power=2):
+        return x * rate**power * repr(args).count("lr")
+
+    cached = torchcache(scaled)
+    cached(X)
+    rate = 3
+    cached(X)
+    assert lines(cached) == ["closure variable rate of function scaled: 1 → 3"]
+    args.lr, args.sizes = 0.2, (1, 3)
+    cached(X)
+    assert lines(cached) == [
+        "closure variable args.lr of function scaled: 0.1 → 0.2",
+        "closure variable args.sizes of function scaled: (1, 2) → (1, 3)",
+    ]
+    scaled.__defaults__ = (3,)
+    cached(X)
+    assert lines(cached) == ["default power of function scaled: 2 → 3"]
+
+
+@dataclasses.dataclass
+class Options:
+    depth: int = 2
+    name: str = "small"
+
+
+OPTIONS = Options()
+TABLE = {"first": 1, "second": 2}
+
+
+def test_the_attribute_of_a_global_or_of_an_attribute_is_named(monkeypatch):
+    class Net(nn.Module):
+        scale = 1.0
+
+        def __init__(self):
+            super().__init__()
+            self.options = Options()
+
+        def forward(self, x):
+            return x * self.scale * len(repr((self.options, OPTIONS, TABLE)))
+
+    net = torchcache(Net())
+    net(X)
+    net.options.depth = 3
+    net(X)
+    assert lines(net) == ["attribute options.depth: 2 → 3"]
+    monkeypatch.setattr(OPTIONS, "name", "large")
+    net(X)
+    assert lines(net) == ["global OPTIONS.name of function Net.forward: 'small' → 'large'"]
+    monkeypatch.setitem(TABLE, "second", 5)
+    net(X)
+    assert lines(net) == ["global TABLE['second'] of function Net.forward: 2 → 5"]
+    Net.scale = 2.0
+    net(X)
+    assert lines(net) == ["value Net.scale of class Net: 1.0 → 2.0"]
+
+
+def test_an_attribute_is_named_after_a_restart(tmp_path):
+    def run(rate):
+        args = types.SimpleNamespace(rate=rate, name="a")
+
+        @torchcache(persistent=True, persistent_cache_dir=tmp_path)
+        def scaled(x):
+            return x * vars(args)["rate"]
+
+        with scaled.cache_instance:
+            scaled(X)
+            return lines(scaled)
+
+    run(1)
+    assert run(2)[1:] == ["closure variable args.rate of function scaled: 1 → 2"]

@@ -261,3 +261,46 @@ def test_another_length_may_be_another_padding(name):
     embedded(*before)
     embedded(*now)
     assert lines(embedded) == expected
+
+
+# A hint where nothing is ever found
+
+
+def hints(log):
+    return [(one.levelname, one.getMessage()) for one in log if "items was found" in one.getMessage()]
+
+
+MANY = torch.arange(2400.0).view(600, 4)
+
+
+def test_a_hint_says_once_why_nothing_is_found(log):
+    stepped = torchcache(lambda x, step: x + step)
+    for step in range(6):
+        stepped(MANY, step)
+    ((level, message),) = hints(log)
+    assert level == "WARNING"
+    assert message.endswith("none of the first 1,200 items was found; explain() says: argument step: 0 → 1")
+
+
+def test_weights_that_change_at_each_call_are_hinted_at(log):
+    net = frozen(nn.Linear(4, 4))
+    for _ in range(6):
+        net(MANY)
+        net[0].bias.add_(1)
+    ((level, message),) = hints(log)
+    assert level == "WARNING" and message.endswith("weights: 0.bias changed")
+
+
+def test_a_first_epoch_is_no_reason_to_warn(log):
+    net = frozen(nn.Linear(4, 4))
+    for step in range(6):
+        net(MANY + 10_000 * step)
+    assert [level for level, _ in hints(log)] in ([], ["INFO"])
+
+
+def test_where_something_was_found_there_is_no_hint(log):
+    stepped = torchcache(lambda x, step: x + step)
+    stepped(X, 0), stepped(X, 0)
+    for step in range(6):
+        stepped(MANY, step)
+    assert hints(log) == []

@@ -431,7 +431,7 @@ def test_padding_to_the_longest_is_found_out_once(batches, log):
         assert torch.equal(function(list(prompts)), padded(prompts))
     assert list(stats(function).bypasses) == ["batch"]
     (message,) = [record.getMessage() for record in log if record.levelname == "WARNING"]
-    assert "depend on that item alone" in message
+    assert "in a batch of 1 and of 4" in message
 
 
 # What may be decorated.

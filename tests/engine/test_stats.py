@@ -177,6 +177,24 @@ def test_what_is_saved_goes_by_rows_computed_not_by_misses():
     assert counters.stats(**MEMORY).seconds_saved == 6 * 0.5
 
 
+@pytest.mark.parametrize("slow", [1, 3])
+def test_first_calls_and_compilation_are_not_what_a_hit_saves(slow):
+    counters = Counters()
+    for seconds in [90.0] * slow + [2.0] * (slow + 1):
+        counters.count(hits=0, misses=4, computed=4, seconds=seconds, spent=0.0)
+    counters.count(hits=6, misses=0, computed=0, seconds=0.0, spent=0.0)
+    stats = counters.stats(**MEMORY)
+    assert stats.seconds_saved == 6 * 0.5
+    assert stats.seconds_computed == slow * 90.0 + (slow + 1) * 2.0
+
+
+def test_of_two_batches_the_first_may_have_compiled_something():
+    counters = Counters()
+    counters.count(hits=0, misses=4, computed=4, seconds=90.0, spent=0.0)
+    counters.count(hits=6, misses=4, computed=4, seconds=2.0, spent=0.0)
+    assert counters.stats(**MEMORY).seconds_saved == 6 * 0.5
+
+
 def test_bypasses_are_counted_by_reason_and_the_first_of_each_is_told(log):
     with Cache(b"a" * 16) as cache:
         cache.count_bypass("grad", 5, "it needs a gradient")

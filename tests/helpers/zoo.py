@@ -181,7 +181,7 @@ UNREADABLE = {
     "view of memory": (lambda: holding(memoryview(bytearray(3))), "kept"),
     "nested": (lambda: nn.Sequential(holding([{"deep": (i for i in ())}])), "0.kept[0]['deep']"),
     "no source": (sourceless, "double"),
-    "helper without source": (with_sourceless_helper, "quadruple.helper"),
+    "helper without source": (with_sourceless_helper, "helper"),
 }
 
 

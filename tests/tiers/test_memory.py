@@ -3,6 +3,7 @@
 import functools
 import gc
 import pathlib
+import random
 
 import hypothesis
 import hypothesis.strategies as st
@@ -53,10 +54,10 @@ def growth(request, monkeypatch):
         monkeypatch.setattr(arena_module, "row_column", chunked)
     if request.param == "moved":
 
-        def refuse(*args):
+        def refuse(*args, **options):
             raise OSError("no address space")
 
-        monkeypatch.setattr(columns_module, "_ReservedColumn", refuse)
+        monkeypatch.setattr(columns_module.mmap, "mmap", refuse)
 
 
 @pytest.mark.usefixtures("growth")
@@ -318,3 +319,26 @@ def test_rows_of_inference_mode_can_be_written_later():
     put(tier, [3])
     output.add_(1)
     assert not output.is_inference()
+
+
+@pytest.mark.parametrize("width", [64, 200, 1000])
+def test_rows_of_rare_shapes_take_little_more_than_their_bytes(width):
+    """Shapes of 10 rows each, one row at a time and in any order."""
+    forms = [lambda x: (x,), lambda x: (x, 1), lambda x: (1, x), lambda x: (1, 1, x)]
+    shapes = [form(width // 2 + width * i // 60) for i in range(60) for form in forms]
+    budget = int(1.5 * sum(10 * 4 * int(np.prod(shape)) for shape in shapes))
+    tier = MemoryTier(budget)
+    items = [(number, row) for number in range(len(shapes)) for row in range(10)]
+    random.Random(0).shuffle(items)
+    for number, row in items:
+        keys = keys_of([(number, row)])
+        keys = Keys(keys.namespace, keys.data, number.to_bytes(4, "little"))
+        assert (
+            tier.put(keys, Rows.from_pytree(torch.full((1, *shapes[number]), row * 1.0), 1, device=CPU)) == 1
+        )
+    assert tier.stats().rows == len(items) and tier.stats().bytes <= budget
+    for number, row in items[::10]:
+        keys = keys_of([(number, row)])
+        keys = Keys(keys.namespace, keys.data, number.to_bytes(4, "little"))
+        ((_, rows),) = tier.get(keys).parts
+        assert torch.equal(rows.columns[0], torch.full((1, *shapes[number]), row * 1.0))

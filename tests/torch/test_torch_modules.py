@@ -400,6 +400,8 @@ def test_dynamic_quantization_depends_on_the_batch(kind):
     for batch in (X, X, wide, X[:2], torch.cat([X[:1], Y * 50])):
         assert_same(cached(batch), plain(batch))
     assert hits(cached) + sum(bypasses(cached).values()) >= 6
+    (advice, *_) = cached.cache_instance.explain().splitlines()
+    assert "quantize statically" in advice and "batch_first" not in advice
 
 
 @pytest.mark.filterwarnings(AO_QUANTIZATION, QUANTIZED_TENSORS)

@@ -14,8 +14,8 @@ from torchcache2.files.segment import Descriptors, Segment
 
 __all__ = ["STATES", "Verdict", "printable", "row_limit", "trouble", "verdict"]
 
-State = Literal["good", "damaged", "unchecked", "gone"]
-STATES: tuple[State, ...] = ("good", "damaged", "unchecked", "gone")
+State = Literal["good", "damaged", "unreadable", "unchecked", "gone"]
+STATES: tuple[State, ...] = ("good", "damaged", "unreadable", "unchecked", "gone")
 _LEAST_LIMIT = 1 << 30
 _MOST_SHOWN = 120
 
@@ -23,7 +23,8 @@ _MOST_SHOWN = 120
 class Verdict(NamedTuple):
     """Whether a segment is what was written.
 
-    It is "unchecked" if this process cannot tell, and "gone" if somebody has deleted it.
+    It is "unreadable" if the system refuses to read it, "unchecked" if this process cannot tell, and "gone"
+    if somebody has deleted it.
     """
 
     state: State
@@ -60,7 +61,7 @@ def trouble(error: Exception) -> Verdict:
     if isinstance(error, FileNotFoundError):
         return Verdict("gone")
     if isinstance(error, OSError):
-        return Verdict("damaged", reason=f"cannot be read: {error.strerror}")
+        return Verdict("unreadable", reason=f"cannot be read: {error.strerror or error}")
     if isinstance(error, MemoryError):
         return Verdict("unchecked", reason="needs more memory than there is")
     reason = str(error)

@@ -122,8 +122,11 @@ def _stats(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
 
 @app.command("verify")
 def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
-    """Read every row and compare its checksum. Exit code 1 if one is damaged. Changes nothing."""
-    from torchcache2.cli.check import STATES, row_limit, verdict
+    """Read every row and compare its checksum. Exit code 1 if one is damaged, or cannot be read.
+
+    Changes nothing.
+    """
+    from torchcache2.cli.check import STATES, row_limit, trouble, verdict
     from torchcache2.cli.places import opened
 
     counts, rows, bad, limit = dict.fromkeys(STATES, 0), 0, [], row_limit()
@@ -133,6 +136,13 @@ def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
         size = sum(info.size for one in contents for info in one.segments)
         advance = stack.enter_context(out.progress("checking", size))
         for one in contents:
+            try:
+                if not one.files:
+                    cache.contents(one.namespace)  # `scan` leaves out what it may not read
+            except OSError as error:
+                found = trouble(error)
+                counts[found.state] += 1
+                bad.append({"file": one.namespace, "state": found.state, "reason": found.reason})
             for info in one.segments:
                 name = f"{one.namespace}/{info.name}"
                 found = verdict(cache.fs, os.path.join(cache.path, name), one.namespace, limit)
@@ -148,9 +158,9 @@ def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     else:
         print_bad(bad)
         good = f"{out.counted(counts['good'], 'good segment')} with {out.counted(rows, 'row')}"
-        rest = f"{counts['damaged']:,} damaged, {counts['unchecked']:,} not checked"
-        out.say(f"{good}; {rest}, {aside:,} set aside earlier")
-    raise typer.Exit(1 if counts["damaged"] else 0)
+        rest = f"{counts['damaged']:,} damaged, {counts['unreadable']:,} unreadable"
+        out.say(f"{good}; {rest}, {counts['unchecked']:,} not checked, {aside:,} set aside earlier")
+    raise typer.Exit(1 if counts["damaged"] or counts["unreadable"] else 0)
 
 
 @app.command("prune")

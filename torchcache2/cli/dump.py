@@ -110,11 +110,11 @@ class _Group:
         for part, positions in parts:
             rows = self.rows[positions]
             for schema, which in part.segment.schemas(rows):
-                found = empty_columns(schema, len(which))
                 try:
+                    found = empty_columns(schema, len(which))
                     if not part.segment.read(rows[which], found, np.arange(len(which))):
                         raise _damaged(part)
-                except (OSError, UnreadableError) as error:
+                except (OSError, UnreadableError, MemoryError) as error:
                     raise _Refused(part.name, trouble(error)) from None
                 for column, piece in zip(self.columns, pieces, strict=True):
                     column.place(piece, first, positions[which], found[column.leaf])

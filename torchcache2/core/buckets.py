@@ -81,12 +81,19 @@ class Bucket:
         OptionError
             If an option cannot have its value, or a library is missing. Nothing is asked of the bucket yet.
         """
-        scheme = url.partition("://")[0]
-        if "@" in url.partition("://")[2].partition("/")[0] and scheme not in ("abfs", "abfss"):
+        scheme, _, rest = url.partition("://")
+        if "@" in rest.partition("/")[0] and scheme not in ("abfs", "abfss"):
             raise OptionError(
                 f"{option} is a URL with a name or a password, which messages would show: give these as "
                 "storage_options="
             )
+        if scheme in ("http", "https"):
+            raise OptionError(
+                f"{option}='{scheme}://…': nothing can be written to a web server; expected a URL such as "
+                f"{_EXAMPLES}. The address of a storage server belongs into storage_options="
+            )
+        if not rest.strip("/"):
+            raise OptionError(f"{option}={url!r} names no bucket: expected a URL such as {_EXAMPLES}")
         if storage_options is not None and not (
             isinstance(storage_options, Mapping) and all(isinstance(name, str) for name in storage_options)
         ):

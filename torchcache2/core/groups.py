@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchcache2.core.errors import OptionError
+from torchcache2.core.logs import shown
 
 __all__ = ["check_group", "group_of"]
 
@@ -17,11 +18,13 @@ def check_group(value: Any, *, is_used: bool) -> None:
     if value is None:
         return
     if not is_used:
-        raise OptionError(f"process_group={value!r}: expected None, as only distributed='collective' has one")
+        raise OptionError(
+            f"process_group={shown(value)}: expected None, as only distributed='collective' has one"
+        )
     if not (callable(value) or (torch.distributed.is_available() and _is_group(value))):
         raise OptionError(
-            f"process_group={value!r}: expected None for all ranks, a torch.distributed.ProcessGroup, or a "
-            "function that returns one"
+            f"process_group={shown(value)}: expected None for all ranks, a torch.distributed.ProcessGroup, "
+            "or a function that returns one"
         )
 
 
@@ -46,8 +49,9 @@ def group_of(value: Any) -> Any:
     group = distributed.group.WORLD if group is None else group
     if not _is_group(group):
         raise OptionError(
-            f"process_group={value!r}: this is {group!r}, and no group that this rank belongs to. Give each "
-            "rank a group that it is in, or distributed='auto' to the ranks that are in none"
+            f"process_group={shown(value)}: this is {shown(group)}, and no group that this "
+            "rank belongs to. Give each rank a group that it is in, or distributed='auto' to the ranks "
+            "that are in none"
         )
     return group if group.size() > 1 else None
 

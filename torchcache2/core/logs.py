@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+import reprlib
 import sys
 from collections.abc import Callable, Collection
-from typing import TextIO
+from typing import Any, TextIO
 
 from torchcache2.core.errors import OptionError
 
-__all__ = ["ToldOnce", "listed", "logger", "set_logger_config"]
+__all__ = ["ToldOnce", "listed", "logger", "set_logger_config", "shown"]
 
 logger = logging.getLogger("torchcache2")
 
@@ -55,6 +56,28 @@ def listed(names: Collection[str]) -> str:
     return ", ".join(shown) + (f" and {more:,} more" if more else "")
 
 
+def shown(value: object) -> str:
+    """A value for a message, as Python prints it if that is short; of modules and tensors, what they are."""
+    return _SHORT.repr(value)
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring, self.maxother, self.maxlong = 500, 300, 100  # paths have to be whole
+
+    def repr1(self, x: Any, level: int) -> str:
+        torch: Any = sys.modules.get("torch")  # to import it takes seconds
+        if torch is not None and isinstance(x, (torch.nn.Module, torch.Tensor)):
+            is_plain = type(x) in (torch.Tensor, torch.nn.Parameter)
+            return f"<{type(x).__qualname__}{f' {tuple(x.shape)}' if is_plain else ''}>"
+        is_builtin = type(x).__module__ == "builtins"  # the base class goes by the names of types alone
+        return super().repr1(x, level) if is_builtin else self.repr_instance(x, level)
+
+
+_SHORT = _Short()
+
+
 def set_logger_config(
     level: int | str | None = None,
     fmt: str | None = None,
@@ -88,7 +111,7 @@ def set_logger_config(
 
     problems = []
     if not isinstance(level, (int, str)):
-        raise OptionError(f"level={level!r}: expected an int or one of {_LEVELS}")
+        raise OptionError(f"level={shown(level)}: expected an int or one of {_LEVELS}")
     number = _level_number(level)
     if number is None:
         problems.append(f"no log level {level!r}: use one of {_LEVELS}; using WARNING")

@@ -8,6 +8,7 @@ from typing import Any
 
 from torchcache2.core.buckets import Bucket, is_url
 from torchcache2.core.errors import OptionError
+from torchcache2.core.logs import shown
 from torchcache2.core.servers import SCHEMES, Servers
 
 __all__ = ["Place", "check_unused", "place_of"]
@@ -38,7 +39,7 @@ def place_of(path: Any, for_buckets: Mapping[str, Any]) -> str | Servers | Bucke
         text = os.fspath(path)
     if text is not None and not (isinstance(text, str) and text):
         raise OptionError(
-            f"{_OPTION}={path!r}: expected None, the path of a folder, or the URL of a server or bucket"
+            f"{_OPTION}={shown(path)}: expected None, the path of a folder, or the URL of a server or bucket"
         )
     is_server = text is not None and text.startswith(tuple(scheme[:-1] for scheme in SCHEMES))
     if text is not None and is_url(text) and not is_server:
@@ -55,7 +56,7 @@ def place_of(path: Any, for_buckets: Mapping[str, Any]) -> str | Servers | Bucke
             f"{', '.join(SCHEMES)}"
         )
     if not _is_name(text):
-        raise OptionError(f"{_OPTION}={path!r}: expected a path that the system can have")
+        raise OptionError(f"{_OPTION}={shown(path)}: expected a path that the system can have")
     return os.path.abspath(os.path.expanduser(text))
 
 

@@ -14,10 +14,11 @@ from torchcache2.core.buckets import Bucket, Secrets
 from torchcache2.core.errors import OptionError
 from torchcache2.core.extras import require
 from torchcache2.core.groups import check_group
+from torchcache2.core.logs import shown
 from torchcache2.core.optionnames import check_names
 from torchcache2.core.places import Place, place_of
 from torchcache2.core.servers import Servers
-from torchcache2.core.sizes import Size, free_disk, free_memory, parse_size
+from torchcache2.core.sizes import Size, free_disk, free_memory, host_memory, parse_size
 
 __all__ = ["CacheSettings"]
 
@@ -153,7 +154,7 @@ class CacheSettings:
                 device = torch.device(self.memory_cache_device)
             except (RuntimeError, TypeError) as error:
                 raise OptionError(
-                    f"memory_cache_device={self.memory_cache_device!r}: expected None, a "
+                    f"memory_cache_device={shown(self.memory_cache_device)}: expected None, a "
                     f"torch.device or its name, such as 'cpu' or 'cuda:0' ({error})"
                 ) from None
             expected = "None, a torch.device or its name, of a device that holds data"
@@ -217,7 +218,7 @@ class CacheSettings:
 
     def _require(self, option: str, is_valid: bool, expected: str) -> None:
         if not is_valid:
-            raise OptionError(f"{option}={getattr(self, option)!r}: expected {expected}")
+            raise OptionError(f"{option}={shown(getattr(self, option))}: expected {expected}")
 
     @property
     def can_be_shared(self) -> bool:
@@ -266,11 +267,15 @@ class CacheSettings:
         return tuple(getattr(self, name) for name in names)
 
     def memory_budget(self) -> int:
-        """`max_memory_cache_size` in bytes, as of now."""
+        """`max_memory_cache_size` in bytes, as of now; on the host no more than the machine has.
+
+        Processes that share rows reserve address space for all of it, of which there is not much more.
+        """
         free = None
         if isinstance(self.max_memory_cache_size, float):
             free = free_memory(torch.device(self.memory_cache_device or "cpu"))
-        return parse_size("max_memory_cache_size", self.max_memory_cache_size, free=free)
+        size = parse_size("max_memory_cache_size", self.max_memory_cache_size, free=free)
+        return min(size, host_memory()) if str(self.memory_cache_device) == "cpu" else size
 
     def persistent_budget(self, folder: str, used: int = 0) -> int:
         """`max_persistent_cache_size` in bytes, as of now.

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from torchcache2.core.errors import OptionError
+from torchcache2.core.logs import shown
 
 __all__ = ["checked_dtype", "numpy_name"]
 
@@ -26,7 +27,9 @@ def checked_dtype(dtype: torch.dtype | str) -> torch.dtype:
             return found
     except RuntimeError:  # torch cannot copy it
         pass
-    raise OptionError(f"dtype={dtype!r}: expected a dtype of plain tensors, or one of {', '.join(_BITS)}")
+    raise OptionError(
+        f"dtype={shown(dtype)}: expected a dtype of plain tensors, or one of {', '.join(_BITS)}"
+    )
 
 
 def numpy_name(dtype: torch.dtype) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from torchcache2.core.errors import OptionError
+from torchcache2.core.logs import shown
 from torchcache2.engine.randomness import state_of
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import MUTABLE, size_of
@@ -94,7 +95,7 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
 def identify_prefix(key_prefix: str, version: str | int | None = None) -> Identity:
     """Which samples those of a `CacheLoader` are, which is not that of any dataset."""
     if not isinstance(key_prefix, str):
-        raise OptionError(f"key_prefix={key_prefix!r}: expected a text, such as 'coco-train'")
+        raise OptionError(f"key_prefix={shown(key_prefix)}: expected a text, such as 'coco-train'")
     check_called(None, version)
     return Identity(_named("loader", {"prefix": key_prefix, "version": version}), [], [])
 
@@ -102,9 +103,11 @@ def identify_prefix(key_prefix: str, version: str | int | None = None) -> Identi
 def check_called(name: Any, version: Any) -> None:
     """Raise `OptionError` for what cannot be the name or the version of a dataset."""
     if name is not None and not (isinstance(name, str) and name):
-        raise OptionError(f"name={name!r}: expected a text that stands for the dataset, such as 'coco-train'")
+        raise OptionError(
+            f"name={shown(name)}: expected a text that stands for the dataset, such as 'coco-train'"
+        )
     if version is not None and (isinstance(version, bool) or not isinstance(version, (str, int))):
-        raise OptionError(f"version={version!r}: expected a text or an int")
+        raise OptionError(f"version={shown(version)}: expected a text or an int")
 
 
 def _named(kind: str, given: Mapping[str, Any]) -> Fingerprint:

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 from torchcache2.core.buckets import Bucket, is_url
 from torchcache2.core.errors import OptionError
+from torchcache2.core.logs import shown
 from torchcache2.core.places import check_unused
 from torchcache2.core.servers import SCHEMES
 from torchcache2.core.settings import CacheSettings
@@ -39,7 +40,9 @@ def aliased(path: Any, name: Any, others: dict[str, Any]) -> tuple[Any, Any]:
         value = others.pop(alias, None)
         if value is not None:
             if given[option] is not None:
-                raise OptionError(f"{option}={given[option]!r} and {alias}={value!r}: these are one option")
+                raise OptionError(
+                    f"{option}={shown(given[option])} and {alias}={shown(value)}: these are one option"
+                )
             given[option] = value
     return given["path"], given["name"]
 
@@ -60,17 +63,17 @@ def check_portable(path: Any, backend: Any, verify: Any, partial: Any) -> None:
             f"dataset=None with backend={backend!r}: a server does not tell which samples it has"
         )
     if verify:
-        raise OptionError(f"verify={verify!r} loads samples again, for which there must be a dataset")
+        raise OptionError(f"verify={shown(verify)} loads samples again, for which there must be a dataset")
     if not isinstance(partial, bool):
-        raise OptionError(f"partial={partial!r}: expected True or False")
+        raise OptionError(f"partial={shown(partial)}: expected True or False")
 
 
 def check_dataset(dataset: Any, *, partial: Any = False) -> None:
     """Raise `OptionError` if samples cannot be asked for by an index."""
     if partial is not False:
         raise OptionError(
-            f"partial={partial!r} is about samples without their dataset, as of CachedDataset(None, path): a "
-            "dataset loads what is missing"
+            f"partial={shown(partial)} is about samples without their dataset, as of "
+            "CachedDataset(None, path): a dataset loads what is missing"
         )
     if dataset is None:
         raise OptionError(
@@ -92,9 +95,11 @@ def check_dataset(dataset: Any, *, partial: Any = False) -> None:
 def check_values(transform: Any, verify: Any) -> None:
     """Raise `OptionError` for a value that cannot be meant."""
     if transform is not None and not callable(transform):
-        raise OptionError(f"transform={transform!r}: expected None or a callable that takes a sample")
+        raise OptionError(f"transform={shown(transform)}: expected None or a callable that takes a sample")
     if isinstance(verify, bool) or not isinstance(verify, (int, float)) or not 0 <= verify <= 1:
-        raise OptionError(f"verify={verify!r}: expected the share of hits to load again, from 0.0 to 1.0")
+        raise OptionError(
+            f"verify={shown(verify)}: expected the share of hits to load again, from 0.0 to 1.0"
+        )
 
 
 def level_settings(
@@ -154,7 +159,7 @@ def _check_place(path: Any, disk_cache_size: Size | None, serving: Serving | Non
             "hosts='redis://…'"
         )
     if path is not None and (not isinstance(path, (str, os.PathLike)) or not str(path)):
-        raise OptionError(f"path={path!r}: expected None, the path of a folder, or the URL of a bucket")
+        raise OptionError(f"path={shown(path)}: expected None, the path of a folder, or the URL of a bucket")
     if serving is not None and not (path is None and disk_cache_size is None):
         given = "path" if path is not None else "disk_cache_size"
         raise OptionError(

@@ -7,7 +7,7 @@ about the items of the module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torchcache2.core.errors import (
     OutputError,
     UnhashableArgumentError,
 )
+from torchcache2.core.logs import shown
 from torchcache2.core.private import keeps_parametrized
 from torchcache2.core.rows import UnstorableError
 from torchcache2.engine.batch import NotStoredError, RefusedError
@@ -31,10 +32,11 @@ __all__ = [
     "BypassError",
     "Reason",
     "ask_arguments",
-    "ask_module",
     "ask_randomness",
     "ask_weights",
+    "batch_advice",
     "not_stored",
+    "of_module",
 ]
 
 
@@ -56,25 +58,16 @@ REASONS = {
     ),
     "training": Reason("module", "call .eval() first; a trainer's model.train() may have undone it"),
     "argument": Reason("arguments"),
-    "batch": Reason(
-        "forward",
-        "an item's output has to depend on that item alone. If the batch is not the first dimension, "
-        "use batch_first=True; name arguments of the whole batch in shared_args; decorate a narrower "
-        "function; quantize statically. If only rounding differs, probe=False keeps the rows",
-    ),
+    "batch": Reason("forward"),  # see `batch_advice`
     "random": Reason(
         "forward",
         "its output is random: nothing to do if that is meant, else remove the random operation; or "
         "another thread drew random numbers meanwhile",
     ),
-    "state": Reason(
-        "forward",
-        "the forward changed a tensor, an attribute or a container of its own module, or a global one; "
-        "if that happens at every call, it cannot be cached",
-    ),
+    "state": Reason("forward", "if that happens at every call, keep it outside of the forward"),
     "inference": Reason("module", "make or load the module under torch.no_grad() instead"),
     "autocast": Reason("weights", "change weights outside of the autocast context"),
-    "input": Reason("forward", "the forward changed its input in place; have it work on a copy"),
+    "input": Reason("forward", "have it work on a copy"),
     "parametrize": Reason("module", "call it outside of that context"),
     "subclass": Reason("arguments", "pass dense tensors of torch's own type to have the call cached"),
     "lazy": Reason("module", "the next call can be cached"),
@@ -86,11 +79,53 @@ REASONS = {
     ),
     "output": Reason("forward"),
 }
+_BATCH = {  # what to do about a dependence on the batch, by how it showed
+    "": (
+        "if the batch is not the first dimension, use batch_first=True; name arguments of the whole batch in "
+        "shared_args; or decorate a narrower function, which computes each item by itself"
+    ),
+    "shape": (
+        "if the batch is not the first dimension, use batch_first=True; if items are padded to the longest "
+        "of their batch, pad them to a fixed length; if the forward compares items, decorate what runs before"
+    ),
+    "raises": (
+        "name arguments of the whole batch in shared_args, and those with one entry per item in item_args"
+    ),
+    "rounding": (
+        "the difference is about as small as rounding: if it is nothing else, probe=False keeps the rows"
+    ),
+    "values": (
+        "if the batch is not the first dimension, use batch_first=True; if an argument belongs to the whole "
+        "batch, name it in shared_args; if the forward mixes items, decorate what runs before"
+    ),
+    "repeat": (
+        "the output depends on the place in the batch: pass what differs between places as an argument with "
+        "one entry per item; if the batch is not the first dimension, use batch_first=True"
+    ),
+    "found": (
+        "items depend on those beside them, as if they are padded to the longest of their batch: pad to a "
+        "fixed length, or leave the padding out of what is computed by a mask"
+    ),
+    "quantized": "quantize statically, or weights only",
+    "stack": "pad outputs to a fixed shape, or decorate what runs before items are padded to the longest",
+}
 _LAYERS = {  # reason and text by what an `UnsteadyLayer` does
     "drops out": ("training", "{} drops out at random"),
     "normalises": ("training", "{} normalises by the statistics of the batch"),
     "scales": ("batch", "the dynamically quantized {} scales by the range of the batch"),
 }
+
+
+def batch_advice(cause: str) -> str:
+    """What to do about items whose output depends on their batch.
+
+    `cause` is how that showed. For a part of a batch, outputs have another ``"shape"``, the forward
+    ``"raises"``, or values differ, by as little as ``"rounding"`` or by more (``"values"``). Equal items of
+    one batch differ (``"repeat"``). A batch that was ``"found"`` differs when it is computed. The module is
+    dynamically ``"quantized"``. Outputs have no single shape, so they do not ``"stack"``. The cause is an
+    empty text if it is not known any more.
+    """
+    return _BATCH[cause]
 
 
 class BypassError(RefusedError):
@@ -107,9 +142,22 @@ class BypassError(RefusedError):
         self.is_final = is_final and REASONS[reason].asked in ("arguments", "forward")
 
     @classmethod
-    def because(cls, reason: str, why: str, *, is_final: bool = True) -> BypassError:
-        """The error for a reason, with `why` and the advice for the reason as its text."""
-        return cls(reason, f"{why}; {REASONS[reason].advice}", is_final=is_final)
+    def because(cls, reason: str, why: str, *, cause: str = "", is_final: bool = True) -> BypassError:
+        """The error for a reason, with `why` and the advice as its text; `cause` is as in `batch_advice`."""
+        return cls(reason, "; ".join(filter(None, (why, _advice(reason, cause)))), is_final=is_final)
+
+    @classmethod
+    def all_of(cls, stops: Sequence[BypassError]) -> BypassError:
+        """The error for everything that holds for one call, so that all can be mended at once.
+
+        It counts as the first.
+        """
+        by_reason: dict[str, BypassError] = {}
+        for stop in stops:
+            by_reason.setdefault(stop.reason, stop)
+        first, *others = by_reason.values()
+        text = "".join([first.text, *[f". Also ({stop.reason}): {stop.text}" for stop in others]])
+        return cls(first.reason, text, first.error, is_final=first.is_final)
 
     @classmethod
     def of(cls, stop: NotStoredError, *, is_final: bool = True) -> BypassError:
@@ -124,57 +172,74 @@ class BypassError(RefusedError):
         return kind(f"{name}: not cached ({self.reason}): {self.text}")
 
 
-def not_stored(reason: str, output: Any, why: str = "") -> NotStoredError:
-    """The error for an output that must not be stored, with the advice for the reason."""
-    advice = REASONS[reason].advice
-    return NotStoredError(reason, f"{why}; {advice}" if why else advice, output)
+def _advice(reason: str, cause: str) -> str:
+    return batch_advice(cause) if reason == "batch" else REASONS[reason].advice
 
 
-def ask_module(keeper: NamespaceKeeper, root: Any) -> None:
-    """Raise if no call of the module can be cached now, whatever its arguments are."""
-    facts = keeper.facts(root)
+def not_stored(reason: str, output: Any, why: str = "", *, cause: str = "") -> NotStoredError:
+    """The error for an output that must not be stored, with the advice; `cause` is as in `batch_advice`."""
+    return NotStoredError(reason, BypassError.because(reason, why, cause=cause).text, output)
+
+
+def of_module(keeper: NamespaceKeeper, root: Any, *, is_without_grad: bool) -> list[BypassError]:
+    """Why no call of the module can be cached now, whatever its arguments are; empty if it can.
+
+    `is_without_grad` says that the forward turns grad mode off by itself, so that it makes no graph.
+    """
+    facts, stops = keeper.facts(root), []
     if facts.sharded is not None:
-        raise BypassError.because("sharded", facts.sharded)
+        return [BypassError.because("sharded", facts.sharded)]
     if facts.is_parametrized and keeps_parametrized():
-        raise BypassError.because("parametrize", "parametrize.cached() keeps weights that may have changed")
-    if torch.is_grad_enabled() and keeper.requires_grad():
+        text = "parametrize.cached() keeps weights that may have changed"
+        stops.append(BypassError.because("parametrize", text))
+    has_graph = torch.is_grad_enabled() and (facts.names_grad or not is_without_grad)
+    if has_graph and keeper.requires_grad():
         keeper.distrust_tensors()
-        raise BypassError.because("grad", "grad mode is on and a parameter requires grad")
+        stops.append(BypassError.because("grad", "grad mode is on and a parameter requires grad"))
     if facts.has_lazy:
-        raise BypassError.because("lazy", "a parameter is uninitialised")
+        stops.append(BypassError.because("lazy", "a parameter is uninitialised"))
     if facts.is_uncounted:
-        raise BypassError.because(
-            "inference",
+        text = (
             "weights made under torch.inference_mode have no version counters, and more than 500 kB of them "
-            "are too many to be read at every call",
+            "are too many to be read at every call"
         )
+        stops.append(BypassError.because("inference", text))
     if facts.unsteady is not None:
         reason, text = _LAYERS[facts.unsteady.does]
-        raise BypassError.because(reason, text.format(facts.unsteady.name))
+        stops.append(BypassError.because(reason, text.format(facts.unsteady.name), cause="quantized"))
+    return stops
 
 
 def ask_arguments(
-    signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], keeper: NamespaceKeeper
+    signature: Signature,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    keeper: NamespaceKeeper,
+    stops: Sequence[BypassError] = (),
 ) -> BoundCall | None:
-    """The call, bound to a signature; raises if its arguments cannot be put in keys.
+    """The call, bound to a signature; raises if its arguments cannot be put in keys, or for `stops`.
 
     None if the arguments do not fit the signature: the plain forward then raises the usual error.
     """
     try:
         call = signature.bind(args, kwargs)
+        if torch.is_grad_enabled() and call.requires_grad:
+            keeper.distrust_tensors()
+            raise BypassError.because("grad", "an input requires grad")
     except UncachedArgumentError as error:
-        raise BypassError.because("subclass", str(error)) from None
+        stops = [*stops, BypassError.because("subclass", str(error))]
     except (InputError, UnhashableArgumentError) as error:
-        raise BypassError("argument", str(error), error) from None
+        stops = [*stops, BypassError("argument", str(error), error)]
     except OptionError:
         raise
+    except BypassError as stop:
+        stops = [*stops, stop]
     except TypeError:
         return None
     except Exception as error:  # such as an image that cannot be read
-        raise BypassError("argument", f"the arguments cannot be read: {error!r}", error) from None
-    if torch.is_grad_enabled() and call.requires_grad:
-        keeper.distrust_tensors()
-        raise BypassError.because("grad", "an input requires grad")
+        stops = [*stops, BypassError("argument", f"the arguments cannot be read: {shown(error)}", error)]
+    if stops:
+        raise BypassError.all_of(stops) from None
     return call
 
 

@@ -13,7 +13,9 @@ from torchcache2.identity.differences import at_most
 from torchcache2.identity.modulewalk import Fingerprint
 from torchcache2.identity.readable import form, readable, split
 
-__all__ = ["CallSeen", "explained"]
+__all__ = ["NOTHING_DIFFERS", "CallSeen", "explained"]
+
+NOTHING_DIFFERS = "nothing but the items differs between the last two calls"
 
 Leaf = tuple[torch.dtype, tuple[int, ...]]
 
@@ -45,7 +47,7 @@ def explained(
     """
     if len(calls) == 2 and calls[0].namespace == calls[1].namespace == now.namespace:
         lines = [f"not cached: {bypass}"] if bypass is not None else _call_differences(*calls)
-        return "\n".join(lines) or "nothing but the items differs between the last two calls"
+        return "\n".join(lines) or NOTHING_DIFFERS
     return compared(name, kind, now, before, bypass, directory, since)
 
 

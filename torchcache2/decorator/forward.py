@@ -13,12 +13,13 @@ from torch import Tensor
 
 from torchcache2.core.arrays import Bytes2D
 from torchcache2.core.keys import Keys
+from torchcache2.core.logs import shown
 from torchcache2.core.private import pytree
 from torchcache2.core.settings import CacheSettings
-from torchcache2.decorator.bypass import not_stored
+from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.probe import Comparison, Forward, Probe
 from torchcache2.decorator.traces import Inputs, Undo
-from torchcache2.engine.batch import Checks, WholeBatch
+from torchcache2.engine.batch import Checks, NotStoredError, WholeBatch
 from torchcache2.engine.randomness import RandomContexts, RandomState
 from torchcache2.engine.steps import Steps
 from torchcache2.identity.arguments import BoundCall
@@ -95,16 +96,16 @@ class Computation:
         output = yield from self._run(inputs, state, undo, suspect, len(positions))
         self.ran = [output] if is_callers else []  # until it is known that nothing was changed
         try:
-            reason = self._trace(inputs, state, suspect, output)
+            stop = self._trace(inputs, state, suspect, output)
         except torch.cuda.OutOfMemoryError:
             if undo is not None:
                 undo()
             raise
         self.ran = []
-        if reason is not None:
-            is_own = reason == "random" and (suspect or threading.active_count() == 1)
+        if stop is not None:
+            is_own = stop.reason == "random" and (suspect or threading.active_count() == 1)
             output = yield from self._run_again(output, undo, state if is_own else None)
-            raise not_stored(reason, output)
+            raise NotStoredError(stop.reason, stop.text, output)
         shapes = _shapes_of_items(output, len(positions))
         is_odd = self._is_odd(shapes)
         if is_odd and not is_whole:
@@ -117,7 +118,7 @@ class Computation:
                 self.checks.is_conclusive = False
                 return output
             if is_odd and not self.call.entries:
-                raise not_stored("batch", output, self._odd_text(shapes))
+                raise not_stored("batch", output, self._odd_text(shapes), cause="shape")
             if self.call.batch_size > 1:
                 output = yield from self._probe(compare, output)
         self._remember(shapes)
@@ -138,12 +139,14 @@ class Computation:
         was_random = self.random.is_suspect(self.context)
         output = pytree.tree_map(_waited, (yield from self.forward(inputs.args, inputs.kwargs)))
         self.ran = [output]
-        reason = self._trace(inputs, state, False, output) or ("random" if was_random else None)
-        if reason is not None:
-            raise not_stored(reason, output)
+        stop = self._trace(inputs, state, False, output)
+        if stop is None and was_random:
+            stop = BypassError.because("random", "")
+        if stop is not None:
+            raise NotStoredError(stop.reason, stop.text, output)
         shapes = _shapes_of_items(output, self.call.batch_size)
         if self._is_odd(shapes) and not self.call.entries:
-            raise not_stored("batch", output, self._odd_text(shapes))
+            raise not_stored("batch", output, self._odd_text(shapes), cause="shape")
         self._remember(shapes)
         self.ran = [self._own(output, inputs.tensors)]
 
@@ -174,10 +177,10 @@ class Computation:
         except Exception as error:
             if count == self.call.batch_size:
                 raise
-            failure = f"the forward of {count} of its {self.call.batch_size} items raises {error!r}"
+            failure = f"the forward of {count} of its {self.call.batch_size} items raises {shown(error)}"
         # If the forward raises for the whole batch too, the caller sees that exception, as without a cache.
         output = yield from self._run_again(None, undo)
-        raise not_stored("batch", output, failure)
+        raise not_stored("batch", output, failure, cause="raises")
 
     def _run_disturbed(self, inputs: Inputs, state: RandomState) -> Steps[Any]:
         """Run the forward with other random numbers than the caller's, to see whether it draws any."""
@@ -205,18 +208,19 @@ class Computation:
         undo()
         return (yield from self.forward(self.call.args, self.call.kwargs))
 
-    def _trace(self, inputs: Inputs, state: RandomState, suspect: bool, output: Any) -> str | None:
-        """The trace of the forward for which its output must not be stored; None if it has left none."""
+    def _trace(self, inputs: Inputs, state: RandomState, suspect: bool, output: Any) -> BypassError | None:
+        """The traces of the forward for which its output must not be stored; None if it has left none."""
+        found = []
         if (not suspect or self.random.is_suspect(self.context)) and state.moved():
             self.random.add(self.context)
-            return "random"
-        if self.keeper.changed_since(self.seen, self.root):
-            return "state"
+            found.append(BypassError.because("random", ""))
+        if changes := self.keeper.changed_since(self.seen, self.root):
+            found.append(BypassError.because("state", f"while the forward ran, {changes}"))
         if inputs.changed():
-            return "input"
+            found.append(BypassError.because("input", "the forward changed its input in place"))
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output)):
-            return "grad"
-        return None
+            found.append(BypassError.because("grad", "the output requires grad"))
+        return BypassError.all_of(found) if found else None
 
     def _is_odd(self, shapes: Shapes | None) -> bool:
         """Whether items had outputs of another shape before.
@@ -231,7 +235,7 @@ class Computation:
         text = self._odd_text(shapes)
         whole = yield from self._whole_batch()
         if _shapes_of_items(whole.output, self.call.batch_size) != shapes:
-            raise not_stored("batch", whole.output, text)
+            raise not_stored("batch", whole.output, text, cause="shape")
         return whole
 
     def _odd_text(self, shapes: Shapes | None) -> str:
@@ -246,7 +250,7 @@ class Computation:
         probe = Probe(self.call, self.keys, compare, self.forward, self.keeper, self.seen, self.root, pads)
         found = yield from probe.dependence()
         if found is not None:
-            raise not_stored("batch", output, found)
+            raise not_stored("batch", output, found.text, cause=found.cause)
         self.checks.is_conclusive = probe.is_conclusive
         return output
 

@@ -14,16 +14,17 @@ from torch import nn
 from torchcache2.core.environment import disabled_by_environment
 from torchcache2.core.exits import before_pools_end
 from torchcache2.core.keys import Keys
+from torchcache2.core.logs import logger
 from torchcache2.core.settings import CacheSettings
 from torchcache2.decorator import bypass
 from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.elsewhere import are_weights_elsewhere, telling
-from torchcache2.decorator.explain import CallSeen, explained
+from torchcache2.decorator.explain import NOTHING_DIFFERS, CallSeen, explained
 from torchcache2.decorator.forward import Computation, Shapes
 from torchcache2.decorator.passing import Forward, Passing
 from torchcache2.decorator.probes import CallChecks, Probes, talks
 from torchcache2.decorator.shortcuts import glance
-from torchcache2.decorator.tracing import Runner, is_traced
+from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
 from torchcache2.decorator.warmup import warm_up
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
@@ -34,12 +35,13 @@ from torchcache2.engine.stack import TierStack
 from torchcache2.engine.steps import Steps
 from torchcache2.identity.arguments import BoundCall, Signature
 from torchcache2.identity.encoding import digest, qualified_name
-from torchcache2.identity.entries import first_batch_size
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.modulewalk import Fingerprint
 from torchcache2.identity.namespace import History, NamespaceKeeper, Seen
 
 __all__ = ["ModuleCache"]
+
+_MANY = 1000  # items that are missed before a hint says why none was found
 
 
 class ModuleCache(Passing):
@@ -67,6 +69,8 @@ class ModuleCache(Passing):
         self._probes = probes if probes is not None else Probes()
         self._walks = 1
         self._writes_at_exit = False
+        self._is_without_grad = False
+        self._has_hinted = False
 
     def bind(self, root: Any, plain: Forward) -> None:
         """Say what is cached. `plain` is its forward without the cache; of a module, the bound method."""
@@ -78,6 +82,7 @@ class ModuleCache(Passing):
     def _read_signature(self, plain: Forward) -> None:
         settings = self.settings
         self.signature = Signature(plain, shared=settings.shared_args, item_args=settings.item_args)
+        self._is_without_grad = turns_grad_off(plain)
 
     @property
     def root(self) -> Any:
@@ -133,7 +138,22 @@ class ModuleCache(Passing):
         is_passed = self._runner.is_inside or not self.settings.enabled
         if is_passed or is_traced() or disabled_by_environment():
             return (yield plain, args, kwargs)
-        return (yield from self._relieved(self._called_with, plain, args, kwargs))
+        output = yield from self._relieved(self._called_with, plain, args, kwargs)
+        if not self._has_hinted:
+            self._hint()
+        return output
+
+    def _hint(self) -> None:
+        """Say once why no item is found, if many have come."""
+        if self._counters.hits == 0 and self._counters.misses < _MANY:
+            return
+        self._has_hinted = True
+        if self._counters.hits == 0:
+            why = self.explain()
+            # In a first epoch, all items are new.
+            log = logger.info if why.startswith(("namespace ", NOTHING_DIFFERS)) else logger.warning
+            text = "%s: none of the first %s items was found; explain() says: %s"
+            self._told("hint", text, self._name(), f"{self._counters.misses:,}", why, log=log)
 
     def _called_with(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
         start = time.perf_counter()
@@ -152,7 +172,7 @@ class ModuleCache(Passing):
             self._shortcuts.clear(kind)
             return output
         except BypassError as stop:
-            self._step_aside(stop, kind, first_batch_size(args, kwargs))
+            self._step_aside(stop, kind, self.signature.count(args, kwargs))
         except NotStoredError as stop:
             is_final = stop.reason != "random" or self._random.is_final(computation.context)
             self._step_aside(BypassError.of(stop, is_final=is_final), kind, len(computation.keys))
@@ -172,11 +192,13 @@ class ModuleCache(Passing):
 
         None if the arguments do not fit the signature: the plain forward then raises the usual error.
         """
-        bypass.ask_module(self.keeper, root)
+        stops = bypass.of_module(self.keeper, root, is_without_grad=self._is_without_grad)
+        if stops and stops[0].reason in self._reasons and not self._is_strict():
+            raise BypassError.all_of(stops)  # what the arguments add has been said
         if self._walks != self.keeper.walks:  # the source has been read again, so defaults may have changed
             self._read_signature(plain)
             self._walks = self.keeper.walks
-        call = bypass.ask_arguments(self.signature, args, kwargs, self.keeper)
+        call = bypass.ask_arguments(self.signature, args, kwargs, self.keeper, stops)
         if call is None:
             return None
         seen = self.keeper.look_at_tensors()
@@ -243,6 +265,8 @@ class ModuleCache(Passing):
         except NotStoredError as stop:
             if stop.reason == "batch":
                 self._depends(computation, may_be_old=isinstance(stop, WrongRowsError))
+            if isinstance(stop, WrongRowsError):
+                raise not_stored("batch", stop.output, stop.text, cause="found") from None
             raise
         if isinstance(checks, CallChecks) and checks.settle(has_run=computation.has_run):
             self._write_probes(keys.namespace)
@@ -303,7 +327,8 @@ class ModuleCache(Passing):
         if not self.settings.probe:
             return output
         # All items of a batch have outputs of one shape. If it differs between batches, it depends on them.
-        raise not_stored("batch", output, "items have outputs of another shape in another batch")
+        text = "items have outputs of another shape in another batch"
+        raise not_stored("batch", output, text, cause="stack")
 
     def _distrust(self) -> None:
         self.refresh()
@@ -329,6 +354,7 @@ class ModuleCache(Passing):
             return self
         twin = ModuleCache(self.settings, self._tiers, self.keeper.history, self._probes)
         twin._root, twin.signature = weakref.ref(copy), self.signature
+        twin._is_without_grad = self._is_without_grad
         twin.keeper.name = self.keeper.name
         return twin
 

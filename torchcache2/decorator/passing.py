@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from torchcache2.core.environment import disabled_by_environment, strict_by_environment
 from torchcache2.core.settings import CacheSettings
+from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.decorator.bypass import BypassError
 from torchcache2.decorator.forward import Computation
 from torchcache2.decorator.shortcuts import Glance, Shortcuts
 from torchcache2.engine.cache import Cache
 from torchcache2.engine.stack import TierStack
-from torchcache2.identity.entries import first_batch_size
+from torchcache2.identity.arguments import Signature
 
 __all__ = ["Forward", "Passing"]
 
@@ -23,6 +22,8 @@ Forward = Callable[..., Any]
 
 class Passing(Cache):
     """A cache that some calls pass by, each for a reason."""
+
+    signature: Signature
 
     def __init__(self, namespace: bytes, settings: CacheSettings, *, tiers: TierStack | None = None) -> None:
         super().__init__(namespace, settings, tiers=tiers)
@@ -42,14 +43,16 @@ class Passing(Cache):
         reason = None if self._is_strict() else self._shortcuts.reason(kind)
         self._bypass = reason
         if reason is not None:
-            self.count_bypass(reason, first_batch_size(args, kwargs), "")
+            self.count_bypass(reason, self.signature.count(args, kwargs), "")
             return None
         try:
             return self._computation(root, plain, args, kwargs)
         except BypassError as stop:
-            self._step_aside(stop, kind, first_batch_size(args, kwargs))
-        except torch.cuda.OutOfMemoryError as error:
-            self._do_without(first_batch_size(args, kwargs), error)
+            self._step_aside(stop, kind, self.signature.count(args, kwargs))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._do_without(self.signature.count(args, kwargs), error)
         return None
 
     def _computation(

@@ -12,13 +12,14 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Keys
+from torchcache2.core.logs import shown
 from torchcache2.core.rows import Rows, UnstorableError
 from torchcache2.decorator.traces import Undo
 from torchcache2.engine.randomness import RandomState
@@ -45,6 +46,13 @@ def _parts(keys: Keys) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(tuple(part.tolist()) for part in chosen if len(part)))
 
 
+class Difference(NamedTuple):
+    """How an item's output depends on its batch, and how that showed; see `batch_advice`."""
+
+    text: str
+    cause: str
+
+
 class Comparison:
     """The rows of a whole batch of `items`, and of parts of it that were computed by themselves.
 
@@ -68,7 +76,7 @@ class Comparison:
         """Whether the output can be stored, so that there is something to compare."""
         return self._whole is not None
 
-    def difference(self, output: Any, part: Sequence[int]) -> str | None:
+    def difference(self, output: Any, part: Sequence[int]) -> Difference | None:
         """How the output for some items differs from their rows of the whole batch; None if it does not."""
         if self._whole is None:
             return None
@@ -76,7 +84,7 @@ class Comparison:
         try:
             rows = Rows.from_pytree(output, len(part), device=self._device)
         except (UnstorableError, OutputError) as error:
-            return str(error)
+            return Difference(str(error), "shape")
         expected = self._whole.take(torch.tensor(part, dtype=torch.int64, device="cpu"))
         if rows.schema != expected.schema:
             shapes = [
@@ -84,20 +92,21 @@ class Comparison:
                 for leaf, other in zip(rows.schema.leaves, expected.schema.leaves, strict=False)
                 if leaf != other
             ]
-            return f"{next(iter(shapes), 'the output has another structure')} {batches}"
+            text = f"{next(iter(shapes), 'the output has another structure')} {batches}"
+            return Difference(text, "shape")
         found = self._worst(expected, rows, part, 0.5)
         if found is not None:
-            return f"{found} {batches}"
+            return Difference(f"{found} {batches}", "values")
         for other, others_rows in self._parts:
             shared = next((i for i, (a, b) in enumerate(zip(part, other, strict=False)) if a != b), len(part))
             if 0 < shared < len(part) == len(other):
                 found = self._worst(others_rows.head(shared), rows.head(shared), part, _ALIKE)
                 if found is not None:
-                    return f"{found} in two batches of {len(part)}"
+                    return Difference(f"{found} in two batches of {len(part)}", "rounding")
         self._parts.append((part, rows))
         return None
 
-    def repetition(self, keys: Keys) -> str | None:
+    def repetition(self, keys: Keys) -> Difference | None:
         """How the outputs for equal items of the batch differ; None if they do not."""
         found = keys.first_positions()
         if self._whole is None or found is None:
@@ -105,7 +114,9 @@ class Comparison:
         first, inverse = found
         expected = self._whole.take(torch.from_numpy(first[inverse]))
         text = self._worst(expected, self._whole, range(self._items), 0.5)
-        return None if text is None else f"{text} from that of an equal item of its batch"
+        if text is None:
+            return None
+        return Difference(f"{text} from that of an equal item of its batch", "repeat")
 
     def _worst(self, left: Rows, right: Rows, part: Sequence[int], power: float) -> str | None:
         apart_by, path, item = 0.0, "", 0
@@ -129,7 +140,7 @@ class Probe:
     pads: bool  # whether batches are padded to few sizes
     is_conclusive: bool = True  # False if a part could not be computed for lack of memory
 
-    def dependence(self) -> Steps[str | None]:
+    def dependence(self) -> Steps[Difference | None]:
         """How items depend on their batch; None if they do not."""
         aligned = bool(self.call.aligned)
         found = self.compare.repetition(self.keys)
@@ -140,14 +151,14 @@ class Probe:
             if found is not None and aligned:
                 # An argument as long as the batch has one entry per item, or it belongs to the whole batch.
                 found = yield from self._difference(part, False)
-            if isinstance(found, _RaisedText):
+            if found is not None and found.cause == "raises":
                 # The forward may need its items in the order of the caller, such as the longest first.
                 found = yield from self._difference(sorted(part), aligned)
             if found is not None or not self.is_conclusive:
                 return found
         return None
 
-    def _difference(self, part: Sequence[int], aligned: bool) -> Steps[str | None]:
+    def _difference(self, part: Sequence[int], aligned: bool) -> Steps[Difference | None]:
         """How the output of some items differs if they are computed by themselves; None if it does not."""
         count = len(part)
         if self.pads:
@@ -162,7 +173,8 @@ class Probe:
             self.is_conclusive = False
             return None
         except Exception as error:
-            return _RaisedText(f"the forward of {count} of its {self.call.batch_size} items raises {error!r}")
+            text = f"the forward of {count} of its {self.call.batch_size} items raises {shown(error)}"
+            return Difference(text, "raises")
         finally:
             # The forward has just run for the whole batch, and has changed at most attributes that it never
             # reads. These are put back. Everything else is put back only if there is no other thread, which
@@ -171,9 +183,3 @@ class Probe:
             if threading.active_count() == 1:
                 undo()
                 state.restore()
-
-
-class _RaisedText(str):
-    """The text about an exception that the forward has raised."""
-
-    __slots__ = ()

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from torchcache2.core.errors import DecorationError
+from torchcache2.core.logs import shown
 from torchcache2.core.settings import CacheSettings, Compression, Distributed, MissBatch, Policy
 from torchcache2.core.sizes import Size
 from torchcache2.decorator.classes import decorate_class
@@ -123,8 +124,8 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
         forward = getattr(target, "forward", target)
         if any(is_deferred(forward) for is_deferred in _DEFERRED):
             raise DecorationError(
-                f"torchcache cannot decorate {target!r}: calling it returns a coroutine or generator, not an "
-                "output. Decorate what computes the output"
+                f"torchcache cannot decorate {shown(target)}: calling it returns a coroutine or generator, "
+                "not an output. Decorate what computes the output"
             )
         if isinstance(target, type) and issubclass(target, nn.Module):
             return decorate_class(target, binding)
@@ -133,8 +134,8 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
         if isinstance(target, types.FunctionType):
             return _decorate_function(target, binding)
         raise DecorationError(
-            f"torchcache cannot decorate {target!r}, {_article(target)}: expected a subclass or instance "
-            "of torch.nn.Module, or a plain function"
+            f"torchcache cannot decorate {shown(target)}, {_article(target)}: expected a subclass or "
+            "instance of torch.nn.Module, or a plain function"
         )
 
     if target is None:

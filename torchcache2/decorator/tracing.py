@@ -24,7 +24,7 @@ from torchcache2.core.private import (
 from torchcache2.engine.steps import Steps
 from torchcache2.identity.sourcecode import origin
 
-__all__ = ["Runner", "is_exported", "is_traced", "with_own_code"]
+__all__ = ["Runner", "is_exported", "is_traced", "turns_grad_off", "with_own_code"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -76,6 +76,18 @@ def is_traced() -> bool:
         or is_fx_traced()
         or in_foreign_mode()
     )
+
+
+def turns_grad_off(forward: Callable[..., Any]) -> bool:
+    """Whether `torch.no_grad` or `torch.inference_mode` decorates a forward, so that it makes no graph."""
+    function, is_off = getattr(forward, "__func__", forward), False
+    while isinstance(function, types.FunctionType) and origin(function) == "torch":
+        for cell in function.__closure__ or ():
+            mode = getattr(cell.cell_contents, "__self__", cell.cell_contents)
+            if isinstance(mode, (torch.no_grad, torch.inference_mode)):
+                is_off = getattr(mode, "mode", True)  # of several, the innermost counts
+        function = getattr(function, "__wrapped__", None)
+    return is_off
 
 
 class Runner:

@@ -18,7 +18,7 @@ from torchcache2.core.logs import listed, logger
 from torchcache2.core.private import PRE_HOOKS, pytree
 from torchcache2.core.ranks import Place
 from torchcache2.core.settings import CacheSettings
-from torchcache2.decorator.bypass import BypassError, ask_module
+from torchcache2.decorator.bypass import BypassError, of_module
 from torchcache2.decorator.shares import share_of
 from torchcache2.engine.progress import Progress, WarmupStats
 from torchcache2.engine.randomness import RandomState
@@ -168,11 +168,9 @@ def _warm(
     if progress.batches == 0:
         _check_arguments(name, root, batch, args, kwargs)
     args, kwargs = _moved((args, kwargs), root)
-    try:
-        ask_module(cache.keeper, root)
-    except BypassError as stop:
-        if stop.reason != "lazy":  # the first call will make the parameters
-            raise stop.as_error(name) from None
+    stops = of_module(cache.keeper, root, is_without_grad=True)
+    if stops := [stop for stop in stops if stop.reason != "lazy"]:  # the first call makes such parameters
+        raise BypassError.all_of(stops).as_error(name)
     for is_last in (False, True):  # the first call may set something up, and not be cached for that
         if isinstance(root, nn.Module):
             output = root(*args, **kwargs)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OptionError, OutputError
 from torchcache2.core.keys import Keys
-from torchcache2.core.logs import ToldOnce
+from torchcache2.core.logs import ToldOnce, shown
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import size_text
 from torchcache2.core.version import __version__
@@ -72,7 +72,7 @@ class Cache(SteppedOutcomes):
         self, namespace: bytes, settings: CacheSettings | None = None, *, tiers: TierStack | None = None
     ) -> None:
         if not isinstance(namespace, bytes) or len(namespace) != 16:
-            raise OptionError(f"namespace={namespace!r}: expected 16 bytes, such as a 128-bit digest")
+            raise OptionError(f"namespace={shown(namespace)}: expected 16 bytes, such as a 128-bit digest")
         self.namespace = namespace
         settings = settings if settings is not None else CacheSettings()
         super().__init__(settings, tiers if tiers is not None else TierStack(settings))
@@ -139,7 +139,7 @@ class Cache(SteppedOutcomes):
         default from now on. `checks` say whether the rows of this batch are checked. ``is_whole()`` says
         whether `compute` runs for the whole batch whatever it is asked for, and `is_sharded`, whether it
         waits for the other ranks. `NotStoredError` if the output of `compute` must not, or cannot, be stored;
-        `OwnMemoryError` if a device has no memory for the cache's own work.
+        `OwnMemoryError` if there is no memory for the cache's own work.
         """
         start = time.perf_counter() if since is None else since
         batch = Batch(keys, compute, device, self.settings, dtypes, checks)
@@ -159,9 +159,9 @@ class Cache(SteppedOutcomes):
         return output
 
     def _do_without(self, items: int, error: Exception) -> None:
-        """Count items that are computed past the cache because a device has no memory for its own work."""
+        """Count items that are computed past the cache because there is no memory for its own work."""
         self._counters.count(hits=0, misses=items, computed=items, seconds=0.0, spent=0.0)
-        text = "%s: a device has no memory for the cache's own work, so the items are only computed: %s"
+        text = "%s: there is no memory for the cache's own work, so the items are only computed: %s"
         self._told("own memory", text, self._name(), str(error))
 
     def _relieved(self, steps: Callable[..., Steps[Any]], *args: Any) -> Steps[Any]:

@@ -1,28 +1,29 @@
-"""Devices without free memory: whether a call has found none, or the cache itself."""
+"""No free memory, on a device or the host: whether a call has found none, or the cache itself."""
 
 from __future__ import annotations
 
 import re
-import weakref
 from typing import TypeVar
 
 import torch
 
+from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.engine.collective.known import is_told
 from torchcache2.engine.steps import Steps
 
 __all__ = ["OwnMemoryError", "device_of", "told_apart"]
 
+_OF_CALL = "_torchcache2_of_call"
 T = TypeVar("T")
 
 
 class OwnMemoryError(Exception):
-    """Raised when the cache's own work has found no memory on a device: the call is to be made without it.
+    """Raised when the cache's own work has found no memory: the call is to be made without it.
 
-    `error` is what torch has raised.
+    `error` is what was raised.
     """
 
-    def __init__(self, error: torch.cuda.OutOfMemoryError) -> None:
+    def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
 
@@ -37,7 +38,6 @@ def told_apart(steps: Steps[T]) -> Steps[T]:
     OwnMemoryError
         In place of another out-of-memory error.
     """
-    failure: weakref.ref[BaseException] | None = None  # a reference would keep the tensors of the call
     try:
         call = next(steps)
         while True:
@@ -46,14 +46,14 @@ def told_apart(steps: Steps[T]) -> Steps[T]:
                 value = yield call
             except BaseException as raised:
                 error = raised
-                if isinstance(raised, torch.cuda.OutOfMemoryError):
-                    failure = weakref.ref(raised)
+                if is_out_of_memory(raised):
+                    setattr(raised, _OF_CALL, True)  # to keep the error would keep the tensors of the call
             call = steps.send(value) if error is None else steps.throw(error)
     except StopIteration as stop:
         result: T = stop.value
         return result
-    except torch.cuda.OutOfMemoryError as raised:
-        if is_told(raised) or (failure is not None and raised is failure()):
+    except Exception as raised:
+        if not is_out_of_memory(raised) or is_told(raised) or hasattr(raised, _OF_CALL):
             raise
         raise OwnMemoryError(raised) from None
     finally:

@@ -141,7 +141,8 @@ class Progress:
             budget = getattr(tier, "budget", math.inf)
             shares.append(budget / max(1, need))
             room = "" if budget == math.inf else f" of {size_text(budget)}"  # a server knows its own
-            lines.append(f"{tier.name} {size_text(need)}{room}")
+            most = "up to " if tier.is_lasting else ""  # rows are compressed, nobody knows yet how well
+            lines.append(f"{tier.name} {most}{size_text(need)}{room}")
         left = str(datetime.timedelta(seconds=math.ceil(mine / rate)))
         counts = f"{total:,} items" + (f", {mine:,} on this rank" if mine < total else "")
         text = f"{counts}: {', '.join(lines)}; about {left} ({each})"

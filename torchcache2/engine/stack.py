@@ -17,6 +17,7 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.rows import Parts, Rows, merged
 from torchcache2.core.settings import CacheSettings
+from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.tiers.base import Claim, Found, Tier
 from torchcache2.tiers.jointclaim import JointClaim
@@ -163,12 +164,16 @@ class TierStack:
         return found
 
     def _offer(self, tiers: Sequence[Tier], keys: Keys, rows: Rows) -> None:
-        """Offer rows that a slower tier had to faster ones, each key once."""
-        distinct = keys.first_positions()
-        if distinct is not None:
-            keys, rows = keys.take(distinct[0]), rows.take(torch.from_numpy(distinct[0]))
-        for tier in tiers:
-            tier.offer(keys, rows)
+        """Offer rows that a slower tier had to faster ones, each key once, if there is memory for that."""
+        try:
+            distinct = keys.first_positions()
+            if distinct is not None:
+                keys, rows = keys.take(distinct[0]), rows.take(torch.from_numpy(distinct[0]))
+            for tier in tiers:
+                tier.offer(keys, rows)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
 
     def has(self, keys: Keys) -> Flags:
         """Whether each key has a row in any tier now."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import html
+from collections import deque
 from collections.abc import Mapping
+from statistics import median_low
 
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.sizes import size_text
@@ -67,7 +69,8 @@ class CacheStats:
     seconds_computed : float
         Time spent in the plain forward, without bypasses.
     seconds_saved : float or None
-        An estimate: hits times the mean time of a miss, less the time that the cache itself took.
+        An estimate: hits times the time of a miss, less the time that the cache itself took. A miss takes the
+        median of the last batches that were computed, so that first calls and compilation do not count.
         It is negative where caching costs more than it saves. None if there were hits, but no miss that says
         what they would have cost, as in a second run that finds everything.
     """
@@ -174,14 +177,15 @@ class Counters:
         self.mismatched = 0
         self.seconds_computed = 0.0
         self.seconds_spent = 0.0
-        self._rows_computed = 0
+        self._paces: deque[float] = deque(maxlen=101)  # seconds for a row, of the last batches computed
 
     def count(self, *, hits: int, misses: int, computed: int, seconds: float, spent: float) -> None:
         """Add one batch: `computed` rows in `seconds`, and `spent` seconds on caching them."""
         with self._lock():
             self.hits += hits
             self.misses += misses
-            self._rows_computed += computed
+            if computed:
+                self._paces.append(seconds / computed)
             self.seconds_computed += seconds
             self.seconds_spent += spent
 
@@ -206,9 +210,10 @@ class Counters:
     def stats(self, **tiers: int) -> CacheStats:
         """The counts so far, and those of the tiers."""
         with self._lock():
-            mean = self.seconds_computed / self._rows_computed if self._rows_computed else 0.0
-            saved = (self.hits - self.verified) * mean - self.seconds_spent
-            is_unknown = self.hits and not self._rows_computed
+            # Of two batches, this is the faster one, since the other may have compiled something.
+            pace = median_low(self._paces) if self._paces else 0.0
+            saved = (self.hits - self.verified) * pace - self.seconds_spent
+            is_unknown = self.hits and not self._paces
             return CacheStats(
                 hits=self.hits,
                 misses=self.misses,

@@ -34,8 +34,8 @@ class Descriptor:
     __slots__ = ("_close", "number")
 
     def __init__(self, number: int) -> None:
-        self.number = number
         self._close: Callable[[int], None] = os.close
+        self.number = number
 
     def __del__(self) -> None:
         self.close()

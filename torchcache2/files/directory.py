@@ -40,7 +40,7 @@ from torchcache2.files.filenames import (
     is_ours,
     stated_format,
 )
-from torchcache2.files.filesystem import Descriptor, FileSystem, StrangeFileError
+from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem, StrangeFileError
 from torchcache2.files.layout import FORMAT_VERSION
 from torchcache2.files.whole import ulid, write_whole
 
@@ -78,7 +78,8 @@ class CacheDirectory:
             if error.errno not in _NO_PATH:
                 raise
             raise OptionError(f"{self.path!r} cannot be a cache directory: {error.strerror}") from None
-        has_tag = self.fs.exists(os.path.join(self.path, TAG))  # before `format`, as it may appear meanwhile
+        # Before `format`, as it may appear meanwhile. What a power cut has left empty is replaced.
+        has_tag = self.fs.exists(os.path.join(self.path, TAG)) and not self._has_empty_tag(listing)
         tag = self.format()
         if tag is None:
             strange = [info.name for info in listing if not is_ours(info)]
@@ -95,7 +96,8 @@ class CacheDirectory:
         """Make the folder, and the file that says that it is a cache."""
         self._make_folder(self.path)
         if self.format() is None:
-            self._write(os.path.join(self.path, TAG), TAG_TEXT.encode())
+            is_empty = self._has_empty_tag(self.fs.listing(self.path))
+            self._write(os.path.join(self.path, TAG), TAG_TEXT.encode(), replaces=is_empty)
             self.fs.sync_folder(self.path)
 
     def folder(self, namespace: bytes) -> str:
@@ -259,6 +261,11 @@ class CacheDirectory:
             return stated_format(self.fs.read_file(os.path.join(self.path, TAG), _MOST_TEXT))
         except (FileNotFoundError, NotADirectoryError, StrangeFileError, DamagedError):
             return None
+
+    @staticmethod
+    def _has_empty_tag(listing: list[FileInfo]) -> bool:
+        """Whether ``CACHEDIR.TAG`` is a file without a byte."""
+        return any(info.name == TAG and not info.is_folder and info.size == 0 for info in listing)
 
     def _make_folder(self, path: str) -> bool:
         """Make a folder, and those above it, so that a power cut does not take their names.

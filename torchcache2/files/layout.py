@@ -19,10 +19,10 @@ from torchcache2.core.schema import Schema
 from torchcache2.files.errors import UnserialisableError
 from torchcache2.files.schemajson import schema_to_json
 
-__all__ = ["DTYPES", "FORMAT_VERSION", "Layout", "nbytes_of", "schema_text"]
+__all__ = ["DTYPES", "FORMAT_VERSION", "MOST_SCHEMA_BYTES", "Layout", "nbytes_of", "schema_text"]
 
 FORMAT_VERSION = 1
-_MOST_SCHEMA_BYTES = 2 << 20  # the header escapes it, and has the paths of its leaves once more
+MOST_SCHEMA_BYTES = 2 << 20  # the header escapes it, and has the paths of its leaves once more
 BLOCK_BYTES = 8192  # rows share a block up to this size
 FORMAT = "torchcache2"
 ZEROS = b"0" * 16
@@ -179,7 +179,7 @@ class Layout:
 def schema_text(schema: Schema) -> str:
     """The JSON of a schema; `UnserialisableError` if it has none, or one too long to be read again."""
     text = json.dumps(schema_to_json(schema), separators=(",", ":"))
-    if len(text) > _MOST_SCHEMA_BYTES:
+    if len(text) > MOST_SCHEMA_BYTES:
         raise UnserialisableError(f"a structure that takes {len(text):,} bytes to write down")
     return text
 

@@ -14,6 +14,7 @@ from torchcache2.core.arrays import Array
 from torchcache2.core.gather import empty_bytes, moved
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Schema
+from torchcache2.core.sizes import check_room
 from torchcache2.files import codec as codecs
 from torchcache2.files.descriptors import Descriptors
 from torchcache2.files.encode import Encoded, row_checksums
@@ -272,7 +273,8 @@ def _firsts(numbers: Array, step: int) -> Array:
 
 
 def empty_columns(schema: Schema, count: int) -> Columns:
-    """Fresh columns, uint8 ``(count, bytes)``, for rows of a schema."""
+    """Fresh columns, uint8 ``(count, bytes)``, for rows of a schema; `MemoryError` if they are too large."""
+    check_room(count * schema.row_bytes)
     sizes = [leaf.row_bytes for leaf in schema.leaves]
     return [empty_bytes(count * size).numpy().reshape(count, size) for size in sizes]
 

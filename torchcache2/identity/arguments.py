@@ -23,6 +23,8 @@ from torchcache2.identity.entries import (
     Digests,
     ValueEncoder,
     entry_digests,
+    first_batch_size,
+    is_plain_sequence,
     is_sequence,
     take_entries,
     take_mapping,
@@ -127,6 +129,12 @@ class Signature:
         parameters = list(self._signature.parameters.values())
         self._shared = shared
         self._item_args = item_args
+        is_method = inspect.ismethod(function)
+        self._elsewhere = (
+            "keep other objects as attributes of the module"
+            if is_method
+            else "have the function close over other objects"
+        )
         self._variadic = None
         self._keywords = None
         positional = []
@@ -173,7 +181,7 @@ class Signature:
             arguments: Mapping[str, Any] = self._signature.bind(*args, **kwargs).arguments
         else:
             arguments = dict(zip(self._positional, args, strict=False))
-        encoder = ArgumentEncoder()
+        encoder = ArgumentEncoder(self._elsewhere)
         parts: list[bytes] = []
         for name, parameter in self._signature.parameters.items():
             value = arguments.get(name, _MISSING)
@@ -214,6 +222,15 @@ class Signature:
             self._shared,
             encoder.shared,
         )
+
+    def count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """How many items a call that is not cached seems to have; 1 if that cannot be told."""
+        named = dict(zip(self._positional, args, strict=False)) | dict(kwargs)
+        listed = [named[name] for name in self._item_args if is_plain_sequence(named.get(name))]
+        if listed:
+            return len(listed[0])
+        others = args[len(self._positional) :]
+        return first_batch_size(others, {k: v for k, v in named.items() if k not in self._shared})
 
     def _encode(self, encoder: ArgumentEncoder, name: str, value: Any, path: str) -> bytes:
         has_entries = name in self._item_args and not isinstance(value, Tensor) and value is not None

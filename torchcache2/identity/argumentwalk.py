@@ -33,10 +33,14 @@ class UncachedArgumentError(Exception):
 
 
 class ArgumentEncoder(ValueEncoder):
-    """Collects what is batched, or may be, and encodes the rest."""
+    """Collects what is batched, or may be, and encodes the rest.
 
-    def __init__(self) -> None:
+    `elsewhere` says where objects that are no arguments belong.
+    """
+
+    def __init__(self, elsewhere: str) -> None:
         super().__init__()
+        self._elsewhere = elsewhere
         self.leaves: list[tuple[str, Tensor]] = []  # batched tensors
         self.shared: list[Tensor] = []  # tensors that count by content
         self.entries: list[tuple[str, Digests]] = []  # of sequences with one entry per item
@@ -63,8 +67,7 @@ class ArgumentEncoder(ValueEncoder):
             raise UnhashableArgumentError(
                 f"argument {error.path} is a {type(error.value).__qualname__}"
                 f"{f' ({error.reason})' if error.reason else ''}, which cannot be put in a key. Pass "
-                "tensors, numbers, texts, and containers of them; keep other objects as attributes of "
-                f"the module{hint(error.value)}"
+                f"tensors, numbers, texts, and containers of them; {self._elsewhere}{hint(error.value)}"
             ) from None
 
     def _add_entries(self, value: Any, path: str) -> None:

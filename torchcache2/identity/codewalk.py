@@ -80,7 +80,7 @@ class CodeWalk(NameWalk):
                 parts += [text_bytes(kind.__name__), self._fields(kind)]
         # If a function has made the class, the file does not say with which arguments.
         is_made = where == "installed" and "<locals>" in kind.__qualname__
-        parts += self._class_contents(kind, everything=where == "project" or is_made)
+        parts += self._class_contents(kind, reference.decode(), everything=where == "project" or is_made)
         if where != "project" and issubclass(kind, nn.Module) and kind is not nn.Module:
             parts.append(self._reached_by(kind))
         self.parts[reference.decode()] = b"".join(map(sized, parts))
@@ -134,7 +134,7 @@ class CodeWalk(NameWalk):
             self.dicts.append(registry)
             self.reads.append((values_of, registry))
 
-    def _class_contents(self, kind: type, *, everything: bool) -> list[bytes]:
+    def _class_contents(self, kind: type, owner: str, *, everything: bool) -> list[bytes]:
         parts = []
         for name, value in sorted(vars(kind).items()):
             if name in _CLASS_NOISE or name.startswith(("torchcache_", "_torchcache_")):
@@ -155,7 +155,11 @@ class CodeWalk(NameWalk):
             if everything or self._is_put_there(kind, name, value):
                 if name == "__init__" and issubclass(kind, nn.Module):
                     self._constructors.add(id(value))
-                parts += [name.encode(), self.encode(value, f"{kind.__name__}.{name}")]
+                data = self.encode(value, f"{kind.__name__}.{name}")
+                if is_function or hasattr(type(value), "__get__"):
+                    parts += [name.encode(), data]
+                else:
+                    self.parts[f"value {kind.__name__}.{name} of {owner}"] = data
                 self.scopes.append((vars(kind), name, vars(kind)[name]))
         if everything:
             self.dicts.append(vars(kind))
@@ -210,11 +214,11 @@ class CodeWalk(NameWalk):
             self.assigned |= left_out
             parts = [
                 source.encode("utf-8", "surrogatepass"),
-                self.encode(function.__defaults__, f"{name}.__defaults__"),
-                self.encode(function.__kwdefaults__, f"{name}.__kwdefaults__"),
                 self._closure(function, path, left_out),
                 self.encode(own_attributes(function), name),
             ]
+            for argument, value in _defaults_of(function).items():
+                self.parts[f"default {argument} of {reference.decode()}"] = self.encode(value, argument)
             self.named_globals(function, left_out, f"of {reference.decode()}")
             self.reads.append((_FUNCTION_FIELDS, function))
             self.dicts.append(vars(function))
@@ -240,10 +244,21 @@ class CodeWalk(NameWalk):
             if name in left_out:
                 continue
             self.cells.append((cell, value))
-            if not is_ours(function):
-                pairs.append((name, path))
-            pairs.append((value, f"{function.__name__}.{name}"))
+            if is_ours(function):
+                pairs.append((value, f"{function.__name__}.{name}"))
+            else:
+                owner = self._labels[id(function)].decode()
+                self.parts[f"closure {name} of {owner}"] = self.encode(value, name)
         return self.items(pairs)
+
+
+def _defaults_of(function: types.FunctionType) -> dict[str, Any]:
+    """The defaults of a function, by the names of its parameters."""
+    values = function.__defaults__ or ()
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return dict(zip(names[len(names) - len(values) :], values, strict=False)) | (
+        function.__kwdefaults__ or {}
+    )
 
 
 def _short_name(obj: Any) -> str:

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchcache2.identity.modulewalk import Fingerprint
+from torch import nn
 
-__all__ = ["at_most", "differences", "differences_of_state", "from_document"]
+from torchcache2.identity.modulewalk import Fingerprint
+from torchcache2.identity.readable import INNER
+
+__all__ = ["at_most", "changes", "differences", "differences_of_state", "from_document", "of_root"]
 
 _MOST_LINES = 50
 _MOST_ALIKE = 3  # more parts that differ in the same way share a line
-_SOURCES = ("class", "function")
+_TITLES = {
+    "weights": "weights:",
+    "class": "source of class",
+    "function": "source of function",
+    "closure": "closure variable",
+}
 _STATE = ("attribute ", "attributes of ", "constructor argument ", "global ", "hook ")
-_CODE = ("class ", "function ", "import ", "named ")
+_CODE = ("class ", "closure ", "default ", "function ", "import ", "named ", "value ")
 
 
 def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
     """One line for each part that differs, or for many that differ in the same way; the weights last."""
     alike: dict[tuple[str, str], list[str]] = {}
-    names = sorted(
-        before.parts.keys() | now.parts.keys(), key=lambda name: (name.startswith("weights "), name)
-    )
-    for name in names:
-        if before.parts.get(name) == now.parts.get(name):
-            continue
-        kind, _, path = name.partition(" ")
-        if kind == "tensor" and f"weights {path}" in names:
-            continue  # the line about its content says so too
-        alike.setdefault((kind, _difference(name, kind, before, now)), []).append(path)
+    for kind, path, text in _changed(before, now):
+        alike.setdefault((kind, text), []).append(path)
     lines = []
     for (kind, text), paths in alike.items():
-        title = "weights:" if kind == "weights" else f"source of {kind}" if kind in _SOURCES else kind
+        title = _TITLES.get(kind, kind)
         shown = paths if len(paths) <= _MOST_ALIKE else paths[:1]
         lines += [f"{title} {path}".rstrip() + text for path in shown]
         if len(shown) < len(paths):
@@ -57,6 +58,57 @@ def differences_of_state(before: Fingerprint, now: Fingerprint) -> list[str]:
         for one in (before, now)
     ]
     return differences(*shown)
+
+
+def changes(
+    before: Fingerprint, now: Fingerprint, containers: Mapping[str, str], module: nn.Module | None
+) -> list[str]:
+    """What code has changed between two fingerprints of a function, or of this module.
+
+    `containers` says what happened to containers, by path; see `Watch.changed_containers`.
+    """
+    lines: dict[str, None] = {}
+    for kind, path, text in _changed(before, now):
+        place, of, owner = path.partition(" of ")
+        inside = (f"{place}.", f"{place}[")
+        verbs = {at: verb for at, verb in containers.items() if at == place or at.startswith(inside)}
+        for at, verb in (verbs or {place: f"was assigned{text}" if text.startswith(":") else text}).items():
+            is_own = kind in ("attribute", "weights")
+            name = of_root(module, at) if is_own else f"{_TITLES.get(kind, kind)} {at}{of}{owner}"
+            lines[f"{name} {verb.strip()}"] = None
+    return list(lines)
+
+
+def of_root(module: nn.Module | None, path: str) -> str:
+    """The path of an attribute, with ``self`` before one of this module."""
+    name = re.split(r"[.\[]", path, maxsplit=1)[0]
+    return f"self.{path}" if module is not None and name in dir(module) else path
+
+
+def _changed(before: Fingerprint, now: Fingerprint) -> Iterator[tuple[str, str, str]]:
+    """The kind and the path of each part that differs, and how; the weights last.
+
+    In the place of an object stand those of its attributes whose values are known.
+    """
+    parts = before.parts.keys() | now.parts.keys()
+    inner = [
+        (name.removeprefix(INNER), f": {before.values[name]} → {now.values[name]}")
+        for name in sorted(before.values.keys() & now.values.keys())
+        if name.startswith(INNER) and before.values[name] != now.values[name]
+    ]
+    for name in sorted(parts, key=lambda name: (name.startswith("weights "), name)):
+        if before.parts.get(name) == now.parts.get(name):
+            continue
+        kind, _, path = name.partition(" ")
+        if kind == "tensor" and f"weights {path}" in parts:
+            continue  # the line about its content says so too
+        text = _difference(name, kind, before, now)
+        place, of, owner = path.partition(" of ")
+        deeper = [(at, how) for at, how in inner if at.startswith((f"{place}.", f"{place}["))]
+        if text != " changed" or not deeper:
+            yield kind, path, text
+        else:
+            yield from ((kind, f"{at}{of}{owner}", how) for at, how in deeper)
 
 
 def _difference(name: str, kind: str, before: Fingerprint, now: Fingerprint) -> str:

@@ -17,6 +17,7 @@ from torchcache2.core.private import modules_of
 from torchcache2.core.settings import CacheSettings
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import Attributes
+from torchcache2.identity.differences import changes, of_root
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.mixing import UnsteadyLayer, unsteady
 from torchcache2.identity.modulewalk import Fingerprint, Walk
@@ -55,6 +56,7 @@ class Facts(NamedTuple):
     is_uncounted: bool = False  # tensors without version counters are too large to compare at every call
     is_parametrized: bool = False  # a submodule is
     unsteady: UnsteadyLayer | None = None  # the first layer that draws random numbers or mixes items
+    names_grad: bool = False  # its code may turn grad mode on by itself
     sharded: str | None = None  # which part of it waits for other processes, if it is not cached for that
 
 
@@ -167,19 +169,25 @@ class NamespaceKeeper:
                 self._tensors.forget()
             return holds
 
-    def changed_since(self, seen: Seen, root: Any) -> bool:
-        """Whether the module, or a tensor of it, has changed since it was looked at."""
+    def changed_since(self, seen: Seen, root: Any) -> str | None:
+        """What has changed since the module was looked at, by path; None if nothing has."""
         with self._lock():
+            before, watch, module, found = self.fingerprint, self._watch, _module(root), list[str]()
             if seen.tensors.moved() or seen.tensors.generation != seen.generation:
-                return True  # the forward, or another thread, has written to a tensor
-            if self.fingerprint.namespace != seen.namespace:
-                return True
-            if self._watch is not None and self._watch.same(_module(root)):
-                if self._watch.contents_same():
-                    return False
+                names = seen.tensors.moved_names()  # empty if another thread has read them since
+                found = [f"{of_root(module, name)} was written to" for name in names] or ["a tensor changed"]
+            if before.namespace == seen.namespace:
+                if watch is not None and watch.same(module) and watch.contents_same():
+                    return listed(found) or None
+                containers = {} if watch is None else watch.changed_containers()
                 self._watch = None
-            # An assigned value may equal the old one: pruning, for example, assigns weights at every call.
-            return self.look(root).namespace != seen.namespace
+                # An assigned value may equal the old one: pruning, for example, assigns weights each time.
+                if self.look(root).namespace == before.namespace:
+                    return listed(found) or None
+                found += changes(before, self.fingerprint, containers, module)
+            elif (earlier := self.history.before(before)) is not None:  # another thread has looked
+                found += changes(earlier, before, {}, module)
+            return listed(found or ["the module changed"])
 
     def attributes(self, root: Any) -> Attributes:
         """The attributes of the module and its submodules, as they are now."""
@@ -215,7 +223,7 @@ class NamespaceKeeper:
             self._tensors = TensorWatch({})  # a tensor that is watched cannot be freed
             return
         self._parts = {name: digest([data]) for name, data in walk.parts.items()}
-        self._values = texts_of(walk.parts)
+        self._values = texts_of(walk.parts) | walk.texts()
         self._parts["option cache_dtype"] = str(self._settings.cache_dtype).encode()
         self._values["option cache_dtype"] = str(self._settings.cache_dtype)
         self._tensors = TensorWatch(walk.tensors | self._shards.buffers(), self._tensors)
@@ -227,6 +235,7 @@ class NamespaceKeeper:
             self._tensors.is_blind and self._settings.persistent_module_hash is None,
             any("parametrizations" in modules_of(part) for part in parts),
             next(filter(None, map(unsteady, parts)), None),
+            any("enable_grad" in name or "grad_enabled" in name for name in walk.parts),
         )
         for name in sorted(walk.assigned):
             self._tell(logger.info, f"{name} is assigned by forward and not part of the key")

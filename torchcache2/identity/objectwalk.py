@@ -26,9 +26,18 @@ from torchcache2.identity.annotations import parts_of_type
 from torchcache2.identity.bulk import UNCOUNTED, Bulk
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import MUTABLE, content
-from torchcache2.identity.encoding import CONTAINERS, attributes, qualified_name, sized, text_bytes
+from torchcache2.identity.encoding import (
+    CONTAINERS,
+    Encoder,
+    attributes,
+    qualified_name,
+    sized,
+    text_bytes,
+)
+from torchcache2.identity.lateimports import is_plain
 from torchcache2.identity.leftout import OwnerWalk, left_out
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, is_ours
+from torchcache2.identity.readable import INNER, readable
 from torchcache2.identity.torchcode import graph_code, is_operator, script_code
 
 __all__ = ["GENERATORS", "ObjectWalk"]
@@ -49,6 +58,7 @@ _BUILTIN_CODE = (
     types.MethodWrapperType,
     np.ufunc,
 )
+_MOST_NOTES = 500
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 
 
@@ -66,8 +76,11 @@ class ObjectWalk(OwnerWalk):
         super().__init__(texts)
         self.generators: list[Any] = []  # random generators, whose state is not part of the namespace
         self.unread: list[str] = []  # where something was met that cannot be read
-        self.containers: dict[int, tuple[Any, tuple[Any, ...]]] = {}  # by id, with their content at that time
+        # Containers by id, with their content at that time, and where they were met.
+        self.containers: dict[int, tuple[Any, tuple[Any, ...], str]] = {}
         self._tokens, self._objects = tokens, 0
+        self._notes: dict[str, Any] = {}  # plain values inside of objects, by path
+        self._noted: set[int] = set()
         self._too_much = os.urandom(16)
         self._bulk = Bulk(self.most_before_bulk, self.held_in_bulk)
 
@@ -81,7 +94,7 @@ class ObjectWalk(OwnerWalk):
                 self.unread.append(f"{path} (more than {self.most_objects} objects)")
             return self._too_much
         if issubclass(type(value), MUTABLE):  # the type is asked, as an object may claim another `__class__`
-            self.containers.setdefault(id(value), (value, content(value)))
+            self.containers.setdefault(id(value), (value, content(value), path))
         try:
             return super().encode(value, path)
         except RecursionError:
@@ -100,7 +113,24 @@ class ObjectWalk(OwnerWalk):
             return b"".join(map(sized, sorted(self.encode(element, f"{path}{{…}}") for element in ordered)))
         if isinstance(value, dict) and left_out(type(value)):
             value = self.without_skipped(type(value), dict(value), path)
+        if isinstance(value, dict):
+            self._note(value, value, path)
         return super().contents(value, path)
+
+    def texts(self) -> dict[str, str]:
+        """For people, the plain values inside of objects, so that it can be told which one has changed."""
+        texts = {path: readable(Encoder().encode(value, path)) for path, value in self._notes.items()}
+        return {f"{INNER}{path}": text for path, text in texts.items() if text is not None}
+
+    def _note(self, owner: Any, state: Mapping[Any, Any], path: str) -> None:
+        if (
+            id(owner) in self._noted or len(self._notes) > _MOST_NOTES
+        ):  # several modules may share a configuration
+            return
+        self._noted |= {id(owner), id(getattr(owner, "__dict__", None))}
+        where = "{}[{!r}]" if isinstance(owner, dict) else "{}.{}"
+        plain = {name: value for name, value in state.items() if isinstance(name, str) and is_plain(value)}
+        self._notes |= {where.format(path, name): value for name, value in plain.items()}
 
     def rank(self, element: Any) -> bytes:
         """Bytes to sort the elements of a set by."""
@@ -114,7 +144,9 @@ class ObjectWalk(OwnerWalk):
 
     def fields(self, value: Any, path: str) -> dict[str, Any]:
         """The fields of a dataclass by name, without those that are left out."""
-        return self.without_skipped(type(value), super().fields(value, path), path)
+        fields = self.without_skipped(type(value), super().fields(value, path), path)
+        self._note(value, fields, path)
+        return fields
 
     def besides(self, value: Any, path: str) -> bytes:
         """The bytes of further attributes, those in slots included; they are watched from then on."""
@@ -224,6 +256,7 @@ class ObjectWalk(OwnerWalk):
             text = state["_tokenizer"].to_str()  # "truncation", "padding", "added_tokens", …
             state["_tokenizer"] = text[max(0, text.find('"added_tokens"')) :]
         state = self.without_skipped(kind, state, path)
+        self._note(value, state, path)
         head = self.klass(kind, path) + self.state(state, path)
         if all(_made_by_class_statement(base) for base in kind.__mro__[:-1]):
             return b"o" + head

@@ -7,11 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-__all__ = ["form", "readable", "split", "texts_of"]
+__all__ = ["INNER", "form", "readable", "split", "texts_of"]
 
+INNER = "in "  # before the path of a value inside of an object or dict, among the texts for people
 _MOST_SHOWN = 200
 # A part of a walk with such a name is a single value.
-_PLAIN_PARTS = ("attribute ", "child ", "constructor argument ", "global ", "option ", "training", "value ")
+_PLAIN_PARTS = (
+    *("attribute ", "child ", "closure ", "constructor argument ", "default ", "global ", "option "),
+    *("training", "value "),
+)
 _LABELS = (b"class ", b"function ", b"module ")  # of what has a part of its own
 _SHOWN: dict[bytes, Callable[[bytes], str]] = {
     b"n": lambda rest: "None",

@@ -96,6 +96,18 @@ class TensorWatch:
         """Whether a tensor has other storage, or was written to, since the last `refresh`."""
         return self._look() != self._state
 
+    def moved_names(self) -> list[str]:
+        """The tensors that `moved` is about, by path, as far as that can be told."""
+        owners = [self.tensors] * 4 + [self._counted]
+        state: tuple[Any, ...] = self._state or ()
+        moved = {
+            id(tensor)
+            for tensors, before, now in zip(owners, state, self._look(), strict=False)
+            for tensor, old, new in zip(tensors, before, now, strict=True)
+            if old != new
+        }
+        return [name for name, tensor in self._named.items() if id(tensor) in moved]
+
     def same(self) -> bool:
         """Whether every tensor seems to have the content that was read."""
         if self.moved() or b"".join(self._heads) != self._head_bytes or not self.holds():

@@ -6,11 +6,14 @@ lists, dicts and other containers. Larger containers are compared only before an
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from itertools import accumulate, chain
 from operator import is_, itemgetter
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from torchcache2.core.private import BUFFERS, GLOBAL_HOOKS, HOOKS, MODULES, PARAMETERS, PRE_HOOKS
@@ -28,6 +31,8 @@ _SMALL = {"each": 64, "total": 2000, "each_bytes": 1024, "total_bytes": 16_384}
 _LARGE = {"each": 5000, "total": 5000, "each_bytes": 1 << 20, "total_bytes": 1 << 20}
 _MOST_LARGEST = 64
 _MOST_COPIED = 1_000_000
+
+_NUMBERS = (bytearray, array, np.ndarray)  # their content is not kept, as it may be large
 
 _Fields = Callable[[dict[str, Any]], tuple[Any, ...]]
 
@@ -70,7 +75,8 @@ class Watch:
         self._cells = [cell for cell, _ in walk.cells]
         self._reads = walk.reads
         read = walk.containers.values()
-        self._containers = [container for container, _ in read]
+        self._containers = [container for container, _, _ in read]
+        self._before = [one for one in read if not isinstance(one[0], _NUMBERS)]
         self._small = Contents(self._containers, **_SMALL)
         self._large = Contents(self._small.left, **_LARGE)
         self._largest = [(container, content(container)) for container in self._large.left[:_MOST_LARGEST]]
@@ -79,7 +85,7 @@ class Watch:
         # If something has changed during the walk, its parts are not those of the state that is watched now.
         known = [value for _, _, value in walk.scopes] + [value for _, value in walk.cells]
         self._is_stale = not all(map(is_, self._seen, known))
-        self._is_stale |= not all(alike(content(container), before) for container, before in read)
+        self._is_stale |= not all(alike(content(container), before) for container, before, _ in read)
 
     def same(self, root: nn.Module | None) -> bool:
         """Whether nothing has changed, as far as it is compared at every call."""
@@ -94,6 +100,20 @@ class Watch:
     def contents_same(self) -> bool:
         """Whether larger containers have not changed, as far as they are compared."""
         return self._large.same() and all(alike(content(one), before) for one, before in self._largest)
+
+    def changed_containers(self) -> dict[str, str]:
+        """What has happened to the containers that have changed, by the path on which each was met."""
+        found = {}
+        for container, before, path in self._before:
+            try:
+                now = content(container)
+            except RuntimeError:  # another thread is changing it at this moment
+                now = ()
+            if not alike(now, before):
+                is_longer = isinstance(container, (list, deque)) and len(now) > len(before)
+                is_appended = is_longer and alike(now[: len(before)], before)
+                found[path] = "was appended to" if is_appended else "was edited"
+        return found
 
     def attributes(self, root: nn.Module | None) -> Attributes:
         """The content of modules, containers and variables as it is now, to be put back later."""

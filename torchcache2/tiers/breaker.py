@@ -37,8 +37,12 @@ class Breaker:
 
     def allows(self, part: bytes) -> bool:
         """Whether a part may be tried now."""
+        return self.pause_of(part) <= 0.0
+
+    def pause_of(self, part: bytes) -> float:
+        """Seconds until a part may be tried; 0 or less: now."""
         until = max(self._paused_until.get(None, 0.0), self._paused_until.get(part, 0.0))
-        return time.monotonic() >= until
+        return until - time.monotonic()
 
     def failed(self, part: bytes | None, *, is_lasting: bool) -> None:
         """Count a failed try: further tries have to wait, longer and longer.

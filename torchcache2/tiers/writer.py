@@ -102,6 +102,19 @@ class Writer:
             self._changed.notify_all()
         self._start()
 
+    def again(self, pending: Pending, after: float) -> bool:
+        """Have a segment that `write` could not write wait on, and try it in some seconds, or at a flush.
+
+        Returns False if so much waits that there is no room for it. Without the lock.
+        """
+        with self._lock:
+            if pending.dropped or self._ending or self.nbytes > self.pace.limit // 2:
+                return False
+            pending.since = self._clock() + after
+            self._open[pending.namespace, pending] = pending
+            self._changed.notify_all()
+            return True
+
     def beat_now(self) -> None:
         """Have the thread call `beat` now, and again when that says; without the lock."""
         with self._lock:
@@ -249,7 +262,7 @@ class Writer:
                 if not self._ready:
                     return False
                 pending = self._ready[0]
-                pending.thread = threading.get_ident()
+                pending.thread, pending.done = threading.get_ident(), False
                 self._writing.append(pending)
                 self._ready.popleft()
             start = self._clock()

@@ -15,6 +15,7 @@ from tests.helpers.storage import CPU, NAMESPACES, found, keys_of, rows_of, warn
 from torchcache2 import CacheSettings
 from torchcache2.core.rows import Rows
 from torchcache2.engine.cache import Cache
+from torchcache2.engine.collective.holdings import AllHoldings, Holdings
 from torchcache2.engine.collective.replicas import Replicas
 from torchcache2.engine.stack import TierStack
 from torchcache2.tiers.base import Tier, replicas_of
@@ -41,10 +42,10 @@ def make(request, monkeypatch, tmp_path):
     """Makes tiers of each kind that keeps replicas; those that share are of one job."""
     if request.param == "moved":  # as on devices, where columns grow by moving
 
-        def refuse(*args):
+        def refuse(*args, **options):
             raise OSError("no address space")
 
-        monkeypatch.setattr(columns_module, "_ReservedColumn", refuse)
+        monkeypatch.setattr(columns_module.mmap, "mmap", refuse)
     tiers = []
 
     def made(budget=10**7, in_use=None):
@@ -451,3 +452,15 @@ class Dict(RuleBasedStateMachine):
 
 TestDict = Dict.TestCase
 TestDict.settings = settings(max_examples=200 if os.environ.get("SOAK") else 15, stateful_step_count=25)
+
+
+def test_what_is_added_again_is_what_was_added_last():
+    every, first, second = (
+        AllHoldings(),
+        Holdings(TierStack(CacheSettings())),
+        Holdings(TierStack(CacheSettings())),
+    )
+    for one in (first, second, first):
+        every.add(b"caller", one)
+    assert every.of(b"caller", second) is first
+    assert every.of(b"another", second) is second

@@ -18,10 +18,12 @@ from xxhash import xxh3_64_intdigest
 
 from tests.helpers.outputs import assert_same
 from tests.helpers.storage import CPU, DTYPES, NAMESPACES, keys_of, rows_of
+from torchcache2.core import sizes
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.files.codec import codec
 from torchcache2.files.errors import UnserialisableError
+from torchcache2.files.layout import MOST_SCHEMA_BYTES
 from torchcache2.tiers.redis.record import Records
 
 SOAK = bool(os.environ.get("SOAK"))
@@ -361,3 +363,24 @@ def example():
 def test_the_example_on_the_page_is_real():
     page = (Path(__file__).parents[3] / "docs" / "format.md").read_text(encoding="utf-8")
     assert f"```text\n{example()}\n```" in page
+
+
+def test_values_that_stand_for_more_than_half_of_what_is_free_are_not_decoded(monkeypatch):
+    records, keys = Records(codec("brotli")), keys_of(range(8))
+    values = records.encode(keys, output_rows(torch.zeros(8, 10**5), 8))
+    assert sum(map(len, values)) < 20_000
+    monkeypatch.setattr(sizes, "_UNASKED", 10**5)
+    monkeypatch.setattr(sizes, "free_memory", lambda device: 6 * 10**6)
+    with pytest.raises(MemoryError, match="of rows at once"):
+        records.decode(keys, values)
+    assert len(records.decode(keys, values[:4]).parts) == 1
+
+
+def test_a_value_whose_schema_is_longer_than_any_is_damaged():
+    keys = keys_of([1])
+    (value,) = Records(codec("none")).encode(keys, rows_of([1], 4))
+    start, size = struct.Struct("<4sBI"), MOST_SCHEMA_BYTES + 1
+    magic, number, before = start.unpack_from(value)
+    text = value[start.size :][:before].ljust(size)
+    body = start.pack(magic, number, size) + text + value[start.size + before : -8]
+    assert Records(codec("none")).decode(keys, [summed(keys, body)]).damaged == [0]

@@ -151,7 +151,7 @@ def test_the_budget_is_exact(join):
     budget = 2_000_000
     tiers = [join(budget) for _ in range(3)]
     rng = np.random.default_rng(0)
-    for step in range(250):
+    for step in range(400):
         tier, width = tiers[rng.integers(3)], int(rng.choice([1, 3, 50, 400]))
         names = [f"{i}/{width}" for i in rng.choice(3000, rng.integers(1, 40), replace=False)]
         if rng.random() < 0.6:

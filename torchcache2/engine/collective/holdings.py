@@ -81,6 +81,7 @@ class AllHoldings:
 
     def add(self, caller: bytes, holdings: Holdings) -> None:
         """Take in what is called now."""
+        self._found.pop((caller, holdings.tiers), None)  # what is added again is the last one
         self._found[caller, holdings.tiers] = holdings
 
     def of(self, caller: bytes, default: Holdings) -> Holdings:

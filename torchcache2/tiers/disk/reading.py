@@ -50,12 +50,16 @@ class Reader:
 
         found, failed = read_rows(segments, numbers, rows, positions)
         for number, error in failed.items():
-            if not isinstance(error, FileNotFoundError):  # a file that is gone was deleted to make room
-                self._health.fault(error, getattr(segments[number], "path", self._directory.path))
+            segment = segments[number]
+            if not isinstance(segment, Segment):  # rows that wait are in no file that could be set aside
+                self._health.fault(OSError(str(error)), self._directory.path)
+            elif not isinstance(error, FileNotFoundError):  # a file that is gone was deleted to make room
+                self._health.fault(error, segment.path)
         if failed:
             damaged = [number for number, error in failed.items() if isinstance(error, DamagedError)]
             # Where nothing may be written, a damaged segment stays, as nobody could replace its other rows.
-            gone = failed.keys() - (damaged if self._health.serves_only else ())
+            stays = damaged if self._health.serves_only else ()
+            gone = [n for n, error in failed.items() if not (n in stays or isinstance(error, MemoryError))]
             self._known.remove(keys.namespace, gone, damaged)
         for segment in segments.values():
             self._touch(segment)
@@ -162,14 +166,18 @@ def _read(
 ) -> tuple[Positions, Rows] | None:
     """Rows of one schema, in the order of their positions; adds to `failed` why others cannot be read."""
     wanted = np.sort(np.concatenate([job.positions for job in jobs]))
-    columns: Columns = empty_columns(schema, len(wanted))
+    try:
+        columns: Columns = empty_columns(schema, len(wanted))
+    except MemoryError as error:
+        failed.update((job.number, error.with_traceback(None)) for job in jobs)
+        return None
     good = np.ones(len(wanted), bool)
     for job in jobs:
         targets = np.searchsorted(wanted, job.positions)
         try:
             if not segments[job.number].read(job.rows, columns, targets):
                 raise DamagedError("a row is not what was written")
-        except (OSError, DamagedError) as error:
+        except (OSError, DamagedError, MemoryError) as error:
             good[targets] = False
             failed[job.number] = error.with_traceback(None)  # its frames would keep the file open
     result = rows_of(schema, columns, len(wanted))

@@ -19,7 +19,7 @@ from torchcache2.files.codec import Codec
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.encode import SEGMENT, Encoded, encode, write
 from torchcache2.files.eviction import Allowance, room_after
-from torchcache2.files.filesystem import Descriptor
+from torchcache2.files.filesystem import Descriptor, StrangeFileError, is_read_only
 from torchcache2.files.segment import Segment
 from torchcache2.files.whole import ulid
 from torchcache2.tiers.disk.awaited import AwaitedUploads
@@ -45,6 +45,10 @@ class Sealing:
     ----------
     evictions : int
         Rows forgotten to make room.
+    lost : int
+        Rows forgotten as they could not be written.
+    is_last : bool
+        Whether rows are tried now or never, as the tier is being closed.
     """
 
     def __init__(
@@ -62,7 +66,8 @@ class Sealing:
         mirrored: bool,
         sealed: Callable[[], object] | None,
     ) -> None:
-        self.evictions = 0
+        self.evictions = self.lost = 0
+        self.is_last = False
         self._directory = directory
         self._fs = directory.fs
         self._known = known
@@ -121,12 +126,16 @@ class Sealing:
             writer.added(pending, family, pending.nbytes - before)
 
     def write(self, pending: Pending) -> bool:
-        """Seal rows, or forget them if that fails; returns whether they are sealed.
+        """Seal rows; returns whether they are sealed.
 
+        Where the system refuses that, they wait on, as long as there is room, and are forgotten otherwise.
         The writer deals with interrupts.
         """
         folder = self._directory.folder(pending.namespace)
         name = ulid() + SEGMENT
+        is_paused = pending.name and not self._health.allows(pending.namespace)  # it was tried already
+        if is_paused and not self.is_last and self._waits_on(pending):
+            return False
         try:
             encoded = encode(pending.rows(), self._codec, library=__version__)
             with self._known.lock():
@@ -156,9 +165,18 @@ class Sealing:
                 self._on_sealed()
             return True
         except Exception as error:
-            self.forget(pending)
             self._health.write_fault(error, folder, pending.namespace)
+            passes = isinstance(error, (OSError, MemoryError)) and not isinstance(error, StrangeFileError)
+            is_lasting = not passes or (isinstance(error, OSError) and is_read_only(error))
+            if is_lasting or not self._waits_on(pending):
+                self.lost += 0 if is_lasting else len(pending)
+                self.forget(pending)
             return False
+
+    def _waits_on(self, pending: Pending) -> bool:
+        """Have rows wait until the pause is over; False if there is no room for them."""
+        writer = self._known.writer
+        return writer is not None and writer.again(pending, self._health.pause_of(pending.namespace))
 
     def _sealed(self, namespace: bytes, name: str, encoded: Encoded) -> bool:
         """Write a segment; False if there is no room for it."""
@@ -207,9 +225,6 @@ class Sealing:
             room = self._room_after(size)
         except PermissionError:
             self._health.faults += 1  # the segments that would make room belong to another user
-        except OSError as error:
-            self._health.write_fault(error, self._directory.path)  # this concerns the whole directory
-            return False
         if room < 0:
             self._health.full(self._budget, mirrored=self._mirrored)
             return False

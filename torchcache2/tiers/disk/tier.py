@@ -217,7 +217,7 @@ class DiskTier(Tier):
             remove_leftovers(self.directory, namespace.hex())  # the old file, unless another process holds it
 
     def flush(self) -> None:
-        """Return when everything that was put is sealed, or forgotten because of a fault."""
+        """Return when everything that was put is sealed, or waits to be tried again because of a fault."""
         if self.is_busy_here():
             return  # waiting here would wait for this thread itself; the writer writes the rows soon
         with self._lock():
@@ -235,16 +235,20 @@ class DiskTier(Tier):
             return
         is_going = self._goes_with == os.getpid()
         if not is_going:
+            self._sealing.is_last = True
             self.flush()
         with self._lock():
             self._known.begin()
             self._known.closed = True
             writer = self._known.writer
+            unwritten = [] if writer is None or is_going else [one for one in writer.all() if one.name]
             if writer is not None and is_going:
                 for namespace in list(self._known.located):
                     writer.drop(namespace)
         if writer is not None:
             writer.end()
+        if lost := self._sealing.lost + sum(map(len, unwritten)):
+            self._health.tell("lost", "rows that could not be written to %s: %d", self.path, lost)
         with self._lock():
             self._known.located.clear()
             self._known.descriptors.clear()

@@ -1,12 +1,14 @@
 """Columns: the rows of one leaf as bytes, whatever their dtype is, in memory that grows.
 
-A column on the CPU reserves as much address space as the whole budget, and the kernel gives memory to the
-pages that have been written. So it grows without a copy, one `index_select` gathers from it, and memory that
-is given up goes back to the system at once. On other devices a column grows by chunks, and is never copied.
+A column on the CPU takes just its bytes while it is small. Once it is large, it reserves as much address
+space as the whole budget, and the kernel gives memory to the pages that have been written. So it grows
+without a copy, one `index_select` gathers from it, and memory that is given up goes back to the system at
+once. On other devices a column grows by chunks, and is never copied.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,6 +27,7 @@ __all__ = ["Column", "host_column", "row_column"]
 _PAGE = mmap.PAGESIZE
 # Without this flag the system counts reserved address space as memory, and refuses to fork the process.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+_MOST_MAPPED = 256  # columns of that part of the budget are large: a process has a limited number of mappings
 _HUGE = 8 << 20  # memory that grows by this many bytes or more asks for huge pages
 # A chunk has at most 64 MiB, or one row if that is larger. Whoever asks for a few rows gets a 64th of what
 # the column has, but no more than 2 MiB, as a column would otherwise grow by very many small chunks.
@@ -99,22 +102,32 @@ class Column:
 
 
 class _ReservedColumn(Column):
-    """A column in reserved address space: it grows and shrinks in place, by whole pages."""
+    """A column that, once it is large, lies in reserved address space: it grows and shrinks there in place.
+
+    There it takes whole pages. A small one takes the bytes of its rows, as there may be thousands of them.
+    """
 
     def __init__(self, row_bytes: int, limit: int, runtime: Runtime | None = None) -> None:
         self._committed = 0
         self._limit = max(_PAGE, -(-limit // _PAGE) * _PAGE)
-        self._map = mmap.mmap(-1, self._limit, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        self._map: mmap.mmap | None = None
         super().__init__(row_bytes, runtime)
 
     @property
     def nbytes(self) -> int:
-        return self._committed
+        return self._committed if self._map is not None else super().nbytes
 
     def cost(self, rows: int) -> int:
-        return max(0, self._pages(rows) - self._committed)
+        if self._map is not None:
+            return max(0, self._pages(rows) - self._committed)
+        return self._pages(rows) if self._is_large(rows) else super().cost(rows)
 
     def grow(self, rows: int) -> None:
+        if self._map is None and self._is_large(rows):
+            self._reserve()
+        if self._map is None:
+            super().grow(rows)
+            return
         size = self._pages(rows)
         if size > self._limit:
             raise MemoryError(f"{size} bytes in a column limited to {self._limit}")
@@ -124,6 +137,9 @@ class _ReservedColumn(Column):
             self._committed, self.capacity = size, size // self.row_bytes
 
     def shrink(self, rows: int) -> None:
+        if self._map is None:
+            super().shrink(rows)
+            return
         size = self._pages(rows)
         if size < self._committed:
             self._map.madvise(mmap.MADV_DONTNEED, size, self._committed - size)
@@ -135,10 +151,19 @@ class _ReservedColumn(Column):
     def _pages(self, rows: int) -> int:
         return -(-rows * self.row_bytes // _PAGE) * _PAGE
 
-    def _allocate(self, rows: int) -> Tensor:
-        rows = self._limit // self.row_bytes
-        data = torch.frombuffer(self._map, dtype=torch.uint8, count=rows * self.row_bytes)
-        return data.view(rows, self.row_bytes)
+    def _is_large(self, rows: int) -> bool:
+        return rows > self.capacity and rows * self.row_bytes > self._limit // _MOST_MAPPED
+
+    def _reserve(self) -> None:
+        """Move to reserved address space, unless the system has none; `grow` then commits its pages."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        with contextlib.suppress(OSError, OverflowError):
+            reserved = mmap.mmap(-1, self._limit, flags=flags)
+            rows = self._limit // self.row_bytes
+            data = torch.frombuffer(reserved, dtype=torch.uint8, count=rows * self.row_bytes)
+            data = data.view(rows, self.row_bytes)
+            data[: self.capacity] = self._data
+            self._map, self._data = reserved, data
 
 
 class _ChunkedColumn(Column):
@@ -227,10 +252,7 @@ class _NoColumn(Column):
 def host_column(row_bytes: int, limit: int, runtime: Runtime | None = None) -> Column:
     """A column on the host, which will never have more than `limit` bytes."""
     if hasattr(mmap, "MAP_ANONYMOUS") and hasattr(mmap, "MADV_DONTNEED"):
-        try:
-            return _ReservedColumn(row_bytes, limit, runtime)
-        except (OSError, OverflowError):
-            pass  # this system reserves no more address space than it has memory
+        return _ReservedColumn(row_bytes, limit, runtime)
     return Column(row_bytes, runtime)
 
 

@@ -30,7 +30,7 @@ from torchcache2.tiers.memory.arena import Arena
 __all__ = ["ArenaTable"]
 
 _GROUP_BYTES = 256  # about what a group takes in memory
-_MOST_ARENAS = 1024  # an arena takes a few memory mappings, of which a process has a limited number
+_MOST_ARENAS = 10_000  # an arena takes some kilobytes that do not count
 _MOST_GROUPS = 100_000  # in one namespace
 _LEFT_FREE = 4  # replicas leave free one in so many of the bytes that they took when they last had to go
 _EVICTED_AT_ONCE = 64  # at least a 64th of all rows goes at once, as finding the oldest ones reads all ticks

@@ -27,6 +27,7 @@ from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rowcopy import RowCopier
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import Policy
+from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.transfer import CUDA, Arriving, Runtime
 from torchcache2.tiers.base import Found, Tier, TierStats, replicas_of
 from torchcache2.tiers.memory.arena import Arena
@@ -89,10 +90,11 @@ class MemoryTier(Tier):
             try:
                 self._catch_up()
                 return Found(self._find(keys))
-            except torch.cuda.OutOfMemoryError as error:
-                self._do_without(keys, error)
             except BaseException as error:
-                self._start_anew(error, "read")
+                if is_out_of_memory(error):
+                    self._do_without(keys, error)
+                else:
+                    self._start_anew(error, "read")
         return Found([])
 
     def has(self, keys: Keys) -> Flags:
@@ -176,12 +178,12 @@ class MemoryTier(Tier):
             raise error
         self._told("fault", "the memory cache could not be %s, and starts anew: %r", verb, error)
 
-    def _do_without(self, keys: Keys, error: Exception) -> None:
-        """Go on after a copy for which the device had no memory: rows of these keys are misses."""
+    def _do_without(self, keys: Keys, error: BaseException) -> None:
+        """Go on after a copy for which there was no memory: rows of these keys are misses."""
         self._arenas.pop_empty(keys.namespace)
         self._told(
             "memory",
-            "a device has no memory to copy rows, which are then computed again, or not kept: %s. "
+            "there is no memory to copy rows, which are then computed again, or not kept: %s. "
             "Lower max_memory_cache_size, or keep rows on the host with memory_cache_device='cpu'",
             str(error),
         )

@@ -23,7 +23,7 @@ from torchcache2.core.schema import Schema
 from torchcache2.files.codec import codec as codec_of
 from torchcache2.files.errors import DamagedError, UnknownClassError
 from torchcache2.files.lanes import Codec, Lane, lane
-from torchcache2.files.layout import schema_text
+from torchcache2.files.layout import MOST_SCHEMA_BYTES, schema_text
 from torchcache2.files.schemajson import schema_from_json
 from torchcache2.files.segment import Columns, empty_columns, rows_of
 
@@ -188,7 +188,8 @@ def _head_of(value: bytes) -> bytes:
     if len(value) < _START.size + _SUM_BYTES:
         return b""
     magic, codec, size = _START.unpack_from(value)
-    if magic != _MAGIC or codec >= len(_CODECS) or size > len(value) - _START.size - _SUM_BYTES:
+    most = min(MOST_SCHEMA_BYTES, len(value) - _START.size - _SUM_BYTES)
+    if magic != _MAGIC or codec >= len(_CODECS) or size > most:
         return b""
     return value[: _START.size + size]
 

@@ -119,13 +119,17 @@ class RedisTier(Tier):
 
     def has(self, keys: Keys) -> Flags:
         """Whether each key has a row here now, be it one that waits to be sent."""
-        if self._outbox.closed:
-            return np.zeros(len(keys), bool)
-        here = self._outbox.has(keys)
-        asked = np.flatnonzero(~here)
-        if len(asked):
-            keys = keys.take(asked)
-            here[asked] = self._clients.exist(row_names(keys), keys.words)
+        here = np.zeros(len(keys), bool)
+        try:
+            if self._outbox.closed:
+                return here
+            here = self._outbox.has(keys)
+            asked = np.flatnonzero(~here)
+            if len(asked):
+                keys = keys.take(asked)
+                here[asked] = self._clients.exist(row_names(keys), keys.words)
+        except Exception as error:
+            self._fault(error)
         return here
 
     @with_ordinary_tensors
@@ -137,13 +141,13 @@ class RedisTier(Tier):
         """
         if len(keys) == 0 or self._outbox.closed or not self._takes(rows.schema):
             return 0
-        allowed = self._clients.allows_writes(keys.words)
-        if not allowed.all():
-            places = np.flatnonzero(allowed)
-            if len(places) == 0:
-                return 0
-            keys, rows = keys.take(places), rows.take(torch.from_numpy(places))
         try:
+            allowed = self._clients.allows_writes(keys.words)
+            if not allowed.all():
+                places = np.flatnonzero(allowed)
+                if len(places) == 0:
+                    return 0
+                keys, rows = keys.take(places), rows.take(torch.from_numpy(places))
             return self._outbox.keep(keys, OwnRows(rows, self._slabs))
         except Exception as error:
             self._fault(error)

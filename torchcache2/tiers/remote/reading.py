@@ -41,7 +41,9 @@ def read(objects: Objects, known: Known, keys: Keys, arrivals: Arrivals) -> Part
         return parts
     bad: dict[int, list[int]] = {}
     for number, error in failed.items():
-        if isinstance(error, DamagedError):
+        if isinstance(error, MemoryError):
+            known.fault(error, objects.bucket.url)
+        elif isinstance(error, DamagedError):
             some, bad[number] = _good({number: _fetched_again(objects, keys, number, sought)}, sought)
             parts = merged([*parts, *some])
             if not bad[number]:

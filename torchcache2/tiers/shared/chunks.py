@@ -2,8 +2,8 @@
 
 Rows of one schema lie in chunks, column by column. A column begins at a multiple of its row bytes, counted
 from the beginning of the region: so the region is one array of rows for each width, and one `gather` takes
-rows from all chunks. The first chunk of a schema has room for just the rows that were put, the next ones
-double up to 64 MB: a row of a rare shape is a chunk of one.
+rows from all chunks. The first chunk of a schema has room for just the rows that were put, a later one for a
+quarter of those before, up to 64 MB: a row of a rare shape is a chunk of one.
 
 A location is the number of a chunk and of a row in it. Rows are given out under the lock, and never twice.
 What is written about a chunk or a schema is written before its number is known to anybody. Whoever is given
@@ -159,7 +159,7 @@ class Chunks:
     def _add(self, number: int, schema: Schema, count: int) -> Positions:
         """Locations in a new chunk, of which the rest is for those who come later; under the lock."""
         board, chunk = self._space.board, int(self._head[_CHUNKS])
-        rows = max(count, min(int(self._schemas[number, _TOTAL]), _SLAB // max(1, schema.row_bytes)))
+        rows = max(count, min(int(self._schemas[number, _TOTAL]) // 4, _SLAB // max(1, schema.row_bytes)))
         free = board.free_for(board.are_replicas(self._space.file))
         if self._extent(schema, rows)[1] > free:
             rows, high = 0, count + 1
