@@ -28,7 +28,7 @@ import time
 from torchcache2 import CacheLoader
 
 before = time.perf_counter()
-with CacheLoader() as loader:
+with CacheLoader("redis", "test") as loader:
     loader.get("first", len)
     loader.flush()
     print(time.perf_counter() - before)
@@ -68,7 +68,10 @@ def _batches(report, server):
     values = torch.randn(SAMPLES, WIDTH)
     peer = Pickled(values, server.url)
     keys, new = list(range(SAMPLES)), iter(range(SAMPLES, 1 << 40))
-    with CacheLoader(hosts=server.url) as ours, CacheLoader("local", path=None) as shared:
+    with (
+        CacheLoader("redis", "test", hosts=server.url) as ours,
+        CacheLoader("local", "test", path=None) as shared,
+    ):
 
         def write():
             ours.get_many([next(new) for _ in keys], lambda key: values[key % SAMPLES])
@@ -138,7 +141,7 @@ def _epochs(report, server):
 def _dead(report):
     progress("redis: a dead server")
     values = torch.randn(SAMPLES, WIDTH)
-    with RedisServer() as server, CacheLoader(hosts=server.url, key_prefix="dead") as ours:
+    with RedisServer() as server, CacheLoader("redis", "test", hosts=server.url, key_prefix="dead") as ours:
         ours.get_many([0], values.__getitem__)
         server.kill()
         batches = [range(first, first + 64) for first in range(0, SAMPLES, 64)]

@@ -738,6 +738,24 @@ def test_warmup_tells_what_is_wrong(path):
     assert cached.missing().tolist() == [1, 3, 5, 7, 9]
 
 
+@pytest.mark.parametrize("where", ["folder", "filled folder", "ranks", "bucket"])
+def test_datasets_of_one_name_and_other_lengths_are_apart(path, monkeypatch, where):
+    options = {"path": {"ranks": None, "bucket": f"file://{path}"}.get(where, path), "name": "scans"}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2" if where == "ranks" else "1")
+    monkeypatch.setenv("TORCHCACHE_JOB", str(path))
+    given = [range(100), range(1000, 1010), range(2000, 2011)]
+    if where == "filled folder":
+        with contextlib.closing(CachedDataset(given[0], **options)) as first:
+            first.warmup()
+    made = [CachedDataset(values, memory_cache_size="1MB", **options) for values in (*given, given[1])]
+    for cached, values in zip(made, (*given, given[1]), strict=True):
+        assert [cached[1], *cached.__getitems__([2, 3])] == [values[1], values[2], values[3]]
+        cached.flush()
+    assert [cached.stats().misses for cached in made[:3]] == [0 if where == "filled folder" else 3, 3, 3]
+    for cached in made:
+        cached.close()
+
+
 def test_ranks_share_the_work_of_a_warmup(path, monkeypatch):
     log = path.parent / "log"
     monkeypatch.setenv("WORLD_SIZE", "3")

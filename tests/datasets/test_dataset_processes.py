@@ -1,7 +1,9 @@
 """`CachedDataset` in workers, ranks, and processes that are killed."""
 
+import gc
 import json
 import os
+import pickle
 import random
 import select
 import signal
@@ -13,6 +15,7 @@ import pytest
 from tests.helpers import warm
 from tests.helpers.datasets import noted
 from tests.helpers.gloo import run_ranks
+from torchcache2.datasets.tally import Tally
 
 SOAK = bool(os.environ.get("SOAK"))
 PREAMBLE = """
@@ -427,6 +430,30 @@ def test_what_samples_depend_on_decides_whether_they_are_found(tmp_path):
         assert found(usual, "load") == (0, 3), (old, new)  # a pickle of a run with other code
         assert found(usual) == (3, 0)
     assert found(usual, name="scaled", version=3) == (0, 3)
+
+
+def test_processes_count_together_whatever_files_are_closed():
+    tally, pid, many = Tally(), os.getpid(), 20_000
+    tally.add(misses=1)
+    other = pickle.loads(pickle.dumps(tally))  # opens the file
+    other.add(misses=1)
+    del other
+    gc.collect()  # and closes it
+    children = []
+    for number in (1, 2):
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                os.getpid = lambda number=number: pid + 1024 * number  # takes the parent's row if it may
+                for _ in range(many):
+                    tally.add(misses=1)
+                os._exit(0)
+            finally:
+                os._exit(1)
+    for _ in range(many):
+        tally.add(misses=1)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    assert tally.total()["misses"] == 2 + 3 * many
 
 
 STORM = """

@@ -414,7 +414,8 @@ def test_what_cannot_be_read_is_named_and_the_namespace_is_for_this_process(make
         assert found.namespace != identify(dataset).namespace
         named = identify(dataset, name="mine")
         assert named.unread == []
-        assert named.namespace == identify(Source(), name="mine").namespace
+        other = Subset(Source(), [0]) if where == "dataset.held" else Source()
+        assert named.namespace == identify(other, name="mine").namespace
     finally:
         if hasattr(value, "close"):
             value.close()

@@ -33,7 +33,7 @@ LOCAL = {
 @pytest.fixture(params=LOCAL if SOAK else ["memory", "folder"])
 def options(request, path):
     """Options of a loader, in places where values may be."""
-    found = {"backend": "local", **LOCAL[request.param]}
+    found = {"backend": "local", "key_prefix": "test", **LOCAL[request.param]}
     return found | ({"path": path} if "path" in found else {})
 
 
@@ -78,7 +78,7 @@ def test_many_keys_are_loaded_once_in_their_order(options):
 
 def test_ints_of_arrays_and_tensors_are_ints():
     load = Function()
-    with CacheLoader("local", memory_cache_size="1MB") as loader:
+    with CacheLoader("local", "test", memory_cache_size="1MB") as loader:
         for key in (np.int64(7), torch.tensor(7), np.array(7, np.uint8), 7, np.arange(9)[7]):
             same(loader.get(key, load), ("value of", 7))  # not what another one would have
         assert loader.get_many(np.array([7, 8]), load) == [("value of", 7), ("value of", 8)]
@@ -91,7 +91,7 @@ def test_ints_of_arrays_and_tensors_are_ints():
 )
 def test_other_keys_are_errors(key):
     load = Function()
-    with CacheLoader("local", memory_cache_size="1MB") as loader:
+    with CacheLoader("local", "test", memory_cache_size="1MB") as loader:
         with pytest.raises(TypeError, match="CacheLoader is one int, str or bytes; get_many"):
             loader.get(key, load)
         with pytest.raises(TypeError):
@@ -100,7 +100,7 @@ def test_other_keys_are_errors(key):
 
 
 def test_other_mistakes_are_errors():
-    with CacheLoader("local", memory_cache_size="1MB") as loader:
+    with CacheLoader("local", "test", memory_cache_size="1MB") as loader:
         with pytest.raises(TypeError, match="load_fn is of type int: expected a callable"):
             loader.get("key", 7)
         for keys in ("key", b"key"):
@@ -154,7 +154,6 @@ def test_what_cannot_be_stored_is_an_error_at_first_and_then_a_warning(options, 
 
 def test_prefix_and_version_say_which_values_are_meant(path):
     given = [
-        {},
         {"key_prefix": "a"},
         {"key_prefix": "a", "version": 1},
         {"key_prefix": "a", "version": "1"},
@@ -174,7 +173,6 @@ def test_prefix_and_version_say_which_values_are_meant(path):
 @pytest.mark.parametrize(
     ("prefix", "version", "namespace"),
     [
-        ("", None, "2d8c9f4a21e1c053067f352f039304f9"),
         ("a", None, "8447cecd2e0a862108307745c833d078"),
         ("a", 1, "f2564818d2620c9b97f99babbcae74db"),
         ("a", "1", "042e8e9a6d96c735860cf2402d585774"),
@@ -198,9 +196,9 @@ def test_threads_share_a_loader(options):
 
 
 def test_the_function_is_not_part_of_the_key(path):
-    with CacheLoader("local", path=path, memory_cache_size=0) as loader:
+    with CacheLoader("local", "test", path=path, memory_cache_size=0) as loader:
         assert [loader.get(1, str), loader.get(1, float)] == ["1", "1"]
-    with CacheLoader("local", path=path, memory_cache_size=0, version=2) as loader:
+    with CacheLoader("local", "test", path=path, memory_cache_size=0, version=2) as loader:
         assert loader.get(1, float) == 1.0
 
 
@@ -242,12 +240,20 @@ def test_a_loader_of_a_dataset_stands_for_its_prefix_and_version(path):
 
 def test_clear_forgets_this_prefix(options):
     load = Function()
-    with CacheLoader(**options) as loader, CacheLoader(key_prefix="other", **options) as other:
+    with CacheLoader(**options) as loader, CacheLoader(**options | {"key_prefix": "other"}) as other:
         loader.get(1, load), other.get(1, load)
         loader.clear()
         assert (loader.num_keys(), other.num_keys()) == (0, 1)
         loader.get(1, load), other.get(1, load)
         assert len(load.asked) == 3
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_two_loaders_without_a_prefix_are_an_error_wherever_they_are(ranks, path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    for options in ({}, {"path": path}, {"backend": "redis"}):
+        with pytest.raises(OptionError, match="all loaders with one key_prefix share them"):
+            CacheLoader(**{"backend": "local"} | options)
 
 
 def test_what_is_cleared_while_it_is_loaded_is_not_kept(options):
@@ -264,7 +270,7 @@ def test_what_is_cleared_while_it_is_loaded_is_not_kept(options):
 def test_a_loader_that_keeps_nothing_loads(off, monkeypatch):
     if off == "environment":
         monkeypatch.setenv("TORCHCACHE_DISABLE", "1")
-    load, loader = Function(), CacheLoader("local", memory_cache_size=0 if off == "sizes" else "1MB")
+    load, loader = Function(), CacheLoader("local", "test", memory_cache_size=0 if off == "sizes" else "1MB")
     if off == "closed":
         loader.get(1, load)
         loader.close()
@@ -273,7 +279,7 @@ def test_a_loader_that_keeps_nothing_loads(off, monkeypatch):
     assert len(load.asked) == 3 + (off == "closed") and loader.num_keys() == 0
     loader.flush(), loader.clear()
     assert loader.stats().memory_rows == 0
-    assert repr(loader) == "<CacheLoader '' in memory>"
+    assert repr(loader) == "<CacheLoader 'test' in memory>"
 
 
 @pytest.mark.parametrize(
@@ -281,6 +287,7 @@ def test_a_loader_that_keeps_nothing_loads(off, monkeypatch):
     [
         ({"backend": "memcached"}, "backend='memcached': expected 'redis' or 'local'"),
         ({"key_prefix": 7}, "key_prefix=7: expected a text"),
+        ({"key_prefix": ""}, "key_prefix='': expected a text that stands for the values"),
         ({"version": 1.5}, "version=1.5: expected a text or an int"),
         ({"writer_buffer_size": 0}, "writer_buffer_size=0: expected a number of samples from 1 on"),
         ({"writer_buffer_size": True}, "writer_buffer_size=True"),
@@ -311,8 +318,9 @@ def test_options_that_cannot_be_meant(options, text):
         if face is not CacheLoader and set(options) & {"key_prefix", "prefix"}:
             continue
         expected = text.replace("CacheLoader", "(CacheLoader|CachedDataset)")
+        named = {"key_prefix": "test"} if face is CacheLoader else {}
         with pytest.raises(OptionError, match=expected) as caught:
-            face(**{"backend": "local", **options})
+            face(**{"backend": "local", **named, **options})
         assert "secret" not in str(caught.value)
 
 

@@ -118,7 +118,7 @@ def test_a_worker_whose_parent_was_killed_meanwhile_starts_no_server(monkeypatch
         reading, writing = os.pipe()
         if os.fork() == 0:
             try:
-                os.write(writing, pickle.dumps(CacheLoader()))
+                os.write(writing, pickle.dumps(CacheLoader("redis", "test")))
             finally:
                 os._exit(0)
         os.wait()
@@ -137,7 +137,7 @@ def test_a_worker_whose_parent_was_killed_meanwhile_starts_no_server(monkeypatch
 KILLED = """
 if __name__ == "__main__":
     log, options = sys.argv[1], json.loads(sys.argv[2])
-    loader = CacheLoader(**options)
+    loader = CacheLoader(key_prefix="p", **options)
     try:
         for batch in DataLoader(Read(loader, log, deadly=True), 5, num_workers=2, collate_fn=len):
             pass

@@ -239,6 +239,18 @@ def test_which_dataset_of_a_folder_is_meant(path):
                 pass
 
 
+def test_datasets_of_one_name_are_told_apart_by_their_lengths(path):
+    for count in (40, 60):
+        with contextlib.closing(CachedDataset(Batched(count, "coco"), path, name="scans")) as cached:
+            cached.warmup()
+    text = error_of(path, name="scans", kind=OptionError)
+    assert "2 datasets of name='scans'" in text
+    for count in (40, 60):
+        (line,) = [line for line in text.splitlines() if f"{count} samples, {count} rows" in line]
+        with contextlib.closing(CachedDataset(None, path, name=line.split(":")[0].strip())) as cached:
+            assert len(cached) == count and cached[count - 1]["image_id"] == count - 1
+
+
 def test_a_class_is_a_name_too(path):
     fill(path, name="first")
     with CacheLoader("local", "loader", path=path, memory_cache_size=0) as loader:

@@ -179,7 +179,7 @@ def test_a_dataset_that_cannot_be_read_needs_a_name(server, tmp_path):
 
 
 def test_loaders_and_datasets_on_one_server_never_meet(server):
-    given = [{}, {"key_prefix": "a"}, {"key_prefix": "a", "version": 1}, {"key_prefix": "a1"}]
+    given = [{"key_prefix": "a"}, {"key_prefix": "a", "version": 1}, {"key_prefix": "a1"}]
     for turn in range(2):
         for number, some in enumerate(given):
             with CacheLoader(hosts=server.url, **some) as loader:
@@ -199,7 +199,7 @@ def test_loaders_and_datasets_on_one_server_never_meet(server):
 
 
 def test_get_many_is_one_round_trip(server):
-    with CacheLoader(hosts=server.url) as loader:
+    with CacheLoader("redis", "test", hosts=server.url) as loader:
         loader.get_many(range(300), str)
         loader.flush()
         client = server.client()
@@ -210,7 +210,7 @@ def test_get_many_is_one_round_trip(server):
 
 
 def test_values_are_sent_when_there_are_enough(server):
-    with CacheLoader(hosts=server.url, writer_buffer_size=3) as loader:
+    with CacheLoader("redis", "test", hosts=server.url, writer_buffer_size=3) as loader:
         loader.get_many([1, 2], str)
         assert loader.get(1, str) == "1" and keys_on(server) == 0
         loader.get(3, str)
@@ -222,14 +222,17 @@ def test_values_are_sent_when_there_are_enough(server):
 
 def test_a_password_that_is_refused_is_an_error_at_once(server):
     wrong = server.url.replace(PASSWORD, "other-secret")
-    for make in (lambda: CacheLoader(hosts=wrong), lambda: CachedDataset([1], backend="redis", hosts=wrong)):
+    for make in (
+        lambda: CacheLoader("redis", "test", hosts=wrong),
+        lambda: CachedDataset([1], backend="redis", hosts=wrong),
+    ):
         with pytest.raises(OptionError, match="the Redis server unix:") as caught:
             make()
         assert "secret" not in str(caught.value)
 
 
 def test_a_password_that_is_refused_later_is_a_fault(log):
-    with RedisServer(PROGRAMS[0]) as server, CacheLoader(hosts=server.url) as loader:
+    with RedisServer(PROGRAMS[0]) as server, CacheLoader("redis", "test", hosts=server.url) as loader:
         assert loader.get(1, str) == "1"
         pickled, client = pickle.dumps(loader), server.client()
         client.config_set("requirepass", "other")
@@ -244,7 +247,7 @@ def test_a_password_that_is_refused_later_is_a_fault(log):
 
 
 def test_no_password_is_in_any_text(server, log, capfd, tmp_path):
-    dataset, loader = cached_on(server), CacheLoader(hosts=[server.url])
+    dataset, loader = cached_on(server), CacheLoader("redis", "test", hosts=[server.url])
     copies = [pickle.loads(pickle.dumps(one)) for one in (dataset, loader)]
     texts = []
     for one in (dataset, loader, *copies):
@@ -258,7 +261,7 @@ def test_no_password_is_in_any_text(server, log, capfd, tmp_path):
     texts += [record.getMessage() for record in log]
     texts += capfd.readouterr()
     assert all(PASSWORD not in text for text in texts)
-    assert repr(loader) == f"<CacheLoader '' on {server.name}>"
+    assert repr(loader) == f"<CacheLoader 'test' on {server.name}>"
 
 
 def test_an_option_of_the_dataset_says_where_to_put_redis():
@@ -279,7 +282,7 @@ def test_a_server_that_is_not_there_costs_a_warning(log):
     assert dataset.missing().tolist() == list(range(COUNT))
     dataset.clear()
     dataset.close()
-    with CacheLoader(hosts=server.url) as loader:
+    with CacheLoader("redis", "test", hosts=server.url) as loader:
         assert [loader.get(1, str), loader.num_keys()] == ["1", 0]
     assert len(warnings_of(log)) == 2  # one for each
     assert all(PASSWORD not in record.getMessage() for record in log)
@@ -287,8 +290,8 @@ def test_a_server_that_is_not_there_costs_a_warning(log):
 
 def test_nothing_is_started_if_the_cache_is_turned_off(monkeypatch):
     monkeypatch.setenv("TORCHCACHE_DISABLE", "1")
-    loader = CacheLoader()
-    assert repr(loader) == "<CacheLoader '' on no server>" and loader.get(1, str) == "1"
+    loader = CacheLoader("redis", "test")
+    assert repr(loader) == "<CacheLoader 'test' on no server>" and loader.get(1, str) == "1"
     assert CachedDataset([7], backend="redis")[0] == 7
 
 
@@ -309,15 +312,32 @@ def test_what_waits_in_workers_is_forgotten_by_clear(server, tmp_path):
 
 
 def test_a_shard_may_be_on_a_server(server):
-    options = {"memory_size": "1MB", "num_replicas": 2, "backend": "redis", "hosts": server.url}
-    for turn in range(2):
+    options = {"num_replicas": 2, "backend": "redis", "hosts": server.url}
+    for turn in range(3):  # there is no memory in front of it but by choice
+        options |= {"memory_size": "1MB"} if turn == 2 else {}
         shards = [LazyShardDataset(Batched(COUNT, "coco"), rank=rank, **options) for rank in range(2)]
         for shard in shards:
             for place, index in enumerate(shard.indices.tolist()):
                 same(shard[place], sample_of(index, "coco"))
             stats = shard.stats()
-            assert (stats.misses, stats.remote_hits) == ((COUNT // 2, 0), (0, COUNT // 2))[turn]
+            assert (stats.misses, stats.remote_hits) == ((COUNT // 2, 0), (0, COUNT // 2))[turn > 0]
+            same(shard[0], sample_of(shard.indices[0].item(), "coco"))
+            assert (shard.stats().memory_hits, shard.stats().memory_rows > 0) == (turn == 2, turn == 2)
             shard.close()
+    with pytest.raises(OptionError, match="overflow=0 and backend='redis': it is not known how much fits"):
+        LazyShardDataset(Batched(COUNT), rank=0, overflow=0, **options)
+
+
+def test_datasets_of_one_name_and_other_lengths_are_apart_on_a_server(server):
+    given = [range(100), range(1000, 1010)]
+    made = [cached_on(server, values, name="scans") for values in given]
+    for _ in range(2):
+        for cached, values in zip(made, given, strict=True):
+            assert cached[1] == values[1]
+            cached.flush()
+    for cached in made:
+        assert (cached.stats().misses, cached.stats().remote_hits) == (1, 1)
+        cached.close()
 
 
 def test_hosts_have_a_share_each_and_a_lost_one_costs_its_own(log):
@@ -338,7 +358,7 @@ def test_hosts_have_a_share_each_and_a_lost_one_costs_its_own(log):
         assert len(dataset.missing()) == shares[0]
         dataset.close()
         log.clear()
-        with CacheLoader(hosts=given, cluster_mode=False) as loader:
+        with CacheLoader("redis", "test", hosts=given, cluster_mode=False) as loader:
             assert len(loader._plan.settings.servers.servers) == 1
 
 

@@ -464,6 +464,29 @@ def test_the_deepest_value_is_packed_and_a_deeper_one_is_refused():
     assert "nested more than" in str(Samples().to_rows([value]).refused[0])
 
 
+def nested_key(depth):
+    key = ()
+    for _ in range(depth):
+        key = (key,)
+    return key
+
+
+@pytest.mark.parametrize("around", [0, 1, 50])
+def test_the_deepest_key_is_packed_and_a_deeper_one_is_refused(around):
+    for depth in range(95, 105):
+        value = {nested_key(depth - around): None}
+        for _ in range(around):
+            value = [value]
+        if depth < 100:
+            same(value, unpack(pack(value)))
+            same(value, one(value))
+        else:
+            with pytest.raises(Unstorable, match=r"nested more than 100 deep|key of type tuple"):
+                pack(value)
+    with pytest.raises(Unstorable, match="key of type tuple"):
+        pack({nested_key(5000): None})
+
+
 HONEST = [
     np.zeros((2, 3), ">f4"),
     np.float32(1),

@@ -1,7 +1,9 @@
 """Deleting from a cache directory. Other processes that meddle are in `tests/system/test_races.py`."""
 
 import errno
+import fcntl
 import os
+from pathlib import Path
 
 import pytest
 
@@ -19,11 +21,11 @@ from tests.helpers.storage import (
 )
 from torchcache2.files import removal
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.eviction import make_room
+from torchcache2.files.eviction import make_room, room_after
 from torchcache2.files.filenames import FINGERPRINT
 from torchcache2.files.removal import deleting, in_use, remove_leftovers, remove_namespace
 
-A, B, _ = NAMESPACES
+A, B, C = NAMESPACES
 
 
 class Scans(Unsynced):
@@ -96,6 +98,36 @@ def test_what_cannot_be_deleted_stays_and_the_rest_goes(path):
     with pytest.raises(PermissionError, match="not yours"):
         remove_namespace(directory, A.hex())
     assert segments(path) == [kept]
+
+
+def test_heads_make_room_once_their_segments_are_gone_and_nobody_uses_them(path):
+    for namespace in NAMESPACES:
+        fill(path, 2, namespace=namespace)
+        for file in segments(path, namespace):
+            Path(f"{file}.head").write_bytes(bytes(1000))
+    for file in (*segments(path, A), *segments(path, B)):
+        file.unlink()
+    Path(f"{segments(path, C)[0]}.head").unlink()  # so the bucket lacks this segment
+
+    def heads(namespace):
+        return len(list(path.glob(f"{namespace.hex()}/*.head")))
+
+    def room(needed, left=0):
+        directory = CacheDirectory(str(path), Unsynced())
+        return room_after(directory, needed, size_of(path) + left, lru=True, mirrored=True)
+
+    assert room(500, 600) == 100 and [heads(namespace) for namespace in NAMESPACES] == [2, 2, 1]
+    freed = sum(file.stat().st_size for file in segments(path, C)[1:])
+    assert room(freed) == 0 and [heads(namespace) for namespace in NAMESPACES] == [2, 2, 1]
+    again = list(path.glob(f"{B.hex()}/*.head"))
+    with next(path.glob(f"{A.hex()}/{FINGERPRINT}")).open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # as whoever uses it has it locked
+        assert room(3000) == -1000 and [heads(namespace) for namespace in NAMESPACES] == [2, 0, 1]
+    for head in again:
+        head.write_bytes(bytes(1000))
+    assert room(1500) == 500 and sorted(map(heads, (A, B))) == [0, 2]
+    assert room(2001) == -1 and [heads(namespace) for namespace in NAMESPACES] == [0, 0, 1]
+    assert len(segments(path, C)) == 1
 
 
 def test_a_damaged_segment_counts_once(path):

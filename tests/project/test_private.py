@@ -17,7 +17,7 @@ PRIVATE = FOLDER / "core" / "private.py"
 _NAME = re.compile(r"_[a-zA-Z]\w*")
 _READ = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller")
 # Named in the documentation of Python, and of fsspec for those who call or write a file system.
-DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace"} | {
+DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_replace"} | {
     *("_cat_file", "_get_file", "_info", "_ls", "_pipe_file", "_put_file", "_rm_file"),
     *("_get_kwargs_from_urls", "_strip_protocol"),
 }

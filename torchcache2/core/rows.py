@@ -17,9 +17,9 @@ from torch import Tensor
 from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OutputError, hint
 from torchcache2.core.gather import as_bytes, as_words, empty_rows, moved, select, with_ordinary_tensors
-from torchcache2.core.private import pytree
-from torchcache2.core.schema import BARE, Leaf, Schema
+from torchcache2.core.schema import Leaf, Schema
 from torchcache2.core.transfer import sent, to_device
+from torchcache2.core.values import NotRebuiltError, has_attributes, mapped, rebuilt, taken_apart
 
 __all__ = ["Parts", "Rows", "UnstorableError", "merged", "rounded"]
 
@@ -63,20 +63,15 @@ class Rows:
         OutputError
             If a tensor's first dimension is not `count`.
         UnstorableError
-            If a leaf is neither a dense tensor nor a number, text, or None.
+            If a leaf is neither a dense tensor nor a number, text, or None, or if a container would not come
+            back as it was.
         """
-        pairs: Sequence[tuple[Any, Any]]
-        if isinstance(output, Tensor):
-            pairs, structure = [((), output)], BARE
-        else:
-            try:
-                pairs, structure = pytree.tree_flatten_with_path(output)
-            except ValueError:  # a node type was registered without names for its children
-                values, structure = pytree.tree_flatten(output)
-                pairs = [((pytree.SequenceKey(i),), value) for i, value in enumerate(values)]
+        try:
+            pairs, structure = taken_apart(output)
+        except NotRebuiltError as error:
+            raise UnstorableError(f"output{error}") from None
         leaves, columns = [], []
-        for keypath, value in pairs:
-            path = pytree.keystr(keypath) if keypath else ""
+        for path, value in pairs:
             if isinstance(value, Tensor):
                 leaf, column = _tensor_column(path, value, count, device, dtype)
             else:
@@ -93,6 +88,8 @@ class Rows:
         ------
         UnstorableError
             If a value that is not a tensor differs between the rows.
+        NotRebuiltError
+            If the class of a container makes something else of these rows than of those of one batch.
         """
         values = []
         for leaf, column in zip(self.schema.leaves, self.columns, strict=True):
@@ -105,8 +102,7 @@ class Rows:
                 values.append(column)
             else:
                 values.append(_column_value(leaf, column))
-        structure = self.schema.structure
-        return values[0] if structure is BARE else pytree.tree_unflatten(values, structure)
+        return rebuilt(self.schema.structure, iter(values))
 
     def take(self, positions: Tensor) -> Rows:
         """A copy of some rows.
@@ -196,7 +192,10 @@ def rounded(output: Any, dtype: torch.dtype) -> Any:
         inexact = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(dtype).to(value.dtype) if inexact else value
 
-    return pytree.tree_map(leaf, output)
+    try:
+        return mapped(leaf, output)
+    except NotRebuiltError:  # so it is never stored
+        return output
 
 
 def _tensor_column(
@@ -206,8 +205,10 @@ def _tensor_column(
         kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
         kind = next((name for name, holds in kinds.items() if holds), str(value.layout))
         raise UnstorableError(f"output{path} is a tensor that is {kind}, not dense")
-    if type(value) not in (Tensor, torch.nn.Parameter):
+    if type(value) is not Tensor:
         raise UnstorableError(f"output{path} is a {type(value).__qualname__}")
+    if has_attributes(value):
+        raise UnstorableError(f"output{path} is a tensor with attributes of its own")
     if value.dim() == 0 or value.shape[0] != count:
         raise OutputError(
             f"output{path} has shape {tuple(value.shape)} for a batch of {count}: the first dimension "

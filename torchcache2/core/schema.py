@@ -9,10 +9,9 @@ from collections.abc import Iterable
 import torch
 
 from torchcache2.core.private import pytree
+from torchcache2.core.values import BARE, same_structure
 
 __all__ = ["BARE", "Leaf", "Schema"]
-
-BARE = pytree.tree_flatten(0)[1]  # the structure of an output that is one tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +73,7 @@ class Schema:
             return True
         if not isinstance(other, Schema) or self.leaves != other.leaves:
             return False
-        try:
-            return bool(self.structure == other.structure)
-        except Exception:  # a node may keep other objects beside its children, which may raise when compared
-            return False
+        return same_structure(self.structure, other.structure)
 
     def __hash__(self) -> int:
         return hash(self.leaves)

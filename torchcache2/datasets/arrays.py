@@ -124,9 +124,9 @@ class Numbers(Node):
 
 def _dtype_name(dtype: np.dtype[Any]) -> tuple[str, bool]:
     """The name of a dtype in a context, and whether torch has the dtype."""
-    if dtype.isnative and dtype.char in _CHARS:
+    if dtype.isnative and dtype.char in _CHARS and not dtype.metadata:
         return _CHARS[dtype.char], True
-    if dtype.kind not in "biufcmMSU" or dtype.itemsize == 0:
+    if dtype.kind not in "biufcmMSU" or dtype.itemsize == 0 or dtype.metadata:
         raise Unstorable(f"an array of {dtype}", "return a dict or a list of its parts")
     # Two types of integers may have the same size and the same name; a character tells them apart.
     is_native = dtype.str in NATIVE

@@ -27,7 +27,7 @@ from torchcache2.datasets.options import (
 from torchcache2.datasets.plan import Plan
 from torchcache2.datasets.portable import PortablePlan
 from torchcache2.datasets.serving import CAPACITY, Serving
-from torchcache2.datasets.wrapper import Wrapper
+from torchcache2.datasets.wrapper import Wrapper, own_batches
 from torchcache2.engine.progress import WarmupStats
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
@@ -57,9 +57,10 @@ class CachedDataset(Wrapper):
         How much the folder may take, as above. None: a share of 0.8 with a `path`, else 0. Without `path`, a
         temporary folder has what did not fit in memory.
     name : str, optional
-        What to call the dataset, whose attributes and code are then not read: only `name` and `version` say
-        which samples belong to it. An alias is ``dataset_name``. Without a dataset: which one of several in
-        the folder, by its name, its class, or the first digits of its namespace.
+        What to call the dataset, whose attributes and code are then not read: only `name`, `version` and the
+        length, if there is one, say which samples belong to it. An alias is ``dataset_name``. Without a
+        dataset: which one of several in the folder, by its name, its class, or the first digits of its
+        namespace.
     version : str or int, optional
         Change it when samples change in a way that cannot be seen, such as files behind the same paths.
     transform : callable, optional
@@ -200,6 +201,7 @@ class CachedDataset(Wrapper):
         """The sample at an index: an int, also one of numpy or a tensor, a str or bytes."""
         return self.__getitems__([index])[0]
 
+    @own_batches
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """The samples at n indices, which is what a `DataLoader` asks for."""
         fetcher, transform = self._fetcher, self._plan.transform

@@ -111,7 +111,7 @@ class Fetcher:
         drawn = np.flatnonzero(found & (self._random_shares.random(len(found)) < self._verify)).tolist()
         apart = [
             i
-            for i, fresh in zip(drawn, self.source.plain([indices[i] for i in drawn]), strict=True)
+            for i, fresh in zip(drawn, self.source.load([indices[i] for i in drawn])[0], strict=True)
             if not _same(samples[i], fresh)
         ]
         self.tally.add(verified=len(drawn), mismatched=len(apart))

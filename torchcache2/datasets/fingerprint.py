@@ -64,7 +64,7 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
     dataset : Dataset
         Whatever has ``__getitem__``. It is not changed. Its tensors and arrays are read as a whole.
     name : str, optional
-        A name that stands for the dataset, of which nothing is read then.
+        A name that stands for the dataset, of which nothing but its length is read then.
     version : str or int, optional
         Something to change when samples change that the dataset's code and attributes do not tell about, such
         as files. 1 is not ``"1"``.
@@ -80,22 +80,25 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
         If `name` is not a text, or `version` neither text nor int.
     """
     check_called(name, version)
-    given: dict[str, Any] = {"name": name, "version": version}
+    # The length may be that of files which are there, about which no attribute tells.
+    given: dict[str, Any] = {"name": name, "version": version, "length": length_of(dataset)}
     if name is not None:
         return Identity(_named("dataset", given), [], _generators(dataset))
     walk = _DatasetWalk(_Given(dataset), {}, CompiledTexts())
     tensors = TensorWatch(walk.tensors)
     tensors.refresh()
     walk.parts["format"] = f"dataset {_FORMAT}, walk {walk.parts['format'].decode()}".encode()
-    given["length"] = length_of(dataset)  # may be one of files that are there, about which no attribute tells
     unread = sorted({*walk.unread, *tensors.unreadable})
     return Identity(_fingerprint(walk.parts, given, tensors), unread, walk.generators)
 
 
 def identify_prefix(key_prefix: str, version: str | int | None = None) -> Identity:
     """Which samples those of a `CacheLoader` are, which is not that of any dataset."""
-    if not isinstance(key_prefix, str):
-        raise OptionError(f"key_prefix={shown(key_prefix)}: expected a text, such as 'coco-train'")
+    if not (isinstance(key_prefix, str) and key_prefix):
+        raise OptionError(
+            f"key_prefix={shown(key_prefix)}: expected a text that stands for the values, such as "
+            "'coco-train': all loaders with one key_prefix share them"
+        )
     check_called(None, version)
     return Identity(_named("loader", {"prefix": key_prefix, "version": version}), [], [])
 

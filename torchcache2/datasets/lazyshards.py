@@ -28,6 +28,7 @@ from torchcache2.datasets.shardoptions import (
     together_of,
 )
 from torchcache2.datasets.shards import Shard
+from torchcache2.datasets.wrapper import own_batches
 from torchcache2.engine.progress import WarmupStats
 
 __all__ = ["LazyShardDataset"]
@@ -50,7 +51,8 @@ class LazyShardDataset(Dataset[Any]):
         Whether the order within the shard changes by epoch; else it is ascending.
     memory_size, disk_size : int, str or float, optional
         How much memory and disk samples may take on this machine, for all of its ranks: bytes, a text like
-        ``"4GB"``, or a share of what is free. 0: none. ``disk_size=None``: 0.8 with a `path`, else 0.
+        ``"4GB"``, or a share of what is free. 0: none. ``memory_size=None``: 0.5, but none in front of a
+        server. ``disk_size=None``: 0.8 with a `path`, else 0.
     overflow : float, optional
         The shard has at most ``1 + overflow`` times as many samples as can be cached, judged by the mean size
         of 8 samples. One warning says how many are left out. None: none are.
@@ -105,7 +107,7 @@ class LazyShardDataset(Dataset[Any]):
         path: str | os.PathLike[str] | None = None,
         *,
         shuffle: bool = False,
-        memory_size: Size = 0.5,
+        memory_size: Size | None = None,
         disk_size: Size | None = None,
         overflow: float | None = None,
         min_elements: int = 0,
@@ -123,7 +125,12 @@ class LazyShardDataset(Dataset[Any]):
         check_options(
             {"mode": mode, "even": even, "seed": seed, "overflow": overflow, "min_elements": min_elements}
         )
-        memory_size, disk_size = sizes_of(mode, path, memory_size, disk_size)
+        is_served = options.get("backend", "local") != "local"
+        memory_size, disk_size = sizes_of(mode, path, memory_size, disk_size, is_served=is_served)
+        if is_served and overflow is not None:
+            raise OptionError(
+                f"overflow={overflow!r} and backend='redis': it is not known how much fits on a server"
+            )
         mine, count = place_of(rank, num_replicas), samples_of(dataset)
         together, ranks = together_of(mode, mine), mine.world_size
         bound = Bound(dataset, path, memory_size, disk_size, overflow=overflow, even=even, mine=mine)
@@ -191,6 +198,7 @@ class LazyShardDataset(Dataset[Any]):
         """The sample at a place in this rank's shard."""
         return self._cached[self._places([index])[0]]
 
+    @own_batches
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """The samples at n places in this rank's shard, which is what a `DataLoader` asks for."""
         return self._cached.__getitems__(self._places(indices))

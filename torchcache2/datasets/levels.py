@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from torchcache2.core.arrays import Flags, Positions
-from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Keys
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.ranks import has_ranks
@@ -26,7 +25,7 @@ from torchcache2.tiers.make import Description, InUse, Opened, make_levels
 from torchcache2.tiers.meeting import job_name
 from torchcache2.tiers.shared.tier import SharedTier
 
-__all__ = ["Levels", "check_length"]
+__all__ = ["Levels"]
 
 _ASKED_AT_ONCE = 1 << 20  # keys
 _SEALING = 3.0  # seconds after an epoch in which others seal what waits in them
@@ -206,18 +205,4 @@ class Levels(TierStack):
             signals=Signals(lambda: tally.drops, lambda: tally.epochs, ToldOnce(tally.is_first)),
             writes=self._writes,
             opened=opened,
-        )
-
-
-def check_length(levels: Levels, name: str, length: int | None) -> None:
-    """Raise `OptionError` if the folder has a dataset of this name and version with another length."""
-    directory = levels.directory
-    if directory is None:
-        return
-    there = directory.fingerprint(levels.namespace.hex()).get("dataset")
-    before = there.get("length") if isinstance(there, dict) else None
-    if before is not None and before != length:
-        raise OptionError(
-            f"name={name!r} is a dataset of {before} samples in {directory.path}, and this one has {length}: "
-            "give another name, or another version"
         )

@@ -11,12 +11,12 @@ import numpy as np
 
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size
+from torchcache2.datasets.apart import Apart, copied
 from torchcache2.datasets.counts import DatasetStats
 from torchcache2.datasets.explain import document_of
 from torchcache2.datasets.fingerprint import identify_prefix
 from torchcache2.datasets.itemkeys import Index, as_index, keys_of
 from torchcache2.datasets.options import check_others, level_settings
-from torchcache2.datasets.samples import Samples, from_rows
 from torchcache2.datasets.serving import CAPACITY, Serving
 from torchcache2.datasets.store import SampleStore
 from torchcache2.datasets.storeplan import StorePlan
@@ -44,7 +44,8 @@ class CacheLoader:
     backend : {"redis", "local"}
         Where values are: on Redis servers, or in memory and a folder here, as of a `CachedDataset`.
     key_prefix : str
-        What the keys belong to, such as the name of a data set.
+        What the keys belong to, such as the name of a data set: always to be given, since all loaders with
+        one `key_prefix` share values, on a server, in a folder, or among the ranks of a machine.
     writer_buffer_size : int
         How many values are gathered before they are sent to a server. What waits is sent after a second at
         the latest, and is found meanwhile by the process that loaded it.
@@ -143,7 +144,7 @@ class CacheLoader:
             serving=serving,
             tally=Tally(),
         )
-        self.__setstate__({"_plan": plan})
+        self.__setstate__({"_plan": plan, "_is_closed": False})
 
     def get(self, key: Index, load_fn: Callable[[Any], Any]) -> Any:
         """The value under a key, or else what ``load_fn(key)`` returns, which is kept.
@@ -185,14 +186,14 @@ class CacheLoader:
         first: dict[Index, int] = {}  # where a key comes first that has no value
         again = [i for i in np.flatnonzero(~found).tolist() if first.setdefault(wanted[i], i) != i]
         before = time.perf_counter_ns()
-        for key, place in first.items():
-            values[place] = load_fn(key)
+        places, loaded = list(first.values()), self._apart.each(load_fn, list(first))
+        for place, value in zip(places, loaded, strict=True):
+            values[place] = value
         taken = time.perf_counter_ns() - before
         if first:
-            places = list(first.values())
-            store.keep(digests.take(np.array(places)), [values[i] for i in places], drops)
+            store.keep(digests.take(np.array(places)), loaded, drops)
         for place in again:
-            values[place] = _copied(values[first[wanted[place]]], wanted[place], load_fn)
+            (values[place],) = copied(values[first[wanted[place]]]) or [load_fn(wanted[place])]
         counts["memory_hits"] = counts.get("memory_hits", 0) + len(again)
         spent = time.perf_counter_ns() - start - taken
         store.tally.add(**counts, nanoseconds=taken, spent=spent)
@@ -219,7 +220,7 @@ class CacheLoader:
 
     def close(self) -> None:
         """Write what waits, and let go of servers and memory; from now on every value is loaded."""
-        self._plan.is_closed = True
+        self._is_closed = True
         store, self._store = self._store, None
         if store is not None:
             store.levels.close()
@@ -231,11 +232,12 @@ class CacheLoader:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_plan": self._plan}
+        return {"_plan": self._plan, "_is_closed": self._is_closed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._plan = state["_plan"]
-        self._store = self._plan.store()
+        self._plan, self._is_closed = state["_plan"], state["_is_closed"]
+        self._store = None if self._is_closed else self._plan.store()
+        self._apart = Apart()
 
     def __repr__(self) -> str:
         settings = self._plan.settings
@@ -246,12 +248,6 @@ class CacheLoader:
             else f"on {settings.servers or 'no server'}"
         )
         return f"<{self._plan.title} {where}>"
-
-
-def _copied(value: Any, key: Index, load_fn: Callable[[Any], Any]) -> Any:
-    """The same value in memory of its own; loaded once more if it is of a type that cannot be stored."""
-    parts = Samples().to_rows([value]).parts
-    return from_rows(parts[0][1])[0] if parts else load_fn(key)
 
 
 # In a dataset or module that is cached, a loader stands for its prefix and version.

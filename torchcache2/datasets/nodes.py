@@ -22,6 +22,7 @@ from torch.utils.data import get_worker_info
 from torchcache2.core.arrays import Array
 from torchcache2.core.gather import as_bytes
 from torchcache2.core.private import pytree
+from torchcache2.core.values import has_attributes
 from torchcache2.files import classnames as classes
 from torchcache2.files.errors import DamagedError, UnknownClassError
 
@@ -167,6 +168,8 @@ def dense(value: Tensor) -> tuple[tuple[int, ...] | None, Tensor]:
         raise Unstorable(f"a tensor on {value.device}", "return it on the CPU, and move batches afterwards")
     if value.is_nested or value.is_quantized or value.layout != torch.strided:
         raise Unstorable("a tensor that is not dense", "return a dense one")
+    if has_attributes(value):
+        raise Unstorable("a tensor with attributes of its own", "return {}.clone()")
     if value.is_conj() or value.is_neg():
         value = value.resolve_conj().resolve_neg()
     if value.is_contiguous():

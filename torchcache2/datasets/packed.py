@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchcache2.core.values import fields_of, is_key
 from torchcache2.datasets.arrays import Numbers, NumpyArray, NumpyScalar
 from torchcache2.datasets.images import Image, TVTensor
 from torchcache2.datasets.nodes import Packed, Permuted, Raw, Unstorable, bytes_of, dense
 from torchcache2.datasets.trees import opened, thawed
 from torchcache2.files import classnames as classes
 
-__all__ = ["CONTAINERS", "DTYPES", "MAX_DEPTH", "OURS", "VERSION", "is_key", "pack"]
+__all__ = ["CONTAINERS", "DTYPES", "MAX_DEPTH", "OURS", "VERSION", "pack"]
 
 VERSION = 1
 MAX_DEPTH = 100
@@ -105,7 +106,7 @@ def _node(out: bytearray, kind: Any, context: Any, children: Any, depth: int) ->
         cls, context = (context, None) if kind is collections.namedtuple else (kind, thawed(context))
         out += b"C"
         _sized(out, b"s", classes.name_of(cls, "").encode())
-        _write(out, classes.fields_of(cls), depth + 1)
+        _write(out, fields_of(cls), depth + 1)
         _context(out, context, depth + 1)
         out += struct.pack("<I", _count(len(children)))
     is_mapping = kind in (dict, collections.OrderedDict)
@@ -147,10 +148,3 @@ def _count(count: int) -> int:
     if count >= 2**32:
         raise Unstorable("too large for a packed value: 4 GiB")
     return count
-
-
-def is_key(value: Any) -> bool:
-    """Whether a value may be a key of a dictionary."""
-    if type(value) is tuple:
-        return all(map(is_key, value))
-    return value is None or type(value) in (str, int, float, bool, bytes)

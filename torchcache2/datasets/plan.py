@@ -11,7 +11,6 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.datasets.explain import document, explained_dataset
 from torchcache2.datasets.fetch import Fetcher
 from torchcache2.datasets.fingerprint import identify, length_of
-from torchcache2.datasets.levels import check_length
 from torchcache2.datasets.serving import Serving
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.storeplan import StorePlan
@@ -110,15 +109,7 @@ class Plan(StorePlan):
     def fetcher(self, source: Source) -> Fetcher | None:
         """The part of this process in the cache; None if nothing is cached."""
         store = self.store()
-        if store is None:
-            return None
-        try:
-            if self.name is not None:
-                check_length(store.levels, self.name, self.document["dataset"]["length"])
-        except OptionError:
-            store.levels.close()
-            raise
-        return Fetcher(store, source, self.verify)
+        return None if store is None else Fetcher(store, source, self.verify)
 
     def explained(self, directory: CacheDirectory | None, *, is_cached: bool) -> str:
         """Why samples were not found; see `CachedDataset.explain`."""

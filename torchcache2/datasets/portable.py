@@ -131,10 +131,8 @@ class PortablePlan(Plan):
         super(Plan, self).__setstate__(state)
         self.is_checked = self.is_checked and not self.is_of_earlier_run
 
-    def fetcher(self, source: Source) -> Fetcher | None:
-        """The part of this process; None if it is closed."""
-        if self.is_closed:
-            return None
+    def fetcher(self, source: Source) -> Fetcher:
+        """The part of this process."""
         opening, self.opening = self.opening, None
         store = self.opened(writes=False, opened=opening)
         if self.settings.bucket is not None and (local := store.levels.directory) is not None:

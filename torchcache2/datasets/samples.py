@@ -32,6 +32,7 @@ from torchcache2.core.private import pytree
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Leaf
 from torchcache2.core.spare import SpareMemory
+from torchcache2.core.values import specs_of
 from torchcache2.datasets.flat import NUMBERS, PACKED, Flat, Structure
 from torchcache2.datasets.nodes import COMMON, Column, Packed, Raw, Unstorable, bytes_of, listed
 from torchcache2.datasets.trees import closed
@@ -191,8 +192,7 @@ def _values(leaf: Leaf, column: Tensor) -> Column:
 def _closed(spec: pytree.TreeSpec, columns: Iterator[Column], count: int) -> Column:
     if spec.type is None:
         return next(columns)
-    specs = spec.children() if hasattr(spec, "children") else spec.children_specs
-    children = [_closed(child, columns, count) for child in specs]
+    children = [_closed(child, columns, count) for child in specs_of(spec)]
     if spec.type is Packed:
         return [unpack(data) for data in children[0]]
     return closed(spec.type, spec.context, children, count)

@@ -28,6 +28,7 @@ __all__ = [
 
 _MODES = ("rank", "node", "disk")
 _PROBED = 8
+_MEMORY_SHARE = 0.5
 
 
 def _check(option: str, value: object, is_valid: bool, expected: str) -> None:
@@ -65,8 +66,12 @@ def check_options(options: Mapping[str, Any]) -> None:
             _check(option, value, _is_count(value), "an int from 0 on")
 
 
-def sizes_of(mode: str, path: Any, memory_size: Size, disk_size: Size | None) -> tuple[Size, Size | None]:
+def sizes_of(
+    mode: str, path: Any, memory_size: Size | None, disk_size: Size | None, *, is_served: bool
+) -> tuple[Size, Size | None]:
     """Both sizes as `CachedDataset` takes them, where a share of 0.0 is no share."""
+    if memory_size is None:
+        memory_size = 0 if is_served else _MEMORY_SHARE
     memory_size = 0 if mode == "disk" else memory_size or 0
     disk_size = disk_size if disk_size is None else disk_size or 0
     parse_size("memory_size", memory_size, free=0)

@@ -7,10 +7,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch.utils.data import Dataset, StackDataset, Subset
+
 from torchcache2.core.locks import ProcessLock
+from torchcache2.datasets.apart import Apart, share_memory
 from torchcache2.engine.randomness import RandomState
 
-__all__ = ["Source"]
+__all__ = ["Source", "has_batches"]
 
 _CHECKED = 64  # samples that are all checked at first, and one in so many later
 _STRIKES = 4
@@ -31,11 +34,17 @@ class Source:
     def __init__(self, dataset: Any, generators: Iterable[Any], *, checks: bool) -> None:
         self.nanoseconds = 0
         self._dataset, self._generators, self._checks = dataset, list(generators), checks
-        self._lock = ProcessLock()
+        self._lock, self._apart = ProcessLock(), Apart()
         self._loaded = self._unchecked = self._strikes = 0
+        self._has_batches = has_batches(dataset)
+        is_abstract = getattr(type(dataset), "__getitem__", None) is Dataset.__getitem__
+        self._has_only_batches = self._has_batches and is_abstract
 
     def load(self, indices: Sequence[Any]) -> tuple[list[Any], bool]:
-        """The samples, and whether they may be cached: they may not if random numbers were drawn."""
+        """The samples, each as it was when it was loaded, and whether they may be cached.
+
+        They may not if random numbers were drawn.
+        """
         with self._lock():
             self._loaded += len(indices)
             self._unchecked += len(indices)
@@ -43,26 +52,17 @@ class Source:
             if is_checked:
                 self._unchecked = 0
         state = RandomState(self._generators) if is_checked else None
-        samples = self.plain(indices)
+        start = time.perf_counter_ns()
+        samples = self._in_one(indices, state) or self._apart.each(self._one, indices)
+        self.nanoseconds += time.perf_counter_ns() - start
         return samples, state is None or not state.moved()
 
     def plain(self, indices: Sequence[Any]) -> list[Any]:
         """The samples, as the dataset gives them."""
-        if len(indices) == 0:
-            return []  # many datasets cannot load no samples
         start = time.perf_counter_ns()
-        many = getattr(self._dataset, "__getitems__", None)
-        samples = many(indices) if callable(many) else [self._dataset[index] for index in indices]
-        said = f"{type(self._dataset).__name__}.__getitems__ has given"
-        if isinstance(samples, (Mapping, str, bytes)):
-            kind = type(samples).__name__
-            raise TypeError(
-                f"{said} a {kind}: a CachedDataset needs a list of samples, which it keeps each alone"
-            )
-        samples = list(samples)
+        is_batch = self._has_batches and len(indices) > 1
+        samples = self._many(indices) if is_batch else [self._one(index) for index in indices]
         self.nanoseconds += time.perf_counter_ns() - start
-        if len(samples) != len(indices):
-            raise RuntimeError(f"{said} {len(samples)} samples for {len(indices)} indices")
         return samples
 
     def is_random(self, index: Any) -> bool:
@@ -75,9 +75,56 @@ class Source:
         for _ in range(2):
             state = RandomState(self._generators)
             try:
-                self._dataset[index]
+                self._one(index)
                 if not state.moved():
                     return False
             finally:
                 state.restore()  # the numbers that the caller draws next are those without a cache
         return True
+
+    def _in_one(self, indices: Sequence[Any], state: RandomState | None) -> list[Any]:
+        """The samples that one call of `__getitems__` gives; none if they have to be asked for one by one."""
+        if len(indices) < 2 or not self._has_batches or self._apart.shares:
+            return []
+        samples = self._many(indices)
+        if not share_memory(indices, samples):
+            return samples
+        self._apart.shares = True
+        if state is not None:
+            state.restore()
+        return []
+
+    def _one(self, index: Any) -> Any:
+        return self._many([index])[0] if self._has_only_batches else self._dataset[index]
+
+    def _many(self, indices: Sequence[Any]) -> list[Any]:
+        samples = self._dataset.__getitems__(indices)
+        said = f"{type(self._dataset).__name__}.__getitems__ has given"
+        if isinstance(samples, (Mapping, str, bytes)):
+            kind = type(samples).__name__
+            raise TypeError(
+                f"{said} a {kind}: a CachedDataset needs a list of samples, which it keeps each alone"
+            )
+        samples = list(samples)
+        if len(samples) != len(indices):
+            raise RuntimeError(f"{said} {len(samples)} samples for {len(indices)} indices")
+        return samples
+
+
+def has_batches(dataset: Any) -> bool:
+    """Whether `__getitems__` gives what `__getitem__` gives: no class overrides the latter alone.
+
+    What ``__getattr__`` finds belongs to another dataset, whose samples a wrapper may change.
+    """
+    for kind in type(dataset).__mro__:
+        if "__getitems__" in vars(kind):
+            inner: Any = ()
+            if kind is Subset:
+                inner = [dataset.dataset]
+            elif kind is StackDataset:
+                datasets = dataset.datasets
+                inner = datasets.values() if isinstance(datasets, dict) else datasets
+            return vars(kind)["__getitems__"] is not None and all(map(has_batches, inner))
+        if "__getitem__" in vars(kind):
+            return False
+    return False

@@ -42,8 +42,6 @@ class StorePlan:
         What all processes have counted.
     job : bytes or None
         By which processes find each other; None before the first one has begun.
-    is_closed : bool
-        Whether nothing is cached any more.
     """
 
     title: str
@@ -54,7 +52,6 @@ class StorePlan:
     serving: Serving | None
     tally: Tally
     job: bytes | None = None
-    is_closed: bool = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -73,7 +70,7 @@ class StorePlan:
     def store(self) -> SampleStore | None:
         """The part of this process in the store; None if nothing is kept."""
         sizes = self.settings.max_memory_cache_size, self.settings.is_persistent
-        if self.is_closed or disabled_by_environment() or not any(sizes):
+        if disabled_by_environment() or not any(sizes):
             return None
         if self.serving is not None:
             servers = self.settings.servers or self.serving.servers()

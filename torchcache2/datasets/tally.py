@@ -1,14 +1,17 @@
 """`Tally`: what all processes that use one dataset have counted, together.
 
 The counts lie in memory that the processes share, a row for each process. A process takes a row by locking a
-byte of the file for it; the system ends the lock with the process, and the next one adds to what is there.
-Where memory cannot be shared, each process has its own counts.
+byte of the file for it; the next one adds to what is there. The lock belongs to an opening of the file that
+only this process has, and ends with it. Where memory cannot be shared, each process has its own counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import struct
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -131,14 +134,18 @@ class Tally:
         import fcntl  # where memory can be shared, there is one
 
         first = os.getpid() % _PROCESSES
-        for row in (*range(first, _PROCESSES), *range(first)):
-            try:
-                # Such a lock belongs to the process: a child that is forked does not have it.
-                fcntl.lockf(self._region.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, row)
-                return int(row + 1)
-            except OSError:
-                continue
-        return 1
+        try:
+            # A child that is forked shares the parent's opening of the file, and its locks.
+            own = os.open(f"/proc/self/fd/{self._region.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, own)
+            for row in (*range(first, _PROCESSES), *range(first)):
+                lock = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, row, 1, 0)
+                with contextlib.suppress(BlockingIOError, PermissionError):  # another process has it
+                    fcntl.fcntl(own, fcntl.F_OFD_SETLK, lock)
+                    return int(row + 1)
+        except OSError:  # no descriptor is left, or the system has no such locks
+            pass
+        return first + 1
 
 
 def _region() -> Region | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import copy
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from torchcache2.core.private import pytree
+from torchcache2.core import values
 from torchcache2.datasets.arrays import Numbers, NumpyArray, NumpyScalar
 from torchcache2.datasets.images import Image, TVTensor
 from torchcache2.datasets.nodes import (
@@ -38,7 +37,7 @@ def opened(value: Any) -> Opened:
     kind = type(value)
     if kind is tuple or kind is list:
         return Numbers.opened(value) or (kind, None, value)
-    if kind is dict or kind is collections.OrderedDict:
+    if kind is dict:
         return kind, tuple(value), list(value.values())
     if kind is np.ndarray:
         return NumpyArray.opened(value)
@@ -49,20 +48,21 @@ def opened(value: Any) -> Opened:
     pil = sys.modules.get("PIL.Image")
     if pil is not None and isinstance(value, pil.Image):
         return Image.opened(value)
-    if classes.is_namedtuple(kind):
-        _check_name(kind)
-        return collections.namedtuple, kind, list(value)
-    if classes.is_registered(kind) and kind not in NODES:
-        _check_name(kind)
-        node = pytree.SUPPORTED_NODES[kind]
-        children, context = node.flatten_fn(value)
-        if type(node.unflatten_fn(list(children), copy.deepcopy(context))) is not kind:
-            raise strange(value)  # such as torch.Size, of which torch makes a tuple
-        try:
-            return kind, _frozen(context), list(children)
-        except Unstorable as error:
-            raise Unstorable(f"a {classes.qualified(kind)} that keeps {error.what}", advice(value)) from None
-    raise strange(value)
+    try:
+        node = values.opened(value)
+    except values.NotRebuiltError as error:
+        raise Unstorable(str(error), advice(value)) from None
+    if node is None or kind in NODES:
+        raise strange(value)
+    if kind is collections.OrderedDict:
+        return kind, tuple(value), node[2]
+    _check_name(kind)
+    if node[0] is collections.namedtuple:
+        return node
+    try:
+        return kind, _frozen(node[1]), node[2]
+    except Unstorable as error:
+        raise Unstorable(f"a {classes.qualified(kind)} that keeps {error.what}", advice(value)) from None
 
 
 def closed(kind: Any, context: Any, columns: Sequence[Column], count: int) -> list[Any]:
@@ -70,16 +70,7 @@ def closed(kind: Any, context: Any, columns: Sequence[Column], count: int) -> li
     if kind in NODES:
         return kind.closed(context, columns)  # type: ignore[no-any-return]
     children = list(zip(*map(listed, columns), strict=True)) if columns else [()] * count
-    if kind is tuple:
-        return children
-    if kind is list:
-        return list(map(list, children))
-    if kind is dict or kind is collections.OrderedDict:
-        return [kind(zip(context, values, strict=True)) for values in children]
-    if kind is collections.namedtuple:
-        return [context(*values) for values in children]
-    unflatten = pytree.SUPPORTED_NODES[kind].unflatten_fn
-    return [unflatten(list(values), copy.deepcopy(context)) for values in children]
+    return [values.closed(kind, context, parts) for parts in children]
 
 
 def thawed(context: Any) -> Any:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchcache2.core.private import pytree
+from torchcache2.core.values import is_key, is_namedtuple, is_registered, one_of
 from torchcache2.datasets.arrays import Numbers
 from torchcache2.datasets.nodes import Column, listed
-from torchcache2.datasets.packed import CONTAINERS, DTYPES, MAX_DEPTH, OURS, VERSION, is_key
+from torchcache2.datasets.packed import CONTAINERS, DTYPES, MAX_DEPTH, OURS, VERSION
 from torchcache2.datasets.trees import NODES, closed
 from torchcache2.files import classnames as classes
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
@@ -147,13 +147,8 @@ class _Reader:
         children = self.values(self.unpack("<I")[0], depth + 1)
         cls = classes.class_of(name, _may_be_read)
         classes.check_fields(cls, name, fields, len(children))
-        columns = [[child] for child in children]
-        if classes.is_namedtuple(cls):
-            return closed(collections.namedtuple, cls, columns, 1)
-        found = closed(cls, context, columns, 1)
-        if len(list(pytree.SUPPORTED_NODES[cls].flatten_fn(found[0])[0])) != len(children):
-            raise DamagedError("a node without room for its children")  # such as a deque
-        return found
+        kind, context = (collections.namedtuple, cls) if is_namedtuple(cls) else (cls, context)
+        return closed(kind, context, [[child] for child in children], 1)
 
     def number(self) -> int:
         data = self.sized()
@@ -170,9 +165,9 @@ def _check_booleans(data: memoryview) -> None:
 
 def _may_be_read(cls: Any) -> bool:
     """Whether a class may be that of a node: a namedtuple, or a node type that has no tag."""
-    if classes.is_namedtuple(cls):
+    if is_namedtuple(cls):
         return True
-    return classes.is_registered(cls) and not classes.one_of(cls, (*CONTAINERS, *NODES))
+    return is_registered(cls) and not one_of(cls, (*CONTAINERS, *NODES))
 
 
 _SIMPLE: dict[bytes, Callable[[_Reader], Any]] = {

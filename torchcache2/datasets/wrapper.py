@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,27 @@ from torchcache2.datasets.fingerprint import length_of
 from torchcache2.datasets.plan import Plan
 from torchcache2.datasets.source import Source
 
-__all__ = ["Wrapper"]
+__all__ = ["Wrapper", "own_batches"]
 
 _OF_PROCESS = ("_source", "_fetcher")
-_OWN = ("_plan", *_OF_PROCESS)  # attributes; all others are the dataset's
+_OWN = ("_plan", "_is_closed", *_OF_PROCESS)  # attributes; all others are the dataset's
+
+
+class own_batches:  # noqa: N801
+    """Makes a ``__getitems__`` that a wrapper with a ``__getattr__`` does not have.
+
+    A `DataLoader` prefers it to the wrapper's ``__getitem__``, and what that does to samples would be lost.
+    """
+
+    def __init__(self, function: Callable[..., list[Any]]) -> None:
+        self._function, self.__doc__ = function, function.__doc__
+
+    def __get__(self, dataset: Any, kind: Any = None) -> Callable[..., list[Any]]:
+        name = sys._getframe(1).f_code.co_name
+        if dataset is not None and name in ("__getattr__", "__getattribute__"):
+            raise AttributeError("__getitems__ is not passed on to wrappers, which have a __getitem__")
+        bound: Callable[..., list[Any]] = self._function.__get__(dataset, kind)
+        return bound
 
 
 class Wrapper(Dataset[Any]):
@@ -26,6 +44,7 @@ class Wrapper(Dataset[Any]):
     _plan: Plan
     _source: Source
     _fetcher: Fetcher | None
+    _is_closed = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in _OF_PROCESS}
@@ -33,7 +52,7 @@ class Wrapper(Dataset[Any]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._source = self._plan.source()
-        self._fetcher = self._plan.fetcher(self._source)
+        self._fetcher = None if self._is_closed else self._plan.fetcher(self._source)
 
     def __len__(self) -> int:
         length = length_of(self._plan.dataset)
@@ -79,7 +98,7 @@ class Wrapper(Dataset[Any]):
 
         What waits to be written is on disk when this returns.
         """
-        self._plan.is_closed = True
+        self._is_closed = True
         fetcher, self._fetcher = self._fetcher, None
         if fetcher is not None:
             fetcher.levels.close()

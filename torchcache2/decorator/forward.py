@@ -14,8 +14,8 @@ from torch import Tensor
 from torchcache2.core.arrays import Bytes2D
 from torchcache2.core.keys import Keys
 from torchcache2.core.logs import shown
-from torchcache2.core.private import pytree
 from torchcache2.core.settings import CacheSettings
+from torchcache2.core.values import NotRebuiltError, leaves_of, mapped
 from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.probe import Comparison, Forward, Probe
 from torchcache2.decorator.traces import Inputs, Undo
@@ -89,7 +89,11 @@ class Computation:
         # A forward that may be random runs a second time, and then needs the caller's arguments as they were:
         # so at first it gets a copy of them.
         is_callers = is_whole and not suspect
-        args, kwargs = (self.call.args, self.call.kwargs) if is_callers else self.call.take(positions)
+        try:
+            args, kwargs = (self.call.args, self.call.kwargs) if is_callers else self.call.take(positions)
+        except NotRebuiltError as error:
+            output = yield from self.forward(self.call.args, self.call.kwargs)
+            raise not_stored("batch", output, f"an argument for a part of the batch is {error}") from None
         inputs = Inputs(self.call, args, kwargs, positions, self.bind, self.keys_of)
         undo = None if is_callers else Undo(self.keeper, self.seen, self.root)
         state = RandomState(self.keeper.generators)
@@ -137,7 +141,7 @@ class Computation:
         inputs = Inputs(self.call, self.call.args, self.call.kwargs, positions, self.bind, self.keys_of)
         state = RandomState(self.keeper.generators)
         was_random = self.random.is_suspect(self.context)
-        output = pytree.tree_map(_waited, (yield from self.forward(inputs.args, inputs.kwargs)))
+        output = mapped(_waited, (yield from self.forward(inputs.args, inputs.kwargs)))
         self.ran = [output]
         stop = self._trace(inputs, state, False, output)
         if stop is None and was_random:
@@ -218,7 +222,7 @@ class Computation:
             found.append(BypassError.because("state", f"while the forward ran, {changes}"))
         if inputs.changed():
             found.append(BypassError.because("input", "the forward changed its input in place"))
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output)):
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(output)):
             found.append(BypassError.because("grad", "the output requires grad"))
         return BypassError.all_of(found) if found else None
 
@@ -246,7 +250,7 @@ class Computation:
         """Compute parts of the batch by themselves; returns the whole output if items are independent."""
         pads = self.settings.miss_batch == "pad"
         # The forward may write the output of a part into the memory of this output, so this is copied.
-        output = pytree.tree_map(_copied, output)
+        output = mapped(_copied, output)
         probe = Probe(self.call, self.keys, compare, self.forward, self.keeper, self.seen, self.root, pads)
         found = yield from probe.dependence()
         if found is not None:
@@ -271,12 +275,12 @@ class Computation:
             is_part = storage.nbytes() != leaf.numel() * leaf.element_size()
             return leaf.clone() if is_part or _storage(leaf) in borrowed else leaf
 
-        return own(output) if isinstance(output, Tensor) else pytree.tree_map(own, output)
+        return own(output) if isinstance(output, Tensor) else mapped(own, output)
 
 
 def _shapes_of_items(output: Any, count: int) -> Shapes | None:
     """The shapes of the tensors of an item's output; None if one is not batched, or there are no items."""
-    leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
+    leaves = [output] if isinstance(output, Tensor) else leaves_of(output)
     shapes = [leaf.shape for leaf in leaves if type(leaf) is Tensor and not leaf.is_nested]
     if count == 0 or not all(shape and shape[0] == count for shape in shapes):
         return None

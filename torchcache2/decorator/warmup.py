@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torchcache2.core.environment import disabled_by_environment
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import listed, logger
-from torchcache2.core.private import PRE_HOOKS, pytree
+from torchcache2.core.private import PRE_HOOKS
 from torchcache2.core.ranks import Place
 from torchcache2.core.settings import CacheSettings
+from torchcache2.core.values import leaves_of, mapped
 from torchcache2.decorator.bypass import BypassError, of_module
 from torchcache2.decorator.shares import share_of
 from torchcache2.engine.progress import Progress, WarmupStats
@@ -235,11 +236,11 @@ def _moved(arguments: Any, root: Any) -> Any:
             leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) and leaf.device == _CPU else leaf
         )
 
-    return pytree.tree_map(moved, arguments)
+    return mapped(moved, arguments)
 
 
 def _stored_bytes(output: Any, cache_dtype: torch.dtype | None) -> int:
     """Bytes of the rows of an output, as they are kept."""
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
     dtypes = [cache_dtype if cache_dtype and leaf.is_floating_point() else leaf.dtype for leaf in leaves]
     return sum(leaf.numel() * dtype.itemsize for leaf, dtype in zip(leaves, dtypes, strict=True))

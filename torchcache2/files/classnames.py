@@ -6,13 +6,12 @@ dictionary of a module that is imported already, or of a class in one.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
-from torchcache2.core.private import pytree
+from torchcache2.core.values import fields_of, is_namedtuple, is_record, is_registered, one_of
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.jsonparts import list_of
 
@@ -20,12 +19,8 @@ __all__ = [
     "BUILTINS",
     "check_fields",
     "class_of",
-    "fields_of",
-    "is_namedtuple",
-    "is_registered",
     "is_storable",
     "name_of",
-    "one_of",
     "qualified",
 ]
 
@@ -69,43 +64,9 @@ def class_of(name: Any, accepted: Callable[[Any], bool]) -> Any:
     return value
 
 
-def _static(cls: Any, name: str) -> Any:
-    spaces = [type.__getattribute__(base, "__dict__") for base in type.__getattribute__(cls, "__mro__")]
-    return next((space[name] for space in spaces if name in space), None)
-
-
-def one_of(cls: Any, classes: Any) -> bool:
-    """Whether a class is one of some classes, some of which have no hash."""
-    return any(cls is other for other in list(classes))
-
-
-def is_registered(cls: Any) -> bool:
-    """Whether a class is a node type of pytrees."""
-    return one_of(cls, pytree.SUPPORTED_NODES)
-
-
-def is_namedtuple(cls: Any) -> bool:
-    """Whether a class is a named tuple."""
-    fields = _static(cls, "_fields")
-    return issubclass(cls, tuple) and type(fields) is tuple and all(type(field) is str for field in fields)
-
-
 def is_storable(cls: Any) -> bool:
     """Whether a class may be named in a file."""
     return one_of(cls, BUILTINS) or is_registered(cls) or is_namedtuple(cls)
-
-
-def fields_of(cls: Any) -> list[str] | None:
-    """The names of the children of a class, if these have names."""
-    if is_namedtuple(cls):
-        return list(_static(cls, "_fields"))
-    if _is_struct_sequence(cls):
-        return list(_static(cls, "__match_args__"))
-    return [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else None
-
-
-def _is_struct_sequence(cls: Any) -> bool:
-    return issubclass(cls, tuple) and _static(cls, "n_sequence_fields") is not None
 
 
 def check_fields(cls: Any, name: str, fields: Any, children: int) -> None:
@@ -115,7 +76,7 @@ def check_fields(cls: Any, name: str, fields: Any, children: int) -> None:
     known = fields_of(cls)
     if known != fields:
         raise UnknownClassError(name, "has other fields than when its schema was written")
-    if known is not None and (is_namedtuple(cls) or _is_struct_sequence(cls)) and len(known) != children:
+    if known is not None and (issubclass(cls, tuple) or is_record(cls)) and len(known) != children:
         raise DamagedError("another number of children than of fields")
 
 

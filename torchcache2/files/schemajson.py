@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from torchcache2.core import values
 from torchcache2.core.private import pytree
 from torchcache2.core.schema import BARE, Schema
 from torchcache2.files import classnames as classes
@@ -94,7 +95,7 @@ class _Writer(_Counter):
     def node(self, spec: pytree.TreeSpec, where: str, depth: int) -> Any:
         self.count(depth)
         kind, context = spec.type, spec.context
-        specs = spec.children() if hasattr(spec, "children") else spec.children_specs
+        specs = values.specs_of(spec)
 
         def children(steps: list[str]) -> list[Any]:
             if len(steps) != len(specs):
@@ -110,13 +111,13 @@ class _Writer(_Counter):
         numbers = [_step(i) for i in range(len(specs))]
         if kind is None:
             return None
-        if classes.one_of(kind, _SEQUENCES.values()):
+        if values.one_of(kind, _SEQUENCES.values()):
             return {kind.__name__: children(numbers)}
-        if classes.one_of(kind, _MAPPINGS.values()):
+        if values.one_of(kind, _MAPPINGS.values()):
             return {kind.__name__: pairs(context)}
         if kind is collections.defaultdict:
             factory, keys = context
-            if factory is not None and not classes.one_of(factory, classes.BUILTINS):
+            if factory is not None and not values.one_of(factory, classes.BUILTINS):
                 raise UnserialisableError(
                     f"{where} is a defaultdict of {classes.qualified(factory)}, not of a builtin type"
                 )
@@ -132,14 +133,14 @@ class _Writer(_Counter):
         return {
             "node": [
                 classes.name_of(kind, where),
-                classes.fields_of(kind),
+                values.fields_of(kind),
                 self.value(context, what, depth + 1),
                 children(numbers),
             ]
         }
 
     def key(self, value: Any, where: str, depth: int) -> Any:
-        if not _is_key(value, MAX_DEPTH):
+        if not values.is_key(value):
             raise UnserialisableError(
                 f"{where} has a key of type {classes.qualified(type(value))}, or with one inside"
             )
@@ -197,7 +198,7 @@ class _Reader(_Counter):
             return pytree.TreeSpec(collections.deque, length, nodes)
         if tag == "namedtuple":
             name, fields, items = parts.items_of(items, 3)
-            cls, nodes = classes.class_of(name, classes.is_namedtuple), self.nodes(items, depth)
+            cls, nodes = classes.class_of(name, values.is_namedtuple), self.nodes(items, depth)
             classes.check_fields(cls, name, fields, len(nodes))
             return pytree.TreeSpec(collections.namedtuple, cls, nodes)
         if tag == "node":
@@ -214,7 +215,7 @@ class _Reader(_Counter):
     def pairs(self, items: Any, depth: int, read: Callable[[Any, int], Any]) -> tuple[list[Any], list[Any]]:
         pairs = [parts.items_of(parts.list_of(item), 2) for item in parts.list_of(items)]
         keys = [self.value(key, depth + 1) for key, _ in pairs]
-        if not all(_is_key(key, MAX_DEPTH) for key in keys):
+        if not all(values.is_key(key) for key in keys):
             raise DamagedError("a key of a type that keys do not have")
         if len(set(keys)) != len(keys):
             raise DamagedError("two equal keys")
@@ -247,13 +248,7 @@ class _Reader(_Counter):
 
 
 def _has_no_tag(cls: Any) -> bool:
-    return classes.is_registered(cls) and not classes.one_of(cls, _TAGGED)
-
-
-def _is_key(value: Any, depth: int) -> bool:
-    if type(value) is tuple:
-        return depth > 0 and all(_is_key(item, depth - 1) for item in value)
-    return value is None or type(value) in (str, int, float, bool, bytes)
+    return values.is_registered(cls) and not values.one_of(cls, _TAGGED)
 
 
 def _step(key: Any) -> str:

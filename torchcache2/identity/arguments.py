@@ -15,8 +15,8 @@ from torch import Tensor
 from torchcache2.core.errors import OptionError
 from torchcache2.core.gather import select
 from torchcache2.core.modes import modes
-from torchcache2.core.private import pytree
 from torchcache2.core.transfer import sent
+from torchcache2.core.values import mapped
 from torchcache2.identity.argumentwalk import ArgumentEncoder, UncachedArgumentError, batch_size_of
 from torchcache2.identity.encoding import UnencodableError, sized, text_bytes
 from torchcache2.identity.entries import (
@@ -94,7 +94,7 @@ class BoundCall:
             return picked.get(id(leaf), leaf)
 
         def each(value: Any) -> Any:
-            return pytree.tree_map(replaced, value, is_leaf=has_entries)
+            return mapped(replaced, value, is_leaf=has_entries)
 
         def pick(name: str, value: Any) -> Any:
             if name in self.shared:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchcache2.core.errors import InputError, UnhashableArgumentError, hint
 from torchcache2.core.gather import is_channels_last
-from torchcache2.core.private import pytree
+from torchcache2.core.values import has_attributes, opened_or_none
 from torchcache2.identity.encoding import Encoder, UnencodableError, sized
 from torchcache2.identity.entries import (
     Digests,
@@ -24,8 +24,6 @@ from torchcache2.identity.entries import (
 )
 
 __all__ = ["ArgumentEncoder", "UncachedArgumentError", "batch_size_of"]
-
-_MARKS = ("_dynamo", "_is_")  # attributes that torch puts on tensors; `persistent` is another, on buffers
 
 
 class UncachedArgumentError(Exception):
@@ -89,10 +87,11 @@ class ArgumentEncoder(ValueEncoder):
             is_last = value.dim() in (4, 5) and is_channels_last(value)
             return super().tensor(value, path) + (b"channels last" if is_last else b"")
         if self._unregistered:
-            raise UnencodableError(
-                path, value, f"inside of {self._unregistered}, which is not a registered pytree node"
+            reason = (
+                f"inside of {self._unregistered}, which is not a registered pytree node that can be rebuilt"
             )
-        if any(name != "persistent" and not name.startswith(_MARKS) for name in vars(value)):
+            raise UnencodableError(path, value, reason)
+        if has_attributes(value):
             raise UncachedArgumentError(f"argument {path} is a tensor with attributes of its own")
         for other, leaf in self.leaves:
             if leaf is value:
@@ -115,13 +114,12 @@ class ArgumentEncoder(ValueEncoder):
         """Go into what `take` can rebuild: mappings, and registered pytree nodes."""
         if isinstance(value, UserDict):
             return self._mapping(value, kind, path)
-        node = pytree.SUPPORTED_NODES.get(kind)
-        if node is None:
+        node = opened_or_none(value)
+        if node is None or node[0] is not kind:  # such as a named tuple
             with self._outside_pytree(value):
                 return super().compound(value, kind, path)
-        children, context = node.flatten_fn(value)
-        head = self.kind(kind, path) + sized(self.encode(context, path))
-        return b"P" + head + self.items([(c, f"{path}[{i}]") for i, c in enumerate(children)])
+        head = self.kind(kind, path) + sized(self.encode(node[1], path))
+        return b"P" + head + self.items([(c, f"{path}[{i}]") for i, c in enumerate(node[2])])
 
     def _mapping(self, value: UserDict[Any, Any], kind: type, path: str) -> bytes:
         """A mapping that is no dict, such as a tokenizer's output."""
@@ -141,10 +139,8 @@ class ArgumentEncoder(ValueEncoder):
     def _outside_pytree(self, value: Any) -> Iterator[None]:
         """Make tensors an error inside of a container that `BoundCall.take` cannot rebuild."""
         outer = self._unregistered
-        if type(value) not in pytree.SUPPORTED_NODES:
-            leaves = pytree.tree_leaves(value)  # named tuples are nodes although they are not registered
-            if len(leaves) == 1 and leaves[0] is value:
-                self._unregistered = type(value).__qualname__
+        if type(value) not in (tuple, list, dict) and opened_or_none(value) is None:
+            self._unregistered = type(value).__qualname__
         try:
             yield
         finally:

@@ -28,6 +28,7 @@ from torch import Tensor
 from xxhash import xxh3_128_digest
 
 from torchcache2.core.gather import item_bytes
+from torchcache2.core.values import attributes
 from torchcache2.identity.xxh3.device import DIGESTS
 
 __all__ = [
@@ -119,22 +120,6 @@ def _field(value: Any, name: str) -> Any:
         return getattr(value, name, None)
     except Exception:  # a property of the class has raised it
         return attributes(value).get(name)
-
-
-def attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object, in its dictionary and its slots."""
-    state = dict(getattr(value, "__dict__", {}))
-    for base in type(value).__mro__:
-        slots = vars(base).get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            if slot not in ("__dict__", "__weakref__"):
-                name = f"_{base.__name__.lstrip('_')}{slot}" if _is_private(slot) else slot
-                state.setdefault(name, getattr(value, name, None))
-    return state
-
-
-def _is_private(name: str) -> bool:
-    return name.startswith("__") and not name.endswith("__")
 
 
 class Encoder:

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 from xxhash import xxh3_128_digest
 
-from torchcache2.core.private import pytree
+from torchcache2.core.values import leaves_of, mapped
 from torchcache2.identity.encoding import Encoder, UnencodableError, dtype_text, qualified_name, text_bytes
 
 __all__ = [
@@ -91,7 +91,7 @@ def take_entries(value: Any, positions: Tensor) -> Any:
     if isinstance(value, np.ndarray):
         return value[positions.numpy()]
     # Containers are copied: a forward that changes one runs again, and must change the caller's only once.
-    taken = [pytree.tree_map(_own, value[i]) for i in positions.tolist()]
+    taken = [mapped(_own, value[i]) for i in positions.tolist()]
     return tuple(taken) if isinstance(value, tuple) else taken
 
 
@@ -124,7 +124,7 @@ def take_mapping(
 def argument_leaves(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     """Everything that is no container among the arguments of a call."""
     leaves = []
-    for leaf in pytree.tree_leaves((args, dict(kwargs))):
+    for leaf in leaves_of((args, dict(kwargs))):
         if isinstance(leaf, UserDict):
             leaves += argument_leaves((), leaf.data)
         else:

@@ -98,11 +98,11 @@ class TensorWatch:
 
     def moved_names(self) -> list[str]:
         """The tensors that `moved` is about, by path, as far as that can be told."""
-        owners = [self.tensors] * 4 + [self._counted]
-        state: tuple[Any, ...] = self._state or ()
+        owners: Any = [self.tensors] * 4 + [self._counted]
+        states: Any = self._state or (), self._look()
         moved = {
             id(tensor)
-            for tensors, before, now in zip(owners, state, self._look(), strict=False)
+            for tensors, before, now in zip(owners, *states, strict=False)
             for tensor, old, new in zip(tensors, before, now, strict=True)
             if old != new
         }

@@ -1,5 +1,6 @@
 """Claims: each key is computed by one, and nobody waits for ever."""
 
+import collections
 import os
 import sys
 import threading
@@ -198,17 +199,33 @@ def test_room_that_was_made_ends_being_full(join):
 
 def test_rows_that_cannot_be_read_elsewhere_are_not_shared_and_not_claimed(two, log):
     first, second = two
-    local = type("Local", (), {})
-    torch.utils._pytree.register_pytree_node(
-        local, lambda node: ([node.x], None), lambda children, context: local()
-    )
-    node = local()
-    node.x = torch.ones(2, 3)
-    assert first.put(keys_of([1, 2]), Rows.from_pytree(node, 2, device=CPU)) == 0
+    local = collections.namedtuple("Local", "x")
+    assert first.put(keys_of([1, 2]), Rows.from_pytree(local(torch.ones(2, 3)), 2, device=CPU)) == 0
     held = claim(first, [1, 2])
     assert claim(second, [1, 2]).mine.tolist() == [0, 1]
     held.release()
     assert len(warnings_of(log)) == 1 and "not shared" in log[-1].getMessage()
+
+
+class Shown:
+    """A node type that one of two processes knows."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+torch.utils._pytree.register_pytree_node(Shown, lambda node: ([node.x], None), lambda x, context: Shown(*x))
+
+
+def test_rows_that_one_cannot_read_are_its_own_to_compute(two, monkeypatch):
+    first, second = two
+    assert first.put(keys_of([1, 2]), Rows.from_pytree(Shown(torch.ones(2, 3)), 2, device=CPU)) == 2
+    put(first, [3])
+    monkeypatch.delattr(sys.modules[__name__], "Shown")
+    held = claim(second, [1, 2, 3, 4])
+    assert held.mine.tolist() == [0, 1, 3] and held.others.tolist() == [2]
+    held.release()
+    assert claim(first, [1, 2, 3, 4]).mine.tolist() == [3]
 
 
 def test_a_stuck_one_is_passed_by(two, monkeypatch):
