@@ -285,6 +285,7 @@ ADVICE = {
     "values": "batch_first",
     "repeat": "place in the batch",
     "found": "mask",
+    "edited": "refresh()",
     "quantized": "statically",
     "stack": "pad outputs",
 }

@@ -69,7 +69,8 @@ def palette(*colour, **info):
 def encoded(kind, number):
     """An image that is read from its file when it is needed."""
     file = io.BytesIO()
-    Image.fromarray((np.arange(64).reshape(8, 8) + number).astype("u1")).save(file, kind)
+    sizes = {"sizes": [(8, 8)]} if kind == "ICO" else {}  # else a file of Pillow 12 has no image so small
+    Image.fromarray((np.arange(64).reshape(8, 8) + number).astype("u1")).save(file, kind, **sizes)
     file.seek(0)
     return Image.open(file)
 

@@ -21,10 +21,10 @@ from tests.helpers import zoo
 
 
 class Holder(nn.Module):
-    """Adds a number that tells what its attribute prints as, and what is noted on that."""
+    """Adds a number that tells what its attribute is and prints as, and what is noted on that."""
 
     def forward(self, x):
-        text = f"{self.value!r} {getattr(self.value, 'note', None)}"
+        text = f"{type(self.value)} {self.value!r} {getattr(self.value, 'note', None)}"
         return x.double() + zlib.crc32(text.encode())
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401  # it registers before `before_pools_end`, which so comes first
-import contextlib
 import multiprocessing.process
 import multiprocessing.util
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
+
+from torchcache2.core.private import register_before_pools_end
 
 __all__ = ["AtExit", "before_pools_end"]
 
@@ -53,7 +53,4 @@ def before_pools_end(method: Callable[[], None]) -> None:
         if alive is not None:
             alive()
 
-    register = getattr(threading, "_register_atexit", None)  # `concurrent.futures` uses it, too
-    if register is not None:
-        with contextlib.suppress(RuntimeError):  # the interpreter is ending already
-            register(call)
+    register_before_pools_end(call)

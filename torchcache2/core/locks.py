@@ -11,7 +11,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ProcessLock"]
+__all__ = ["ProcessLock", "holds"]
+
+
+def holds(lock: Any) -> bool:
+    """Whether this thread holds a lock."""
+    try:
+        threading.Condition(lock).notify()  # it raises if not
+    except RuntimeError:
+        return False
+    return True
 
 
 class ProcessLock:

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack as _function_modes
-from torch.utils._device import DeviceContext
+
+from torchcache2.core.private import PRODUCT_PRECISION, default_device
 
 __all__ = ["autocast_keeps_weights", "modes", "product_precision"]
 
 _UNITS = [(place, kind) for place in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn")]
-_PRODUCTS: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 _EPS = {"none": 0.0, "ieee": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-7} | {
     "highest": 0.0,
     "high": 2.0**-10,
@@ -41,20 +39,18 @@ def modes(devices: Iterable[str]) -> str:
         state.append("no fast path of attention")
     if torch.are_deterministic_algorithms_enabled():
         state.append("deterministic")
-    # `torch.get_default_device` is wrong in old versions of torch.
-    contexts = [mode for mode in _function_modes() if isinstance(mode, DeviceContext)]  # type: ignore[no-untyped-call]
-    if contexts and contexts[-1].device.type != "cpu":
-        state.append(f"device {contexts[-1].device.type}")
+    if (device := default_device()) != "cpu":
+        state.append(f"device {device}")
     if sys.float_info.min / 2 == 0.0:  # torch does not say what `torch.set_flush_denormal` has set
         state.append("flush denormal")
     return "; ".join(state)
 
 
 def _precision() -> str:
-    if _PRODUCTS is None:
+    if PRODUCT_PRECISION is None:
         return torch.get_float32_matmul_precision()
     # The public function raises if a program has used both the old and the new way to set it.
-    found = [(unit, _PRODUCTS(*unit)) for unit in _UNITS]
+    found = [(unit, PRODUCT_PRECISION(*unit)) for unit in _UNITS]
     unusual = [
         f"{place}.{kind}={value}" for (place, kind), value in found if value not in _USUAL[place, kind]
     ]
@@ -63,11 +59,11 @@ def _precision() -> str:
 
 def product_precision() -> float:
     """The relative precision of the coarsest float32 product that is allowed on a device in use."""
-    if _PRODUCTS is None:
+    if PRODUCT_PRECISION is None:
         values = {_EPS[torch.get_float32_matmul_precision()]}
     else:
         places = {"cuda"} if torch.cuda.is_initialized() else {"mkldnn"}  # type: ignore[no-untyped-call]
-        values = {_EPS[_PRODUCTS(*unit)] for unit in _UNITS if unit[0] in places}
+        values = {_EPS[PRODUCT_PRECISION(*unit)] for unit in _UNITS if unit[0] in places}
     return max(values)
 
 

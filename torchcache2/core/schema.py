@@ -7,8 +7,8 @@ import functools
 from collections.abc import Iterable
 
 import torch
-from torch.utils import _pytree as pytree
 
+from torchcache2.core.private import pytree
 from torchcache2.core.values import BARE, same_structure
 
 __all__ = ["BARE", "Leaf", "Schema"]

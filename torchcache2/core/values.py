@@ -16,7 +16,8 @@ from itertools import chain
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from torchcache2.core.private import pytree
 
 __all__ = [
     "BARE",
@@ -175,7 +176,8 @@ def rebuilt(spec: pytree.TreeSpec, leaves: Iterator[Any]) -> Any:
 
 def specs_of(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
     """The structures of the children of a node."""
-    return spec.children() if hasattr(spec, "children") else spec.children_specs
+    children: list[pytree.TreeSpec] = spec.children() if hasattr(spec, "children") else spec.children_specs
+    return children
 
 
 def opened_or_none(value: Any) -> tuple[Any, Any, list[Any]] | None:

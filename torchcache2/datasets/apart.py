@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from torchcache2.core.private import pytree
 from torchcache2.datasets.samples import Samples, from_rows
 from torchcache2.files.errors import UnreadableError
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from torchcache2.core.private import pytree
 from torchcache2.core.schema import BARE, Leaf, Schema
 from torchcache2.datasets.nodes import Node, Packed, Permuted, Raw, Unstorable, dense
 from torchcache2.datasets.packed import pack

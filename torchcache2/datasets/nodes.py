@@ -17,11 +17,11 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import get_worker_info
 
 from torchcache2.core.arrays import Array
 from torchcache2.core.gather import as_bytes
+from torchcache2.core.private import pytree
 from torchcache2.core.values import has_attributes
 from torchcache2.files import classnames as classes
 from torchcache2.files.errors import DamagedError, UnknownClassError

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OutputError
 from torchcache2.core.gather import with_ordinary_tensors
+from torchcache2.core.private import pytree
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Leaf
 from torchcache2.core.spare import SpareMemory

@@ -7,6 +7,7 @@ import multiprocessing
 from typing import Any
 
 from torchcache2.core.environment import disabled_by_environment
+from torchcache2.core.private import is_given_work
 from torchcache2.core.settings import CacheSettings
 from torchcache2.datasets.fingerprint import Identity
 from torchcache2.datasets.levels import Levels
@@ -62,8 +63,8 @@ class StorePlan:
     @property
     def is_of_earlier_run(self) -> bool:
         """Whether this comes from the pickle of a run that has ended."""
-        process = multiprocessing.current_process()  # which has no parent yet while it is given its work
-        is_child = multiprocessing.parent_process() is not None or hasattr(process, "_inheriting")
+        # A process that is spawned has no parent yet while it is given its work.
+        is_child = multiprocessing.parent_process() is not None or is_given_work()
         return self.tally.is_new and not is_child
 
     def store(self) -> SampleStore | None:

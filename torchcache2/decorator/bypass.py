@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.nn.utils import parametrize
 
 from torchcache2.core.errors import (
     InputError,
@@ -21,6 +20,7 @@ from torchcache2.core.errors import (
     UnhashableArgumentError,
 )
 from torchcache2.core.logs import shown
+from torchcache2.core.private import keeps_parametrized
 from torchcache2.core.rows import UnstorableError
 from torchcache2.engine.batch import NotStoredError, RefusedError
 from torchcache2.engine.randomness import RandomContexts
@@ -103,8 +103,13 @@ _BATCH = {  # what to do about a dependence on the batch, by how it showed
         "one entry per item; if the batch is not the first dimension, use batch_first=True"
     ),
     "found": (
-        "items depend on those beside them, as if they are padded to the longest of their batch: pad to a "
-        "fixed length, or leave the padding out of what is computed by a mask"
+        "items may depend on those beside them, as if they are padded to the longest of their batch: pad to a "
+        "fixed length, or leave the padding out of what is computed by a mask. Or the forward is not "
+        "deterministic, or reads what its keys do not cover"
+    ),
+    "edited": (
+        "the module has changed in a way that leaves no sign, as by .data: after such an edit, call "
+        ".cache_instance.refresh()"
     ),
     "quantized": "quantize statically, or weights only",
     "stack": "pad outputs to a fixed shape, or decorate what runs before items are padded to the longest",
@@ -121,9 +126,9 @@ def batch_advice(cause: str) -> str:
 
     `cause` is how that showed. For a part of a batch, outputs have another ``"shape"``, the forward
     ``"raises"``, or values differ, by as little as ``"rounding"`` or by more (``"values"``). Equal items of
-    one batch differ (``"repeat"``). A batch that was ``"found"`` differs when it is computed. The module is
-    dynamically ``"quantized"``. Outputs have no single shape, so they do not ``"stack"``. The cause is an
-    empty text if it is not known any more.
+    one batch differ (``"repeat"``). A batch that was ``"found"`` differs when it is computed, or the module
+    was ``"edited"`` meanwhile. The module is dynamically ``"quantized"``. Outputs have no single shape, so
+    they do not ``"stack"``. The cause is an empty text if it is not known any more.
     """
     return _BATCH[cause]
 
@@ -189,7 +194,7 @@ def of_module(keeper: NamespaceKeeper, root: Any, *, is_without_grad: bool) -> l
     facts, stops = keeper.facts(root), []
     if facts.sharded is not None:
         return [BypassError.because("sharded", facts.sharded)]
-    if facts.is_parametrized and parametrize._cache_enabled:
+    if facts.is_parametrized and keeps_parametrized():
         text = "parametrize.cached() keeps weights that may have changed"
         stops.append(BypassError.because("parametrize", text))
     has_graph = torch.is_grad_enabled() and (facts.names_grad or not is_without_grad)

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from torchcache2.decorator.decoration import REPLICATE, Binding
+from torchcache2.core.private import REPLICA_MARK, REPLICATE
+from torchcache2.decorator.decoration import Binding
 from torchcache2.decorator.modulecache import ModuleCache
 from torchcache2.decorator.tracing import is_exported, is_traced, with_own_code
 from torchcache2.engine.steps import Steps, run_steps
@@ -51,8 +52,8 @@ def decorate_class(cls: type[nn.Module], binding: Binding) -> type[nn.Module]:
 def _patch_methods(cls: type[nn.Module]) -> None:
     wrappers = {"forward": _cached_forward, "__init__": _recording_init, REPLICATE: _cached_replicate}
     for name, wrap in wrappers.items():
-        method = getattr(cls, name)
-        if hasattr(method, ORIGINAL_ATTRIBUTE) and is_ours(method):
+        method = getattr(cls, name, None)
+        if method is None or (hasattr(method, ORIGINAL_ATTRIBUTE) and is_ours(method)):
             continue  # it is wrapped already, here or in the base class
         wrapper = wrap(method)
         setattr(wrapper, ORIGINAL_ATTRIBUTE, method)
@@ -150,7 +151,7 @@ def _cache_of(module: nn.Module) -> ModuleCache:
     """The cache of an instance of a decorated class."""
     cache = module.__dict__.get("cache_instance")
     # A replica of `nn.DataParallel` has copies of the weights, and is gone after this call.
-    if cache is not None and (cache.root is module or getattr(module, "_is_replica", False)):
+    if cache is not None and (cache.root is module or getattr(module, REPLICA_MARK, False)):
         return cache  # type: ignore[no-any-return]
     binding: Binding = getattr(type(module), BINDING)
     with binding.creation():

@@ -15,9 +15,8 @@ from torchcache2.decorator.probes import Probes
 from torchcache2.engine.stack import TierStack
 from torchcache2.identity.namespace import History
 
-__all__ = ["REPLICATE", "Binding"]
+__all__ = ["Binding"]
 
-REPLICATE = "_replicate_for_data_parallel"  # torch calls it for each device at each forward
 _PREFIX = "torchcache_"
 
 

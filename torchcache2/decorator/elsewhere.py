@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchcache2.core.errors import DeviceError
+from torchcache2.core.private import COMPILER_ERRORS
 from torchcache2.decorator.forward import Computation
 from torchcache2.engine.batch import ComputeSteps
 from torchcache2.engine.steps import Steps
@@ -80,7 +81,7 @@ def _devices(call: BoundCall, root: Any, seen: Seen) -> tuple[set[torch.device],
 def _is_torchs(error: RuntimeError) -> bool:
     """Whether torch may have raised it for tensors of differing devices: its texts name devices or types."""
     kind = type(error)
-    is_known = kind in (RuntimeError, NotImplementedError) or kind.__module__ == "torch._dynamo.exc"
+    is_known = kind in (RuntimeError, NotImplementedError) or kind.__module__ == COMPILER_ERRORS
     return is_known and re.search("device|type|backend|cpu|cuda|meta", str(error), re.IGNORECASE) is not None
 
 

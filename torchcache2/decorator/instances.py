@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from torchcache2.core.errors import DecorationError
-from torchcache2.decorator.decoration import REPLICATE, Binding
+from torchcache2.core.private import REPLICATE
+from torchcache2.decorator.decoration import Binding
 from torchcache2.decorator.modulecache import ModuleCache
 from torchcache2.decorator.tracing import is_exported
 from torchcache2.engine.steps import Steps, run_steps

@@ -265,21 +265,22 @@ class ModuleCache(Passing):
                 is_sharded=computation.is_sharded,
             )
         except NotStoredError as stop:
-            if stop.reason == "batch":
-                self._depends(computation, may_be_old=isinstance(stop, WrongRowsError))
-            if isinstance(stop, WrongRowsError):
-                raise not_stored("batch", stop.output, stop.text, cause="found") from None
+            was_found = isinstance(stop, WrongRowsError)
+            is_edited = stop.reason == "batch" and self._depends(computation, may_be_old=was_found)
+            if was_found:
+                cause = "edited" if is_edited else "found"
+                raise not_stored("batch", stop.output, stop.text, cause=cause) from None
             raise
         if isinstance(checks, CallChecks) and checks.settle(has_run=computation.has_run):
             self._write_probes(keys.namespace)
         return output
 
-    def _depends(self, computation: Computation, *, may_be_old: bool) -> None:
+    def _depends(self, computation: Computation, *, may_be_old: bool) -> bool:
         """Drop the rows of a call whose items depend on their batch; such calls are not cached again.
 
         Rows that were found may also be old, if a change was not noticed. Then the module has another
-        namespace now that it was read again. Where a name stands for the module, no change is noticed: its
-        rows are replaced, and checked from the first batch on.
+        namespace now that it was read again, and the result is True. Where a name stands for the module, no
+        change is noticed: its rows are replaced, and checked from the first batch on.
         """
         namespace, checks = computation.keys.namespace, computation.checks
         self._drop(namespace)
@@ -288,6 +289,7 @@ class ModuleCache(Passing):
         if isinstance(checks, CallChecks) and is_same and not may_be_old:
             self._probes.depends(checks.kind)
             self._write_probes(namespace, create=True)
+        return not is_same
 
     def _drop(self, namespace: bytes) -> None:
         super()._drop(namespace)

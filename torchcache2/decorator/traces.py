@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchcache2.core.arrays import Bytes2D
 from torchcache2.core.gather import as_bytes
+from torchcache2.core.private import has_version, version
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.entries import argument_leaves
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
@@ -55,11 +56,11 @@ class Inputs:
 
     def _versions(self) -> list[int]:
         """The version counters of tensors; inference tensors have none."""
-        return [tensor._version for tensor in self.tensors if not tensor.is_inference()]
+        return [version(tensor) for tensor in self.tensors if has_version(tensor)]
 
     def _uncounted(self) -> Bytes2D | None:
         """The keys of the items, if there are inference tensors: these change when such a tensor changes."""
-        if not any(tensor.is_inference() for tensor in self.tensors):
+        if all(map(has_version, self.tensors)):
             return None
         return self._keys_of(self._bind(self.args, self.kwargs))
 

@@ -12,12 +12,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd import forward_ad
-from torch.fx import _symbolic_trace
-from torch.overrides import _get_current_function_mode_stack as _function_modes
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from torchcache2.core.private import (
+    in_dispatch_mode,
+    in_foreign_mode,
+    in_forward_ad,
+    in_transform,
+    is_fx_traced,
+    is_jit_traced,
+)
 from torchcache2.engine.steps import Steps
 from torchcache2.identity.sourcecode import origin
 
@@ -63,15 +66,15 @@ def is_exported() -> bool:
 
 def is_traced() -> bool:
     """Whether a call is exported, traced or transformed. `torch.compile` is none of these."""
-    return (
+    return bool(
         torch.compiler.is_compiling()  # Dynamo leaves this function out, so it is another tracer
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
+        or is_jit_traced()
+        or in_transform()
+        or in_forward_ad()
         or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
-        or _get_current_dispatch_mode() is not None
-        or _symbolic_trace._is_fx_tracing_flag
-        or not all(isinstance(mode, DeviceContext) for mode in _function_modes())  # type: ignore[no-untyped-call]
+        or in_dispatch_mode()
+        or is_fx_traced()
+        or in_foreign_mode()
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchcache2.core.environment import disabled_by_environment
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import listed, logger
+from torchcache2.core.private import PRE_HOOKS
 from torchcache2.core.ranks import Place
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.values import leaves_of, mapped
@@ -203,7 +204,7 @@ def _check_arguments(
     name: str, root: Any, batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Raise if the arguments are not those of the module; a hook may change them before its forward."""
-    if getattr(root, "_forward_pre_hooks", None):
+    if getattr(root, PRE_HOOKS, None):
         return
     signature = inspect.signature(getattr(root, "forward", root))
     try:

@@ -22,7 +22,7 @@ from torchcache2.core.logs import ToldOnce, shown
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import size_text
 from torchcache2.core.version import __version__
-from torchcache2.engine.batch import Batch, Checks, ComputeSteps, NotStoredError
+from torchcache2.engine.batch import Batch, Checks, ComputeSteps, NotStoredError, WrongRowsError
 from torchcache2.engine.collective.stepped import SteppedOutcomes
 from torchcache2.engine.pressure import OwnMemoryError, device_of, told_apart
 from torchcache2.engine.stack import TierStack
@@ -115,7 +115,8 @@ class Cache(SteppedOutcomes):
         except NotStoredError as stop:
             if isinstance(stop.error, OutputError):
                 raise stop.error from None
-            self.count_bypass(stop.reason, len(keys), stop.text)
+            why = "; items depend on their batch, or on what their keys do not cover"
+            self.count_bypass(stop.reason, len(keys), stop.text + why * isinstance(stop, WrongRowsError))
             return stop.output
         except OwnMemoryError:
             pass

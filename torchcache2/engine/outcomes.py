@@ -163,8 +163,7 @@ class Outcomes:
             return None
         return (
             f"{mismatched} of {len(apart)} rows that were found differ from what the forward computes now, "
-            f"most at position {hits.checked[worst]} of the batch, by {apart[worst]:.3g}. Items may depend "
-            "on their batch; or something has changed unnoticed, or the forward is not deterministic"
+            f"most at position {hits.checked[worst]} of the batch, by {apart[worst]:.3g}"
         )
 
     def _distrusted(self, batch: Batch, text: str, output: Any = None) -> Steps[WrongRowsError]:

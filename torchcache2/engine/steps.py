@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar, cast
 
+from torchcache2.core.private import leave_out
+
 __all__ = ["Call", "Steps", "opaque", "run_steps", "transparent"]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,37 +26,12 @@ Steps = Generator[Call, Any, T]
 
 def opaque(function: F) -> F:
     """Have `torch.compile` leave out a function and everything that it calls."""
-    return _left_out(function, with_calls=True)
+    return leave_out(function, with_calls=True)
 
 
 def transparent(function: F) -> F:
-    """Have `torch.compile` leave out a function, but not the functions that it calls.
-
-    ``torch.compiler.disable(recursive=False)`` did this once. Today it leaves out a wrapper only, and the
-    function itself is compiled; to check the guards of those graphs takes longer than a hit.
-    """
-    return _left_out(function, with_calls=False)
-
-
-def _left_out(function: F, with_calls: bool) -> F:
-    """Mark a function as `torch.compiler.disable` does, but without a wrapper; returns the function.
-
-    `torch.compiler.disable` imports the compiler. That takes seconds, as long as to import torch, and most
-    programs never compile. So the mark is set in the compiler's C extension, which is loaded with torch.
-    """
-    try:
-        from torch._C._dynamo import eval_frame
-
-        action = eval_frame._FrameAction
-        for_calls = action.SKIP if with_calls else action.DEFAULT
-        strategy = eval_frame._FrameExecStrategy(action.SKIP, for_calls)
-        eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    except (ImportError, AttributeError):  # in older versions of torch only the compiler can set the mark
-        from torch._dynamo.decorators import disable, skip
-
-        return cast(F, (disable if with_calls else skip)(function))
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # graphs that call the function look for this
-    return function
+    """Have `torch.compile` leave out a function, but not the functions that it calls."""
+    return leave_out(function, with_calls=False)
 
 
 @transparent
@@ -94,19 +71,23 @@ def _close(running: Steps[Any]) -> None:
     running.close()
 
 
+class _CarriedError(Exception):
+    """Takes the place of an error of a call that a generator may not raise, or that would only close it."""
+
+
 def _advance(running: Steps[T], value: Any, failures: list[BaseException]) -> tuple[Steps[T] | None, Any]:
     """Resume the generator; returns it and its next call, or None and what it has returned."""
     # This frame must not refer to the exception when it ends: the traceback of the exception refers to the
     # frame, and this cycle would keep the tensors of the call in memory.
     error = failures.pop() if failures else None
+    thrown = _CarriedError(error) if isinstance(error, (StopIteration, GeneratorExit)) else error
     try:
         try:
-            return running, running.send(value) if error is None else running.throw(error)
+            return running, running.send(value) if thrown is None else running.throw(thrown)
         except StopIteration as stop:
             return None, stop.value
-        except RuntimeError as wrapped:
-            if not isinstance(error, StopIteration) or wrapped.__cause__ is not error:
-                raise
-        raise error  # Python has wrapped a StopIteration, as no generator may raise one
+        except _CarriedError:
+            pass
+        raise cast(BaseException, error)
     finally:
-        del error
+        del error, thrown

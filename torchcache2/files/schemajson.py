@@ -11,9 +11,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
 from torchcache2.core import values
+from torchcache2.core.private import pytree
 from torchcache2.core.schema import BARE, Schema
 from torchcache2.files import classnames as classes
 from torchcache2.files import jsonparts as parts

@@ -12,7 +12,7 @@ from typing import Any
 __all__ = ["parts_of_type"]
 
 _UNIONS = (typing.Union, types.UnionType)
-_FORMS = (typing._SpecialForm, type(typing.List))  # noqa: UP006  such as Final, or List by itself
+_FORMS = (type(typing.ClassVar), type(typing.List))  # noqa: UP006  such as Final, or List by itself
 _NAMED = tuple(
     getattr(typing, name)
     for name in ("TypeVar", "ParamSpec", "TypeVarTuple", "TypeAliasType")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
+
+from torchcache2.core.private import BATCH_NORMS, DROPOUTS
 
 __all__ = ["UnsteadyLayer", "unsteady"]
 
@@ -29,12 +29,12 @@ def unsteady(module: nn.Module) -> UnsteadyLayer | None:
     name = type(module).__name__
     if type(module).__module__.startswith(_DYNAMIC):
         return UnsteadyLayer(name, "scales")
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, BATCH_NORMS):
         if module.training or module.running_mean is None:
             return UnsteadyLayer(name, "normalises")
     elif getattr(module, "training", False):  # frozen scripted modules have no such flag
         rate = 0.0
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, DROPOUTS):
             rate = module.p
         elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
             rate = module.dropout

@@ -16,6 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torchcache2.core.private import (
+    GLOBAL_HOOKS,
+    HOOKS,
+    PRE_HOOKS,
+    REPLICATE,
+    SCRIPT,
+    SCRIPT_FIELDS,
+    buffers_of,
+    modules_of,
+    parameters_of,
+    script_parts,
+)
 from torchcache2.identity import sourcecode
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.encoding import (
@@ -31,13 +43,13 @@ from torchcache2.identity.marks import INIT_ATTRIBUTE, cache_options, original
 from torchcache2.identity.objectwalk import ObjectWalk
 from torchcache2.identity.readable import readable
 from torchcache2.identity.sharded import Shards
-from torchcache2.identity.torchcode import SCRIPT_FIELDS, ScriptState, script_code
+from torchcache2.identity.torchcode import ScriptState, script_code
 from torchcache2.identity.uses import unmangled
 
-__all__ = ["GLOBAL_HOOKS", "Fingerprint", "Walk", "argument_digests"]
+__all__ = ["Fingerprint", "Walk", "argument_digests"]
 
 _FORMAT = 2
-_INTERNAL = {*vars(nn.Module()), INIT_ATTRIBUTE, "cache_instance", "_replicate_for_data_parallel"}
+_INTERNAL = {*vars(nn.Module()), INIT_ATTRIBUTE, "cache_instance", REPLICATE}
 _COMPILED = (  # attributes that the compiler, and Lightning around it, put on modules and tensors
     *("_dynamo", "_torchdynamo", "_is_torch_compile", "_compiled_call_impl", "_compile_kwargs"),
     *("dynamo_ctx", "get_compiler_config"),
@@ -45,12 +57,8 @@ _COMPILED = (  # attributes that the compiler, and Lightning around it, put on m
 _NOISE = ("torchcache_", *_COMPILED)
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
 _SMALL = 1 << 16
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_HOOKS = (PRE_HOOKS, HOOKS)
 _HOOK_FLAGS = ("with_kwargs", "always_called")
-GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
-    torch.nn.modules.module._global_forward_pre_hooks,
-    torch.nn.modules.module._global_forward_hooks,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,8 +174,9 @@ class Walk(ObjectWalk):
 
     def _parts_of(self, value: Tensor, path: str) -> bytes:
         """A tensor that is not dense, as the dense ones that it is made of."""
-        if value.layout == torch.sparse_coo:
-            parts: list[Any] = [value._indices(), value._values()]
+        if value.layout == torch.sparse_coo and value.is_coalesced():
+            stored = value.detach()
+            parts: list[Any] = [stored.indices(), stored.values()]
         elif value.layout == torch.sparse_csr:
             parts = [value.crow_indices(), value.col_indices(), value.values()]
         elif value.is_quantized and value.qscheme() == torch.per_tensor_affine:
@@ -212,11 +221,11 @@ class Walk(ObjectWalk):
         head = self.klass(kind, path)  # its code says which attributes are read
         if path:
             self._hooks(module, where)
-        for tensors in (module._parameters, module._buffers):
+        for tensors in (parameters_of(module), buffers_of(module)):
             for name, tensor in tensors.items():
                 if tensor is not None:
                     self.parts[f"tensor {where}{name}"] = self.encode(tensor, f"{where}{name}")
-        for name, child in module._modules.items():
+        for name, child in modules_of(module).items():
             if child is not None:
                 self.parts[f"child {where}{name}"] = self._module(child, f"{where}{name}")
         # Attributes come after the submodules, so that one that refers to a submodule writes only its label.
@@ -240,7 +249,7 @@ class Walk(ObjectWalk):
         self.unread += unread
         self.parts |= {f"constructor argument {where}{name}": data for name, data in init.items()}
         self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
-        children = list(module._modules.keys())  # in scripted modules this is no dict
+        children = list(modules_of(module).keys())  # in scripted modules this is no dict
         self.parts[reference.decode()] = head + Encoder().encode(children, path)
         if not path:  # hooks of the root run outside of the forward: what they collect does not matter
             containers = dict(self.containers)
@@ -266,20 +275,22 @@ class Walk(ObjectWalk):
             _ = module.code  # a lazy graph makes the code of its class when it is first read
             # The class may have the code of an earlier graph; an interpreter runs the graph as it is now.
             self.parts[f"graph {path}".rstrip()] = self.encode(module.graph, path)
-        if not isinstance(module, torch.jit.ScriptModule) or "_c" not in fields:
+        if not isinstance(module, torch.jit.ScriptModule) or SCRIPT not in fields:
             return fields
-        state = ScriptState(module)
-        methods = state.methods()
-        code = script_code(methods) if state.is_plain else None
-        part = f"script {path}".rstrip()
+        part, parts = f"script {path}".rstrip(), script_parts(module)
+        if parts is None:
+            self.parts[part] = self.unreadable(module, path)
+            return {name: value for name, value in fields.items() if name not in SCRIPT_FIELDS}
+        state = ScriptState(parts)
+        code = script_code(parts.methods) if state.is_plain else None
         if code is None:
             self.parts[part] = self.unreadable(module, path)
         else:
-            tensors = {*module._parameters.keys(), *module._buffers.keys()}
+            tensors = {*parameters_of(module).keys(), *buffers_of(module).keys()}
             plain = {name: value for name, value in state.values.items() if name not in tensors}
-            self.parts[part] = self.encode([code, state.constants, plain], path)
+            self.parts[part] = self.encode([code, parts.constants, plain], path)
             self.reads.append((state, module))
-        own = SCRIPT_FIELDS.union(method.name for method in methods)
+        own = SCRIPT_FIELDS.union(method.name for method in parts.methods)
         return {name: value for name, value in fields.items() if name not in own}
 
     def _distrust(self) -> bool:

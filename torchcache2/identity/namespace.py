@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce, listed, logger
 from torchcache2.core.modes import autocast_keeps_weights
+from torchcache2.core.private import modules_of
 from torchcache2.core.settings import CacheSettings
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import Attributes
@@ -238,7 +239,7 @@ class NamespaceKeeper:
         self._facts = Facts(
             self._tensors.has_lazy,
             self._tensors.is_blind and self._settings.persistent_module_hash is None,
-            any("parametrizations" in part._modules for part in parts),
+            any("parametrizations" in modules_of(part) for part in parts),
             next(filter(None, map(unsteady, parts)), None),
             any("enable_grad" in name or "grad_enabled" in name for name in walk.parts),
             not_imported=min(walk.not_imported - self._awaited, default=""),

@@ -10,6 +10,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
+from torchcache2.core.private import OPERATOR_FIELDS
 from torchcache2.identity import sourcecode
 from torchcache2.identity.codenames import names_of
 from torchcache2.identity.compiled import CompiledTexts, names_in
@@ -17,7 +18,7 @@ from torchcache2.identity.containers import MUTABLE
 from torchcache2.identity.encoding import Encoder, public_module, text_bytes
 from torchcache2.identity.imports import files_of, place_of, resolved
 from torchcache2.identity.torchcode import (
-    OPERATOR_FIELDS,
+    OPERATOR_NAMESPACES,
     definition,
     is_operator,
     operator_name,
@@ -113,7 +114,7 @@ class NameWalk(Encoder):
             inside, scope, attribute = value, vars(value), attributes.pop(0)
             key = f".{attribute}"
             path += key
-            if type(value).__module__ == "torch._ops":
+            if isinstance(value, OPERATOR_NAMESPACES):
                 getattr(value, attribute, None)  # `torch.ops` loads an operator when it is first read
             value = scope if attribute == "__dict__" else scope.get(attribute, None)
             self.scopes.append((scope, attribute, scope.get(attribute)))

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.core.private import COMPILED_FROM
 from torchcache2.identity import sourcecode
 from torchcache2.identity.annotations import parts_of_type
 from torchcache2.identity.bulk import UNCOUNTED, Bulk
@@ -47,6 +48,7 @@ _NO_STATE = (type(threading.Lock()), type(threading.RLock()), SemLock)
 _FLEETING = (threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_LRU_CACHE = type(functools.lru_cache(print))
 _BUILTIN_CODE = (
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
@@ -169,7 +171,7 @@ class ObjectWalk(OwnerWalk):
         if isinstance(value, type):
             return self.klass(value, path)
         if isinstance(value, types.FunctionType):
-            compiled = vars(value).get("_torchdynamo_orig_callable")  # set by torch.compile
+            compiled = vars(value).get(COMPILED_FROM)
             return self.function(value, path) if compiled is None else self.encode(compiled, path)
         if isinstance(value, types.MethodType):
             return b"m" + self.items([(value.__func__, path), (value.__self__, path)])
@@ -186,7 +188,7 @@ class ObjectWalk(OwnerWalk):
             return b"h" + self.items([(value.fget, path), (value.fset, path)])
         if isinstance(value, functools.cached_property):
             return b"h" + self.encode(value.func, path)
-        if isinstance(value, functools._lru_cache_wrapper):
+        if isinstance(value, _LRU_CACHE):
             return b"h" + self.encode(value.__wrapped__, path)
         if isinstance(value, weakref.ReferenceType):
             return b"w" + self.encode(value(), path)
@@ -308,7 +310,7 @@ class ObjectWalk(OwnerWalk):
 
 def _as_tensor(storage: torch.UntypedStorage | torch.TypedStorage) -> Tensor:
     if isinstance(storage, torch.TypedStorage):
-        return torch.empty(0, dtype=storage.dtype, device=storage.device).set_(storage._untyped_storage)
+        return torch.empty(0, dtype=storage.dtype, device=storage.device).set_(storage)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

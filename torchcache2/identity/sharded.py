@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchcache2.core.private import FSDP_MARK, FSDP_MODULES, buffers_of, fsdp_policy, parameters_of
 from torchcache2.identity.mixing import UnsteadyLayer, unsteady
 
 __all__ = ["ShardedError", "Shards", "sharding"]
 
-_FSDP = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
-_FSDP_MARK = "_is_fsdp_managed_module"  # FSDP sets it on each module whose parameters it gathers
 _ZERO_MARK = "ds_id"  # ZeRO-3 of DeepSpeed sets it on each parameter that it spreads
 
 
@@ -33,9 +32,10 @@ def sharding(module: nn.Module) -> str | None:
     Libraries are known by the names and marks that they leave: to import them only to ask takes seconds.
     """
     name = type(module).__name__
-    if _FSDP_MARK in vars(module) or any(base.__module__.startswith(_FSDP) for base in type(module).__mro__):
+    bases = type(module).__mro__
+    if FSDP_MARK in vars(module) or any(base.__module__.startswith(FSDP_MODULES) for base in bases):
         return f"{name} is sharded by FSDP"
-    for tensor in chain(module._parameters.values(), module._buffers.values()):
+    for tensor in chain(parameters_of(module).values(), buffers_of(module).values()):
         if type(tensor).__name__ == "DTensor":
             return f"{name} has a DTensor parameter"
         if hasattr(tensor, _ZERO_MARK):
@@ -85,14 +85,14 @@ class Shards:
     def tensors(self) -> Iterator[Tensor]:
         """Their parameters and buffers, as they are now."""
         for part in self.parts():
-            every = chain(part._parameters.values(), part._buffers.values())
+            every = chain(parameters_of(part).values(), buffers_of(part).values())
             yield from [tensor for tensor in every if tensor is not None]
 
     def buffers(self) -> dict[str, Tensor]:
         """By name, the buffers that are whole. Parameters are no state, as they come and go when gathered."""
         buffers: dict[str, Tensor] = {}
         for number, part in enumerate(self.parts()):
-            for name, buffer in part._buffers.items():
+            for name, buffer in buffers_of(part).items():
                 if type(buffer) is Tensor and buffer.layout == torch.strided and not buffer.is_meta:
                     buffers[f"{name} of part {number}"] = buffer
         return buffers
@@ -105,9 +105,7 @@ class Shards:
         """The dtypes of their tensors, and those in which FSDP has them compute."""
         dtypes = {tensor.dtype for tensor in self.tensors()}
         for part in self.parts():
-            ask_state: Any = getattr(part, "_get_fsdp_state", None)
-            policy = getattr(ask_state and ask_state(), "_mp_policy", None)
-            policies = policy, getattr(part, "mixed_precision", None)
+            policies = fsdp_policy(part), getattr(part, "mixed_precision", None)
             named = [getattr(policy, "param_dtype", None) for policy in policies]
             dtypes |= {dtype for dtype in named if isinstance(dtype, torch.dtype)}
         return dtypes

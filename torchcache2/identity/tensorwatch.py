@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from xxhash import xxh3_64_digest, xxh3_128, xxh3_128_digest
 
+from torchcache2.core.private import has_version, version
 from torchcache2.core.transfer import CUDA, Arriving, Runtime
 from torchcache2.identity.encoding import UnencodableError, tensor_digest
 from torchcache2.identity.readable import form
@@ -44,7 +45,6 @@ Bytes1D = Any
 _State = tuple[list[int], list[Any], list[Any], list[torch.dtype], list[int], list[bytes]]
 
 _dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
-_version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class _Known(NamedTuple):
@@ -123,8 +123,8 @@ class TensorWatch:
         self.tensors = list({id(tensor): tensor for tensor in self._named.values()}.values())
         self.dtypes = {tensor.dtype for tensor in self.tensors}
         self.has_lazy = len(self._named) < len(tensors)
-        self._counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
-        self._uncounted = [tensor for tensor in self.tensors if tensor.is_inference()]
+        self._counted = [tensor for tensor in self.tensors if has_version(tensor)]
+        self._uncounted = [tensor for tensor in self.tensors if not has_version(tensor)]
         total = sum(map(_span, self._uncounted))
         # Whether tensors without version counters are too large to compare at every call.
         self.is_blind = total > _MOST_UNCOUNTED or not all(map(_is_plain, self._uncounted))
@@ -294,7 +294,7 @@ class TensorWatch:
             list(map(Tensor.stride, tensors)),
             list(map(Tensor.size, tensors)),
             list(map(_dtype, tensors)),
-            list(map(_version, self._counted)),
+            list(map(version, self._counted)),
             [*map(xxh3_64_digest, self._wholes), *[xxh3_64_digest(_content(t)) for t in self._away]],
         )
 
@@ -302,7 +302,7 @@ class TensorWatch:
         """For tensors with a version counter, by id: what changes when one is written to or replaced."""
         plain = [tensor for tensor in self._counted if _is_plain(tensor)]
         return {
-            id(t): (_pointer(t), t.storage_offset(), t.stride(), t.size(), t.dtype, t._version) for t in plain
+            id(t): (_pointer(t), t.storage_offset(), t.stride(), t.size(), t.dtype, version(t)) for t in plain
         }
 
     def _is_far(self, tensor: Tensor) -> bool:

@@ -11,12 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library import custom_ops
-from torch.utils import _pytree as pytree
+
+from torchcache2.core.private import (
+    CUSTOM_OPERATORS,
+    OPERATOR_CODE,
+    OPERATOR_DEFINITION,
+    REGISTERED_KERNELS,
+    ScriptParts,
+    pytree,
+)
 
 __all__ = [
-    "OPERATOR_FIELDS",
-    "SCRIPT_FIELDS",
+    "OPERATOR_NAMESPACES",
     "ScriptState",
     "definition",
     "graph_code",
@@ -26,16 +32,12 @@ __all__ = [
     "script_code",
 ]
 
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, custom_ops.CustomOpDef)
-# These attributes of a custom operator decide about its outputs. Others are for gradients and tracing.
-OPERATOR_FIELDS = (
-    *("_schema", "_init_fn", "_backend_fns", "_torch_dispatch_fns", "_vmap_fn"),
-    *("_autocast_dtype", "_disabled_kernel"),
-)
+_OVERLOAD = type(torch.ops.aten.add.Tensor)
+_OPERATORS = (_OVERLOAD, type(torch.ops.aten.add), OPERATOR_DEFINITION)
+OPERATOR_NAMESPACES = (type(torch.ops), type(torch.ops.aten), type(torch.ops.higher_order))
 # Kernels for these dispatch keys do not compute outputs.
 _NO_KERNELS = ("Meta", "Autograd", "ADInplace", "Tracer", "Functionalize")
 _OF_TORCH = ("aten", "prim", "prims", "quantized", "torch", "c10d", "_c10d_functional", "higher_order")
-SCRIPT_FIELDS = frozenset(("_c", "_concrete_type", "_initializing"))
 # This matches where code stood, and numbers that the process gives to scripted classes.
 _OF_PROCESS = re.compile(r" # .*:\d+:\d+$|___torch_mangle_\d+\.", re.MULTILINE)
 _OPAQUE = ("prim::CallMethod", "prim::CallFunction", "prim::PythonOp", "prim::fork")  # they run other code
@@ -49,17 +51,17 @@ def is_operator(value: Any) -> bool:
 
 def operator_name(value: Any) -> str:
     """``namespace::name`` of an operator."""
-    if isinstance(value, torch._ops.OpOverload):
-        return str(value._schema.name)
-    qualified = getattr(value, "_qualified_op_name", None) or getattr(value, "_qualname", None)
-    return str(qualified or value)
+    if isinstance(value, OPERATOR_DEFINITION):
+        return str(value).removeprefix("<CustomOpDef(").removesuffix(")>")
+    namespace, name = str(value).split(".")[:2]
+    return f"{namespace}::{name}"
 
 
 def definition(value: Any) -> dict[str, Any] | None:
-    """What has been registered for an operator of `torch.library.custom_op`; None if it is none."""
-    name = operator_name(value)
-    found = value if isinstance(value, custom_ops.CustomOpDef) else custom_ops.OPDEFS.get(name)
-    return None if found is None else vars(found)
+    """What has been registered for an operator of `torch.library.custom_op`; None if that cannot be read."""
+    is_definition = isinstance(value, OPERATOR_DEFINITION)
+    found = value if is_definition else CUSTOM_OPERATORS.get(operator_name(value))
+    return None if found is None or not vars(found).keys() >= {*OPERATOR_CODE} else vars(found)
 
 
 def registered_otherwise(name: str) -> bool:
@@ -67,8 +69,10 @@ def registered_otherwise(name: str) -> bool:
     namespace, _, short = name.partition("::")
     if namespace in _OF_TORCH:
         return False
+    if REGISTERED_KERNELS is None:
+        return True
     # The set is copied, because the garbage collector may meanwhile remove the kernels of a dead library.
-    keys = [key.split("/") for key in list(getattr(torch.library, "_impls", ()))]
+    keys = [key.split("/") for key in list(REGISTERED_KERNELS)]
     return any(
         key[0] == namespace and key[1].partition(".")[0] == short and not key[-1].startswith(_NO_KERNELS)
         for key in keys
@@ -102,22 +106,13 @@ def script_code(methods: Iterable[Any]) -> list[Any] | None:
 class ScriptState:
     """The attributes of a scripted module, and whether they changed."""
 
-    def __init__(self, module: Any) -> None:
-        self._script = module._c
-        kind: Any = torch._C.ConcreteModuleType.from_jit_type(self._script._type())
-        self._names = sorted(kind.get_attributes())
-        self.constants = dict(sorted(kind.get_constants().items()))
+    def __init__(self, parts: ScriptParts) -> None:
+        self._parts = parts
         self.values = self._read()
         self.is_plain = all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(self.values))
 
-    def methods(self) -> list[Any]:
-        """Methods and hooks."""
-        script = self._script
-        named = [script._get_method(name) for name in sorted(script._method_names())]
-        return [*named, *script._get_forward_pre_hooks(), *script._get_forward_hooks()]
-
     def _read(self) -> dict[str, Any]:
-        return {name: self._script.getattr(name) for name in self._names}
+        return {name: self._parts.read(name) for name in self._parts.attributes}
 
     def __call__(self, module: object) -> tuple[Any, ...]:
         """A tuple of one object, which stays the same as long as the attributes are equal.

@@ -16,18 +16,15 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from torchcache2.core.private import BUFFERS, GLOBAL_HOOKS, HOOKS, MODULES, PARAMETERS, PRE_HOOKS
 from torchcache2.identity.containers import Attributes, Contents, alike, content, size_of
-from torchcache2.identity.modulewalk import GLOBAL_HOOKS, Walk
+from torchcache2.identity.modulewalk import Walk
 
 __all__ = ["Watch"]
 
 _ALWAYS = (
     "training",
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_forward_pre_hooks",
-    "_forward_hooks",
+    *(PARAMETERS, BUFFERS, MODULES, PRE_HOOKS, HOOKS),
 )
 # Containers up to the first limits are compared at every call, up to the second around a forward.
 _SMALL = {"each": 64, "total": 2000, "each_bytes": 1024, "total_bytes": 16_384}

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 
 from torchcache2.core.exits import AtExit
+from torchcache2.core.locks import holds
 from torchcache2.tiers.pace import Pace
 from torchcache2.tiers.unwritten import Pending
 
@@ -182,7 +183,7 @@ class Writer:
         try:
             self._changed.wait(1.0)
         finally:
-            if not self._lock._is_owned():  # the interrupt came right after the lock was released
+            if not holds(self._lock):  # the interrupt came right after the lock was released
                 self._lock.acquire()
 
     def _is_full(self) -> bool:

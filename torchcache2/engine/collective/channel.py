@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, distributed
 
 from torchcache2.core.errors import RankError
+from torchcache2.core.private import group_store, group_timeout
 from torchcache2.engine.collective.absent import Roll, Verdict
 
 if TYPE_CHECKING:  # not all builds of torch have it
@@ -74,9 +75,9 @@ class Channel:
         self._why: Verdict | None = None
         self._rounds: dict[str, _Round] = {}
         self._number = 0
-        self._timeout = _timeout_of(group)
+        self._timeout = group_timeout(group, _devices(group))
         self._gloo: Any = None
-        store = distributed.distributed_c10d._get_process_group_store(group)
+        store = group_store(group)
         number = store.add(
             f"torchcache2/{self.rank}", 1
         )  # the same on all ranks: they make channels together
@@ -122,7 +123,7 @@ class Channel:
         """
         with self._turn():
             place, group = data.device, self._group()
-            if place.type == "cpu" or group is None or not _has_backend(group, place):
+            if place.type == "cpu" or group is None or place.type not in _devices(group):
                 with torch.inference_mode(False):
                     result = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
                 self._wait(self._gloo.alltoall_base, result, data.cpu(), list(received), list(sent))
@@ -138,7 +139,7 @@ class Channel:
     def sends_from(self, device: torch.device) -> bool:
         """Whether the user's group sends tensors of a type of device, so that they need not be on the CPU."""
         group = self._group()
-        return group is not None and device.type != "cpu" and _has_backend(group, device)
+        return group is not None and device.type != "cpu" and device.type in _devices(group)
 
     def close(self, why: str = "") -> None:
         """Give up the connections, so that no rank waits. Later calls of all ranks raise `RankError`."""
@@ -289,12 +290,7 @@ def _is_done(work: Any) -> bool:
     return True
 
 
-def _has_backend(group: ProcessGroup, device: torch.device) -> bool:
-    return device.type in (of.type for of in group._device_types)
-
-
-def _timeout_of(group: ProcessGroup) -> timedelta:
-    """How long the user's group waits for a rank."""
-    backends = [group._get_backend(device) for device in group._device_types]
-    timeout: timedelta = min(backend.options._timeout for backend in backends)
-    return timeout
+def _devices(group: ProcessGroup) -> list[str]:
+    """The types of devices of which a group sends tensors."""
+    parts = distributed.get_backend_config(group).split(",")  # such as "cpu:gloo,cuda:nccl"
+    return [part.partition(":")[0] for part in parts]

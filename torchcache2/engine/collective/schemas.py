@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from xxhash import xxh3_128_digest
 
+from torchcache2.core.private import pytree
 from torchcache2.core.schema import Leaf, Schema
 from torchcache2.engine.collective.channel import Channel
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError

@@ -19,6 +19,7 @@ import numpy as np
 from torchcache2.core.arrays import Flags
 from torchcache2.core.gather import with_ordinary_tensors
 from torchcache2.core.keys import Keys
+from torchcache2.core.locks import holds
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import Policy
 from torchcache2.files import codec as codecs
@@ -190,7 +191,7 @@ class DiskTier(Tier):
 
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, and delete its segments."""
-        if self._lock()._is_owned():
+        if holds(self._lock()):
             self.later(self.drop, namespace)  # the garbage collector calls this while tables are changed
             return
         with self._lock():
@@ -279,7 +280,7 @@ class DiskTier(Tier):
     def is_busy_here(self) -> bool:
         """Whether this thread is at work in this tier, and the garbage collector calls from there."""
         writes = self._known.writer is not None and self._known.writer.writes_here()
-        return writes or bool(self._lock()._is_owned())
+        return writes or holds(self._lock())
 
     def _open_directory(self) -> None:
         try:

@@ -12,7 +12,7 @@ import numpy as np
 
 from torchcache2.core.arrays import Array, Flags, Positions
 from torchcache2.core.keys import Keys
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.locks import ProcessLock, holds
 from torchcache2.tiers.base import Signals
 from torchcache2.tiers.disk.catalog import AnySegment
 from torchcache2.tiers.disk.places import Places
@@ -121,7 +121,7 @@ class Outbox:
     def is_busy_here(self) -> bool:
         """Whether this thread is at work in here, and the garbage collector calls from there."""
         writer = self._last_writer
-        return (writer is not None and writer.writes_here()) or bool(self._lock()._is_owned())
+        return (writer is not None and writer.writes_here()) or holds(self._lock())
 
     def _begin(self) -> Writer:
         """The writer of this process, made if there is none, as after a fork; with the lock held."""

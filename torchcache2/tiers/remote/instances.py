@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from torchcache2.core.buckets import Bucket
 from torchcache2.core.extras import require
+from torchcache2.core.private import GCS_RETRIED, S3_CALL, S3_LISTING, S3_SESSION, SESSIONS
 from torchcache2.files.encode import SEGMENT, TEMPORARY
 from torchcache2.files.filesystem import FileInfo
 from torchcache2.files.whole import ulid
@@ -69,7 +70,7 @@ class Instance:
         self._root = kind._strip_protocol(bucket.url).rstrip("/")
         # This library tries again itself, and looks at the clock.
         self._fs.retries = 1
-        for name in ("_request", "_get_file_request"):  # of gcsfs
+        for name in GCS_RETRIED:
             method: Any = getattr(kind, name, None)
             if hasattr(method, "__wrapped__"):
                 setattr(self._fs, name, functools.partial(method.__wrapped__, self._fs))
@@ -96,7 +97,7 @@ class Instance:
         self._fs.invalidate_cache()
         path = self._path(folder)
         if "s3" in self._fs.protocol:  # `_ls` lists the folder above, too, if there is nothing in this one
-            infos = self._wait(self._fs._lsdir, path, seconds=3 * self._patience)
+            infos = self._wait(getattr(self._fs, S3_LISTING, self._fs._ls), path, seconds=3 * self._patience)
         elif self._is_async:
             infos = self._wait(self._fs._ls, path, detail=True, seconds=3 * self._patience)
         else:
@@ -201,7 +202,7 @@ class Instance:
         )
         objects = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
         try:
-            answer = await self._fs._call_s3("delete_objects", Bucket=bucket, Delete=objects)
+            answer = await getattr(self._fs, S3_CALL)("delete_objects", Bucket=bucket, Delete=objects)
         except Exception as error:
             if kind_of(error) is Kind.PASSING:
                 raise
@@ -267,12 +268,12 @@ class Instance:
             raise
 
     async def _end(self) -> None:
-        for name in ("_session", "service_client", "credential"):  # of gcsfs; of adlfs
+        for name in SESSIONS:
             close = getattr(getattr(self._fs, name, None), "close", None)
             closing = close() if close else None
             if inspect.isawaitable(closing):
                 await closing
-        creator = getattr(self._fs, "_s3creator", None)
+        creator = getattr(self._fs, S3_SESSION, None)
         if creator is not None:
             self._fs.set_session = _closed  # another thread would have it open a new one
             await creator.__aexit__(None, None, None)

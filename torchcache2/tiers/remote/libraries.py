@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchcache2.core.extras import require
+from torchcache2.core.private import FINALIZERS
 
 __all__ = ["AT_ONCE", "CONNECT", "class_of", "keep_finalizers_off", "mtime", "time_limits"]
 
@@ -41,7 +41,7 @@ def time_limits(protocols: Iterable[str], options: Mapping[str, Any], patience: 
 
 def keep_finalizers_off(fs: Any) -> None:
     """Have a library not close a file system when that is collected, or when the process ends."""
-    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+    for finalizer in list(FINALIZERS):
         alive = finalizer.peek()
         if alive is not None and alive[0] is fs:
             finalizer.detach()

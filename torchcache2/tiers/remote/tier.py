@@ -18,6 +18,7 @@ from torchcache2.core.buckets import Bucket
 from torchcache2.core.exits import AtExit
 from torchcache2.core.gather import with_ordinary_tensors
 from torchcache2.core.keys import Keys
+from torchcache2.core.locks import holds
 from torchcache2.core.rows import Rows
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.tiers.base import Found, Signals, Tier, TierStats
@@ -169,7 +170,7 @@ class RemoteTier(Tier):
     def is_busy_here(self) -> bool:
         """Whether this thread is at work in this tier, and the garbage collector calls from there."""
         mirrors = self._mirror is not None and self._mirror.is_busy_here()
-        return mirrors or bool(self._known.lock()._is_owned())
+        return mirrors or holds(self._known.lock())
 
     def _begin(self) -> None:
         if self._mirror is not None:

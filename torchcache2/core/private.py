@@ -1,0 +1,324 @@
+"""The private names of other libraries that this package uses, and what takes the place of each.
+
+The next version of a library may lack such a name. So no other file has any, and here they are texts, most of
+them looked up once, at the import. Where one is missing, another name takes its place, or the feature that
+needs it steps aside. `tests/project/test_private.py` removes each in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from operator import attrgetter, methodcaller
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.utils import parametrize
+from torch.overrides import has_torch_function
+
+__all__ = [
+    "BATCH_NORMS",
+    "BUFFERS",
+    "COMPILED_FROM",
+    "COMPILER_ERRORS",
+    "CUSTOM_OPERATORS",
+    "DROPOUTS",
+    "FINALIZERS",
+    "FSDP_MARK",
+    "FSDP_MODULES",
+    "GCS_RETRIED",
+    "GLOBAL_HOOKS",
+    "HOOKS",
+    "MODULES",
+    "OPERATOR_CODE",
+    "OPERATOR_DEFINITION",
+    "OPERATOR_FIELDS",
+    "PARAMETERS",
+    "PRE_HOOKS",
+    "PRODUCT_PRECISION",
+    "REGISTERED_KERNELS",
+    "REPLICATE",
+    "REPLICA_MARK",
+    "S3_CALL",
+    "S3_LISTING",
+    "S3_SESSION",
+    "SCRIPT",
+    "SCRIPT_FIELDS",
+    "SESSIONS",
+    "ScriptParts",
+    "buffers_of",
+    "default_device",
+    "fsdp_policy",
+    "group_store",
+    "group_timeout",
+    "has_version",
+    "in_dispatch_mode",
+    "in_foreign_mode",
+    "in_forward_ad",
+    "in_transform",
+    "is_fx_traced",
+    "is_given_work",
+    "is_jit_traced",
+    "keeps_parametrized",
+    "leave_out",
+    "modules_of",
+    "parameters_of",
+    "pytree",
+    "register_before_pools_end",
+    "script_parts",
+    "version",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _first(*names: str, otherwise: Any = None) -> Any:
+    """What the first of these dotted names stands for that exists, or `otherwise`."""
+    for name in names:
+        with contextlib.suppress(ImportError, AttributeError):
+            return pkgutil.resolve_name(name)
+    return otherwise
+
+
+# The second name would be the public one: no version of torch has one yet.
+pytree: Any = _first("torch.utils._pytree", "torch.utils.pytree")
+
+# Modes, tracers and transforms. A default device is a mode, too, and one of those that are in the key.
+
+_PLAIN = torch.ones((), device="cpu")
+_function_modes: Any = _first("torch.overrides._get_current_function_mode_stack")
+_DEVICE_MODE: Any = _first("torch.utils._device.DeviceContext", otherwise=())
+_transform: Any = _first(
+    "torch._C._functorch.peek_interpreter_stack",
+    "torch._C._functorch.maybe_current_level",
+    otherwise=lambda: None,
+)
+is_jit_traced: Callable[[], bool] = _first("torch.jit.is_tracing", "torch._C._is_tracing", otherwise=bool)
+in_dispatch_mode: Callable[[], object] = _first(
+    "torch._C._len_torch_dispatch_stack",
+    "torch.utils._python_dispatch.is_in_torch_dispatch_mode",
+    otherwise=bool,
+)
+is_fx_traced: Callable[[], bool] = _first(
+    "torch.fx._symbolic_trace.is_fx_symbolic_tracing",
+    "torch.fx._symbolic_trace.is_fx_tracing",
+    otherwise=bool,  # what is traced is no tensor: such a call is passed through anyway
+)
+PRODUCT_PRECISION: Callable[[str, str], str] | None = _first("torch._C._get_fp32_precision_getter")
+
+
+def in_foreign_mode() -> bool:
+    """Whether a `TorchFunctionMode` is active that is not that of a default device."""
+    if _function_modes is None:
+        return has_torch_function((_PLAIN,))
+    return not all(isinstance(mode, _DEVICE_MODE) for mode in _function_modes())
+
+
+def default_device() -> str:
+    """The type of the default device; the public function is wrong in old versions of torch."""
+    if _function_modes is None or _DEVICE_MODE == ():
+        return torch.get_default_device().type
+    contexts = [mode for mode in _function_modes() if isinstance(mode, _DEVICE_MODE)]
+    return str(contexts[-1].device.type) if contexts else "cpu"
+
+
+def in_transform() -> bool:
+    """Whether a transform of `torch.func` runs this."""
+    return _transform() is not None
+
+
+def in_forward_ad() -> bool:
+    """Whether a level of forward-mode differentiation is entered."""
+    level = getattr(forward_ad, "_current_level", None)
+    if level is not None:
+        return bool(level >= 0)
+    try:
+        forward_ad.make_dual(_PLAIN, _PLAIN)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    return True
+
+
+def keeps_parametrized() -> bool:
+    """Whether `torch.nn.utils.parametrize.cached` is active, or may be."""
+    return bool(getattr(parametrize, "_cache_enabled", True))
+
+
+_set_strategy: Any = _first("torch._C._dynamo.eval_frame.set_code_exec_strategy")
+_FrameAction: Any = _first("torch._C._dynamo.eval_frame._FrameAction")
+_FrameStrategy: Any = _first("torch._C._dynamo.eval_frame._FrameExecStrategy")
+
+
+def leave_out(function: F, *, with_calls: bool) -> F:
+    """Have `torch.compile` leave out a function, and all that it calls if so said; returns the function.
+
+    `torch.compiler.disable` does this, too. But it imports the compiler, which takes seconds, and most
+    programs never compile. And in new versions of torch it leaves out a wrapper only and compiles the
+    function itself; to check the guards of those graphs takes longer than a hit. So the mark is set in the
+    compiler's C extension, which is loaded with torch.
+    """
+    if _set_strategy is None or _FrameAction is None or _FrameStrategy is None:
+        disabled: F = torch.compiler.disable(function, recursive=with_calls)  # type: ignore[no-untyped-call]
+        return disabled
+    for_calls = _FrameAction.SKIP if with_calls else _FrameAction.DEFAULT
+    _set_strategy(function.__code__, _FrameStrategy(_FrameAction.SKIP, for_calls))
+    vars(function)["_torchdynamo_disable"] = True  # graphs that call the function look for this
+    return function
+
+
+COMPILED_FROM = "_torchdynamo_orig_callable"  # of a compiled function: else it counts as torch's code
+COMPILER_ERRORS = "torch._dynamo.exc"  # else its errors are raised as they are, without advice
+
+# Modules and tensors. The attributes of a module are found by what is put in them.
+
+_MODULE, _PART, _WEIGHT = nn.Module(), nn.Module(), nn.Parameter(_PLAIN)
+_MODULE.part, _MODULE.weight = _PART, _WEIGHT
+_MODULE.register_buffer("buffer", _PLAIN)
+_PRE_HOOK, _HOOK = (lambda *call: None for _ in range(2))
+_MODULE.register_forward_pre_hook(_PRE_HOOK)
+_MODULE.register_forward_hook(_HOOK)
+
+
+def _holder(content: object) -> str:
+    """The attribute of the module that holds something, in a mapping."""
+    mappings = {name: value for name, value in vars(_MODULE).items() if isinstance(value, Mapping)}
+    return next(name for name, value in mappings.items() if any(one is content for one in value.values()))
+
+
+PARAMETERS, BUFFERS, MODULES, PRE_HOOKS, HOOKS = map(_holder, (_WEIGHT, _PLAIN, _PART, _PRE_HOOK, _HOOK))
+
+
+def _all_hooks() -> Iterator[dict[int, Any]]:
+    for register in (register_module_forward_pre_hook, register_module_forward_hook):
+        handle = register(_HOOK)
+        hooks: Any = handle.hooks_dict_ref()
+        handle.remove()
+        yield hooks
+
+
+GLOBAL_HOOKS = tuple(_all_hooks())  # those that run for every module
+parameters_of: Callable[[nn.Module], Mapping[str, Tensor | None]] = attrgetter(PARAMETERS)
+buffers_of: Callable[[nn.Module], Mapping[str, Tensor | None]] = attrgetter(BUFFERS)
+modules_of: Callable[[nn.Module], Mapping[str, nn.Module | None]] = attrgetter(MODULES)
+
+BATCH_NORMS: Any = _first(
+    "torch.nn.modules.batchnorm._BatchNorm",
+    otherwise=(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+)
+DROPOUTS: Any = _first(
+    "torch.nn.modules.dropout._DropoutNd",
+    otherwise=(
+        *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+        *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+    ),
+)
+# What `nn.DataParallel` calls, and puts on the replicas: else each replica has a cache of its own.
+REPLICATE, REPLICA_MARK = "_replicate_for_data_parallel", "_is_replica"
+FSDP_MARK = "_is_fsdp_managed_module"  # else a module is known by its class
+FSDP_MODULES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+
+
+def has_version(tensor: Tensor) -> bool:
+    """Whether a tensor has a version counter; those made under `torch.inference_mode` have none."""
+    return not tensor.is_inference() and _has_versions
+
+
+version: Callable[[Tensor], int] = attrgetter("_version")
+_has_versions = hasattr(Tensor, "_version")  # else all tensors are compared as those without a counter are
+
+
+def fsdp_policy(module: nn.Module) -> Any:
+    """With which dtypes `fully_shard` has a module compute; None where it does not say."""
+    ask: Any = getattr(module, "_get_fsdp_state", None)
+    return getattr(ask and ask(), "_mp_policy", None)
+
+
+# Operators and scripts.
+
+CUSTOM_OPERATORS: Mapping[str, Any] = _first("torch._library.custom_ops.OPDEFS", otherwise={})
+OPERATOR_DEFINITION: Any = _first(
+    "torch.library.CustomOpDef", "torch._library.custom_ops.CustomOpDef", otherwise=()
+)
+OPERATOR_CODE = ("_init_fn", "_backend_fns")  # without these, what a custom operator computes cannot be read
+# These attributes of it, too, decide about its outputs. Others are for gradients and tracing.
+OPERATOR_FIELDS = (
+    *("_schema", *OPERATOR_CODE, "_torch_dispatch_fns", "_vmap_fn"),
+    *("_autocast_dtype", "_disabled_kernel"),
+)
+REGISTERED_KERNELS: Iterable[str] | None = _first("torch.library._impls")
+SCRIPT = "_c"  # the compiled script of a module
+SCRIPT_FIELDS = frozenset((SCRIPT, "_concrete_type", "_initializing"))
+_ConcreteType: Any = _first("torch._C.ConcreteModuleType")
+
+
+class ScriptParts(NamedTuple):
+    """What a scripted module is made of: its attributes, read anew by ``read(name)``, and its methods."""
+
+    read: Callable[[str], Any]
+    attributes: list[str]
+    constants: dict[str, Any]
+    methods: list[Any]
+
+
+def script_parts(module: nn.Module) -> ScriptParts | None:
+    """The parts of a module that has a `SCRIPT`; None if they cannot be had."""
+    try:
+        script = vars(module)[SCRIPT]
+        kind = _ConcreteType.from_jit_type(methodcaller("_type")(script))
+        names = sorted(methodcaller("_method_names")(script))
+        methods = [methodcaller("_get_method", name)(script) for name in names]
+        for hooks in ("_get_forward_pre_hooks", "_get_forward_hooks"):
+            methods += methodcaller(hooks)(script)
+        constants = dict(sorted(kind.get_constants().items()))
+        return ScriptParts(script.getattr, sorted(kind.get_attributes()), constants, methods)
+    except AttributeError:
+        return None
+
+
+# Process groups.
+
+_get_store: Any = _first("torch.distributed.distributed_c10d._get_process_group_store")
+
+
+def group_store(group: Any) -> Any:
+    """The store of a process group."""
+    return group.get_group_store() if _get_store is None else _get_store(group)
+
+
+def group_timeout(group: Any, devices: Iterable[str]) -> timedelta:
+    """How long a process group waits for a rank; torch's own default where it does not say."""
+    try:
+        backends = [methodcaller("_get_backend", torch.device(device))(group) for device in devices]
+        timeout: timedelta = min(map(attrgetter("options._timeout"), backends))
+    except AttributeError:
+        from torch.distributed.distributed_c10d import default_pg_timeout as timeout
+    return timeout
+
+
+# The standard library, and the file systems of buckets.
+
+_register_atexit: Any = _first("threading._register_atexit")  # `concurrent.futures` uses it, too
+FINALIZERS: Iterable[Any] = _first("weakref.finalize._registry", otherwise=())
+
+
+def register_before_pools_end(function: Callable[[], None]) -> None:
+    """Have a function called before the pools of `concurrent.futures` end; never if that cannot be had."""
+    if _register_atexit is not None:
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending already
+            _register_atexit(function)
+
+
+def is_given_work() -> bool:
+    """Whether `multiprocessing` spawns this process now; else it counts as one of another run."""
+    return hasattr(multiprocessing.current_process(), "_inheriting")
+
+
+GCS_RETRIED = ("_request", "_get_file_request")  # of gcsfs; else it tries again itself
+S3_LISTING, S3_CALL = "_lsdir", "_call_s3"  # of s3fs; else what each library has, and one request an object
+SESSIONS, S3_SESSION = ("_session", "service_client", "credential"), "_s3creator"  # else they are not closed
