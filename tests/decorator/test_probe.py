@@ -609,6 +609,40 @@ def test_batches_that_are_padded_inside_are_never_wrong(function, orders, size, 
     assert bypasses(cached).keys() == {"batch"}
 
 
+@pytest.mark.parametrize("options", [{}, {"verify": 1.0, "probe": False}], ids=["probe", "verify"])
+def test_what_a_cached_module_inside_finds_proves_nothing(options):
+    def by_longest(x):
+        return x * 2 + x[:, 0].max() // 10
+
+    inner = torchcache(by_longest)
+    outer = torchcache(**options)(lambda x: inner(x) + 1)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 50, (400,), generator=generator).sort().values
+    items = torch.stack([lengths, torch.arange(400)], 1).float()
+    for x in items.split(8):
+        assert torch.equal(outer(x), by_longest(x) + 1)
+    for _ in range(40):  # so that the next batches that the inner one finds are not to be checked
+        inner(items[torch.randperm(8, generator=generator)])
+    for x in items[torch.randperm(400, generator=generator)].split(8):
+        assert torch.equal(outer(x), by_longest(x) + 1)
+    assert bypasses(outer).keys() == bypasses(inner).keys() == {"batch"}
+
+
+def test_a_batch_whose_rows_were_not_compared_is_no_whole_one(sizes):
+    @torchcache
+    def doubled(x, names):
+        SIZES.info(len(x))
+        return x * 2
+
+    x = torch.randn(64, 3)
+    for start in range(0, 24, 4):  # the names may belong to the batch, so all items are always computed
+        doubled(x[start : start + 8], ["a"] * 8)
+    del sizes[:]
+    for start in range(0, 24, 4):
+        doubled(x[start : start + 8], ["a"] * 8)
+    assert sizes == [8, 8]
+
+
 def test_batches_that_were_sorted_in_another_run(tmp_path):
     for order in ("sorted", "sorted", "shuffled"):
         cached = torchcache(item_args=("texts",), persistent=True, persistent_cache_dir=tmp_path)(

@@ -23,6 +23,7 @@ from torchcache2.core.logs import shown
 from torchcache2.core.rows import Rows, UnstorableError
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.decorator.traces import Undo
+from torchcache2.engine.batch import computed_again
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.steps import Steps
 from torchcache2.engine.verify import leaf_differences
@@ -168,7 +169,8 @@ class Probe:
         undo, state = Undo(self.keeper, self.seen, self.root), RandomState(self.keeper.generators)
         try:
             positions = torch.tensor(part, dtype=torch.int64, device="cpu")
-            alone = yield from self.forward(*self.call.take(positions, aligned=aligned))
+            with computed_again():
+                alone = yield from self.forward(*self.call.take(positions, aligned=aligned))
             return self.compare.difference(alone, part)
         except Exception as error:
             if is_out_of_memory(error):
