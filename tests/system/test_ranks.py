@@ -430,7 +430,7 @@ def test_one_warning_names_what_makes_ranks_differ(job):
             ("AsDevice", "attribute device: cuda:0 → cuda:1"),
             ("AsText", "attribute device: 'cuda:0' → 'cuda:1'"),
             ("InDict", "attribute options['rank']: 0 → 1"),
-            ("InObject", "attribute options changed"),
+            ("InObject", "attribute options.rank: 0 → 1"),
             ("OnOneRank", "attribute log changed"),
             ("function", "global OWN of function function: 0 → 1"),
         ]
