@@ -94,8 +94,9 @@ class Comparison:
                 for leaf, other in zip(rows.schema.leaves, expected.schema.leaves, strict=False)
                 if leaf != other
             ]
-            text = f"{next(iter(shapes), 'the output has another structure')} {batches}"
-            return Difference(text, "shape")
+            if rows.schema.structure != expected.schema.structure:
+                return Difference(f"the output has another structure {batches}", "structure")
+            return Difference(f"{next(iter(shapes), 'the output has another structure')} {batches}", "shape")
         found = self._worst(expected, rows, part, 0.5)
         if found is not None:
             return Difference(f"{found} {batches}", "values")
