@@ -127,9 +127,9 @@ def batch_advice(cause: str) -> str:
 
     `cause` is how that showed. For a part of a batch, outputs have another ``"shape"`` or ``"structure"``,
     the forward ``"raises"``, or values differ, by as little as ``"rounding"`` or by more (``"values"``).
-    Equal items of one batch differ (``"repeat"``). A batch that was ``"found"`` differs when it is computed, or the module
-    was ``"edited"`` meanwhile. The module is dynamically ``"quantized"``. Outputs have no single shape, so
-    they do not ``"stack"``. The cause is an empty text if it is not known any more.
+    Equal items of one batch differ (``"repeat"``). A batch that was ``"found"`` differs when it is computed,
+    or the module was ``"edited"`` meanwhile. The module is dynamically ``"quantized"``. Outputs have no
+    single shape, so they do not ``"stack"``. The cause is an empty text if it is not known any more.
     """
     return _BATCH[cause]
 
