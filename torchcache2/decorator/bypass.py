@@ -103,8 +103,8 @@ _BATCH = {  # what to do about a dependence on the batch, by how it showed
         "one entry per item; if the batch is not the first dimension, use batch_first=True"
     ),
     "found": (
-        "items may depend on those beside them, as if they are padded to the longest of their batch: pad to a "
-        "fixed length, or leave the padding out of what is computed by a mask. Or the forward is not "
+        "items may depend on those beside them, as if they are padded to the longest of their batch: pad to "
+        "a fixed length, or leave the padding out of what is computed by a mask. Or the forward is not "
         "deterministic, or reads what its keys do not cover"
     ),
     "edited": (
