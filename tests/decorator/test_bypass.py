@@ -341,6 +341,13 @@ def test_reasons_in_the_arguments_are_named_with_those_in_the_module(log):
             strict(X, object())
 
 
+def test_an_input_that_requires_grad_is_named_with_other_reasons(log):
+    cached = torchcache(nn.Dropout(0.5))
+    cached(X.clone().requires_grad_())
+    (message,) = warnings_of(log)
+    assert "not cached (training): " in message and ". Also (grad): an input requires grad" in message
+
+
 def test_all_traces_of_a_forward_are_named(log):
     seen = []
 

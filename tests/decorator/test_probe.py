@@ -128,6 +128,12 @@ def test_items_that_depend_on_their_batch_are_never_cached(name, log):
             assert part in message
 
 
+def test_a_first_batch_of_two_is_checked():
+    cached = torchcache(lambda x: x - x.mean(0))
+    assert torch.equal(cached(X[:2]), X[:2] - X[:2].mean(0))
+    assert bypasses(cached) == {"batch": 2}
+
+
 def test_strict_raises():
     with pytest.raises(NotCachedError, match=r"item \d differs by"):
         torchcache(strict=True)(lambda x: x - x.mean(0))(X)

@@ -297,7 +297,7 @@ def _structure(value: Any, values: bool, contents: Set[int], deeper: int) -> str
         # The dtype of an array of texts has the length of the longest text, which is left out.
         dtype = value.dtype.kind if value.dtype.kind in "SU" else value.dtype.str
         return f"{kind} {dtype} {value.ndim}"
-    if value is None or isinstance(value, bool) or (isinstance(value, float) and value in _NEUTRAL):
+    if isinstance(value, bool) or (isinstance(value, float) and value in _NEUTRAL):
         return repr(value)
     if isinstance(value, (int, str)) and values and len(str(value)) <= _LONG:
         return f"{kind} {value!r}"
