@@ -587,7 +587,7 @@ BODIES = {
     "object that calls": "return CALL(self.child)",
     "other name of getattr": "return fetch(self.child, self.name)",
     "getattr in an attribute": "return self.get(self.child, self.name)",
-    "imported under another name": "from operator import attrgetter as get\nreturn get(self.name)(self.child)",
+    "imported under another name": "from operator import attrgetter as g\nreturn g(self.name)(self.child)",
     "method by a computed name": "return operator.methodcaller('sc' + 'ale')(self.child)",
     "global format": "return float(FORMAT.format(self.child))",
     "format in an attribute": "return float(self.format.format(c=self.child))",
@@ -646,6 +646,43 @@ def test_what_an_expression_may_not_assign_counts(name, tmp_path):
     if name == "comprehension":  # there the name is that of the function
         text = text.replace("[(N", "[0 for N in ()] or [(N")
     check_edits(tmp_path, text, lambda module, twin: setattr(twin, "N", twin.N + 1.0))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "import importlib\n        found = importlib.import_module('late_of_test')",
+        "from importlib import import_module\n        found = import_module('late_of_test')",
+    ],
+)
+def test_what_code_imports_by_an_importer_of_its_own_counts(how, tmp_path, monkeypatch):
+    (tmp_path / "late_of_test.py").write_text("N = 2.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = (
+        "import torch\nfrom torch import nn\nclass Net(nn.Module):\n    def forward(self, x):\n"
+        f"        {how}\n        return x * found.N\n"
+    )
+    try:
+        check_edits(tmp_path, text, lambda module, twin: setattr(sys.modules["late_of_test"], "N", 5.0))
+    finally:
+        sys.modules.pop("late_of_test", None)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated in new versions
+def test_quantized_weights_that_are_written_to_are_read_again():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.quantize_per_tensor(torch.ones(2, 2), 0.5, 0, torch.qint8)
+
+        def forward(self, x):
+            return x @ self.weight.dequantize()
+
+    module = torchcache(Net())
+    for factor in (1.0, 3.0):
+        module.weight.copy_(torch.full((2, 2), factor))
+        for _ in range(2):
+            assert torch.equal(module(X), X @ torch.full((2, 2), factor))
 
 
 @pytest.mark.parametrize("how", ["deep(module)", "Reader().read(module)"])

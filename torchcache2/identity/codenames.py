@@ -60,7 +60,8 @@ class _Scan:
             if not chain and step.argval in IMPORTING and step.opname.startswith("LOAD_"):
                 chain = [str(step.argval)]  # of a module that the code has imported itself
                 continue
-            if step.opname == "IMPORT_FROM" and step.argval in IMPORTING and after.argval != step.argval:
+            is_importer = step.opname == "IMPORT_FROM" and step.argval in IMPORTING
+            if is_importer and after is not None and after.argval != step.argval:
                 self.unfollowed.add(step.argval)  # it gets another name
             is_text = step.opname == "LOAD_CONST" and isinstance(step.argval, str)
             if chain and chain[-1] in IMPORTING:

@@ -180,7 +180,7 @@ class _Scan:
         nodes = list(ast.walk(function))
         again = [getattr(node, field, None) for node in nodes for field in ("arg", "name", "asname", "rest")]
         again += [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-        if again.count(self._first) > 1:  # type: ignore[arg-type]
+        if again.count(self._first) > 1:
             self._passes_self, self._first = True, None  # the name may stand for something else
         for node in nodes:
             self._catches |= _catches(node)
