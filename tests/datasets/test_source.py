@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from torch.utils import _pytree as pytree
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset
 
@@ -350,6 +350,7 @@ ROUNDS = st.lists(st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=6), m
 
 @settings(max_examples=60, deadline=None)
 @given(make=MAKERS, wraps=st.lists(st.sampled_from(sorted(WRAPPERS)), max_size=3), rounds=ROUNDS)
+@example(make=lambda: Reused("array", 2), wraps=[], rounds=[[0, 0, 1]])  # the third overwrites the first
 def test_it_is_as_a_dict_of_the_samples(make, wraps, rounds):
     source = make()
     for name in wraps:

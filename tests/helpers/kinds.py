@@ -136,6 +136,10 @@ class Largest(Node):
         super().__init__([child / child.max() if child.max() != 1 else child for child in children], tags)
 
 
+class Turned(Node):
+    """A node of which its functions make one of another class."""
+
+
 class Forgetful(Node):
     """A node with an attribute that its functions do not know."""
 
@@ -152,6 +156,7 @@ for _cls in (Node, Largest, Forgetful):
 pytree.register_pytree_node(
     Summed, lambda node: (node.children, node.tags), lambda c, tags: Summed([c[0] + 1, *c[1:]], tags)
 )
+pytree.register_pytree_node(Turned, lambda node: (node.children, node.tags), lambda c, tags: Node(c, tags))
 
 
 class Text(str):
@@ -230,6 +235,7 @@ KINDS = {
     "node": (lambda x: Node([x, 1], ["a", 1]), True, True),
     "node with True": (lambda x: Node([x, 1], ["a", True]), True, False),
     "node that computes": (lambda x: Summed([x, 1], []), False, False),
+    "node that turns": (lambda x: Turned([x, 1], []), False, False),
     "node that forgets": (lambda x: _with(Forgetful([x], []), note=1), False, False),
     "size": (lambda x: [torch.Size([2, 3]), x], False, False),
     "max": (lambda x: torch.max(_rows(x), 1), True, True),

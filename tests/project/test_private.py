@@ -112,6 +112,9 @@ def check(gone):
     if "torch.utils._pytree" in gone:  # there has to be one: it is where a public one would be
         sys.modules["torch.utils.pytree"] = torch.utils.pytree = torch.utils._pytree
     exec(compile(text, path, "exec"), vars(module))
+    layers = {name: one for name, one in vars(torch.nn).items() if not name.startswith("Lazy")}
+    assert all(issubclass(one, module.DROPOUTS) for name, one in layers.items() if "Dropout" in name)
+    assert all(issubclass(one, module.BATCH_NORMS) for name, one in layers.items() if "BatchNorm" in name)
     work()
 
 def made():

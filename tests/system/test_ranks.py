@@ -123,7 +123,7 @@ sys.stdout.flush()
     [
         ("time.sleep(0.3); raise ValueError", 1),
         ("time.sleep(0.3); torch.rand(1)", "RANK"),
-        ("time.sleep(0.3); HISTORY.append(1)", "RANK"),
+        ("time.sleep(0.3); HISTORY.append(len(HISTORY))", "RANK"),
     ],
     ids=["raising", "random", "stateful"],
 )
@@ -429,8 +429,8 @@ def test_one_warning_names_what_makes_ranks_differ(job):
             ("Argument", "constructor argument gpu: 0 → 1"),
             ("AsDevice", "attribute device: cuda:0 → cuda:1"),
             ("AsText", "attribute device: 'cuda:0' → 'cuda:1'"),
-            ("InDict", "attribute options changed"),
-            ("InObject", "attribute options changed"),
+            ("InDict", "attribute options['rank']: 0 → 1"),
+            ("InObject", "attribute options.rank: 0 → 1"),
             ("OnOneRank", "attribute log changed"),
             ("function", "global OWN of function function: 0 → 1"),
         ]

@@ -71,9 +71,11 @@ def copied(sample: Any) -> list[Any]:
 def share_memory(indices: Iterable[Any], samples: Iterable[Any]) -> bool:
     """Whether samples of different indices have a byte of a tensor or an array, or an object, in common."""
     spans: list[tuple[int, int, int]] = []
-    for number, sample in enumerate(dict(zip(indices, samples, strict=True)).values()):
+    numbers: dict[Any, int] = {}
+    for index, sample in zip(indices, samples, strict=True):
         found: list[_Span] = []
         _add(found, sample, 0)
+        number = numbers.setdefault(index, len(numbers))
         spans += [(start, end, number) for start, end in found]
     last, owner = -2, -1
     for start, end, number in sorted(spans):

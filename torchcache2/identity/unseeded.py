@@ -83,7 +83,6 @@ def _draws(function: types.FunctionType) -> Iterator[str]:
             elif step.opname == "IMPORT_NAME":
                 is_outermost = number > 0 and steps[number - 1].argval is None  # as for ``import os.path``
                 value = module = sys.modules.get(name.partition(".")[0] if is_outermost else name)
-                continue
             elif step.opname == "IMPORT_FROM":
                 value = _attribute(module, name)
                 continue

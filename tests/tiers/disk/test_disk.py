@@ -1,6 +1,7 @@
 """The disk tier: what is in the directory, who sees it, what goes when it is full, whose files are left."""
 
 import collections
+import enum
 import errno
 import gc
 import json
@@ -1114,8 +1115,11 @@ def test_outputs_that_have_no_json_form_stay_in_memory(make, log):
     class Local(dict):
         pass
 
+    class Kept(enum.Enum):
+        ONE = 1
+
     torch.utils._pytree.register_pytree_node(
-        Local, lambda node: (list(node.values()), object()), lambda values, context: Local(x=values[0])
+        Local, lambda node: (list(node.values()), Kept.ONE), lambda values, context: Local(x=values[0])
     )
     tier = make()
     for _ in range(3):
