@@ -199,12 +199,15 @@ def test_what_is_found_of_a_batch_is_computed_with_the_rest_now_and_then(sizes):
         SIZES.info(len(x))
         return x * 2
 
-    x = torch.randn(64, 3)
+    x = torch.randn(600, 3)
     doubled(x[:8])
-    for start in range(4, 60, 4):
+    for start in range(4, 4 + 4 * 130, 4):
         doubled(x[start : start + 8])
     whole = [number for number, size in enumerate(s for s in sizes if s in (4, 8)) if size == 8]
-    assert whole == [0, 1, 2, 4, 8]  # the first batch, of which nothing was found, and four others
+    assert whole == [
+        *range(1 + 64),
+        128,
+    ]  # the first batch, of which nothing was found, and partly found ones
 
 
 def test_numbers_that_never_end_are_not_probed_for_ever(sizes):
@@ -601,7 +604,7 @@ def epochs(size, orders):
         yield from positions.split(size)
 
 
-@pytest.mark.parametrize("size", [4, 16, 64])
+@pytest.mark.parametrize("size", [3, 4, 8, 12, 16, 64])
 @pytest.mark.parametrize(
     "orders",
     [
@@ -655,13 +658,13 @@ def test_a_batch_whose_rows_were_not_compared_is_no_whole_one(sizes):
         SIZES.info(len(x))
         return x * 2
 
-    x = torch.randn(64, 3)
-    for start in range(0, 24, 4):  # the names may belong to the batch, so all items are always computed
+    x = torch.randn(600, 3)
+    for start in range(0, 4 * 70, 4):  # the names may belong to the batch, so all items are always computed
         doubled(x[start : start + 8], ["a"] * 8)
     del sizes[:]
-    for start in range(0, 24, 4):
+    for start in range(4 * 66, 4 * 70, 4):  # of these, rows that were found were not compared
         doubled(x[start : start + 8], ["a"] * 8)
-    assert sizes == [8, 8]
+    assert sizes == [8, 8, 8]
 
 
 def test_batches_that_were_sorted_in_another_run(tmp_path):

@@ -2,9 +2,10 @@
 
 What shows that items depend on their batch is a batch put together from several earlier ones. So batches are
 counted, for each kind of call: those of which nothing was found, something, or everything. The 1st, 2nd, 4th,
-8th … of each are computed as a whole, and found rows are compared with the computed ones. If items were
-missing, parts of the batch are computed too, by themselves (`torchcache2.decorator.probe`). A batch that was
-computed as a whole before shows nothing new, and is not counted when it is found again.
+8th … of each are computed as a whole, and found rows are compared with the computed ones; of batches that
+are partly found, the first 64 are, as the forward runs anyway. If items were missing, parts of the batch are
+computed too at these counts, by themselves (`torchcache2.decorator.probe`). A batch that was computed as a
+whole before shows nothing new, and is not counted when it is found again.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _COLLECTIVES = {
 }
 _MOST_KINDS = 10_000
 _MOST_NAMESPACES = 256
+_ALL_MIXED = 64  # so many batches are all checked of which some items were found: the forward runs anyway
 _MOST_VALUES = 8  # if so many kinds that differ in values only have one result, the others have it too
 _MOST_ELEMENTS = 64  # so many elements of a sequence are looked at
 _LONG = 64  # a text of more characters is content, rather than a choice of what to compute
@@ -214,10 +216,13 @@ class CallChecks(Checks):
             return False
         self._counted = what
         counts = self.kind.counts  # another thread may find out now that items depend on their batch
-        is_turn = bool(counts) and (_is_power(counts[what] + 1) or (found > 0 and is_computed_again()))
-        if not is_turn or not self._may_run(not any(counts)):
+        if not counts:
             return False
-        self.computes_parts = what != _FOUND
+        is_turn = _is_power(counts[what] + 1)
+        is_early = what == _MIXED and counts[what] < _ALL_MIXED
+        if not (is_turn or is_early or (found and is_computed_again())) or not self._may_run(not any(counts)):
+            return False
+        self.computes_parts = is_turn and what != _FOUND
         return True
 
     def computed_whole(self) -> None:
