@@ -280,6 +280,7 @@ def test_the_advice_about_a_batch_is_for_its_cause():
 ADVICE = {
     "": "narrower",
     "shape": "fixed length",
+    "structure": "a list",
     "raises": "item_args",
     "rounding": "probe=False",
     "values": "batch_first",
@@ -295,6 +296,12 @@ def test_an_advice_is_not_that_for_another_cause(log):
     torchcache(lambda x: x @ x.T)(X)
     (message,) = warnings_of(log)
     assert "quantize" not in message and "probe=False" not in message
+
+
+def test_a_list_of_what_is_an_output_for_each_item(log):
+    torchcache(lambda x: [len(item) for item in x])(X)
+    (message,) = warnings_of(log)
+    assert "not a list with one entry per item" in message and "batch_first" not in message
 
 
 # All reasons at once
@@ -581,9 +588,16 @@ def test_functions_are_not_told_of_attributes_of_a_module(log):
         def forward(self, x, how):
             return x
 
+    class Decorated(nn.Module):
+        @torchcache
+        def forward(self, x):
+            return x
+
     torchcache(lambda x, how: x)(X, object())
     torchcache(Net())(X, object())
-    of_function, of_module = warnings_of(log)
+    Decorated()(X)
+    of_function, of_module, of_method = warnings_of(log)
+    assert "decorate the class, not its method" in of_method and "close over" not in of_method
     assert "close over other objects" in of_function and "module" not in of_function
     assert "keep other objects as attributes of the module" in of_module
 

@@ -339,6 +339,22 @@ def test_memory_that_the_forward_uses_again():
     assert torch.equal(function(x), x * 2) and torch.equal(function(x), x * 2)
 
 
+@pytest.mark.cpu_only
+def test_rows_in_memory_that_the_forward_uses_again_are_not_compared_with_themselves():
+    memory = np.zeros((6, 4), np.float32)
+
+    def forward(x):
+        x = x.numpy()
+        is_first = (x == X[0].numpy()).all(1, keepdims=True)
+        with_last = bool((x == X[5].numpy()).all(1).any())
+        memory[: len(x)] = x * 2 + is_first * with_last
+        return torch.from_numpy(memory[: len(x)])
+
+    function = torchcache(forward)
+    function(X)
+    assert bypasses(function) == {"batch": 6}
+
+
 def test_no_memory_for_a_part_says_nothing():
     class Full(nn.Module):
         full = True
@@ -613,6 +629,40 @@ def test_batches_that_are_padded_inside_are_never_wrong(function, orders, size, 
     (message,) = warnings_of(log)
     assert "to a fixed length" in message or "decorate what runs before" in message
     assert bypasses(cached).keys() == {"batch"}
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": 1.0, "probe": False}], ids=["probe", "verify"])
+def test_what_a_cached_module_inside_finds_proves_nothing(options):
+    def by_longest(x):
+        return x * 2 + x[:, 0].max() // 10
+
+    inner = torchcache(by_longest)
+    outer = torchcache(**options)(lambda x: inner(x) + 1)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 50, (400,), generator=generator).sort().values
+    items = torch.stack([lengths, torch.arange(400)], 1).float()
+    for x in items.split(8):
+        assert torch.equal(outer(x), by_longest(x) + 1)
+    for _ in range(40):  # so that the next batches that the inner one finds are not to be checked
+        inner(items[torch.randperm(8, generator=generator)])
+    for x in items[torch.randperm(400, generator=generator)].split(8):
+        assert torch.equal(outer(x), by_longest(x) + 1)
+    assert bypasses(outer).keys() == bypasses(inner).keys() == {"batch"}
+
+
+def test_a_batch_whose_rows_were_not_compared_is_no_whole_one(sizes):
+    @torchcache
+    def doubled(x, names):
+        SIZES.info(len(x))
+        return x * 2
+
+    x = torch.randn(64, 3)
+    for start in range(0, 24, 4):  # the names may belong to the batch, so all items are always computed
+        doubled(x[start : start + 8], ["a"] * 8)
+    del sizes[:]
+    for start in range(0, 24, 4):
+        doubled(x[start : start + 8], ["a"] * 8)
+    assert sizes == [8, 8]
 
 
 def test_batches_that_were_sorted_in_another_run(tmp_path):

@@ -88,6 +88,7 @@ _BATCH = {  # what to do about a dependence on the batch, by how it showed
         "if the batch is not the first dimension, use batch_first=True; if items are padded to the longest "
         "of their batch, pad them to a fixed length; if the forward compares items, decorate what runs before"
     ),
+    "structure": "return tensors whose first dimension is the batch, not a list with one entry per item",
     "raises": (
         "name arguments of the whole batch in shared_args, and those with one entry per item in item_args"
     ),
@@ -124,11 +125,11 @@ _LAYERS = {  # reason and text by what an `UnsteadyLayer` does
 def batch_advice(cause: str) -> str:
     """What to do about items whose output depends on their batch.
 
-    `cause` is how that showed. For a part of a batch, outputs have another ``"shape"``, the forward
-    ``"raises"``, or values differ, by as little as ``"rounding"`` or by more (``"values"``). Equal items of
-    one batch differ (``"repeat"``). A batch that was ``"found"`` differs when it is computed, or the module
-    was ``"edited"`` meanwhile. The module is dynamically ``"quantized"``. Outputs have no single shape, so
-    they do not ``"stack"``. The cause is an empty text if it is not known any more.
+    `cause` is how that showed. For a part of a batch, outputs have another ``"shape"`` or ``"structure"``,
+    the forward ``"raises"``, or values differ, by as little as ``"rounding"`` or by more (``"values"``).
+    Equal items of one batch differ (``"repeat"``). A batch that was ``"found"`` differs when it is computed,
+    or the module was ``"edited"`` meanwhile. The module is dynamically ``"quantized"``. Outputs have no
+    single shape, so they do not ``"stack"``. The cause is an empty text if it is not known any more.
     """
     return _BATCH[cause]
 

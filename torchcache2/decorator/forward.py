@@ -118,14 +118,16 @@ class Computation:
                 undo()
             return (yield from self._whole_of_odd(shapes))
         if is_odd or self.checks.computes_parts:
-            compare = Comparison(output, self.call.batch_size, self.device, self.dtypes())
+            # The forward may write the output of a part into the memory of this output, so this is copied.
+            copied = mapped(_copied, output)
+            compare = Comparison(copied, self.call.batch_size, self.device, self.dtypes())
             if not compare.is_possible:  # the output cannot be kept
                 self.checks.is_conclusive = False
                 return output
             if is_odd and not self.call.entries:
                 raise not_stored("batch", output, self._odd_text(shapes), cause="shape")
             if self.call.batch_size > 1:
-                output = yield from self._probe(compare, output)
+                output = yield from self._probe(compare, copied)
         self._remember(shapes)
         return self._own(output, inputs.tensors) if is_whole else output
 
@@ -248,8 +250,6 @@ class Computation:
     def _probe(self, compare: Comparison, output: Any) -> Steps[Any]:
         """Compute parts of the batch by themselves; returns the whole output if items are independent."""
         pads = self.settings.miss_batch == "pad"
-        # The forward may write the output of a part into the memory of this output, so this is copied.
-        output = mapped(_copied, output)
         probe = Probe(self.call, self.keys, compare, self.forward, self.keeper, self.seen, self.root, pads)
         found = yield from probe.dependence()
         if found is not None:

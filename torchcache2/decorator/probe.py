@@ -23,6 +23,7 @@ from torchcache2.core.logs import shown
 from torchcache2.core.rows import Rows, UnstorableError
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.decorator.traces import Undo
+from torchcache2.engine.batch import computed_again
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.steps import Steps
 from torchcache2.engine.verify import leaf_differences
@@ -93,8 +94,9 @@ class Comparison:
                 for leaf, other in zip(rows.schema.leaves, expected.schema.leaves, strict=False)
                 if leaf != other
             ]
-            text = f"{next(iter(shapes), 'the output has another structure')} {batches}"
-            return Difference(text, "shape")
+            if rows.schema.structure != expected.schema.structure:
+                return Difference(f"the output has another structure {batches}", "structure")
+            return Difference(f"{next(iter(shapes), 'the output has another structure')} {batches}", "shape")
         found = self._worst(expected, rows, part, 0.5)
         if found is not None:
             return Difference(f"{found} {batches}", "values")
@@ -168,7 +170,8 @@ class Probe:
         undo, state = Undo(self.keeper, self.seen, self.root), RandomState(self.keeper.generators)
         try:
             positions = torch.tensor(part, dtype=torch.int64, device="cpu")
-            alone = yield from self.forward(*self.call.take(positions, aligned=aligned))
+            with computed_again():
+                alone = yield from self.forward(*self.call.take(positions, aligned=aligned))
             return self.compare.difference(alone, part)
         except Exception as error:
             if is_out_of_memory(error):

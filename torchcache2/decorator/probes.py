@@ -27,7 +27,7 @@ from xxhash import xxh3_64_intdigest
 from torchcache2.core.keys import Keys
 from torchcache2.core.locks import ProcessLock
 from torchcache2.decorator.bypass import BypassError
-from torchcache2.engine.batch import Checks
+from torchcache2.engine.batch import Checks, is_computed_again
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.compiled import names_in
 from torchcache2.identity.encoding import digest, qualified_name
@@ -214,7 +214,8 @@ class CallChecks(Checks):
             return False
         self._counted = what
         counts = self.kind.counts  # another thread may find out now that items depend on their batch
-        if not counts or not _is_power(counts[what] + 1) or not self._may_run(not any(counts)):
+        is_turn = bool(counts) and (_is_power(counts[what] + 1) or (found > 0 and is_computed_again()))
+        if not is_turn or not self._may_run(not any(counts)):
             return False
         self.computes_parts = what != _FOUND
         return True

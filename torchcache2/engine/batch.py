@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,9 +28,30 @@ __all__ = [
     "NotStoredError",
     "RefusedError",
     "WholeBatch",
+    "computed_again",
+    "is_computed_again",
 ]
 
 ComputeSteps = Callable[[Tensor], Steps[Any]]
+_AGAIN = ContextVar("torchcache2_again", default=False)
+
+
+@contextlib.contextmanager
+def computed_again(again: bool = True) -> Iterator[None]:
+    """Within this context, this thread computes items to check rows, so cached modules check theirs too.
+
+    What is computed of rows that a module inside has found would show nothing about these.
+    """
+    token = _AGAIN.set(again or _AGAIN.get())
+    try:
+        yield
+    finally:
+        _AGAIN.reset(token)
+
+
+def is_computed_again() -> bool:
+    """Whether this thread is within `computed_again`."""
+    return _AGAIN.get()
 
 
 class RefusedError(Exception):
@@ -174,6 +197,8 @@ class Batch:
         The rows of all n items, if the forward could only compute the whole batch.
     is_checked : bool
         Whether the whole batch is computed, and all rows that are found are compared.
+    is_compared : bool
+        Whether any rows that are found are compared.
     is_whole : callable
         ``is_whole()`` says whether `compute` computes the whole batch whatever it is asked for.
     is_sharded : bool
@@ -191,7 +216,7 @@ class Batch:
     ) -> None:
         self.keys = keys
         self.checks = checks if checks is not None else Checks()
-        self.is_checked = False
+        self.is_checked = self.is_compared = False
         self.dtypes = dtypes
         self.dtype = settings.cache_dtype
         self.misses = 0
@@ -277,7 +302,8 @@ class Batch:
     def _timed(self, positions: Positions) -> Steps[Any]:
         start = time.perf_counter()
         try:
-            return (yield from self._compute(torch.from_numpy(positions)))
+            with computed_again(self.is_compared):
+                return (yield from self._compute(torch.from_numpy(positions)))
         finally:
             self.seconds += time.perf_counter() - start
             self.computed += len(positions)

@@ -50,19 +50,20 @@ class Outcomes:
         if hits is not None and hits.is_all(len(batch.keys)):
             assert hits.rows is not None
             return (yield from batch.output(hits.rows))
-        is_found = hits is not None and len(hits.positions) == len(batch.keys) > 0
         with apart():  # a rank that finds these rows does not run the forward, nor the modules in it
-            try:
+            if hits is None or hits.rows is None or len(hits.positions) < len(batch.keys):
                 return (yield from self._computed(batch, hits))
-            except NotStoredError:
-                raise
-            except Exception as error:
-                if not is_found:
-                    raise
-                logger.debug("%s: a batch that was found is not checked: %r", self._name(), error)
-        # The forward ran only to check these rows, and cannot run now: its weights may be elsewhere.
-        assert hits is not None and hits.rows is not None
+            yield from self._checked(self._computed(batch, hits))
         return (yield from batch.output(hits.rows))
+
+    def _checked(self, steps: Steps[Any]) -> Steps[None]:
+        """Take steps that check rows, if the forward can run now: its weights may be elsewhere."""
+        try:
+            yield from steps
+        except NotStoredError:
+            raise
+        except Exception as error:
+            logger.debug("%s: rows that were found are not checked: %r", self._name(), error)
 
     def _computed(self, batch: Batch, hits: Hits | None) -> Steps[Any]:
         """The output of a batch for which the forward runs."""
@@ -90,13 +91,13 @@ class Outcomes:
         if len(asked) or not len(claim.others):
             output, rows = yield from batch.compute(asked)
             batch.misses += len(mine)
+            is_whole = len(asked) == len(batch.keys) or batch.whole is not None
             if len(hits.checked):
                 text = self._mismatch(batch, hits, asked, rows)
                 if text is not None:
-                    is_whole = len(asked) == len(batch.keys) or batch.whole is not None
                     raise (yield from self._distrusted(batch, text, output if is_whole else None))
                 rows = rows.take(torch.from_numpy(np.searchsorted(asked, mine)))
-            if len(asked) == len(batch.keys) or batch.whole is not None:
+            if is_whole and len(hits.checked) == len(hits.positions):
                 batch.checks.computed_whole()
             self._keep(keys if len(wanted) == len(keys) else keys.take(wanted), rows)
             if len(mine) == len(batch.keys):
@@ -149,6 +150,7 @@ class Outcomes:
             checked = positions
         elif share > 0.0:  # this generator is the cache's own: the caller's generators must not move
             checked = positions[self._random_shares.random(len(positions)) < share]
+        batch.is_compared = len(checked) > 0
         return Hits(positions, rows, checked)
 
     def _mismatch(self, batch: Batch, hits: Hits, asked: Positions, rows: Rows) -> str | None:

@@ -129,12 +129,12 @@ class Signature:
         parameters = list(self._signature.parameters.values())
         self._shared = shared
         self._item_args = item_args
-        is_method = inspect.ismethod(function)
-        self._elsewhere = (
-            "keep other objects as attributes of the module"
-            if is_method
-            else "have the function close over other objects"
-        )
+        if inspect.ismethod(function):
+            self._elsewhere = "keep other objects as attributes of the module"
+        elif parameters and parameters[0].name == "self":
+            self._elsewhere = "decorate the class, not its method: calls of its instances are then cached"
+        else:
+            self._elsewhere = "have the function close over other objects"
         self._variadic = None
         self._keywords = None
         positional = []

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from torchcache2.identity import sourcecode
-from torchcache2.identity.compiled import CompiledTexts
+from torchcache2.identity.compiled import CompiledTexts, names_in
 from torchcache2.identity.encoding import public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.installed import InstalledCode
 from torchcache2.identity.marks import (
@@ -154,6 +154,8 @@ class CodeWalk(NameWalk):
             code = getattr(inspect.unwrap(raw), "__code__", None) if is_function else None
             has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
             if code is not None and code.co_filename == "<string>" and has_fields:
+                if name != "__init__":
+                    self.uses.others |= names_in(code)
                 continue  # it was generated from the fields, which count already
             if everything or self._is_put_there(kind, name, value):
                 if name == "__init__" and issubclass(kind, nn.Module):
@@ -197,8 +199,8 @@ class CodeWalk(NameWalk):
         method = self._methods.pop(id(function), ())
         known = self._labels.get(id(function))
         if known is not None:
-            if not method and id(function) in self._uses_of_methods:  # it is called otherwise too
-                self.uses.add(self._uses_of_methods.pop(id(function)))
+            if id(function) in self._uses_of_methods:  # it has another name too, or is called without one
+                self.uses.add(self._uses_of_methods[id(function)], *method)
             return known
         reference = self.label(function, f"function {_short_name(function)}")
         name = function.__name__

@@ -294,8 +294,10 @@ class Walk(ObjectWalk):
         return {name: value for name, value in fields.items() if name not in own}
 
     def _distrust(self) -> bool:
-        """Write down containers that code only adds to, if something unreadable may refer to them."""
-        due = [one for one in self.written if self.unread and id(one[1]) not in self.containers]
+        """Write down containers that code only adds to, if something may tell their content all the same."""
+        catches = self.uses.of(object).catches
+        doubted = [one for one in self.written if self.unread or (catches and isinstance(one[1], dict))]
+        due = [one for one in doubted if id(one[1]) not in self.containers]
         for name, container in due:
             self.parts[f"global {name}"] = self.encode(container, name)
         return bool(due)

@@ -295,6 +295,7 @@ class NameWalk(Encoder):
     def label(self, obj: Any, label: str) -> bytes:
         """Give an object that is met for the first time a label, which is unique in this walk."""
         self._kept_alive.append(obj)
+        self.uses.meet(obj)
         count = self._taken[label] = self._taken.get(label, 0) + 1
         self._labels[id(obj)] = (label if count == 1 else f"{label} ({count})").encode()
         return self._labels[id(obj)]

@@ -178,6 +178,7 @@ class ObjectWalk(OwnerWalk):
         if isinstance(value, types.ModuleType):
             return self.python_module(value, path)
         if isinstance(value, _BUILTIN_CODE):
+            self.uses.meet(value)
             owner = getattr(value, "__self__", None)
             bound = owner is not None and not isinstance(owner, (types.ModuleType, type))
             name = text_bytes(qualified_name(value) + repr(getattr(value, "__objclass__", "")))

@@ -26,12 +26,14 @@ _ADDING = ("add", "append", "appendleft", "clear", "extend", "extendleft", "inse
 _DYNAMIC = frozenset(
     (
         *("getattr", "hasattr", "vars", "locals", "globals", "eval", "exec", "attrgetter", "getmembers"),
-        *("getattr_static", "_getframe", "currentframe", "__dict__", "__getattribute__", "__getattr__"),
+        *("methodcaller", "format", "format_map", "getattr_static", "_getframe", "currentframe", "__dict__"),
+        *("__getattribute__", "__getattr__", "__setattr__", "__delattr__"),
         *("__getstate__", "__reduce__", "__reduce_ex__", "__closure__", "__globals__"),
     )
 )
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 _PLAIN = (bool, int, float, complex, str, bytes)
+_MAPPINGS = (dict, Counter, OrderedDict, defaultdict)
 _UNCERTAIN = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Match, ast.Delete)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
@@ -49,11 +51,14 @@ class Uses(NamedTuple):
     added: set[str]  # ``self.name += 1``, ``name.append(1)``, ``name[key] = …``
     is_dynamic: bool = False  # it reads attributes by computed names
     passes_self: bool = False  # it uses its first argument otherwise than to take attributes of it
+    catches: bool = False  # it may go on after an exception, such as that of a key that is missing
 
     def only_writes(self, key: str, value: Any) -> bool:
         """Whether nothing depends on the value of a variable or attribute, which is `value` now."""
         if self.is_dynamic or key in self.reads:
             return False
+        if f"{key}[]" in self.added and (type(value) not in _MAPPINGS or self.catches):
+            return False  # whether an element can be written depends on the content
         return is_passive(value) if key in self.added else key in self.assigned
 
 
@@ -108,7 +113,7 @@ def uses_of(code: types.CodeType, source: str) -> Uses:
     texts = (text for inner in code_objects(code) for one in inner.co_consts for text in _texts(one))
     names = names_in(code).union(code.co_freevars, texts)
     reads = {key: {_ALL} for name in map(unmangled, names) for key in (name, f".{name}")}
-    return Uses(reads, set(), set(), not _DYNAMIC.isdisjoint(names), passes_self=True)
+    return Uses(reads, set(), set(), not _DYNAMIC.isdisjoint(names), passes_self=True, catches=True)
 
 
 def _texts(constant: object) -> Iterator[str]:
@@ -141,7 +146,7 @@ class _Scan:
         self._reads: dict[str, set[str]] = {}
         self._assigned: set[str] = set()
         self._added: set[str] = set()
-        self._is_dynamic = self._passes_self = False
+        self._is_dynamic = self._passes_self = self._catches = False
         self._prepare(function)
         for part in (function.args, *getattr(function, "decorator_list", ())):
             self._expressions(part, set())
@@ -151,7 +156,8 @@ class _Scan:
             self._block(function.body, set())
 
     def uses(self) -> Uses:
-        return Uses(self._reads, self._assigned, self._added, self._is_dynamic, self._passes_self)
+        flags = self._is_dynamic, self._passes_self, self._catches
+        return Uses(self._reads, self._assigned, self._added, *flags)
 
     def _prepare(self, function: ast.AST) -> None:
         """Note nodes whose use depends on what is around them."""
@@ -160,25 +166,23 @@ class _Scan:
         again += [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
         if again.count(self._first) > 1:  # type: ignore[arg-type]
             self._passes_self, self._first = True, None  # the name may stand for something else
-        # To write an element may raise, and where that is caught, the content decides what is done then.
-        caught = {
-            id(inner)
-            for node in nodes
-            if isinstance(node, ast.stmt) and _catches(node)
-            for part in node.body  # type: ignore[attr-defined]
-            for inner in ast.walk(part)
-        }
         for node in nodes:
+            self._catches |= _catches(node)
             if isinstance(node, (ast.Global, ast.Nonlocal)):
                 self._outer.update(node.names)
             elif isinstance(node, ast.Attribute):
                 self._owners.add(id(node.value))
                 if isinstance(node.ctx, ast.Load):
                     self._taken[id(node.value)] = unmangled(node.attr)
+                if node.attr.startswith("format") and isinstance(node.value, ast.Constant):
+                    self._constant.add(id(node))
             elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-                if id(node) not in caught:
+                if isinstance(node.value, (ast.Name, ast.Attribute)):
                     self._written.add(id(node.value))
+                    self._added.add(f"{_key(node.value)}[]")
                     self._constant.add(id(node.slice))
+            elif isinstance(node, ast.alias):
+                self._is_dynamic |= node.name.rpartition(".")[2] in _DYNAMIC
             elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
                 called = node.value.func
                 if isinstance(called, ast.Attribute) and called.attr in _ADDING:
@@ -249,9 +253,9 @@ class _Scan:
                 elif own is None or own not in assigned:
                     self._read(key, self._taken.get(id(inner), _ALL))
         self._assigned |= stored
-        is_bare = isinstance(node, ast.AnnAssign) and node.value is None
-        if not is_bare and not isinstance(node, ast.AugAssign):
-            assigned |= stored
+        if isinstance(node, ast.Assign):  # other statements and expressions may not come to it
+            targets = [inner for target in node.targets for inner in ast.walk(target)]
+            assigned.update(own for target in targets if (own := self._own(target)) is not None)
 
     def _read(self, key: str, taken: str = _ALL) -> None:
         self._reads.setdefault(key, set()).add(taken)
@@ -269,10 +273,9 @@ def _key(node: Any) -> str:
 
 
 def _catches(node: ast.AST) -> bool:
-    """Whether a statement goes on after an exception."""
+    """Whether what comes after a statement may run after an exception in it."""
     if isinstance(node, ast.With):
-        inner = [part for item in node.items for part in ast.walk(item)]
-        return any("suppress" in (getattr(part, "id", ""), getattr(part, "attr", "")) for part in inner)
+        return not all(ast.unparse(item.context_expr).startswith("torch.") for item in node.items)
     return bool(getattr(node, "handlers", ()))
 
 
@@ -292,6 +295,10 @@ class UseTable:
     def add(self, uses: Uses, name: str | None = None, owner: type | None = None) -> None:
         """Add the code of a function, or of a method of a class."""
         self._codes.append((uses, name, owner))
+
+    def meet(self, value: Any) -> None:
+        """Note a class or function that code may call by any name, and that may read attributes."""
+        self.is_dynamic |= getattr(value, "__name__", "") in _DYNAMIC
 
     def of(self, kind: type) -> Uses:
         """All uses of attributes, for objects of a class."""
@@ -323,6 +330,7 @@ class UseTable:
             set().union(*[uses.assigned for uses in reached]),
             set().union(*[uses.added for uses in reached]),
             self.is_dynamic or any(uses.is_dynamic for uses in reached),
+            catches=any(uses.catches for uses in reached),
         ), passing
 
 
@@ -332,5 +340,4 @@ def _is_reached(name: str | None, owner: type | None, reads: Collection[str]) ->
         return True
     if name == "__init__":  # what it has made of a module is read, so only another one that it makes matters
         return any(one in reads for one in (owner.__name__, f".{owner.__name__}", "type", ".__class__"))
-    is_called = name.startswith("__") or (name.startswith("_") and hasattr(nn.Module, name))
-    return name == "forward" or is_called or f".{unmangled(name)}" in reads
+    return name.startswith("__") or hasattr(nn.Module, name) or f".{unmangled(name)}" in reads

@@ -200,3 +200,22 @@ def test_who_has_left_the_loop_of_one_module_answers_for_all():
     first, second = told(in_threads(2, run))
     assert first == ([1, 2, 3], [False, True, False]) or first == ([2, 3], [False, True, False])
     assert second[0] in ([], [1]) and not second[1][0] and not second[1][2]
+
+
+def test_rows_that_a_rank_finds_are_its_output_if_their_check_raises(tmp_path):
+    broken = tmp_path / "broken"
+
+    def doubled(x):
+        if broken.exists():
+            raise OSError("no such thing")
+        return x * 2
+
+    def run(rank, channel):
+        net, x = in_step(doubled, channel), torch.rand(2, 3)
+        for item in x.split(1):
+            net(item)
+        channel.gather("before", b"")
+        broken.touch()
+        assert torch.equal(net(x), x * 2)
+
+    told(in_threads(2, run))

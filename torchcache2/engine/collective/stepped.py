@@ -254,11 +254,12 @@ class _BatchPart:
         if batch.is_checked and not self._has_run and parts and not batch.checks.is_known(received.notes):
             # No rank has probed a batch like this one, so rows of others may depend on their batches.
             received.lacking, parts = np.arange(len(self._keys)), []
-        is_unchecked = len(hits.checked) > 0 and not self._is_checked
-        if len(received.lacking) or received.must_run or is_unchecked or not len(batch.keys):
+        if len(received.lacking) or received.must_run or not len(batch.keys):
             rows = yield from self.compute(received.lacking)
             if len(received.lacking):
                 parts = [*parts, (received.lacking, rows)]
+        elif len(hits.checked) and not self._is_checked:
+            yield from cache._checked(self.compute(received.lacking))
         if self._wrong is not None:
             raise (yield from cache._distrusted(batch, self._wrong))
         if self._whole is not None:
