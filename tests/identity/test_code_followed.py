@@ -349,6 +349,8 @@ UNFOLLOWED = {
     "import_module of a name": "return importlib.import_module(NAME).g(x)",
     "import_module of a text made up": "return importlib.import_module(f'h{NAME[1:]}').g(x)",
     "__import__ of a name": "return __import__(NAME).g(x)",
+    "import_module of its own": "import importlib as tools\n    return tools.import_module(NAME).g(x)",
+    "import_module under another name": "from importlib import import_module as f\n    return f(NAME).g(x)",
     "import_module that is kept": "f = importlib.import_module\n    return f(NAME).g(x)",
     "getattr of a module": "return getattr(helper, NAME[:0] + 'g')(x)",
     "vars of a module": "return vars(helper)['g'](x)",

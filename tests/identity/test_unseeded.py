@@ -62,6 +62,7 @@ DRAWS = {
     "object": Drawing(),
     "default_rng": lambda: np.random.default_rng().random(),
     "default_rng of None": lambda: np.random.default_rng(None).random(),
+    "default_rng of None by its name": lambda: np.random.default_rng(seed=None).random(),
     "RandomState": lambda: np.random.RandomState().rand(),
     "Random": lambda: random.Random().random(),
     "SystemRandom": lambda: random.SystemRandom().random(),

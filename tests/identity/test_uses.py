@@ -543,6 +543,180 @@ def test_what_runs_code_or_may_raise_counts(kind):
         assert torch.equal(cached(x), plain(x))
 
 
+# Ways to read an attribute of a child that the code itself seems only to write.
+INDIRECT = """
+import dataclasses, functools, importlib, operator
+import torch
+from torch import nn
+GET, CALL, FORMAT, fetch = operator.attrgetter("n"), operator.methodcaller("scale"), "{0.n}", getattr
+@dataclasses.dataclass(eq=False)
+class Child(nn.Module):
+    n: float = 2.0
+    def __post_init__(self):
+        super().__init__()
+        self.slots, self.keys = [0], {"a": 0}
+    def scale(self):
+        return self.n
+    called = scale
+    def put(self):
+        self.slots[0] = 1
+    def count(self):
+        self.keys["a"] += 1
+    def forward(self, x):
+        if x.dim() == 3:
+            self.n = 3.0
+        return x
+class Shown(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.n = 2.0
+    def extra_repr(self):
+        return "a" * int(self.n)
+    def forward(self, x):
+        if x.dim() == 3:
+            self.n = 3.0
+        return x
+class Swallowing:
+    def __enter__(self): pass
+    def __exit__(self, *error): return True
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.child, self.shown, self.n, self.none = Child(), Shown(), 2.0, ()
+        self.get, self.name, self.format = getattr, "n", "{c.n}"
+    def forward(self, x):
+        return self.shown(self.child(x)) * self.factor(x)
+    def factor(self, x):
+        {body}
+"""
+BODIES = {
+    "another name of a method": "return self.child.scale()",
+    "object that gets": "return GET(self.child)",
+    "object that calls": "return CALL(self.child)",
+    "other name of getattr": "return fetch(self.child, self.name)",
+    "getattr in an attribute": "return self.get(self.child, self.name)",
+    "imported under another name": "from operator import attrgetter as g\nreturn g(self.name)(self.child)",
+    "method by a computed name": "return operator.methodcaller('sc' + 'ale')(self.child)",
+    "global format": "return float(FORMAT.format(self.child))",
+    "format in an attribute": "return float(self.format.format(c=self.child))",
+    "text of a module": "return len(repr(self.shown))",
+    "generated text": "return len(repr(self.child))",
+    "dir": "return 2 if any(len(name) == 1 for name in dir(self.shown)) else 3",
+    "match as": "self.n = 3.0\nmatch self.child:\n    case Child() as self:\n        pass\nreturn self.n",
+    "may not be assigned": "[0 for self.n in self.none]\nreturn self.n",
+    "list that may be short": "try:\n    self.child.put()\nexcept IndexError:\n    return 2\nreturn 3",
+    "dict that may lack it": "try:\n    self.child.count()\nexcept KeyError:\n    return 2\nreturn 3",
+    "swallowed": "with Swallowing():\n    self.child.count()\n    return 2\nreturn 3",
+}
+GLOBALS = {
+    "or": "x.dim() == 2 or (N := 5.0)",
+    "conditional": "y = 0 if x.dim() == 2 else (N := 5.0)",
+    "lambda": "y = lambda: (N := 5.0)",
+    "comprehension": "y = [(N := 5.0) for _ in range(x.dim() - 2)]",
+}
+
+
+def check_edits(tmp_path, text, edit):
+    twins = [made(tmp_path, text, f"indirect_{which}") for which in ("plain", "cached")]
+    plain, below = (twin.Net().eval() for twin in twins)
+    cached = torchcache(below, probe=False)
+    try:
+        for _ in range(2):
+            for _ in range(2):
+                assert torch.equal(cached(X), plain(X))
+            for module, twin in ((plain, twins[0]), (below, twins[1])):
+                edit(module, twin)
+        assert torch.equal(cached(X), plain(X))
+    finally:
+        for twin in twins:
+            del sys.modules[twin.__name__]
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_what_is_read_in_another_way_counts(name, tmp_path):
+    def edit(module, twin):
+        module.n = module.child.n = module.shown.n = 13.0
+        module.child.slots.clear()
+        module.child.keys.clear()
+        if name == "dir":
+            del module.shown.n
+
+    body = BODIES[name].replace("\n", "\n        ")
+    check_edits(tmp_path, INDIRECT.replace("{body}", body), edit)
+
+
+@pytest.mark.parametrize("name", GLOBALS)
+def test_what_an_expression_may_not_assign_counts(name, tmp_path):
+    text = (
+        "import torch\nfrom torch import nn\nN = 2.0\nclass Net(nn.Module):\n    def forward(self, x):\n"
+        f"        global N\n        {GLOBALS[name]}\n        return x * N\n"
+    )
+    if name == "comprehension":  # there the name is that of the function
+        text = text.replace("[(N", "[0 for N in ()] or [(N")
+    check_edits(tmp_path, text, lambda module, twin: setattr(twin, "N", twin.N + 1.0))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "import importlib\n        found = importlib.import_module('late_of_test')",
+        "from importlib import import_module\n        found = import_module('late_of_test')",
+    ],
+)
+def test_what_code_imports_by_an_importer_of_its_own_counts(how, tmp_path, monkeypatch):
+    (tmp_path / "late_of_test.py").write_text("N = 2.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = (
+        "import torch\nfrom torch import nn\nclass Net(nn.Module):\n    def forward(self, x):\n"
+        f"        {how}\n        return x * found.N\n"
+    )
+    try:
+        check_edits(tmp_path, text, lambda module, twin: setattr(sys.modules["late_of_test"], "N", 5.0))
+    finally:
+        sys.modules.pop("late_of_test", None)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated in new versions
+def test_quantized_weights_that_are_written_to_are_read_again():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.quantize_per_tensor(torch.ones(2, 2), 0.5, 0, torch.qint8)
+
+        def forward(self, x):
+            return x @ self.weight.dequantize()
+
+    module = torchcache(Net())
+    for factor in (1.0, 3.0):
+        module.weight.copy_(torch.full((2, 2), factor))
+        for _ in range(2):
+            assert torch.equal(module(X), X @ torch.full((2, 2), factor))
+
+
+@pytest.mark.parametrize("how", ["deep(module)", "Reader().read(module)"])
+def test_what_other_files_of_a_package_read_counts(how, tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "reads_deep"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from .api import read, Reader\n")
+    (package / "api.py").write_text(
+        "from .within import deep\ndef read(module):\n    return deep(module)\n"
+        "class Reader:\n    def read(self, module):\n        return deep(module)\n"
+    )
+    (package / "within.py").write_text("def deep(module):\n    return module.n\n")
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    pack = "from reads_deep import Reader, read as deep\n"
+    body = f"module = self.child\n        return {how}"
+
+    def edit(module, twin):
+        module.child.n += 5.0
+
+    try:
+        check_edits(tmp_path, pack + INDIRECT.replace("{body}", body), edit)
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "reads_deep"]:
+            del sys.modules[name]
+
+
 @pytest.mark.parametrize("how", ["module.scale", "getattr(module, 'scale')"])
 def test_what_installed_code_reads_counts(how, tmp_path, monkeypatch):
     site = tmp_path / "site-packages"

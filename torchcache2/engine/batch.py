@@ -226,6 +226,7 @@ class Batch:
         self.is_whole: Callable[[], bool] = lambda: False
         self.is_sharded = False
         self._compute = compute
+        self._last: Rows | None = None  # what `compute` has returned last
         self.device = device
         self._pads = settings.miss_batch == "pad"
 
@@ -250,6 +251,8 @@ class Batch:
         NotStoredError
             If the output has no rows; it carries the output of the whole batch.
         """
+        if self._last is not None:  # the forward may use the memory of these rows again
+            self._last.columns = tuple([column.clone() for column in self._last.columns])
         count, padded = len(positions), self._padded(positions)
         output = yield from self._timed(padded)
         is_whole = isinstance(output, WholeBatch)
@@ -265,11 +268,11 @@ class Batch:
             raise NotStoredError("output", str(error), output, error) from None
         if is_whole:
             self.whole = rows
-        if count == len(padded):
-            return output, rows
-        if len(padded) == len(self.keys):
-            return output, rows.take(torch.from_numpy(positions))
-        return output, rows.head(count)
+        if count < len(padded):
+            is_all = len(padded) == len(self.keys)
+            rows = rows.take(torch.from_numpy(positions)) if is_all else rows.head(count)
+        self._last = rows
+        return output, rows
 
     def compute_all(self) -> Steps[Any]:
         """The output of the whole batch, tensors of shape ``(n, ...)``, computed without the cache."""

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from torchcache2.identity.compiled import code_objects, names_in
 
-__all__ = ["Names", "names_of"]
+__all__ = ["IMPORTING", "Names", "names_of"]
 
 _SKIPPED = ("CACHE", "EXTENDED_ARG", "PUSH_NULL", "PRECALL", "KW_NAMES")
 _TAKING = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"))
 _BY_NAME = ("getattr", "vars")
-_IMPORTING = ("import_module", "__import__")
+IMPORTING = ("import_module", "__import__")
 # Through these attributes code reaches other code that it does not name.
 _LEADS_ANYWHERE = ("__subclasses__", "__globals__")
 
@@ -57,8 +57,14 @@ class _Scan:
             if chain and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 chain.append(str(step.argval))
                 continue
+            if not chain and step.argval in IMPORTING and step.opname.startswith("LOAD_"):
+                chain = [str(step.argval)]  # of a module that the code has imported itself
+                continue
+            is_importer = step.opname == "IMPORT_FROM" and step.argval in IMPORTING
+            if is_importer and after is not None and after.argval != step.argval:
+                self.unfollowed.add(step.argval)  # it gets another name
             is_text = step.opname == "LOAD_CONST" and isinstance(step.argval, str)
-            if chain and chain[-1] in _IMPORTING:
+            if chain and chain[-1] in IMPORTING:
                 if is_text and after is not None and after.opname.startswith("CALL"):
                     self.imports.add(str(step.argval))
                 else:

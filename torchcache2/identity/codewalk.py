@@ -76,6 +76,7 @@ class CodeWalk(NameWalk):
             if where == "installed":
                 parts.append(self.installed(kind, qualified_name(kind)))
                 if not issubclass(kind, nn.Module):  # of modules, `_reached_by` has some watched
+                    self.uses.others |= self._code_of_others.names(kind)
                     functions = [n for n, one in vars(kind).items() if isinstance(one, types.FunctionType)]
                     self.watch_names(vars(kind), functions)
             else:
@@ -214,6 +215,7 @@ class CodeWalk(NameWalk):
             parts = [text_bytes(f"{module} {names}")]
             parts += [self.encode(wrapped, path), self._closure(function, path)]
         elif where == "installed":
+            self.uses.others |= self._code_of_others.names(function)
             parts = [self.installed(function, name), self._closure(function, path), self._defaults(function)]
             self.reads.append((_FUNCTION_FIELDS, function))
         else:

@@ -15,6 +15,7 @@ from torch import nn
 
 from torchcache2.identity.compiled import names_in
 from torchcache2.identity.sourcecode import Origins
+from torchcache2.identity.uses import taken_by
 
 __all__ = ["InstalledCode"]
 
@@ -28,6 +29,7 @@ class InstalledCode:
         self.found: dict[str, Any] = {}  # the user's code that was met, by the place where it is
         self.registries: list[dict[Any, Any]] = []  # dicts to which more code may be added
         self._origins = origins
+        self._named: dict[int, Any] = {}
         self._scopes: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
         self._reached_by: dict[int, tuple[set[str], list[types.FunctionType]]] = {}
 
@@ -54,6 +56,29 @@ class InstalledCode:
                 if id(other) not in seen and is_near and root == kind.__module__.partition(".")[0]:
                     seen.add(id(other))
                     queue.append(other)
+        return names
+
+    def names(self, start: types.FunctionType | type) -> set[str]:
+        """Every name that a function or class takes, and the installed code that it names."""
+        queue: list[Any] = [start]
+        names: set[str] = set()
+        while queue:
+            one = queue.pop()
+            if id(one) in self._named or self._origins.of(one) != "installed":
+                continue
+            self._named[id(one)] = one
+            if isinstance(one, type):
+                queue += [
+                    inner for base in one.__mro__ for v in vars(base).values() for inner in _functions(v)
+                ]
+                continue
+            own, scope = taken_by(one.__code__), one.__globals__
+            names |= own
+            found = [scope[name] for name in own & scope.keys()]
+            modules = [value for value in found if isinstance(value, types.ModuleType)]
+            found += [vars(module)[name] for module in modules for name in own & vars(module).keys()]
+            found += [inner for cell in one.__closure__ or () for inner in _in_cell(cell)]
+            queue += [inner for value in found for inner in _functions(value)]
         return names
 
     def _methods(self, bases: list[type], names: set[str]) -> Iterator[types.FunctionType]:

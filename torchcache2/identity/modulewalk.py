@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Mapping, MutableMapping
 from operator import attrgetter
 from typing import Any
@@ -24,9 +25,11 @@ from torchcache2.core.private import (
     SCRIPT,
     SCRIPT_FIELDS,
     buffers_of,
+    has_version,
     modules_of,
     parameters_of,
     script_parts,
+    version,
 )
 from torchcache2.identity import sourcecode
 from torchcache2.identity.compiled import CompiledTexts
@@ -174,6 +177,7 @@ class Walk(ObjectWalk):
 
     def _parts_of(self, value: Tensor, path: str) -> bytes:
         """A tensor that is not dense, as the dense ones that it is made of."""
+        self.reads.append((_version, value))  # some of these are copies
         if value.layout == torch.sparse_coo and value.is_coalesced():
             stored = value.detach()
             parts: list[Any] = [stored.indices(), stored.values()]
@@ -320,6 +324,11 @@ class Walk(ObjectWalk):
             field.read.add(path)
             self.parts[f"attribute {path}"] = self.encode(value, path)
         return bool(new)
+
+
+def _version(tensor: Tensor) -> tuple[str]:
+    # The same object as long as it is equal.
+    return (sys.intern(str(version(tensor))) if has_version(tensor) else "",)
 
 
 class _Arguments(Walk):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib
 import sys
 import types
 from collections.abc import Callable, Collection, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 from torchcache2.core.private import OPERATOR_FIELDS
 from torchcache2.identity import sourcecode
-from torchcache2.identity.codenames import names_of
+from torchcache2.identity.codenames import IMPORTING, names_of
 from torchcache2.identity.compiled import CompiledTexts, names_in
 from torchcache2.identity.containers import MUTABLE
 from torchcache2.identity.encoding import Encoder, public_module, text_bytes
@@ -31,6 +32,7 @@ __all__ = ["NameWalk", "values_of"]
 _MISSING = object()
 # With these, code reaches things that it does not name. `locals` is not one: its values are in the code.
 _UNFOLLOWED = (eval, exec, globals, sys.modules)
+_IMPORTERS = (importlib.import_module, __import__)
 
 
 class NameWalk(Encoder):
@@ -116,9 +118,12 @@ class NameWalk(Encoder):
             path += key
             if isinstance(value, OPERATOR_NAMESPACES):
                 getattr(value, attribute, None)  # `torch.ops` loads an operator when it is first read
+            if attribute not in scope and "__getattr__" in scope and self.origins.of(inside) == "project":
+                self._unfollowed(function, path, owner)
             value = scope if attribute == "__dict__" else scope.get(attribute, None)
             self.scopes.append((scope, attribute, scope.get(attribute)))
-        if any(value is one for one in _UNFOLLOWED):
+        is_renamed = any(value is one for one in _IMPORTERS) and chain[-1] not in IMPORTING
+        if is_renamed or any(value is one for one in _UNFOLLOWED):
             self._unfollowed(function, path, owner)
         elif isinstance(inside, types.ModuleType) and path.endswith(".__dict__"):
             if self.origins.of(inside) == "project":

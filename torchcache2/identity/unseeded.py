@@ -102,4 +102,6 @@ def _attribute(value: Any, name: str) -> Any:
 
 def _is_call_without_seed(steps: list[dis.Instruction]) -> bool:
     count = int(steps[0].opname == "LOAD_CONST" and steps[0].argval is None)  # as in ``default_rng(None)``
+    if count and steps[1].opname == "LOAD_CONST" and isinstance(steps[1].argval, tuple):
+        steps = steps[1:]  # the name of the argument
     return steps[count].opname.startswith("CALL") and steps[count].arg == count

@@ -18,14 +18,25 @@ from torch import Tensor, nn
 
 from torchcache2.identity.compiled import code_objects, names_in, parse
 
-__all__ = ["UseTable", "Uses", "has_fields", "is_passive", "is_plain", "unmangled", "uses_of"]
+__all__ = ["UseTable", "Uses", "has_fields", "is_passive", "is_plain", "taken_by", "unmangled", "uses_of"]
 
 _ALL = ""  # in place of an attribute: all of the value is read
 _ADDING = ("add", "append", "appendleft", "clear", "extend", "extendleft", "insert", "subtract", "update")
 # What is read of an object by these is not told by names.
 _DYNAMIC = frozenset(
     (
-        *("getattr", "hasattr", "vars", "locals", "globals", "eval", "exec", "attrgetter", "getmembers"),
+        *(
+            "getattr",
+            "hasattr",
+            "vars",
+            "dir",
+            "locals",
+            "globals",
+            "eval",
+            "exec",
+            "attrgetter",
+            "getmembers",
+        ),
         *("methodcaller", "format", "format_map", "getattr_static", "_getframe", "currentframe", "__dict__"),
         *("__getattribute__", "__getattr__", "__setattr__", "__delattr__"),
         *("__getstate__", "__reduce__", "__reduce_ex__", "__closure__", "__globals__"),
@@ -110,10 +121,15 @@ def uses_of(code: types.CodeType, source: str) -> Uses:
     node = node.value if isinstance(node, ast.Expr) else node
     if isinstance(node, _FUNCTIONS):
         return _Scan(node).uses()
-    texts = (text for inner in code_objects(code) for one in inner.co_consts for text in _texts(one))
-    names = names_in(code).union(code.co_freevars, texts)
-    reads = {key: {_ALL} for name in map(unmangled, names) for key in (name, f".{name}")}
+    names = taken_by(code).union(code.co_freevars)
+    reads = {key: {_ALL} for name in names for key in (name, f".{name}")}
     return Uses(reads, set(), set(), not _DYNAMIC.isdisjoint(names), passes_self=True, catches=True)
+
+
+def taken_by(code: types.CodeType) -> set[str]:
+    """Every name that code takes, and those in its texts."""
+    texts = (text for inner in code_objects(code) for one in inner.co_consts for text in _texts(one))
+    return set(map(unmangled, names_in(code).union(texts)))
 
 
 def _texts(constant: object) -> Iterator[str]:
@@ -162,9 +178,9 @@ class _Scan:
     def _prepare(self, function: ast.AST) -> None:
         """Note nodes whose use depends on what is around them."""
         nodes = list(ast.walk(function))
-        again = [node.arg for node in nodes if isinstance(node, ast.arg)]
+        again = [getattr(node, field, None) for node in nodes for field in ("arg", "name", "asname", "rest")]
         again += [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-        if again.count(self._first) > 1:  # type: ignore[arg-type]
+        if again.count(self._first) > 1:
             self._passes_self, self._first = True, None  # the name may stand for something else
         for node in nodes:
             self._catches |= _catches(node)
@@ -245,17 +261,17 @@ class _Scan:
                     self._is_dynamic = True
                 if isinstance(inner.ctx, ast.Store):
                     if own is not None:
-                        stored.add(own)
+                        stored.add((id(inner), own))
                 elif isinstance(inner.ctx, ast.Del):
                     self._read(key)
                 elif id(inner) in self._written:
                     self._added.add(key)
                 elif own is None or own not in assigned:
                     self._read(key, self._taken.get(id(inner), _ALL))
-        self._assigned |= stored
+        self._assigned |= {own for _, own in stored}
         if isinstance(node, ast.Assign):  # other statements and expressions may not come to it
-            targets = [inner for target in node.targets for inner in ast.walk(target)]
-            assigned.update(own for target in targets if (own := self._own(target)) is not None)
+            targets = {id(inner) for target in node.targets for inner in ast.walk(target)}
+            assigned |= {own for place, own in stored if place in targets}
 
     def _read(self, key: str, taken: str = _ALL) -> None:
         self._reads.setdefault(key, set()).add(taken)
