@@ -120,6 +120,14 @@ def test_what_is_done_to_a_value_changes_no_later_one():
     assert function.cache_instance.stats().hits == 16
 
 
+@pytest.mark.skipif(not hasattr(torch.nn, "Buffer"), reason="came with torch 2.5")
+def test_what_torch_notes_on_a_buffer_is_no_obstacle():
+    function = torchcache(lambda x: torch.nn.Buffer(x * 2))
+    for _ in range(2):
+        assert torch.equal(function(X), X * 2)
+    assert function.cache_instance.stats().hits == 8
+
+
 def test_a_node_that_computes_with_other_rows_only_is_computed_again():
     def largest(x):
         return Largest([x / x.max()], [])

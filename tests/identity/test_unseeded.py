@@ -53,7 +53,13 @@ def seeded(make):
     return make(3)
 
 
+class Drawing:
+    def __call__(self):
+        return os.urandom(1)[0]
+
+
 DRAWS = {
+    "object": Drawing(),
     "default_rng": lambda: np.random.default_rng().random(),
     "default_rng of None": lambda: np.random.default_rng(None).random(),
     "default_rng of None by its name": lambda: np.random.default_rng(seed=None).random(),
@@ -104,6 +110,9 @@ class Noisy(nn.Module):
         self.register_buffer("table", torch.zeros(3) * np.random.default_rng().random())
 
     def save(self):
+        return uuid.uuid4().hex
+
+    def __save(self):
         return uuid.uuid4().hex
 
     def forward(self, x):

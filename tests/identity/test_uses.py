@@ -333,7 +333,6 @@ class Child(nn.Module):
     def __init__(self, factor=1.0):
         super().__init__()
         self.scale, self.seen, self.counts = factor, [], {}
-        self.alias = self.seen
 
     def forward(self, x):
         self.scale = float(x.sum())
@@ -407,6 +406,11 @@ def test_what_a_child_writes_and_another_reads_counts(how):
     source = READ_BY[how]
 
     class Plain(kind):
+        def __init__(self):
+            super().__init__()
+            if how == "alias":
+                self.child.alias = self.child.seen
+
         def forward(self, x):
             return self.child(source(self, x))
 
@@ -506,6 +510,10 @@ class Computing(Renaming):
 
 
 class Aliasing(Renaming):
+    def __init__(self):
+        super().__init__()
+        self.child.alias = self.child.seen
+
     def forward(self, x):
         return self.child(x * (2 + len(self.child.alias)))
 

@@ -310,8 +310,7 @@ class Walk(ObjectWalk):
         """Write down what code reads of an attribute; whether that is more than was known before."""
         key = f".{unmangled(field.name)}"
         uses = self.uses.of(field.kind)
-        # A container that was met by another way is read there.
-        field.is_left_out = id(field.value) not in self.containers and uses.only_writes(key, field.value)
+        field.is_left_out = uses.only_writes(key, field.value)
         is_skipped = field.is_left_out and key in uses.assigned
         if is_skipped and field.name in field.names:
             field.names.remove(field.name)

@@ -112,7 +112,6 @@ class Writer:
                 return False
             pending.since = self._clock() + after
             self._open[pending.namespace, pending] = pending
-            self._changed.notify_all()
             return True
 
     def beat_now(self) -> None:
