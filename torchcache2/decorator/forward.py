@@ -16,7 +16,7 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.logs import shown
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
-from torchcache2.core.values import NotRebuiltError, leaves_of, mapped
+from torchcache2.core.values import NotRebuiltError, has_attributes, leaves_of, mapped
 from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.probe import Comparison, Forward, Probe
 from torchcache2.decorator.traces import Inputs, Undo
@@ -270,6 +270,8 @@ class Computation:
         def own(leaf: Any) -> Any:
             if type(leaf) is not Tensor or leaf.layout != torch.strided or leaf.is_nested:
                 return leaf
+            if has_attributes(leaf):  # it is not kept, and returned as it is
+                return leaf
             storage = leaf.untyped_storage()
             is_part = storage.nbytes() != leaf.numel() * leaf.element_size()
             return leaf.clone() if is_part or _storage(leaf) in borrowed else leaf
@@ -299,6 +301,6 @@ def _waited(leaf: Any) -> Any:
 
 
 def _copied(leaf: Any) -> Any:
-    """A copy of a dense tensor; anything else as it is."""
-    is_plain = type(leaf) is Tensor and leaf.layout == torch.strided
+    """A copy of a dense tensor that has nothing but its content; anything else as it is."""
+    is_plain = type(leaf) is Tensor and leaf.layout == torch.strided and not has_attributes(leaf)
     return leaf.clone() if is_plain and not (leaf.is_nested or leaf.is_quantized) else leaf

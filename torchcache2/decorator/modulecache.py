@@ -242,7 +242,7 @@ class ModuleCache(Passing):
 
         Ranks in step share out what is computed, so that one that computes its whole batch delays all.
         """
-        if are_weights_elsewhere(call, root, seen) or not (is_first or self._exchange() is None):
+        if are_weights_elsewhere(call, root, seen) or not (is_first or self._holdings is None):
             return False
         return not talks(root, fingerprint)
 

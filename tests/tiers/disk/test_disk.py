@@ -432,11 +432,12 @@ def test_handles_that_sealed_the_same_rows_lose_none_when_one_copy_goes(make, pa
     put(one, range(10))
     put(two, range(5, 15))
     one.flush()
+    (first,) = segments(path)
     two.flush()
     reader = make()
     assert found(reader, range(15)) == list(range(15))
     assert reader.stats().rows == 15
-    segments(path)[0].unlink()
+    first.unlink()
     for tier in (make(), two):
         assert found(tier, range(15)) == list(range(5, 15))
     assert put(reader, range(20)) == 5
