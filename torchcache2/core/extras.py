@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 from typing import Any
 
 from torchcache2.core.errors import OptionError
@@ -16,7 +16,8 @@ def require(library: str, extra: str, wanted: str) -> Any:
     `extra` is the extra of this package that installs it, and `wanted` the option as the user has written it.
     """
     try:
-        return importlib.import_module(library)
+        __import__(library)  # once it is imported, this waits for no lock of other imports, unlike `importlib`
+        return sys.modules[library]
     except ImportError as error:
         raise OptionError(
             f'{wanted} needs a library that is not installed: pip install "torchcache2[{extra}]" ({error})'
