@@ -125,7 +125,7 @@ class Progress:
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)
         elif self._is_shown:
-            print(line, file=sys.stderr)
+            print(f"{line}\n", end="", file=sys.stderr)  # at once, or a thread may log between the two
 
     def _cost(self, rate: float) -> str:
         """What all items will take, as far as it is known by now."""

@@ -18,9 +18,11 @@ _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 def ulid() -> str:
     """A name of 26 characters that no other writer uses and that sorts by time.
 
-    As in the ULID specification (github.com/ulid/spec): 48 bits of milliseconds, then 80 random ones.
+    As in the ULID specification (github.com/ulid/spec): 48 bits of milliseconds, then 80 random ones. Of these,
+    the first 20 are the nanoseconds in the millisecond, so that names of one process sort by time.
     """
-    number = (int(time.time() * 1000) & (2**48 - 1)) << 80 | secrets.randbits(80)
+    milliseconds, nanoseconds = divmod(time.time_ns(), 1_000_000)
+    number = (milliseconds & (2**48 - 1)) << 80 | nanoseconds << 60 | secrets.randbits(60)
     return "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5))
 
 
