@@ -16,7 +16,7 @@ def require(library: str, extra: str, wanted: str) -> Any:
     `extra` is the extra of this package that installs it, and `wanted` the option as the user has written it.
     """
     try:
-        __import__(library)  # once it is imported, this waits for no lock of other imports, unlike `importlib`
+        __import__(library)  # unlike `importlib`, it takes no lock if the library is imported already
         return sys.modules[library]
     except ImportError as error:
         raise OptionError(

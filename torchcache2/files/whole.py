@@ -18,8 +18,8 @@ _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 def ulid() -> str:
     """A name of 26 characters that no other writer uses and that sorts by time.
 
-    As in the ULID specification (github.com/ulid/spec): 48 bits of milliseconds, then 80 random ones. Of these,
-    the first 20 are the nanoseconds in the millisecond, so that names of one process sort by time.
+    As in the ULID specification (github.com/ulid/spec): 48 bits of milliseconds, then 80 random ones. Of
+    these, the first 20 are the nanoseconds in the millisecond, so that names of one process sort by time.
     """
     milliseconds, nanoseconds = divmod(time.time_ns(), 1_000_000)
     number = (milliseconds & (2**48 - 1)) << 80 | nanoseconds << 60 | secrets.randbits(60)
