@@ -67,7 +67,8 @@ soak: $(VENV)/test $(VENV)/zoo
 # are tested with the Triton of today. Left out is also what tests processes, files, commands and this repository
 # rather than torch; the code on the pages is run.
 lowest: $(VENV)-lowest/installed
-	$(VENV)-lowest/bin/python -m pytest $(PARALLEL) $(patsubst %,--ignore=tests/%,$(NOT_TORCH))
+	$(VENV)-lowest/bin/python -m pytest $(PARALLEL) -W 'ignore:`torch.utils._pytree._register_pytree_node`:FutureWarning' \
+		$(patsubst %,--ignore=tests/%,$(NOT_TORCH))
 
 newest: $(VENV)-newest/installed
 	$(VENV)-newest/bin/python -m pytest $(PARALLEL) -W "ignore:Guards may run slower" $(OF_TORCH) $(patsubst %,--ignore=tests/%,$(NOT_TORCH))
