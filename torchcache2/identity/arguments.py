@@ -118,13 +118,20 @@ class BoundCall:
 class Signature:
     """Names the arguments of a forward; that of a module is a bound method.
 
+    `method` is the name of the method, as arguments of two methods of an object may be equal.
     `shared` are parameters whose tensors belong to the whole batch, and `item_args` have one entry per item.
     An `OptionError` is raised if one of these is no parameter.
     """
 
     def __init__(
-        self, function: Callable[..., Any], *, shared: tuple[str, ...], item_args: tuple[str, ...] = ()
+        self,
+        function: Callable[..., Any],
+        *,
+        shared: tuple[str, ...],
+        item_args: tuple[str, ...] = (),
+        method: str = "forward",
     ) -> None:
+        self._head = [b"()", method.encode()] if method != "forward" else []
         self._signature = inspect.signature(function)
         parameters = list(self._signature.parameters.values())
         self._shared = shared
@@ -132,7 +139,7 @@ class Signature:
         if inspect.ismethod(function):
             self._elsewhere = "keep other objects as attributes of the module"
         elif parameters and parameters[0].name == "self":
-            self._elsewhere = "decorate the class, not its method: calls of its instances are then cached"
+            self._elsewhere = "decorate the method in the body of its class, or of one object: object.method"
         else:
             self._elsewhere = "have the function close over other objects"
         self._variadic = None
@@ -158,7 +165,7 @@ class Signature:
             for name in given:
                 if name not in names and self._keywords is None:
                     raise OptionError(
-                        f"{option}: forward has no parameter {name!r}; it has {', '.join(names)}"
+                        f"{option}: {method} has no parameter {name!r}; it has {', '.join(names)}"
                     )
         if self._variadic in item_args:
             raise OptionError(f"item_args: *{self._variadic} is not one sequence with one entry per item")
@@ -182,7 +189,7 @@ class Signature:
         else:
             arguments = dict(zip(self._positional, args, strict=False))
         encoder = ArgumentEncoder(self._elsewhere)
-        parts: list[bytes] = []
+        parts = [*self._head]
         for name, parameter in self._signature.parameters.items():
             value = arguments.get(name, _MISSING)
             if value is _MISSING and name in self._defaults:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from operator import attrgetter
 from typing import Any
 
@@ -42,8 +42,8 @@ from torchcache2.identity.encoding import (
     tensor_digest,
     text_bytes,
 )
-from torchcache2.identity.marks import INIT_ATTRIBUTE, cache_options, original
-from torchcache2.identity.objectwalk import ObjectWalk
+from torchcache2.identity.marks import INIT_ATTRIBUTE, cache_options, without_ours
+from torchcache2.identity.objectwalk import ObjectWalk, has_plain_state
 from torchcache2.identity.readable import readable
 from torchcache2.identity.sharded import Shards
 from torchcache2.identity.torchcode import ScriptState, script_code
@@ -52,7 +52,7 @@ from torchcache2.identity.uses import unmangled
 __all__ = ["Fingerprint", "Walk", "argument_digests"]
 
 _FORMAT = 2
-_INTERNAL = {*vars(nn.Module()), INIT_ATTRIBUTE, "cache_instance", REPLICATE}
+_INTERNAL = {*vars(nn.Module()), REPLICATE}
 _COMPILED = (  # attributes that the compiler, and Lightning around it, put on modules and tensors
     *("_dynamo", "_torchdynamo", "_is_torch_compile", "_compiled_call_impl", "_compile_kwargs"),
     *("dynamo_ctx", "get_compiler_config"),
@@ -113,7 +113,8 @@ class Walk(ObjectWalk):
     """Everything that a module or function computes with, as named parts.
 
     `tokens` and `texts` are as for `ObjectWalk`. A walk inside of another one gets the `labels` of what that
-    has met, by id. `shards` says what happens to sharded modules.
+    has met, by id. `shards` says what happens to sharded modules. `methods` are those of an object that are
+    called: if there are others than forward, or the object is no module, all of its methods count.
     """
 
     def __init__(
@@ -123,15 +124,20 @@ class Walk(ObjectWalk):
         texts: CompiledTexts,
         labels: Mapping[int, bytes] | None = None,
         shards: Shards | None = None,
+        methods: Collection[str] = (),
     ) -> None:
         super().__init__(tokens, texts)
+        self._plain_root = root if methods and has_plain_state(root) else None  # it is read as a module is
+        if set(methods) - {"forward"}:
+            self.uses.root = type(root)
         self.shards = shards if shards is not None else Shards()
         self._is_inner = labels is not None
         self._labels.update(labels or {})
         self.tensors: dict[str, Tensor] = {}  # by path; their content becomes part of the namespace later
         self._tensor_names: dict[int, str] = {}
-        # Every module that was met, the attributes of it that were read, and those that were left out.
-        self.modules: list[tuple[nn.Module, list[str], set[str]]] = []
+        # Every module that was met, the attributes of it that were read, and those that were left out. A root
+        # that is a plain object is among them.
+        self.modules: list[tuple[Any, list[str], set[str]]] = []
         self._attributes: list[_Field] = []
         self.parts["format"] = str(_FORMAT).encode()
         self.parts["root"] = self.encode(root, "")
@@ -148,6 +154,10 @@ class Walk(ObjectWalk):
             elif field.path not in field.read:  # what else the constructor took of it is in other attributes
                 self.parts.pop(f"constructor argument {field.path}", None)
         self.reads += [(attrgetter("__class__", *sorted(names)), one) for one, names in self.taken.values()]
+
+    def compound(self, value: Any, kind: type, path: str) -> bytes:
+        """Walk a dataclass or another object."""
+        return self._module(value, path) if value is self._plain_root else super().compound(value, kind, path)
 
     def other(self, value: Any, path: str) -> bytes:
         """Walk modules, code and objects."""
@@ -206,7 +216,7 @@ class Walk(ObjectWalk):
         small = [tensor for tensor in walk.tensors.values() if tensor.nbytes <= _SMALL]
         return digest([Fingerprint.of_parts(walk.parts).namespace, *map(tensor_digest, small)])
 
-    def _module(self, module: nn.Module, path: str) -> bytes:
+    def _module(self, module: Any, path: str) -> bytes:
         if id(module) in self._labels:
             return self._labels[id(module)]
         before, self.is_foreign = self.is_foreign, sourcecode.origin(type(module)) == "installed"
@@ -215,8 +225,9 @@ class Walk(ObjectWalk):
         finally:
             self.is_foreign = before
 
-    def _new_module(self, module: nn.Module, path: str) -> bytes:
-        if self.shards.takes(module):
+    def _new_module(self, module: Any, path: str) -> bytes:
+        is_module = isinstance(module, nn.Module)
+        if is_module and self.shards.takes(module):
             return self.label(module, f"module {path}")
         reference = self.label(module, f"module {path}")
         path = reference.decode().removeprefix("module ")  # labels are unique, so this path is unique too
@@ -225,25 +236,26 @@ class Walk(ObjectWalk):
         head = self.klass(kind, path)  # its code says which attributes are read
         if path:
             self._hooks(module, where)
-        for tensors in (parameters_of(module), buffers_of(module)):
+        for tensors in (parameters_of(module), buffers_of(module)) if is_module else ():
             for name, tensor in tensors.items():
                 if tensor is not None:
                     self.parts[f"tensor {where}{name}"] = self.encode(tensor, f"{where}{name}")
-        for name, child in modules_of(module).items():
+        submodules = modules_of(module) if is_module else {}
+        for name, child in submodules.items():
             if child is not None:
                 self.parts[f"child {where}{name}"] = self._module(child, f"{where}{name}")
         # Attributes come after the submodules, so that one that refers to a submodule writes only its label.
         fields = {
             name: value
-            for name, value in sorted(self._made_by_tools(module, path).items())
+            for name, value in sorted(without_ours(self._made_by_tools(module, path)).items())
             if name not in _INTERNAL and not name.startswith(_NOISE)
         }
-        # The root's own forward refers to the cache, which would then refer to itself.
-        names = [name for name in fields if path or name != "forward"]
+        # What stands in the place of the root's own methods refers to the cache, which would refer to itself.
+        names = [name for name in fields if path or fields[name] is vars(module)[name]]
+        names += ["cache_instance"] * bool(path and "cache_instance" in vars(module))
         skipped: set[str] = set()
         self.modules.append((module, names, skipped))
         for name, value in self.without_skipped(kind, fields, path).items():
-            value = original(value) if name == "forward" else value
             field = _Field(kind, name, f"{where}{name}", value, names, skipped)
             self._attributes.append(field)
             self._read_field(field)
@@ -253,7 +265,7 @@ class Walk(ObjectWalk):
         self.unread += unread
         self.parts |= {f"constructor argument {where}{name}": data for name, data in init.items()}
         self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
-        children = list(modules_of(module).keys())  # in scripted modules this is no dict
+        children = list(submodules.keys())  # in scripted modules this is no dict
         self.parts[reference.decode()] = head + Encoder().encode(children, path)
         if not path:  # hooks of the root run outside of the forward: what they collect does not matter
             containers = dict(self.containers)
