@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -55,8 +55,8 @@ def torchcache(
     memory_cache_device: torch.device | str | None = "cpu",
     cache_dtype: torch.dtype | None = None,
     policy: Policy = "mru",
-    shared_args: tuple[str, ...] = (),
-    item_args: tuple[str, ...] = (),
+    shared_args: Sequence[str] = (),
+    item_args: Sequence[str] = (),
     probe: bool = True,
     strict: bool = False,
     miss_batch: MissBatch = "exact",
