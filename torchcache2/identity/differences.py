@@ -62,12 +62,12 @@ def differences_of_state(before: Fingerprint, now: Fingerprint) -> list[str]:
 
 def changes(
     before: Fingerprint, now: Fingerprint, containers: Mapping[str, str], module: nn.Module | None
-) -> list[str]:
-    """What code has changed between two fingerprints of a function, or of this module.
+) -> dict[str, str]:
+    """What code has changed between two fingerprints of a function, or of this module, each with its path.
 
     `containers` says what happened to containers, by path; see `Watch.changed_containers`.
     """
-    lines: dict[str, None] = {}
+    lines: dict[str, str] = {}
     for kind, path, text in _changed(before, now):
         place, of, owner = path.partition(" of ")
         inside = (f"{place}.", f"{place}[")
@@ -75,8 +75,8 @@ def changes(
         for at, verb in (verbs or {place: f"was assigned{text}" if text.startswith(":") else text}).items():
             is_own = kind in ("attribute", "weights")
             name = of_root(module, at) if is_own else f"{_TITLES.get(kind, kind)} {at}{of}{owner}"
-            lines[f"{name} {verb.strip()}"] = None
-    return list(lines)
+            lines[f"{name} {verb.strip()}"] = at
+    return lines
 
 
 def of_root(module: nn.Module | None, path: str) -> str:
