@@ -74,9 +74,9 @@ class CacheSettings:
         Arguments that are a list, tuple or array with one entry per item, such as texts or images. An entry
         is part of its item's key, and is taken with its item. With such arguments a function needs no tensor.
     ignore : str or sequence of str
-        Paths of attributes, weights, closures and globals that are left out of the key, at your word: what they
-        hold must change no output. ``*`` stands for any text, ``?`` for one character. Such as a tokenizer's
-        memo (``"tokenizer.cache"``), or adapters that are disabled (``"*.lora_*"``). Code always counts.
+        Paths of attributes, weights, closures and globals to leave out of the key, at your word: no output
+        may depend on them. ``*`` stands for any text, ``?`` for one character. For the memo of a tokenizer
+        (``"tokenizer.cache"``), or adapters that are disabled (``"*.lora_*"``). Code always counts.
     probe : bool
         Whether some batches are computed in parts too, and some that were found are computed again, to
         compare: the output of an item must not depend on the rest of its batch.
@@ -221,7 +221,10 @@ class CacheSettings:
         is_valid = all(isinstance(name, str) for name in found)
         expected = "a sequence of argument names, such as ('mask',)"
         if option == "ignore":
-            is_valid, expected = is_valid and "" not in found, "a path, or several, such as ('tokenizer.cache',)"
+            is_valid, expected = (
+                is_valid and "" not in found,
+                "a path, or several, such as ('tokenizer.cache',)",
+            )
         self._require(option, is_valid, expected)
         object.__setattr__(self, option, tuple(sorted(set(found))))
 

@@ -91,8 +91,8 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
         `enabled`, `subsample_count`, `persistent`, `persistent_cache_dir`, `persistent_module_hash`,
         `max_memory_cache_size`, `max_persistent_cache_size`, `compression`, `compression_quality`,
         `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`, `item_args`, `ignore`, `probe`,
-        `strict`, `miss_batch`, `verify`, `distributed`, `process_group`, `claims`, `local_dir`, `storage_options`,
-        `remote_size`.
+        `strict`, `miss_batch`, `verify`, `distributed`, `process_group`, `claims`, `local_dir`,
+        `storage_options`, `remote_size`.
 
     Returns
     -------

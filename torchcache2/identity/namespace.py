@@ -183,7 +183,9 @@ class NamespaceKeeper:
             found: dict[str, str] = {}
             if seen.tensors.moved() or seen.tensors.generation != seen.generation:
                 names = seen.tensors.moved_names()  # empty if another thread has read them since
-                found = {f"{of_root(module, name)} was written to": name for name in names} or {"a tensor changed": ""}
+                found = {f"{of_root(module, name)} was written to": name for name in names} or {
+                    "a tensor changed": ""
+                }
             if before.namespace == seen.namespace:
                 if watch is not None and watch.same(module) and watch.contents_same():
                     return _told(found)
@@ -237,12 +239,12 @@ class NamespaceKeeper:
         if self._settings.ignore:
             self._parts["option ignore"] = str(self._settings.ignore).encode()
             self._values["option ignore"] = str(self._settings.ignore)
-        self.ignored = list(walk.ignored)
+        self.ignored = sorted(walk.ignored)
         for text in walk.ignore.keys() - {text for found in walk.ignored.values() for text in found}:
             self._tell(
                 logger.warning,
-                f"ignore={text!r} matches nothing that the key covers: the names in .cache_instance.fingerprint "
-                "show paths, such as encoder.0.weight",
+                f"ignore={text!r} matches nothing that the key covers: the names of "
+                ".cache_instance.fingerprint.parts show paths, such as encoder.0.weight",
             )
         self._tensors = TensorWatch(walk.tensors | self._shards.buffers(), self._tensors)
         self.generators = walk.generators + self._shards.held(GENERATORS)
@@ -308,8 +310,9 @@ def _nothing() -> None:
 
 def _told(changes: Mapping[str, str]) -> str | None:
     """What has changed, and which option leaves it out; None for no changes."""
-    paths = list(dict.fromkeys(filter(None, changes.values())))
-    advice = f"; if no output depends on it, ignore={tuple(paths)} leaves it out of the key" if paths else ""
+    paths = tuple(dict.fromkeys(filter(None, changes.values())))
+    patterns = repr(paths if len(paths) > 1 else "".join(paths))
+    advice = f"; if no output depends on it, ignore={patterns} leaves it out of the key" if paths else ""
     return listed(list(changes)) + advice if changes else None
 
 
