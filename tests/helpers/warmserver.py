@@ -138,7 +138,7 @@ def _become(request):
 
 
 def _start_forkserver():
-    """Have the server of the method "forkserver" of `multiprocessing`, as a fork of this process as it is now."""
+    """Have the server of the method "forkserver" of `multiprocessing`, as a fork of this process now."""
     server = multiprocessing.forkserver._forkserver
     with socket.socket(socket.AF_UNIX) as listener:
         address = multiprocessing.connection.arbitrary_address("AF_UNIX")
