@@ -39,6 +39,7 @@ from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import CacheStats
 from torchcache2.engine.steps import Steps
 from torchcache2.identity.arguments import BoundCall, Signature
+from torchcache2.identity.differences import at_most
 from torchcache2.identity.encoding import digest, qualified_name
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.modulewalk import Fingerprint
@@ -65,7 +66,8 @@ class _Owner:
 
     def keeper(self, settings: CacheSettings) -> NamespaceKeeper:
         """What names the object's state, with options that are in the name."""
-        options = settings.persistent_module_hash, settings.cache_dtype, settings.distributed
+        names = ("persistent_module_hash", "cache_dtype", "distributed", "ignore")
+        options = tuple(getattr(settings, name) for name in names)
         if options not in self._keepers:
             keeper = NamespaceKeeper("a cache without a module", settings, self.history)
             self.history = keeper.history
@@ -88,6 +90,8 @@ class ModuleCache(Passing):
     which answers for all of them. Caches of one decorator share the `tiers`, the `history` that `explain`
     compares with, and the results of `probes`; those `beside` each other are of one object.
     """
+
+    __module__ = "torchcache2"
 
     def __init__(
         self,
@@ -137,7 +141,7 @@ class ModuleCache(Passing):
         self.signature = Signature(plain, shared=shared, item_args=items, method=self.method)
         self._is_without_grad = turns_grad_off(plain)
 
-    def _own(self, names: tuple[str, ...], plain: Forward) -> tuple[str, ...]:
+    def _own(self, names: Sequence[str], plain: Forward) -> tuple[str, ...]:
         """Those of the names that no other method has alone."""
         own = inspect.signature(plain)
         return tuple(
@@ -200,7 +204,7 @@ class ModuleCache(Passing):
         If the last call was not cached, the first line says why. The namespace is compared with the one that
         this module had before; if this is its first, with that of another module of its class under the same
         decorator; or else with the one that was used last in the cache directory. If the namespace has not
-        changed, the arguments of the last two calls are compared.
+        changed, the arguments of the last two calls are compared. Last comes what `ignore` leaves out.
         """
         asked = self.of(method) if method is not None else self.methods.get(self._owner.last, self)
         return asked._explained()
@@ -208,10 +212,10 @@ class ModuleCache(Passing):
     def _explained(self) -> str:
         self.namespace = self.keeper.look(self._living_root()).namespace
         now, before = self.fingerprint, self.keeper.history.before(self.fingerprint)
-        calls, directory = list(self._calls), self._tiers.directory
-        return explained(
-            self._name(), self._class(), now, before, calls, self._why_not_cached(), directory, self._made
-        )
+        calls, directory, why = list(self._calls), self._tiers.directory, self._why_not_cached()
+        text = explained(self._name(), self._class(), now, before, calls, why, directory, self._made)
+        ignored = at_most([f"left out by ignore: {path}" for path in self.keeper.ignored])
+        return "\n".join([text, *ignored])
 
     warmup = warm_up  # a method, which is documented where it is written
 

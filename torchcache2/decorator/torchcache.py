@@ -13,7 +13,7 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -44,7 +44,7 @@ from torchcache2.identity.marks import BINDING, ORIGINAL_ATTRIBUTE
 
 __all__ = ["cache_of", "torchcache", "uncache"]
 
-T = TypeVar("T", bound=Callable[..., Any])
+T = TypeVar("T")
 _SIGNS: tuple[
     tuple[Callable[[Any], bool], str], ...
 ] = (  # what somebody may decorate, and what to do instead
@@ -103,7 +103,7 @@ def torchcache(target: T, /, **options: Any) -> T: ...
 @overload
 def torchcache(
     *,
-    methods: str | tuple[str, ...] = ...,
+    methods: Sequence[str] = ...,
     enabled: bool = True,
     subsample_count: int | None = None,
     persistent: bool | None = None,
@@ -116,8 +116,9 @@ def torchcache(
     memory_cache_device: torch.device | str | None = "cpu",
     cache_dtype: torch.dtype | None = None,
     policy: Policy = "mru",
-    shared_args: tuple[str, ...] = (),
-    item_args: tuple[str, ...] = (),
+    shared_args: Sequence[str] = (),
+    item_args: Sequence[str] = (),
+    ignore: Sequence[str] = (),
     probe: bool = True,
     strict: bool = False,
     miss_batch: MissBatch = "exact",
@@ -153,9 +154,9 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
         fields of `CacheSettings`:
         `enabled`, `subsample_count`, `persistent`, `persistent_cache_dir`, `persistent_module_hash`,
         `max_memory_cache_size`, `max_persistent_cache_size`, `compression`, `compression_quality`,
-        `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`, `item_args`, `probe`, `strict`,
-        `miss_batch`, `verify`, `distributed`, `process_group`, `claims`, `local_dir`, `storage_options`,
-        `remote_size`.
+        `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`, `item_args`, `ignore`, `probe`,
+        `strict`, `miss_batch`, `verify`, `distributed`, `process_group`, `claims`, `local_dir`,
+        `storage_options`, `remote_size`.
 
     Returns
     -------

@@ -64,7 +64,9 @@ def cache_options(obj: Any) -> list[Any]:
     for method, cache in sorted(caches.items()) or [("forward", getattr(type(obj), BINDING, None))]:
         settings = getattr(cache, "settings", None)
         names = ("cache_dtype", "subsample_count", "persistent_module_hash")
+        ignored = vars(obj).get("torchcache_ignore", getattr(settings, "ignore", None))
         values = [vars(obj).get(f"torchcache_{name}", getattr(settings, name, None)) for name in names]
+        values += [ignored] if ignored else []
         if any(value is not None for value in values):
             found += values if method == "forward" else [method, *values]
     return found

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import sys
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -113,8 +115,9 @@ class Walk(ObjectWalk):
     """Everything that a module or function computes with, as named parts.
 
     `tokens` and `texts` are as for `ObjectWalk`. A walk inside of another one gets the `labels` of what that
-    has met, by id. `shards` says what happens to sharded modules. `methods` are those of an object that are
-    called: if there are others than forward, or the object is no module, all of its methods count.
+    has met, by id. `shards` says what happens to sharded modules. What the patterns in `ignore` match is left
+    out. `methods` are those of an object that are called: if there are others than forward, or the object is
+    no module, all of its methods count.
     """
 
     def __init__(
@@ -124,9 +127,13 @@ class Walk(ObjectWalk):
         texts: CompiledTexts,
         labels: Mapping[int, bytes] | None = None,
         shards: Shards | None = None,
+        ignore: Iterable[str] = (),
         methods: Collection[str] = (),
     ) -> None:
         super().__init__(tokens, texts)
+        for text in ignore:
+            pattern = re.escape(text).replace(r"\*", ".*").replace(r"\?", ".")
+            self.ignore[text] = re.compile(pattern, re.DOTALL)
         self._plain_root = root if methods and has_plain_state(root) else None  # it is read as a module is
         if set(methods) - {"forward"}:
             self.uses.root = type(root)
@@ -153,6 +160,9 @@ class Walk(ObjectWalk):
                 self.leave_out(f"{field.kind.__name__}.{field.name}", field.value)
             elif field.path not in field.read:  # what else the constructor took of it is in other attributes
                 self.parts.pop(f"constructor argument {field.path}", None)
+        for place in self.ignored:  # arguments were read when the module was made, with what is left out now
+            for argument in accumulate(place.split("."), "{}.{}".format):
+                self.parts.pop(f"constructor argument {argument}", None)
         self.reads += [(attrgetter("__class__", *sorted(names)), one) for one, names in self.taken.values()]
 
     def compound(self, value: Any, kind: type, path: str) -> bytes:
@@ -238,10 +248,11 @@ class Walk(ObjectWalk):
             self._hooks(module, where)
         for tensors in (parameters_of(module), buffers_of(module)) if is_module else ():
             for name, tensor in tensors.items():
-                if tensor is not None:
+                if tensor is not None and not self.ignores(tensor, f"{where}{name}"):
                     self.parts[f"tensor {where}{name}"] = self.encode(tensor, f"{where}{name}")
-        submodules = modules_of(module) if is_module else {}
-        for name, child in submodules.items():
+        submodules = dict(modules_of(module).items()) if is_module else {}
+        children = self.without_ignored(submodules, where)
+        for name, child in children.items():
             if child is not None:
                 self.parts[f"child {where}{name}"] = self._module(child, f"{where}{name}")
         # Attributes come after the submodules, so that one that refers to a submodule writes only its label.
@@ -250,12 +261,13 @@ class Walk(ObjectWalk):
             for name, value in sorted(without_ours(self._made_by_tools(module, path)).items())
             if name not in _INTERNAL and not name.startswith(_NOISE)
         }
+        kept = self.without_ignored(fields, where)
         # What stands in the place of the root's own methods refers to the cache, which would refer to itself.
-        names = [name for name in fields if path or fields[name] is vars(module)[name]]
+        names = [name for name in kept if path or fields[name] is vars(module)[name]]
         names += ["cache_instance"] * bool(path and "cache_instance" in vars(module))
-        skipped: set[str] = set()
+        skipped = fields.keys() - kept.keys()
         self.modules.append((module, names, skipped))
-        for name, value in self.without_skipped(kind, fields, path).items():
+        for name, value in self.without_skipped(kind, kept, path).items():
             field = _Field(kind, name, f"{where}{name}", value, names, skipped)
             self._attributes.append(field)
             self._read_field(field)
@@ -265,8 +277,7 @@ class Walk(ObjectWalk):
         self.unread += unread
         self.parts |= {f"constructor argument {where}{name}": data for name, data in init.items()}
         self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
-        children = list(submodules.keys())  # in scripted modules this is no dict
-        self.parts[reference.decode()] = head + Encoder().encode(children, path)
+        self.parts[reference.decode()] = head + Encoder().encode(list(children), path)
         if not path:  # hooks of the root run outside of the forward: what they collect does not matter
             containers = dict(self.containers)
             self._hooks(module, where)
