@@ -68,11 +68,12 @@ class CacheSettings:
     policy : {"mru", "lru"}
         What a full cache does, in memory and on disk: ``"mru"`` keeps the rows that came first, ``"lru"``
         drops the least recently used ones.
-    shared_args : sequence of str
+    shared_args : str or sequence of str
         Arguments of forward that belong to the whole batch, such as a mask or a table.
-    item_args : sequence of str
-        Arguments that are a list, tuple or array with one entry per item, such as texts or images. An entry
-        is part of its item's key, and is taken with its item. With such arguments a function needs no tensor.
+    item_args : str or sequence of str
+        Arguments that are a list, tuple, array or column of a table with one entry per item, such as texts or
+        images. An entry is part of its item's key, and is taken with its item. With such arguments a function
+        needs no tensor.
     ignore : str or sequence of str
         Paths of attributes, weights, closures and globals to leave out of the key, at your word: no output
         may depend on them. ``*`` stands for any text, ``?`` for one character. For the memo of a tokenizer
@@ -130,9 +131,9 @@ class CacheSettings:
     memory_cache_device: torch.device | str | None = "cpu"
     cache_dtype: torch.dtype | None = None
     policy: Policy = "mru"
-    shared_args: tuple[str, ...] = ()
-    item_args: tuple[str, ...] = ()
-    ignore: str | Sequence[str] = ()
+    shared_args: Sequence[str] = ()
+    item_args: Sequence[str] = ()
+    ignore: Sequence[str] = ()
     probe: bool = True
     strict: bool = False
     miss_batch: MissBatch = "exact"
@@ -215,17 +216,15 @@ class CacheSettings:
     def _sort_names(self, option: str) -> None:
         """Sort the names of an option, each once, so that options with the same names are equal."""
         names = getattr(self, option)
-        names = (names,) if isinstance(names, str) and option == "ignore" else names
-        is_sequence = isinstance(names, Iterable) and not isinstance(names, (str, bytes))
-        found = tuple(names) if is_sequence else (None,)
+        names = (names,) if isinstance(names, str) else names
+        found = tuple(names) if isinstance(names, Iterable) else (None,)
         is_valid = all(isinstance(name, str) for name in found)
-        expected = "a sequence of argument names, such as ('mask',)"
+        expected = "the name of an argument, or several, such as ('mask', 'table')"
         if option == "ignore":
-            is_valid, expected = (
-                is_valid and "" not in found,
-                "a path, or several, such as ('tokenizer.cache',)",
+            expected = (
+                "the path of an attribute or weight, or several, such as ('tokenizer.cache', '*.lora_*')"
             )
-        self._require(option, is_valid, expected)
+        self._require(option, is_valid and "" not in found, expected)
         object.__setattr__(self, option, tuple(sorted(set(found))))
 
     def _require(self, option: str, is_valid: bool, expected: str) -> None:
