@@ -113,7 +113,8 @@ class Walk(ObjectWalk):
     """Everything that a module or function computes with, as named parts.
 
     `tokens` and `texts` are as for `ObjectWalk`. A walk inside of another one gets the `labels` of what that
-    has met, by id. `shards` says what happens to sharded modules.
+    has met, by id. `shards` says what happens to sharded modules. With `reads_all`, nothing is left out
+    because no code reads it.
     """
 
     def __init__(
@@ -123,8 +124,10 @@ class Walk(ObjectWalk):
         texts: CompiledTexts,
         labels: Mapping[int, bytes] | None = None,
         shards: Shards | None = None,
+        reads_all: bool = False,
     ) -> None:
         super().__init__(tokens, texts)
+        self.uses.is_dynamic = reads_all
         self.shards = shards if shards is not None else Shards()
         self._is_inner = labels is not None
         self._labels.update(labels or {})
