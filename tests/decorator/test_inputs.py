@@ -162,9 +162,8 @@ def test_the_labels_of_a_series_count_with_its_entries():
     function = torchcache(item_args="s")(lambda s: torch.tensor(s.index.to_numpy() * 10 + s.to_numpy()))
     for labels in ([7, 3, 5], [3, 5, 7], [5, 5, 1]):
         given = pandas.Series([1, 2, 3], index=labels)
-        assert function(given).tolist() == [
-            10 * label + n for label, n in zip(labels, (1, 2, 3), strict=True)
-        ]
+        wanted = [10 * label + n for label, n in zip(labels, (1, 2, 3), strict=True)]
+        assert function(given).tolist() == wanted
     assert stats(function).bypasses == {}
 
 
