@@ -595,7 +595,7 @@ def test_functions_are_not_told_of_attributes_of_a_module(log):
 
     torchcache(lambda x, how: x)(X, object())
     torchcache(Net())(X, object())
-    Decorated()(X)
+    Decorated().forward(object())
     of_function, of_module, of_method = warnings_of(log)
     assert "decorate the class, not its method" in of_method and "close over" not in of_method
     assert "close over other objects" in of_function and "module" not in of_function

@@ -67,7 +67,7 @@ class Computation:
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes of the tensors that the forward reads."""
         of_shards = self.seen.shards.dtypes() if self.seen.shards else set()
-        return {tensor.dtype for _, tensor in self.call.leaves} | self.seen.tensors.dtypes | of_shards
+        return self.call.dtypes | self.seen.tensors.dtypes | of_shards
 
     def steps(self, positions: Tensor) -> Steps[Any]:
         """The output for the items at some positions (int64, CPU, shape ``(k,)``), or a `WholeBatch`.

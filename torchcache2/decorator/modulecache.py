@@ -24,6 +24,7 @@ from torchcache2.decorator.forward import Computation, Shapes
 from torchcache2.decorator.passing import Forward, Passing
 from torchcache2.decorator.probes import CallChecks, Probes, talks
 from torchcache2.decorator.shortcuts import glance
+from torchcache2.decorator.traces import filling, given_back
 from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
 from torchcache2.decorator.warmup import warm_up
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
@@ -142,7 +143,7 @@ class ModuleCache(Passing):
         output = yield from self._relieved(self._called_with, plain, args, kwargs)
         if not self._has_hinted:
             self._hint()
-        return output
+        return given_back(output, args, kwargs)
 
     def _hint(self) -> None:
         """Say once why no item is found, if many have come."""
@@ -199,7 +200,9 @@ class ModuleCache(Passing):
         if self._walks != self.keeper.walks:  # the source has been read again, so defaults may have changed
             self._read_signature(plain)
             self._walks = self.keeper.walks
-        call = bypass.ask_arguments(self.signature, args, kwargs, self.keeper, stops)
+        call = bypass.ask_arguments(
+            self.signature, args, kwargs, self.keeper, stops, is_without_grad=self._is_without_grad
+        )
         if call is None:
             return None
         seen = self.keeper.look_at_tensors()
@@ -219,7 +222,7 @@ class ModuleCache(Passing):
             call,
             keys,
             context,
-            functools.partial(self._runner.run, plain),
+            filling(functools.partial(self._runner.run, plain)),
             root=root,
             keeper=self.keeper,
             seen=seen,
