@@ -33,6 +33,8 @@ from torchcache2.engine.pressure import OwnMemoryError
 from torchcache2.engine.randomness import RandomContexts
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.steps import Steps
+from torchcache2.engine.values.outputs import Lists
+from torchcache2.engine.values.samples import Samples
 from torchcache2.identity.arguments import BoundCall, Signature
 from torchcache2.identity.encoding import digest, qualified_name
 from torchcache2.identity.items import item_keys
@@ -41,6 +43,7 @@ from torchcache2.identity.namespace import History, NamespaceKeeper, Seen
 
 __all__ = ["ModuleCache"]
 
+_MOST_CONTEXTS = 1000  # of which it is known what lists in their outputs are
 _MANY = 1000  # items that are missed before a hint says why none was found
 
 
@@ -66,6 +69,8 @@ class ModuleCache(Passing):
         self._calls: deque[CallSeen] = deque(maxlen=2)
         self._random = RandomContexts()
         self._shapes: dict[bytes, Shapes | None] = {}
+        self._samples = Samples()
+        self._lists: dict[bytes, Lists] = {}
         self._probes = probes if probes is not None else Probes()
         self._walks = 1
         self._writes_at_exit = False
@@ -229,11 +234,22 @@ class ModuleCache(Passing):
             keys_of=lambda call: self._keys(seen.namespace, call).data,
             settings=self.settings,
         )
-        if self.settings.probe and seen.shards is None:
-            kind = self._probes.kind(keys.group, self.fingerprint, call, self._probed_before)
+        if seen.shards is None:
             may_run = functools.partial(self._may_check, root, call, seen, self.fingerprint)
-            computation.checks = CallChecks(self._probes, kind, keys, may_run)
+            computation.may_run = may_run
+            if self.settings.probe:
+                kind = self._probes.kind(keys.group, self.fingerprint, call, self._probed_before)
+                computation.checks = CallChecks(self._probes, kind, keys, may_run)
+        computation.checks.lists = self._lists_of(context)
         return computation
+
+    def _lists_of(self, context: bytes) -> Lists:
+        """What is known of lists in the outputs of calls of a context."""
+        if context not in self._lists:
+            if len(self._lists) >= _MOST_CONTEXTS:
+                self._lists = {}
+            self._lists[context] = Lists(self._samples)
+        return self._lists[context]
 
     def _may_check(
         self, root: Any, call: BoundCall, seen: Seen, fingerprint: Fingerprint, is_first: bool
