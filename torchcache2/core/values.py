@@ -147,6 +147,9 @@ def register_value(cls: type, take_apart: Callable[[Any], Any], rebuild: Callabl
         raise OptionError(f"cls={_name(cls)} {text}") from None
 
 
+register_value.__module__ = "torchcache2"  # where people import it from
+
+
 def _diagonal_gaussian(parts: tuple[Any, ...]) -> Any:
     cls: Any = sys.modules["diffusers.models.autoencoders.vae"].DiagonalGaussianDistribution
     return cls(*parts)

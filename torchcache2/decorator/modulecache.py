@@ -70,7 +70,7 @@ class ModuleCache(Passing):
         self._random = RandomContexts()
         self._shapes: dict[bytes, Shapes | None] = {}
         self._samples = Samples()
-        self._lists: dict[bytes, Lists] = {}
+        self._lists: dict[bytes, dict[str, bool]] = {}  # by context, without a probe; see `Kind.lists`
         self._probes = probes if probes is not None else Probes()
         self._walks = 1
         self._writes_at_exit = False
@@ -237,19 +237,15 @@ class ModuleCache(Passing):
         if seen.shards is None:
             may_run = functools.partial(self._may_check, root, call, seen, self.fingerprint)
             computation.may_run = may_run
-            if self.settings.probe:
-                kind = self._probes.kind(keys.group, self.fingerprint, call, self._probed_before)
-                computation.checks = CallChecks(self._probes, kind, keys, may_run)
-        computation.checks.lists = self._lists_of(context)
-        return computation
-
-    def _lists_of(self, context: bytes) -> Lists:
-        """What is known of lists in the outputs of calls of a context."""
-        if context not in self._lists:
+        if self.settings.probe and seen.shards is None:
+            kind = self._probes.kind(keys.group, self.fingerprint, call, self._probed_before)
+            computation.checks = CallChecks(self._probes, kind, keys, may_run)
+            computation.checks.lists = Lists(self._samples, kind.lists)
+        else:
             if len(self._lists) >= _MOST_CONTEXTS:
-                self._lists = {}
-            self._lists[context] = Lists(self._samples)
-        return self._lists[context]
+                self._lists.clear()
+            computation.checks.lists = Lists(self._samples, self._lists.setdefault(context, {}))
+        return computation
 
     def _may_check(
         self, root: Any, call: BoundCall, seen: Seen, fingerprint: Fingerprint, is_first: bool

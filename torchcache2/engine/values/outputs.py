@@ -72,9 +72,8 @@ class Lists:
         Whether the list at a path has an entry for each item, as far as that is known.
     """
 
-    def __init__(self, samples: Samples) -> None:
-        self.known: dict[str, bool] = {}
-        self.samples = samples
+    def __init__(self, samples: Samples, known: dict[str, bool]) -> None:
+        self.known, self.samples = known, samples
 
     def leaves(self, output: Any) -> tuple[dict[str, int], list[Any]]:
         """The lengths of lists, by path, and the leaves, outside of lists with an entry for each item."""
