@@ -21,6 +21,7 @@ if _typing.TYPE_CHECKING:
     )
     from torchcache2.core.keys import Keys
     from torchcache2.core.settings import CacheSettings
+    from torchcache2.core.values import register_value
     from torchcache2.datasets.counts import DatasetStats
     from torchcache2.datasets.dataset import CachedDataset
     from torchcache2.datasets.lazyshards import LazyShardDataset
@@ -58,6 +59,7 @@ __all__ = [
     "__version__",
     "cache_of",
     "get_shm_size",
+    "register_value",
     "set_logger_config",
     "torchcache",
     "uncache",
@@ -79,6 +81,7 @@ _FILES = {
     "WarmupStats": "engine.progress",
     "cache_of": "decorator.torchcache",
     "get_shm_size": "datasets.reserve",
+    "register_value": "core.values",
     "torchcache": "decorator.torchcache",
     "uncache": "decorator.torchcache",
 }

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import re
 import sys
+import types
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from itertools import accumulate
 from operator import attrgetter
@@ -36,6 +37,7 @@ from torchcache2.core.private import (
 from torchcache2.identity import sourcecode
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.encoding import (
+    CONTAINERS,
     Encoder,
     UnencodableError,
     attributes,
@@ -116,8 +118,8 @@ class Walk(ObjectWalk):
 
     `tokens` and `texts` are as for `ObjectWalk`. A walk inside of another one gets the `labels` of what that
     has met, by id. `shards` says what happens to sharded modules. What the patterns in `ignore` match is left
-    out. `methods` are those of an object that are called: if there are others than forward, or the object is
-    no module, all of its methods count.
+    out. With `reads_all`, nothing else is left out for the reason that no code reads it. `methods` are those
+    of an object that are called: if there are others than forward, or it is no module, all of them count.
     """
 
     def __init__(
@@ -127,14 +129,16 @@ class Walk(ObjectWalk):
         texts: CompiledTexts,
         labels: Mapping[int, bytes] | None = None,
         shards: Shards | None = None,
+        reads_all: bool = False,
         ignore: Iterable[str] = (),
         methods: Collection[str] = (),
     ) -> None:
         super().__init__(tokens, texts)
+        self.uses.is_dynamic = reads_all
         for text in ignore:
             pattern = re.escape(text).replace(r"\*", ".*").replace(r"\?", ".")
             self.ignore[text] = re.compile(pattern, re.DOTALL)
-        self._plain_root = root if methods and has_plain_state(root) else None  # it is read as a module is
+        self._plain_root = root if methods and _has_fields_alone(root) else None  # it is read as a module is
         if set(methods) - {"forward"}:
             self.uses.root = type(root)
         self.shards = shards if shards is not None else Shards()
@@ -347,6 +351,14 @@ class Walk(ObjectWalk):
             field.read.add(path)
             self.parts[f"attribute {path}"] = self.encode(value, path)
         return bool(new)
+
+
+def _has_fields_alone(value: Any) -> bool:
+    """Whether an object, no module, has all of its state in its ``__dict__``."""
+    odd = (nn.Module, types.FunctionType, *CONTAINERS)
+    if isinstance(value, odd) or type(getattr(value, "__dict__", None)) is not dict:
+        return False
+    return has_plain_state(value) and attributes(value).keys() == vars(value).keys()
 
 
 def _version(tensor: Tensor) -> tuple[str]:

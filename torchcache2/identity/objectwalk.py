@@ -84,6 +84,7 @@ class ObjectWalk(OwnerWalk):
         super().__init__(texts)
         self.generators: list[Any] = []  # random generators, whose state is not part of the namespace
         self.unread: list[str] = []  # where something was met that cannot be read
+        self.opaque: list[str] = []  # where something was met whose changes leave no sign
         # Containers by id, with their content at that time, and where they were met.
         self.containers: dict[int, tuple[Any, tuple[Any, ...], str]] = {}
         self._tokens, self._objects = tokens, 0
@@ -276,10 +277,9 @@ class ObjectWalk(OwnerWalk):
         if (signs := _SIGNS.get(qualified_name(kind))) is not None:
             self.reads.append((signs, value))
         self._note(value, state, path)
-        head = (
-            self.klass(kind, path) + self.state(state, path) + (self.encode(cached, path) if cached else b"")
-        )
-        if all(map(_made_by_class_statement, kind.__mro__[:-1])):
+        head = self.klass(kind, path) + self.state(state, path)
+        head += self.encode(cached, path) if cached else b""
+        if has_plain_state(value):
             return b"o" + head
         if hasattr(kind, "__next__"):
             return self.unreadable(value, path)  # an iterator's position changes as it is used
@@ -290,6 +290,8 @@ class ObjectWalk(OwnerWalk):
         if isinstance(reduced, str):
             return b"R" + head + text_bytes(reduced)
         if isinstance(reduced, tuple):
+            if not qualified_name(kind).startswith(("tokenizers.", "functools.")):
+                self.opaque.append(path)
             parts = [list(part) if hasattr(part, "__next__") else part for part in reduced]
             return b"R" + head + self.encode(parts, path)
         text = repr(value)
@@ -366,12 +368,8 @@ _SIGNS = {"tokenizers.Tokenizer": _tokenizer}
 
 
 def has_plain_state(value: Any) -> bool:
-    """Whether an object, no module, has all of its state in its ``__dict__``."""
-    odd = (torch.nn.Module, types.FunctionType, *CONTAINERS)
-    if isinstance(value, odd) or type(getattr(value, "__dict__", None)) is not dict:
-        return False
-    is_plain = all(map(_made_by_class_statement, type(value).__mro__[:-1]))
-    return is_plain and attributes(value).keys() == vars(value).keys()
+    """Whether an object keeps all of its state in attributes."""
+    return all(map(_made_by_class_statement, type(value).__mro__[:-1]))
 
 
 def _made_by_class_statement(kind: type) -> bool:
