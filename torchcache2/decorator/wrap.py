@@ -407,7 +407,10 @@ class CachedMethod:
 
     def plain(self) -> Callable[..., Any]:
         """The method without the cache."""
-        return self.own or _plain(self.__self__, self.__name__)
+        if self.own is not None:
+            return self.own
+        obj = self._object()
+        return _plain(obj if obj is not None else self.__self__, self.__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output, found or computed."""
@@ -464,7 +467,7 @@ _load_instance.__module__ = "torchcache2"  # the path that pickles name, whereve
 def _plain(obj: Any, name: str) -> Callable[..., Any]:
     """The method of an object's class, without the cache."""
     method = getattr(type(obj), name)
-    if is_cached_function(method):
+    if hasattr(method, ORIGINAL_ATTRIBUTE) and is_cached_function(method):
         method = getattr(method, ORIGINAL_ATTRIBUTE)
     return types.MethodType(method, obj)
 
