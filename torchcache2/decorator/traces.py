@@ -39,7 +39,8 @@ def filling(
         if given is None:
             return (yield from forward(args, kwargs))
         copied = copy.copy(given)
-        own, output = {id(given): copied}, None
+        own: dict[int, Any] = {id(given): copied}
+        output: Any = None
         args = tuple([own.get(id(value), value) for value in args])
         try:
             output = yield from forward(args, {name: own.get(id(v), v) for name, v in kwargs.items()})
