@@ -167,7 +167,10 @@ class Probe:
         if self.pads:
             size = min(1 << (count - 1).bit_length(), self.call.batch_size)
             part = [*part, *[part[-1]] * (size - count)]
-        undo, state = Undo(self.keeper, self.seen, self.root), RandomState(self.keeper.generators)
+        undo, state = (
+            Undo(self.keeper, self.seen, self.root, self.call.objects),
+            RandomState(self.keeper.generators),
+        )
         try:
             positions = torch.tensor(part, dtype=torch.int64, device="cpu")
             with computed_again():
