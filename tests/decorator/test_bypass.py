@@ -298,10 +298,10 @@ def test_an_advice_is_not_that_for_another_cause(log):
     assert "quantize" not in message and "probe=False" not in message
 
 
-def test_a_list_of_what_is_an_output_for_each_item(log):
-    torchcache(lambda x: [len(item) for item in x])(X)
+def test_a_dict_of_what_is_an_output_for_each_item(log):
+    torchcache(lambda x: {i: len(item) for i, item in enumerate(x)})(X)
     (message,) = warnings_of(log)
-    assert "not a list with one entry per item" in message and "batch_first" not in message
+    assert "or a list with one entry per item" in message and "batch_first" not in message
 
 
 # All reasons at once

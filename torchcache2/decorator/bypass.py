@@ -88,7 +88,10 @@ _BATCH = {  # what to do about a dependence on the batch, by how it showed
         "if the batch is not the first dimension, use batch_first=True; if items are padded to the longest "
         "of their batch, pad them to a fixed length; if the forward compares items, decorate what runs before"
     ),
-    "structure": "return tensors whose first dimension is the batch, not a list with one entry per item",
+    "structure": (
+        "return tensors or arrays whose first dimension is the batch, or a list with one entry per item, not "
+        "what has another structure for other items"
+    ),
     "raises": (
         "name arguments of the whole batch in shared_args, and those with one entry per item in item_args"
     ),

@@ -34,6 +34,8 @@ from torchcache2.engine.pressure import OwnMemoryError
 from torchcache2.engine.randomness import RandomContexts
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.steps import Steps
+from torchcache2.engine.values.outputs import Lists
+from torchcache2.engine.values.samples import Samples
 from torchcache2.identity.arguments import BoundCall, Signature
 from torchcache2.identity.differences import at_most
 from torchcache2.identity.encoding import digest, qualified_name
@@ -43,6 +45,7 @@ from torchcache2.identity.namespace import History, NamespaceKeeper, Seen
 
 __all__ = ["ModuleCache"]
 
+_MOST_CONTEXTS = 1000  # of which it is known what lists in their outputs are
 _MANY = 1000  # items that are missed before a hint says why none was found
 
 
@@ -68,6 +71,8 @@ class ModuleCache(Passing):
         self._calls: deque[CallSeen] = deque(maxlen=2)
         self._random = RandomContexts()
         self._shapes: dict[bytes, Shapes | None] = {}
+        self._samples = Samples()
+        self._lists: dict[bytes, dict[str, bool]] = {}  # by context, without a probe; see `Kind.lists`
         self._probes = probes if probes is not None else Probes()
         self._walks = 1
         self._writes_at_exit = False
@@ -233,10 +238,17 @@ class ModuleCache(Passing):
             keys_of=lambda call: self._keys(seen.namespace, call).data,
             settings=self.settings,
         )
+        if seen.shards is None:
+            may_run = functools.partial(self._may_check, root, call, seen, self.fingerprint)
+            computation.may_run = may_run
         if self.settings.probe and seen.shards is None:
             kind = self._probes.kind(keys.group, self.fingerprint, call, self._probed_before)
-            may_run = functools.partial(self._may_check, root, call, seen, self.fingerprint)
             computation.checks = CallChecks(self._probes, kind, keys, may_run)
+            computation.checks.lists = Lists(self._samples, kind.lists)
+        else:
+            if len(self._lists) >= _MOST_CONTEXTS:
+                self._lists.clear()
+            computation.checks.lists = Lists(self._samples, self._lists.setdefault(context, {}))
         return computation
 
     def _may_check(
