@@ -337,7 +337,9 @@ def _nothing() -> None:
 
 def _told(changes: Mapping[str, str]) -> str | None:
     """What has changed, and which option leaves it out; None for no changes."""
-    paths = tuple(dict.fromkeys(filter(None, changes.values())))
+    named = dict.fromkeys(filter(None, changes.values()))
+    inside = tuple([f"{path}{sign}" for path in named for sign in ".["])
+    paths = tuple([path for path in named if not path.startswith(inside)])
     patterns = repr(paths if len(paths) > 1 else "".join(paths))
     advice = f"; if no output depends on it, ignore={patterns} leaves it out of the key" if paths else ""
     return listed(list(changes)) + advice if changes else None
