@@ -27,6 +27,7 @@ if _typing.TYPE_CHECKING:
     from torchcache2.datasets.loader import CacheLoader
     from torchcache2.datasets.reserve import get_shm_size
     from torchcache2.datasets.slots import SharedCache
+    from torchcache2.decorator.lazymodule import LazyModule
     from torchcache2.decorator.torchcache import torchcache
     from torchcache2.engine.cache import Cache
     from torchcache2.engine.progress import WarmupStats
@@ -43,6 +44,7 @@ __all__ = [
     "DeviceError",
     "InputError",
     "Keys",
+    "LazyModule",
     "LazyShardDataset",
     "MissingSampleError",
     "NotCachedError",
@@ -69,6 +71,7 @@ _FILES = {
     "CachedDataset": "datasets.dataset",
     "DatasetStats": "datasets.counts",
     "Keys": "core.keys",
+    "LazyModule": "decorator.lazymodule",
     "LazyShardDataset": "datasets.lazyshards",
     "SharedCache": "datasets.slots",
     "WarmupStats": "engine.progress",

@@ -228,6 +228,7 @@ class ModuleCache(Passing):
             bind=self.signature.bind,
             keys_of=lambda call: self._keys(seen.namespace, call).data,
             settings=self.settings,
+            walks=self.keeper.walks,
         )
         if self.settings.probe and seen.shards is None:
             kind = self._probes.kind(keys.group, self.fingerprint, call, self._probed_before)
@@ -236,13 +237,15 @@ class ModuleCache(Passing):
         return computation
 
     def _may_check(
-        self, root: Any, call: BoundCall, seen: Seen, fingerprint: Fingerprint, is_first: bool
+        self, root: Any, call: BoundCall, seen: Seen, fingerprint: Fingerprint, is_first: bool, is_found: bool
     ) -> bool:
         """Whether the forward can run to check a batch, the first of its kind or a later one.
 
-        Ranks in step share out what is computed, so that one that computes its whole batch delays all.
+        A batch that is all found is not worth loading a module for. Ranks in step share out what is computed, so that one that computes its whole batch delays all.
         """
         if are_weights_elsewhere(call, root, seen) or not (is_first or self._holdings is None):
+            return False
+        if is_found and any(lazy.module is None for lazy in self.keeper.lazies):
             return False
         return not talks(root, fingerprint)
 

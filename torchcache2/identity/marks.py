@@ -9,6 +9,7 @@ __all__ = [
     "ADDED_ATTRIBUTE",
     "BINDING",
     "INIT_ATTRIBUTE",
+    "LAZY_ATTRIBUTE",
     "ORIGINAL_ATTRIBUTE",
     "cache_options",
     "is_ours",
@@ -20,6 +21,7 @@ ORIGINAL_ATTRIBUTE = "_torchcache_original"  # attribute of a wrapper: what it w
 BINDING = "_torchcache_binding"  # attribute of a decorated class: its `Binding`
 ADDED_ATTRIBUTE = "_torchcache_added"  # attribute of what the decorator has added where there was nothing
 INIT_ATTRIBUTE = "_torchcache_init"  # attribute of an instance: its constructor arguments
+LAZY_ATTRIBUTE = "_torchcache_lazy"  # attribute of a module that need not be loaded: its `Lazy`
 
 
 def is_ours(value: Any) -> bool:

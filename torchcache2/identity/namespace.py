@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from torchcache2.identity.differences import changes, of_root
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.marks import original
 from torchcache2.identity.mixing import UnsteadyLayer, unsteady
-from torchcache2.identity.modulewalk import Fingerprint, Walk
+from torchcache2.identity.modulewalk import Fingerprint, Lazy, Loaded, Walk
 from torchcache2.identity.objectwalk import GENERATORS
 from torchcache2.identity.readable import texts_of
 from torchcache2.identity.sharded import ShardedError, Shards, sharding
@@ -29,7 +29,7 @@ from torchcache2.identity.tensorwatch import TensorWatch
 from torchcache2.identity.unseeded import unseeded_draws
 from torchcache2.identity.watch import Watch
 
-__all__ = ["Facts", "History", "NamespaceKeeper", "Seen"]
+__all__ = ["Facts", "History", "NamespaceKeeper", "Seen", "namespace_of"]
 
 _NONE = bytes(16)
 _MOST_REMEMBERED = 16
@@ -103,6 +103,7 @@ class NamespaceKeeper:
         # Namespaces that may have rows of other weights, as an edit of weights was noticed late.
         self.mistaken: list[bytes] = []
         self.walks = 0  # how often code and attributes have been read
+        self.lazies: list[Lazy] = []  # modules that need not be loaded
         self._settings = settings
         # Ranks that call in step can skip such a forward together. Each has other shards, so a name has to
         # stand for the weights.
@@ -120,6 +121,7 @@ class NamespaceKeeper:
             self._watch: Watch | None = None
             self._sharded: Callable[[], nn.Module | None] = _nothing  # the part for which it is not cached
             self._shards = Shards()
+            self._loaded: list[Loaded] = []
             self._tensors = TensorWatch({})
             self._facts = Facts()
             self._parts: dict[str, bytes] = {}
@@ -223,7 +225,7 @@ class NamespaceKeeper:
         self.walks += 1
         self._shards = Shards(are_cached=self._caches_sharded)
         try:
-            walk = Walk(root, self._tokens, self._texts, shards=self._shards)
+            walk = Walk(root, self._tokens, self._texts, shards=self._shards, settings=self._settings)
         except ShardedError as stop:
             self._facts, self._sharded = Facts(sharded=str(stop)), stop.part
             self._tensors = TensorWatch({})  # a tensor that is watched cannot be freed
@@ -234,6 +236,9 @@ class NamespaceKeeper:
         self._values["option cache_dtype"] = str(self._settings.cache_dtype)
         self._tensors = TensorWatch(walk.tensors | self._shards.buffers(), self._tensors)
         self.generators = walk.generators + self._shards.held(GENERATORS)
+        self.lazies, self._loaded = walk.lazies, walk.loaded
+        for lazy in self.lazies:
+            lazy.watchers.add(self)
         self._is_known = False
         parts = [*[part for part, _, _ in walk.modules], *self._shards.parts()]
         self._facts = Facts(
@@ -241,7 +246,7 @@ class NamespaceKeeper:
             self._tensors.is_blind and self._settings.persistent_module_hash is None,
             any("parametrizations" in modules_of(part) for part in parts),
             next(filter(None, map(unsteady, parts)), None),
-            any("enable_grad" in name or "grad_enabled" in name for name in walk.parts),
+            walk.names_grad,
             not_imported=min(walk.not_imported - self._awaited, default=""),
             unseeded=next(iter(unseeded_draws(walk.functions(), original(root))), None),
         )
@@ -268,8 +273,13 @@ class NamespaceKeeper:
                 f"cannot read the tensors {listed(self._tensors.unreadable)}: they count as new whenever "
                 "they may have changed, and the cache is good for this process only",
             )
-        parts = dict(self._parts)
-        parts |= {f"weights {path}": data for path, data in self._tensors.digests.items()}
+        parts, digests = dict(self._parts), dict(self._tensors.digests)
+        for one in self._loaded:
+            inner = {one.names[path]: digests.pop(path) for path in one.names.keys() & digests.keys()}
+            namespace = _with_weights(one.parts, inner).namespace
+            if name is None and namespace != one.lazy.expected(one.loader, one.content, self._settings):
+                parts[f"loaded {one.path}".rstrip()] = namespace  # it was edited, or is not what it was
+        parts |= {f"weights {path}": data for path, data in digests.items()}
         values = self._values | {f"weights {path}": text for path, text in self._tensors.forms().items()}
         if name is not None:
             parts = {part: self._parts[part] for part in ("format", "option cache_dtype")}
@@ -288,6 +298,23 @@ class NamespaceKeeper:
 
     def _tell(self, log: Callable[[str, str, str], None], text: str) -> None:
         self._told(text, "%s: %s", self.name, text, log=log)
+
+
+def namespace_of(module: nn.Module, tokens: dict[int, tuple[object, bytes]]) -> bytes:
+    """What a module is now, as 16 bytes; `tokens` as for `ObjectWalk`. `ShardedError` if it is sharded."""
+    walk = Walk((module,), tokens, CompiledTexts())
+    tensors = TensorWatch(walk.tensors)
+    tensors.refresh()
+    digests = dict(tensors.digests)
+    for one in walk.loaded:
+        for name in one.names.keys() & digests.keys():
+            del digests[name]
+    return _with_weights(walk.parts, digests).namespace
+
+
+def _with_weights(walked: Mapping[str, bytes], digests: Mapping[str, bytes]) -> Fingerprint:
+    parts = {name: digest([data]) for name, data in walked.items()}
+    return Fingerprint.of_parts(parts | {f"weights {path}": data for path, data in digests.items()})
 
 
 def _nothing() -> None:
