@@ -232,7 +232,7 @@ class Computation:
         return BypassError.all_of(found) if found else None
 
     def _look_at_loaded(self) -> list[BypassError]:
-        """Why the output of modules that the forward has loaded is not stored; they count as seen from now on."""
+        """Why the output is not stored of modules that the forward has loaded; from now on they are seen."""
         self.walks, self.seen = self.keeper.walks, self.keeper.look(self.root)
         stops = of_module(self.keeper, self.root, is_without_grad=True)
         if self.keeper.generators:  # nobody knows in which state these were

@@ -57,9 +57,9 @@ class LazyModule(nn.Module):
     With a persistent cache, a run that finds all items never loads it. It is the same module for the cache as
     long as the code of its loader is the same, and the content of the files, wherever they are.
 
-    The module is loaded in the mode of this one, which is that of ``eval()`` at first, with
-    ``requires_grad_(False)``, and leaves the generators of random numbers as they were. Its parameters are not
-    those of this one, nor in its ``state_dict()``: they are in the files.
+    The module is loaded in the mode of this one, which is that of ``eval()`` at first, and with
+    ``requires_grad_(False)``. Generators of random numbers are then as they were before. Its parameters are
+    not those of this one, nor in its ``state_dict()``: they are in the files.
 
     Parameters
     ----------
@@ -101,16 +101,14 @@ class LazyModule(nn.Module):
         super().__init__()
         self.training = False
         if isinstance(load, nn.Module) or not callable(load):
-            raise OptionError(
-                f"load={shown(load)}: expected a function that loads the module, and returns it"
-            )
-        paths = (files,) if isinstance(files, (str, os.PathLike)) else tuple(files)
+            raise OptionError(f"load={shown(load)}: expected a function that loads and returns the module")
+        paths = [files] if isinstance(files, (str, os.PathLike)) else list(files)
         if not paths:
             raise OptionError(
                 "files is empty: name the files that the loader reads, as their content says which weights "
                 "the module has"
             )
-        self.__dict__[LAZY_ATTRIBUTE] = _Lazy(load, tuple(map(os.fspath, paths)))
+        self.__dict__[LAZY_ATTRIBUTE] = _Lazy(load, tuple([os.fspath(path) for path in paths]))
         self._lazy.status()
 
     @property
@@ -145,10 +143,11 @@ class LazyModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LazyModule:
         """Move or convert the module. A move waits until it is loaded; anything else loads it."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         lazy = self._lazy
         if lazy.module is not None or not lazy.moves(fn):
-            lazy.load("it is converted, as by .half(): do that in the loader")._apply(fn)
+            module: Any = lazy.load("it is converted, as by .half(): do that in the loader")
+            module._apply(fn)
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -225,7 +224,7 @@ class _Lazy:
         return found
 
     def content(self, settings: CacheSettings | None) -> bytes:
-        """See `Lazy`. If files change while they are read, or have since the module was loaded: a new digest."""
+        """See `Lazy`. Of files that change while they are read, or since they were loaded, a random one."""
         if settings is not None and settings.persistent_module_hash is not None:
             return b""
         with self._lock():
@@ -282,7 +281,7 @@ class _Lazy:
                     module = self.loader()
                 if not isinstance(module, nn.Module):
                     raise OptionError(
-                        f"the loader of {listed(self.files)} returned {shown(module)}, no module"
+                        f"the loader of {listed(self.files)} returned {shown(module)}, expected a module"
                     )
                 module.train(self.training).requires_grad_(False)
                 module = module if self._device is None else module.to(self._device)

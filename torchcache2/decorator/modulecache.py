@@ -241,7 +241,8 @@ class ModuleCache(Passing):
     ) -> bool:
         """Whether the forward can run to check a batch, the first of its kind or a later one.
 
-        A batch that is all found is not worth loading a module for. Ranks in step share out what is computed, so that one that computes its whole batch delays all.
+        A batch that is all found is not worth loading a module for. Ranks in step share out what is computed,
+        so that one that computes its whole batch delays all.
         """
         if are_weights_elsewhere(call, root, seen) or not (is_first or self._holdings is None):
             return False

@@ -193,8 +193,8 @@ class Probes:
 class CallChecks(Checks):
     """The checks of one call; raises `BypassError` if its items are known to depend on their batch.
 
-    ``may_run(is_first, is_found)`` says whether the forward can run by itself, for the first batch of a kind or
-    for a later one, which is all found or not; it is asked when a check is due.
+    ``may_run(is_first, is_found)`` says whether the forward can run by itself, for the first batch of a kind
+    or for a later one, which is all found or not; it is asked when a check is due.
     """
 
     def __init__(self, probes: Probes, kind: Kind, keys: Keys, may_run: Callable[[bool, bool], bool]) -> None:

@@ -1,7 +1,7 @@
 """`Notes`: digests that take long to compute, remembered in a cache directory, one small file for each.
 
-A note is ``<key, 32 hex>.note`` and has the 32 hexadecimal digits of its value, which never changes. It may be
-deleted at any time, and one that has anything else in it is written anew.
+A note is ``<key, 32 hex>.note`` and has the 32 hexadecimal digits of its value, which never changes. It may
+be deleted at any time, and one that has anything else in it is written anew.
 """
 
 from __future__ import annotations

@@ -155,8 +155,8 @@ class Walk(ObjectWalk):
     """Everything that a module or function computes with, as named parts.
 
     `tokens` and `texts` are as for `ObjectWalk`. A walk inside of another one gets the `labels` of what that
-    has met, by id. `shards` says what happens to sharded modules. The `settings` say where digests of files are
-    remembered.
+    has met, by id. `shards` says what happens to sharded modules. The `settings` say where digests of files
+    are remembered.
     """
 
     def __init__(
@@ -435,10 +435,9 @@ class _LoaderWalk(Walk):
 
     def encode(self, value: Any, path: str) -> bytes:
         """Write down a path as a number."""
-        if isinstance(value, (str, os.PathLike)) and value and isinstance(os.fspath(value), str):
-            if (number := self._places.get(os.path.abspath(value))) is not None:
-                return b"file" + text_bytes(str(number))
-        return super().encode(value, path)
+        place = os.path.abspath(value) if isinstance(value, (str, os.PathLike)) and value else None
+        number = self._places.get(place) if isinstance(place, str) else None
+        return super().encode(value, path) if number is None else b"file" + text_bytes(str(number))
 
 
 class _Arguments(Walk):

@@ -278,7 +278,7 @@ class NamespaceKeeper:
             inner = {one.names[path]: digests.pop(path) for path in one.names.keys() & digests.keys()}
             namespace = _with_weights(one.parts, inner).namespace
             if name is None and namespace != one.lazy.expected(one.loader, one.content, self._settings):
-                parts[f"loaded {one.path}".rstrip()] = namespace  # it was edited, or is not what it was
+                parts[f"loaded {one.path or 'module'}"] = namespace  # it was edited, or is not what it was
         parts |= {f"weights {path}": data for path, data in digests.items()}
         values = self._values | {f"weights {path}": text for path, text in self._tensors.forms().items()}
         if name is not None:
