@@ -25,6 +25,7 @@ from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import listed, logger, shown
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.randomness import RandomState
+from torchcache2.engine.steps import opaque
 from torchcache2.files.notes import Notes
 from torchcache2.identity.codenames import names_of
 from torchcache2.identity.encoding import digest
@@ -266,6 +267,7 @@ class _Lazy:
                 )
             return self._expected[key]
 
+    @opaque
     def load(self, why: str) -> nn.Module:
         """The module; if it is not loaded, it is now, for a reason that is logged."""
         module = self.module

@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, MutableSet
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSet
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -155,8 +157,9 @@ class Walk(ObjectWalk):
     """Everything that a module or function computes with, as named parts.
 
     `tokens` and `texts` are as for `ObjectWalk`. A walk inside of another one gets the `labels` of what that
-    has met, by id. `shards` says what happens to sharded modules. The `settings` say where digests of files
-    are remembered.
+    has met, by id. `shards` says what happens to sharded modules. What the patterns in `ignore` match is left
+    out. With `reads_all`, nothing else is left out for the reason that no code reads it. The `settings` say
+    where digests of files are remembered.
     """
 
     def __init__(
@@ -167,12 +170,18 @@ class Walk(ObjectWalk):
         labels: Mapping[int, bytes] | None = None,
         shards: Shards | None = None,
         settings: CacheSettings | None = None,
+        reads_all: bool = False,
+        ignore: Iterable[str] = (),
     ) -> None:
         super().__init__(tokens, texts)
         self._settings = settings
         self.lazies: list[Lazy] = []  # modules that need not be loaded
         self.loaded: list[Loaded] = []  # those that are
         self.names_grad = False  # whether code may turn grad mode on by itself
+        self.uses.is_dynamic = reads_all
+        for text in ignore:
+            pattern = re.escape(text).replace(r"\*", ".*").replace(r"\?", ".")
+            self.ignore[text] = re.compile(pattern, re.DOTALL)
         self.shards = shards if shards is not None else Shards()
         self._is_inner = labels is not None
         self._labels.update(labels or {})
@@ -195,6 +204,9 @@ class Walk(ObjectWalk):
                 self.leave_out(f"{field.kind.__name__}.{field.name}", field.value)
             elif field.path not in field.read:  # what else the constructor took of it is in other attributes
                 self.parts.pop(f"constructor argument {field.path}", None)
+        for place in self.ignored:  # arguments were read when the module was made, with what is left out now
+            for argument in accumulate(place.split("."), "{}.{}".format):
+                self.parts.pop(f"constructor argument {argument}", None)
         self.reads += [(attrgetter("__class__", *sorted(names)), one) for one, names in self.taken.values()]
         self.names_grad |= any("enable_grad" in name or "grad_enabled" in name for name in self.parts)
 
@@ -276,9 +288,10 @@ class Walk(ObjectWalk):
             self._hooks(module, where)
         for tensors in (parameters_of(module), buffers_of(module)):
             for name, tensor in tensors.items():
-                if tensor is not None:
+                if tensor is not None and not self.ignores(tensor, f"{where}{name}"):
                     self.parts[f"tensor {where}{name}"] = self.encode(tensor, f"{where}{name}")
-        for name, child in modules_of(module).items():
+        children = self.without_ignored(dict(modules_of(module).items()), where)
+        for name, child in children.items():
             if child is not None:
                 self.parts[f"child {where}{name}"] = self._module(child, f"{where}{name}")
         # Attributes come after the submodules, so that one that refers to a submodule writes only its label.
@@ -288,10 +301,11 @@ class Walk(ObjectWalk):
             if name not in _INTERNAL and not name.startswith(_NOISE)
         }
         # The root's own forward refers to the cache, which would then refer to itself.
-        names = [name for name in fields if path or name != "forward"]
-        skipped: set[str] = set()
+        kept = self.without_ignored(fields, where)
+        names = [name for name in kept if path or name != "forward"]
+        skipped = fields.keys() - kept.keys()
         self.modules.append((module, names, skipped))
-        for name, value in self.without_skipped(kind, fields, path).items():
+        for name, value in self.without_skipped(kind, kept, path).items():
             value = original(value) if name == "forward" else value
             field = _Field(kind, name, f"{where}{name}", value, names, skipped)
             self._attributes.append(field)
@@ -304,8 +318,7 @@ class Walk(ObjectWalk):
         self.unread += unread
         self.parts |= {f"constructor argument {where}{name}": data for name, data in init.items()}
         self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
-        children = list(modules_of(module).keys())  # in scripted modules this is no dict
-        self.parts[reference.decode()] = head + Encoder().encode(children, path)
+        self.parts[reference.decode()] = head + Encoder().encode(list(children), path)
         if not path:  # hooks of the root run outside of the forward: what they collect does not matter
             containers = dict(self.containers)
             self._hooks(module, where)

@@ -92,16 +92,22 @@ class History:
 class NamespaceKeeper:
     """Walks a module when its structure has changed, and reads its tensors when their content may have.
 
-    Safe under threads. `name` is what messages call the module; other modules may share the `history`.
+    Safe under threads. `name` is what messages call the module; other modules may share the `history`. Of an
+    object that `is_argument`, all counts, as the code is elsewhere that reads it.
     """
 
-    def __init__(self, name: str, settings: CacheSettings, history: History | None = None) -> None:
+    def __init__(
+        self, name: str, settings: CacheSettings, history: History | None = None, *, is_argument: bool = False
+    ) -> None:
         self.name = name
+        self._is_argument = is_argument
+        self.unread: list[str] = []  # what could not be read
         self.history = history if history is not None else History()
         self.fingerprint = Fingerprint(_NONE, {})  # as of the last look
         self.generators: list[Any] = []  # random generators that the module refers to
         # Namespaces that may have rows of other weights, as an edit of weights was noticed late.
         self.mistaken: list[bytes] = []
+        self.ignored: list[str] = []  # paths of what is left out at the user's word
         self.walks = 0  # how often code and attributes have been read
         self.lazies: list[Lazy] = []  # modules that need not be loaded
         self._settings = settings
@@ -180,22 +186,25 @@ class NamespaceKeeper:
     def changed_since(self, seen: Seen, root: Any) -> str | None:
         """What has changed since the module was looked at, by path; None if nothing has."""
         with self._lock():
-            before, watch, module, found = self.fingerprint, self._watch, _module(root), list[str]()
+            before, watch, module = self.fingerprint, self._watch, _module(root)
+            found: dict[str, str] = {}
             if seen.tensors.moved() or seen.tensors.generation != seen.generation:
                 names = seen.tensors.moved_names()  # empty if another thread has read them since
-                found = [f"{of_root(module, name)} was written to" for name in names] or ["a tensor changed"]
+                found = {f"{of_root(module, name)} was written to": name for name in names} or {
+                    "a tensor changed": ""
+                }
             if before.namespace == seen.namespace:
                 if watch is not None and watch.same(module) and watch.contents_same():
-                    return listed(found) or None
+                    return _told(found)
                 containers = {} if watch is None else watch.changed_containers()
                 self._watch = None
                 # An assigned value may equal the old one: pruning, for example, assigns weights each time.
                 if self.look(root).namespace == before.namespace:
-                    return listed(found) or None
-                found += changes(before, self.fingerprint, containers, module)
+                    return _told(found)
+                found |= changes(before, self.fingerprint, containers, module)
             elif (earlier := self.history.before(before)) is not None:  # another thread has looked
-                found += changes(earlier, before, {}, module)
-            return listed(found or ["the module changed"])
+                found |= changes(earlier, before, {}, module)
+            return _told(found or {"the module changed": ""})
 
     def attributes(self, root: Any) -> Attributes:
         """The attributes of the module and its submodules, as they are now."""
@@ -209,6 +218,16 @@ class NamespaceKeeper:
         """Have the tensors read again: an optimizer may change them without moving their version counters."""
         with self._lock():
             self._tensors.forget()
+
+    def notices_all(self, *, large: bool) -> bool:
+        """Whether the next look notices every change; with `large`, also of large containers."""
+        watch = self._watch
+        return watch is None or not (watch.is_opaque or (large and watch.has_large))
+
+    def distrust_structure(self) -> None:
+        """Have code and attributes read again."""
+        with self._lock():
+            self._watch = None
 
     def _notice_structure(self, root: Any) -> None:
         """Walk the module again if anything but the content of its tensors has changed."""
@@ -225,7 +244,15 @@ class NamespaceKeeper:
         self.walks += 1
         self._shards = Shards(are_cached=self._caches_sharded)
         try:
-            walk = Walk(root, self._tokens, self._texts, shards=self._shards, settings=self._settings)
+            walk = Walk(
+                root,
+                self._tokens,
+                self._texts,
+                shards=self._shards,
+                settings=self._settings,
+                ignore=self._settings.ignore,
+                reads_all=self._is_argument,
+            )
         except ShardedError as stop:
             self._facts, self._sharded = Facts(sharded=str(stop)), stop.part
             self._tensors = TensorWatch({})  # a tensor that is watched cannot be freed
@@ -234,6 +261,16 @@ class NamespaceKeeper:
         self._values = texts_of(walk.parts) | walk.texts()
         self._parts["option cache_dtype"] = str(self._settings.cache_dtype).encode()
         self._values["option cache_dtype"] = str(self._settings.cache_dtype)
+        if self._settings.ignore:
+            self._parts["option ignore"] = str(self._settings.ignore).encode()
+            self._values["option ignore"] = str(self._settings.ignore)
+        self.ignored = sorted(walk.ignored)
+        for text in walk.ignore.keys() - {text for found in walk.ignored.values() for text in found}:
+            self._tell(
+                logger.warning,
+                f"ignore={text!r} matches nothing that the key covers: the names of "
+                ".cache_instance.fingerprint.parts show paths, such as encoder.0.weight",
+            )
         self._tensors = TensorWatch(walk.tensors | self._shards.buffers(), self._tensors)
         self.generators = walk.generators + self._shards.held(GENERATORS)
         self.lazies, self._loaded = walk.lazies, walk.loaded
@@ -253,7 +290,8 @@ class NamespaceKeeper:
         self._awaited |= walk.not_imported
         for name in sorted(walk.assigned):
             self._tell(logger.info, f"{name} is assigned by forward and not part of the key")
-        if walk.unread and self._settings.persistent_module_hash is None:
+        self.unread = walk.unread
+        if walk.unread and self._settings.persistent_module_hash is None and not self._is_argument:
             names = listed(sorted(set(walk.unread)))
             self._tell(
                 logger.warning,
@@ -319,6 +357,14 @@ def _with_weights(walked: Mapping[str, bytes], digests: Mapping[str, bytes]) -> 
 
 def _nothing() -> None:
     return None
+
+
+def _told(changes: Mapping[str, str]) -> str | None:
+    """What has changed, and which option leaves it out; None for no changes."""
+    paths = tuple(dict.fromkeys(filter(None, changes.values())))
+    patterns = repr(paths if len(paths) > 1 else "".join(paths))
+    advice = f"; if no output depends on it, ignore={patterns} leaves it out of the key" if paths else ""
+    return listed(list(changes)) + advice if changes else None
 
 
 def _module(root: Any) -> nn.Module | None:
