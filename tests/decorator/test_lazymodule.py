@@ -3,10 +3,12 @@
 import copy
 import functools
 import gc
+import json
 import os
 import pickle
 import random
 import shutil
+import tarfile
 import time
 import weakref
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.commands import run
 from tests.helpers.outputs import Notes, assert_same, bypasses, hits, misses, note
 from torchcache2 import LazyModule, NotCachedError, OptionError, torchcache
 
@@ -226,6 +229,25 @@ def test_the_files_are_read_once_for_all_processes(tmp_path, later, loads):
         one.unlink()
     fourth = encoder()
     assert read_by(lambda: fourth(X)) > size and hits(fourth) == 12
+
+
+def test_notes_are_the_formats_own(path, tmp_path, later):
+    folder, other = tmp_path / "cache", tmp_path / "other"
+    filled(path, folder).cache_instance.close()
+    (note_file, *_) = folder.glob("*.note")
+    left = folder / f"{note_file.name}.{'0' * 26}"  # of a writer that was killed
+    left.write_bytes(b"")
+    assert json.loads(run("stats", folder, "--format", "json")[0])["foreign"] == 0
+    run("prune", folder, "--max-size", "1GB")
+    assert not left.exists() and note_file.exists()
+    with tarfile.open(tmp_path / "all.tar", "w", format=tarfile.USTAR_FORMAT) as archive:
+        archive.add(folder, ".")
+    run("import", tmp_path / "all.tar", other)
+    again = made(path, other)
+    again(X)
+    assert hits(again) == 12 and not again.is_loaded
+    (folder / "CACHEDIR.TAG").unlink()
+    made(path, folder)  # it is still a cache directory
 
 
 def test_what_was_written_just_now_is_read_again(path, tmp_path):
@@ -442,6 +464,28 @@ def test_it_works_inside_of_modules_and_functions(path, tmp_path, loads):
         text_encoder.module.layer.bias.add_(1)
     encode(["a"])
     assert misses(encode) == 4
+
+
+def test_an_argument_may_be_lazy(path, loads):
+    @torchcache(probe=False)
+    def encode(x, encoder):
+        return encoder(x)
+
+    lazy = lazy_net(path)
+    assert_same(encode(X, lazy), plain(path)(X))
+    assert_same(encode(X[:4], lazy_net(path)), plain(path)(X[:4]))
+    assert loads == ["net"] and (hits(encode), misses(encode), bypasses(encode)) == (4, 12, {})
+    with torch.no_grad():
+        lazy.module.layer.bias.add_(1)
+    assert_same(encode(X, lazy), lazy.module(X))
+    lazy.train(), encode(X, lazy)
+    assert bypasses(encode) == {"training": 12}
+
+
+def test_warmup_loads_it_if_something_is_missing(path, tmp_path, loads):
+    folder = tmp_path / "cache"
+    assert made(path, folder).cache_instance.warmup(iter([X[:8], X[4:]])).computed == 12
+    assert made(path, folder).cache_instance.warmup(iter([X])).found == 12 and loads == ["net"]
 
 
 def test_attributes_and_conversions_load_it(path, loads):

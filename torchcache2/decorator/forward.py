@@ -20,6 +20,7 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import NotRebuiltError, has_attributes, leaves_of, mapped
 from torchcache2.decorator.bypass import BypassError, not_stored, of_module
+from torchcache2.decorator.lazymodule import lazies_of
 from torchcache2.decorator.probe import Comparison, Forward, Probe
 from torchcache2.decorator.traces import Inputs, Undo
 from torchcache2.engine.batch import Checks, NotStoredError, WholeBatch
@@ -31,6 +32,7 @@ from torchcache2.identity.namespace import NamespaceKeeper, Seen
 __all__ = ["Computation", "Shapes"]
 
 _MOST_KINDS = 10_000
+_CPU = torch.device("cpu")
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -67,7 +69,7 @@ class Computation:
         """The device of the batch or, if that is no tensor, of the weights."""
         tensors = chain(self.seen.tensors.tensors, self.seen.shards.tensors() if self.seen.shards else ())
         known = self.call.device or next((tensor.device for tensor in tensors), None)
-        return known or next((lazy.device() for lazy in self.keeper.lazies), torch.device("cpu"))
+        return known or next((lazy.device() for lazy in lazies_of(self.keeper, self.call)), _CPU)
 
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes of the tensors that the forward reads."""
@@ -230,6 +232,8 @@ class Computation:
             found.append(BypassError.because("state", f"while the forward ran, {changes}"))
         elif self.keeper.lazies and self.keeper.walks != self.walks:
             found += self._look_at_loaded()
+        for one in self.call.objects:
+            found += of_module(one.keeper, one.value, is_without_grad=True) if one.keeper.lazies else []
         if inputs.changed():
             found.append(BypassError.because("input", "the forward changed its input in place"))
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(output, objects=True)):

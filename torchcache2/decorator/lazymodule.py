@@ -27,14 +27,16 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.steps import opaque
 from torchcache2.files.notes import Notes
+from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.codenames import names_of
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.imports import resolved
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
-from torchcache2.identity.namespace import namespace_of
+from torchcache2.identity.modulewalk import Lazy
+from torchcache2.identity.namespace import NamespaceKeeper, namespace_of
 from torchcache2.identity.sharded import ShardedError
 
-__all__ = ["LazyModule", "asked_for"]
+__all__ = ["LazyModule", "asked_for", "lazies_of"]
 
 _RACY = 2.0  # seconds; a file may be written again within one tick of the clock of its file system
 _PIECE = 4 << 20
@@ -50,6 +52,11 @@ def asked_for(count: int, batch_size: int) -> Iterator[None]:
         yield
     finally:
         _WHY.reset(token)
+
+
+def lazies_of(keeper: NamespaceKeeper, call: BoundCall) -> list[Lazy]:
+    """The modules that need not be loaded, of a cached module or function and of the arguments of a call."""
+    return [*keeper.lazies, *[lazy for one in call.objects for lazy in one.keeper.lazies]]
 
 
 class LazyModule(nn.Module):

@@ -21,6 +21,7 @@ from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.elsewhere import are_weights_elsewhere, telling
 from torchcache2.decorator.explain import NOTHING_DIFFERS, CallSeen, explained
 from torchcache2.decorator.forward import Computation, Shapes
+from torchcache2.decorator.lazymodule import lazies_of
 from torchcache2.decorator.passing import Forward, Passing
 from torchcache2.decorator.probes import CallChecks, Probes, talks
 from torchcache2.decorator.shortcuts import glance
@@ -253,7 +254,13 @@ class ModuleCache(Passing):
         return computation
 
     def _may_check(
-        self, root: Any, call: BoundCall, seen: Seen, fingerprint: Fingerprint, is_first: bool, is_found: bool
+        self,
+        root: Any,
+        call: BoundCall,
+        seen: Seen,
+        fingerprint: Fingerprint,
+        is_first: bool,
+        is_found: bool = False,
     ) -> bool:
         """Whether the forward can run to check a batch, the first of its kind or a later one.
 
@@ -262,9 +269,10 @@ class ModuleCache(Passing):
         """
         if are_weights_elsewhere(call, root, seen) or not (is_first or self._holdings is None):
             return False
-        if is_found and any(lazy.module is None for lazy in self.keeper.lazies):
+        loaded = [lazy.module for lazy in lazies_of(self.keeper, call)]
+        if is_found and None in loaded:
             return False
-        return not talks(root, fingerprint)
+        return not any(talks(one, fingerprint) for one in (root, *loaded))
 
     def _keys(self, namespace: bytes, call: BoundCall) -> Keys:
         entries = [*call.entries, *call.aligned]
