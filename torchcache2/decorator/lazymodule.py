@@ -22,7 +22,7 @@ from xxhash import xxh3_128
 from torchcache2.core.buckets import Bucket
 from torchcache2.core.errors import OptionError
 from torchcache2.core.locks import ProcessLock
-from torchcache2.core.logs import listed, logger, shown
+from torchcache2.core.logs import ToldOnce, listed, logger, shown
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.steps import opaque
@@ -199,6 +199,7 @@ class _Lazy:
         self._mode = b""
         self._read: tuple[_Status, bytes] | None = None  # files and the digest of their content
         self._expected: dict[bytes, bytes] = {}
+        self._told = ToldOnce()
         self._has_imported = False
 
     def places(self) -> dict[str, int]:
@@ -265,9 +266,9 @@ class _Lazy:
             key = digest([b"loaded", loader, content, self._mode])
             if key not in self._expected:
                 self._expected[key] = Notes(_folder(settings)).put(key, self._fresh)
-            if self._expected[key] != self._fresh and self._fresh not in self._expected:
-                self._expected[self._fresh] = b""
-                logger.warning(
+            if self._expected[key] != self._fresh:
+                self._told(
+                    self._fresh.hex(),
                     "the loader of %s has made another module than before: rows of the two are kept apart. "
                     "Does it set all weights, and read no other file?",
                     listed(self.files),
@@ -365,7 +366,7 @@ class _Lazy:
 def _names_in(folder: str) -> list[str]:
     """The files in a folder and in those below it, links followed, by relative name."""
     found, seen = [], set()
-    for path, folders, names in os.walk(folder, followlinks=True):
+    for path, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
         one = os.stat(path)
         if (one.st_dev, one.st_ino) in seen:
             folders.clear()  # a link leads back to it
@@ -373,6 +374,10 @@ def _names_in(folder: str) -> list[str]:
         seen.add((one.st_dev, one.st_ino))
         found += [os.path.relpath(os.path.join(path, name), folder) for name in names]
     return sorted(found)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _digest(status: _Status) -> bytes:

@@ -201,6 +201,7 @@ class ModuleCache(Passing):
         None if the arguments do not fit the signature: the plain forward then raises the usual error.
         """
         stops = bypass.of_module(self.keeper, root, is_without_grad=self._is_without_grad)
+        walks = self.keeper.walks
         if stops and stops[0].reason in self._reasons and not self._is_strict():
             raise BypassError.all_of(stops)  # what the arguments add has been said
         if self._walks != self.keeper.walks:  # the source has been read again, so defaults may have changed
@@ -238,7 +239,7 @@ class ModuleCache(Passing):
             bind=self.signature.bind,
             keys_of=lambda call: self._keys(seen.namespace, call).data,
             settings=self.settings,
-            walks=self.keeper.walks,
+            walks=walks,
         )
         if seen.shards is None:
             may_run = functools.partial(self._may_check, root, call, seen, self.fingerprint)
