@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import os
 import pathlib
 import random
 
@@ -23,6 +24,7 @@ from torchcache2.tiers.memory import table as table_module
 from torchcache2.tiers.memory.tier import MemoryTier
 
 NAMESPACES = ALL_NAMESPACES[:2]
+SOAK = bool(os.environ.get("SOAK"))
 
 
 def rows_of(names, width, dtype=None):
@@ -68,7 +70,7 @@ def test_random_walk_stays_in_the_budget_and_never_lies(policy):
     tier = MemoryTier(budget, policy)
     rng = np.random.default_rng(1)
     widths = [1, 3, 50, 400]
-    for _ in range(600):
+    for _ in range(600 if SOAK else 250):
         width = int(rng.choice(widths))
         names = [f"{i}/{width}" for i in rng.choice(600, rng.integers(1, 40), replace=False)]
         namespace = NAMESPACES[rng.integers(2)]
