@@ -33,7 +33,6 @@ from torchcache2.core.private import (
     script_parts,
     version,
 )
-from torchcache2.identity import sourcecode
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.encoding import (
     Encoder,
@@ -219,7 +218,7 @@ class Walk(ObjectWalk):
     def _module(self, module: nn.Module, path: str) -> bytes:
         if id(module) in self._labels:
             return self._labels[id(module)]
-        before, self.is_foreign = self.is_foreign, sourcecode.origin(type(module)) == "installed"
+        before, self.is_foreign = self.is_foreign, self.origins.of(type(module)) == "installed"
         try:
             return self._new_module(module, path)
         finally:
