@@ -1,4 +1,4 @@
-"""`SentenceTransformer` with the weights of a package: texts in any order and kind of list, numpy and tensors."""
+"""`SentenceTransformer` with the weights of a package: texts in any order, out come arrays and tensors."""
 
 import importlib.util
 from pathlib import Path
