@@ -129,13 +129,20 @@ class BoundCall:
 class Signature:
     """Names the arguments of a forward; that of a module is a bound method.
 
+    `method` is the name of the method, as arguments of two methods of an object may be equal.
     `shared` are parameters whose tensors belong to the whole batch, and `item_args` have one entry per item.
     An `OptionError` is raised if one of these is no parameter.
     """
 
     def __init__(
-        self, function: Callable[..., Any], *, shared: Iterable[str], item_args: Iterable[str] = ()
+        self,
+        function: Callable[..., Any],
+        *,
+        shared: Iterable[str],
+        item_args: Iterable[str] = (),
+        method: str = "forward",
     ) -> None:
+        self._head = [b"()", method.encode()] if method != "forward" else []
         self._signature = inspect.signature(function)
         parameters = list(self._signature.parameters.values())
         self._shared, self._item_args = tuple(shared), tuple(item_args)
@@ -144,7 +151,7 @@ class Signature:
         if inspect.ismethod(function):
             self._elsewhere = "keep other objects as attributes of the module"
         elif parameters and parameters[0].name == "self":
-            self._elsewhere = "decorate the class, not its method: calls of its instances are then cached"
+            self._elsewhere = "decorate the method in the body of its class, or of one object: object.method"
         else:
             self._elsewhere = "have the function close over other objects"
         self._variadic = None
@@ -174,7 +181,7 @@ class Signature:
                     self._renamed[name] = new
                 elif self._keywords is None:
                     raise OptionError(
-                        f"{option}: forward has no parameter {name!r}; it has {', '.join(names)}"
+                        f"{option}: {method} has no parameter {name!r}; it has {', '.join(names)}"
                     )
         self._shared += tuple(self._renamed[name] for name in self._shared if name in self._renamed)
         self._item_args += tuple(self._renamed[name] for name in self._item_args if name in self._renamed)
@@ -238,7 +245,7 @@ class Signature:
     ) -> tuple[ArgumentEncoder, list[bytes]]:
         """What is batched among named arguments, and the bytes of the rest."""
         encoder = ArgumentEncoder(self._elsewhere, self._keepers, takes_arrays=takes_arrays)
-        parts: list[bytes] = []
+        parts = [*self._head]
         for name, parameter in self._signature.parameters.items():
             value = arguments.get(name, _MISSING)
             if value is _MISSING and name in self._defaults:

@@ -305,6 +305,7 @@ class UseTable:
     def __init__(self) -> None:
         self.others: set[str] = set()  # names in code of installed packages, which may read attributes
         self.is_dynamic = False  # whether there is code that nothing is known about
+        self.root: type | None = None  # a class of which any method may be called from outside
         self._codes: list[tuple[Uses, str | None, type | None]] = []
         self._total: tuple[tuple[int, int, bool], Uses, set[type]] | None = None
 
@@ -331,10 +332,10 @@ class UseTable:
         reads: dict[str, set[str]] = {f".{name}": {_ALL} for name in self.others}
         waiting, reached, passing = self._codes, list[Uses](), set[type]()
         while True:
-            due = [one for one in waiting if _is_reached(*one[1:], reads)]
+            due = [one for one in waiting if self._is_reached(*one[1:], reads)]
             if not due:
                 break
-            waiting = [one for one in waiting if not _is_reached(*one[1:], reads)]
+            waiting = [one for one in waiting if not self._is_reached(*one[1:], reads)]
             for uses, _, owner in due:
                 reached.append(uses)
                 for key, taken in uses.reads.items():
@@ -349,11 +350,12 @@ class UseTable:
             catches=any(uses.catches for uses in reached),
         ), passing
 
-
-def _is_reached(name: str | None, owner: type | None, reads: Collection[str]) -> bool:
-    """Whether the forward may call a function, or a method of a class."""
-    if name is None or owner is None or not issubclass(owner, nn.Module):
-        return True
-    if name == "__init__":  # what it has made of a module is read, so only another one that it makes matters
-        return any(one in reads for one in (owner.__name__, f".{owner.__name__}", "type", ".__class__"))
-    return name.startswith("__") or hasattr(nn.Module, name) or f".{unmangled(name)}" in reads
+    def _is_reached(self, name: str | None, owner: type | None, reads: Collection[str]) -> bool:
+        """Whether the forward may call a function, or a method of a class."""
+        if name is None or owner is None or not issubclass(owner, nn.Module):
+            return True
+        if name == "__init__":  # what it has made of a module is read, so only another that it makes matters
+            return any(one in reads for one in (owner.__name__, f".{owner.__name__}", "type", ".__class__"))
+        if self.root is not None and issubclass(self.root, owner):
+            return True
+        return name.startswith("__") or hasattr(nn.Module, name) or f".{unmangled(name)}" in reads
