@@ -230,13 +230,22 @@ def ask_arguments(
     kwargs: Mapping[str, Any],
     keeper: NamespaceKeeper,
     stops: Sequence[BypassError] = (),
+    *,
+    is_without_grad: bool = False,
 ) -> BoundCall | None:
     """The call, bound to a signature; raises if its arguments cannot be put in keys, or for `stops`.
 
+    Modules and other objects among the arguments are asked as the module itself is, by `of_module`.
     None if the arguments do not fit the signature: the plain forward then raises the usual error.
     """
     try:
         call = signature.bind(args, kwargs)
+        for value, other, seen in call.objects:
+            stops = [*stops, *of_module(other, value, is_without_grad=is_without_grad)]
+            ask_weights(seen)
+            if other.mistaken:  # rows that were computed with it are in the namespace of the function
+                other.mistaken = []
+                keeper.mistaken.append(keeper.fingerprint.namespace)
         if torch.is_grad_enabled() and call.requires_grad:
             keeper.distrust_tensors()
             raise BypassError.because("grad", "an input requires grad")
