@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import os
 import stat
@@ -141,6 +142,10 @@ class LazyModule(nn.Module):
         """Call the module, which is loaded if it is not."""
         return self._lazy.load(_WHY.get())(*args, **kwargs)
 
+    def method(self, name: str) -> Callable[..., Any]:
+        """A function that calls a method of the module, which is loaded then if it is not."""
+        return functools.partial(_call_method, self, name)
+
     def train(self, mode: bool = True) -> LazyModule:
         """Set the mode, of the module too once it is loaded."""
         super().train(mode)
@@ -174,6 +179,13 @@ class LazyModule(nn.Module):
 
 
 LazyModule.__module__ = "torchcache2"  # the path that pickles name, wherever this file is
+
+
+def _call_method(module: LazyModule, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    return getattr(module._lazy.load(_WHY.get()), name)(*args, **kwargs)
+
+
+_call_method.__module__ = "torchcache2"
 
 
 class _Lazy:
