@@ -513,9 +513,20 @@ def test_attributes_and_conversions_load_it(path, loads):
     assert_same(encoder.halved(X), plain(path).halved(X))
     with pytest.raises(AttributeError, match="nonsense"):
         _ = encoder.nonsense
+    for convert, is_move in {
+        (lambda net: net.to("cpu")): True,
+        (lambda net: net.float()): False,
+        (lambda net: net.share_memory()): False,
+        (lambda net: net.to(memory_format=torch.channels_last)): False,
+        (lambda net: net.to_empty(device="meta")): False,
+    }.items():
+        moved = lazy_net(path)
+        convert(moved)
+        assert moved.is_loaded is not is_move
+    loads.clear()
     encoder = made(path)
     encoder.double()
-    assert loads == ["net", "net"] and encoder(X.double()).dtype == torch.float64
+    assert loads == ["net"] and encoder(X.double()).dtype == torch.float64
     encoder.unload()
     encoder.float().to("cpu", torch.float32)
     assert encoder(X).dtype == torch.float32

@@ -167,9 +167,8 @@ class LazyModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if (
-                name.startswith(("_", "torchcache_")) or name == "cache_instance"
-            ):  # only to see if it is there
+            # Libraries ask whether a module has such attributes.
+            if name.startswith(("_", "torchcache_")) or name == "cache_instance":
                 raise
             return getattr(self._lazy.load(f"its attribute {name!r} is read"), name)
 
@@ -345,6 +344,8 @@ class _Lazy:
             moved = fn(torch.ones((), device="meta")) if moved.device.type == "cpu" else moved
         except NotImplementedError:  # nothing is moved from there to the CPU
             self._device = torch.device("cpu")
+        except RuntimeError:  # it does something else
+            return False
         else:
             self._device = self._device if moved.is_meta else moved.device
         return True
