@@ -7,9 +7,12 @@ import types
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import PIL.Image
 import torch
 from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
+
+from torchcache2 import register_value
 
 
 class Point(NamedTuple):
@@ -171,6 +174,26 @@ class Items(list):
     pass
 
 
+@dataclasses.dataclass
+class Plain:
+    x: Any
+    y: Any = None
+
+    def __post_init__(self):
+        self.x = self.x * 2
+
+
+class Registered:
+    """Computes more attributes of its parts than it can be rebuilt from."""
+
+    def __init__(self, x, factor):
+        self.x, self.factor = x, factor
+        self.product = x * factor
+
+
+register_value(Registered, lambda value: {"x": value.x, "factor": value.factor}, lambda p: Registered(**p))
+
+
 class Keyed(dict):
     pass
 
@@ -248,7 +271,9 @@ KINDS = {
     "subclass of int": (lambda x: [_with(Whole(3), note=1), x], False, False),
     "subclass of list": (lambda x: Items([x]), False, False),
     "subclass of dict": (lambda x: Keyed(a=x), False, False),
-    "UserDict": (lambda x: Mapped(a=x), False, False),
+    "UserDict": (lambda x: Mapped(a=x), True, True),
+    "dataclass that nobody registered": (lambda x: Plain(x, [1, "a"]), True, True),
+    "value that was registered": (lambda x: Registered(x, 2), True, True),
     "SimpleNamespace": (lambda x: types.SimpleNamespace(x=x), False, False),
     "mappingproxy": (lambda x: types.MappingProxyType({"a": x}), False, False),
     "enum": (lambda x: [Colour.RED, x], False, False),
@@ -300,6 +325,9 @@ AROUND = {
 def assert_same(a, b, where="value"):
     """Equal in type, content, and every attribute."""
     assert type(a) is type(b), where
+    if isinstance(a, PIL.Image.Image):
+        assert (a.mode, a.size, a.tobytes(), a.info) == (b.mode, b.size, b.tobytes(), b.info), where
+        return
     if isinstance(a, torch.Tensor):
         assert (a.dtype, a.shape, a.requires_grad, a.device) == (b.dtype, b.shape, b.requires_grad, b.device)
         plain = [t.detach().as_subclass(torch.Tensor).contiguous().view(-1) for t in (a, b)]

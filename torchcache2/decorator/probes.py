@@ -59,14 +59,15 @@ class Kind:
     """The calls that one series of checks is for: those of one structure, of a module in one state.
 
     `code` is a digest of the module's code and of the structure, without weights and the values of arguments.
-    `counts` are the batches of which no, some, and all items were found; it is empty if an item's output
-    depends on its batch.
+    `lists` is what this process knows of lists in the output; see `Lists.known`. `counts` are the batches of
+    which no, some, and all items were found; it is empty if an item's output depends on its batch.
     """
 
     namespace: bytes
     name: str
     code: bytes = b""
     counts: list[int] = dataclasses.field(default_factory=lambda: [0, 0, 0])
+    lists: dict[str, bool] = dataclasses.field(default_factory=dict)
 
 
 class _Namespace:
@@ -109,22 +110,27 @@ class Probes:
         fingerprint: Fingerprint,
         call: BoundCall,
         recall: Callable[[bytes], Mapping[str, Any]],
+        method: str = "forward",
     ) -> Kind:
-        """The kind of a call whose keys have this group.
+        """The kind of a call of a method whose keys have this group.
 
         ``recall(namespace)`` returns what earlier runs have left of `document`.
         """
         kind = self._by_group.get(group)
         if kind is None:
             with self._lock():
-                kind = self._kind(fingerprint, call, recall)
+                kind = self._kind(fingerprint, call, recall, method)
                 if len(self._by_group) >= _MOST_KINDS:
                     self._by_group = {}
                 self._by_group[group] = kind
         return kind
 
     def _kind(
-        self, fingerprint: Fingerprint, call: BoundCall, recall: Callable[[bytes], Mapping[str, Any]]
+        self,
+        fingerprint: Fingerprint,
+        call: BoundCall,
+        recall: Callable[[bytes], Mapping[str, Any]],
+        method: str,
     ) -> Kind:
         namespace = fingerprint.namespace
         if namespace not in self._namespaces:
@@ -132,7 +138,7 @@ class Probes:
                 self._namespaces, self._mixing, self._by_group = {}, {}, {}
             self._namespaces[namespace] = _Namespace(namespace, recall(namespace))
         kinds = self._namespaces[namespace].kinds
-        exact, loose = (_call_structure(call, values=values) for values in (True, False))
+        exact, loose = (_call_structure(call, method, values=values) for values in (True, False))
         name, code = exact.hex(), digest([fingerprint.code, loose])
         mixing, counts = self._mixing.get(code, set()), [0, 0, 0]
         if name in mixing:  # a module that has mixed items once is not checked again when its weights change
@@ -193,11 +199,11 @@ class Probes:
 class CallChecks(Checks):
     """The checks of one call; raises `BypassError` if its items are known to depend on their batch.
 
-    ``may_run(is_first)`` says whether the forward can run by itself, for the first batch of a kind or for a
-    later one; it is asked when a check is due.
+    ``may_run(is_first, is_found)`` says whether the forward can run by itself, for the first batch of a kind
+    or for a later one, which is all found or not; it is asked when a check is due.
     """
 
-    def __init__(self, probes: Probes, kind: Kind, keys: Keys, may_run: Callable[[bool], bool]) -> None:
+    def __init__(self, probes: Probes, kind: Kind, keys: Keys, may_run: Callable[[bool, bool], bool]) -> None:
         if not kind.counts:
             raise BypassError.because("batch", "an item's output depends on the rest of its batch")
         self.kind = kind
@@ -220,7 +226,9 @@ class CallChecks(Checks):
             return False
         is_turn = _is_power(counts[what] + 1)
         is_early = what == _MIXED and counts[what] < _ALL_MIXED
-        if not (is_turn or is_early or (found and is_computed_again())) or not self._may_run(not any(counts)):
+        if not (is_turn or is_early or (found and is_computed_again())):
+            return False
+        if not self._may_run(not any(counts), what == _FOUND):
             return False
         self.computes_parts = is_turn and what != _FOUND
         return True
@@ -280,8 +288,8 @@ def _names_collectives(kind: type) -> bool:
     )
 
 
-def _call_structure(call: BoundCall, *, values: bool) -> bytes:
-    """A digest of the structure of a call, 16 bytes.
+def _call_structure(call: BoundCall, method: str, *, values: bool) -> bytes:
+    """A digest of the structure of a call of a method, 16 bytes.
 
     With `values`, integers and short texts count, since ``dim=0`` and ``dim=1`` are different computations.
     The values of items' entries never count.
@@ -290,6 +298,7 @@ def _call_structure(call: BoundCall, *, values: bool) -> bytes:
     contents = call.taken | call.aligned_ids
     parts = [f"{name} {_structure(value, values, contents, _DEEPEST)}" for name, value in arguments]
     leaves = [path for path, _ in call.leaves]
+    leaves += [f"() {method}"] * (method != "forward")
     return digest([repr([parts, leaves]).encode("utf-8", "surrogatepass")])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -26,6 +27,7 @@ from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import Counters
 from torchcache2.engine.steps import Steps, run_steps
+from torchcache2.identity.marks import LAZY_ATTRIBUTE
 from torchcache2.identity.namespace import NamespaceKeeper
 
 __all__ = ["warm_up"]
@@ -39,6 +41,7 @@ class Warmable(Protocol):
 
     settings: CacheSettings
     keeper: NamespaceKeeper
+    method: str
     _bypass: str | None
     _reasons: dict[str, str]
     _closed: bool
@@ -51,6 +54,10 @@ class Warmable(Protocol):
 
     def flush(self) -> None:
         """Make rows durable."""
+        ...
+
+    def of(self, method: str | None) -> Any:
+        """The cache of one method."""
         ...
 
     def join(self) -> AbstractContextManager[None]:
@@ -70,6 +77,7 @@ def warm_up(
     inputs: Callable[[Any], Any] | None = None,
     batch_size: int = 64,
     num_workers: int = 0,
+    method: str | None = None,
 ) -> WarmupStats:
     """Compute the items of a dataset that are not there yet.
 
@@ -96,6 +104,8 @@ def warm_up(
         list of texts as it is.
     batch_size, num_workers : int
         Of the loader that is made for a dataset.
+    method : str, optional
+        The method to call, if several of an object are cached.
 
     Returns
     -------
@@ -122,6 +132,7 @@ def warm_up(
     >>> backbone.cache_instance.stats().hits
     10
     """
+    self = self.of(method)
     with self.join():  # shares may have different numbers of batches, or none, which is an error
         return _warmed_up(self, data, inputs, batch_size, num_workers)
 
@@ -167,16 +178,18 @@ def _warm(
     name = cache._name()
     args, kwargs = _arguments(batch, inputs)
     if progress.batches == 0:
-        _check_arguments(name, root, batch, args, kwargs)
+        _check_arguments(name, root, cache.method, batch, args, kwargs)
     args, kwargs = _moved((args, kwargs), root)
     stops = of_module(cache.keeper, root, is_without_grad=True)
     if stops := [stop for stop in stops if stop.reason != "lazy"]:  # the first call makes such parameters
         raise BypassError.all_of(stops).as_error(name)
     for is_last in (False, True):  # the first call may set something up, and not be cached for that
-        if isinstance(root, nn.Module):
+        if isinstance(root, types.FunctionType):
+            output = run_steps(cache.call, root, args, kwargs)
+        elif isinstance(root, nn.Module) and cache.method == "forward":
             output = root(*args, **kwargs)
         else:
-            output = run_steps(cache.call, root, args, kwargs)
+            output = getattr(root, cache.method)(*args, **kwargs)
         reason = cache._bypass
         if reason is None:
             progress.update(_stored_bytes(output, cache.settings.cache_dtype))
@@ -201,12 +214,12 @@ def _arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[A
 
 
 def _check_arguments(
-    name: str, root: Any, batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    name: str, root: Any, method: str, batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise if the arguments are not those of the module; a hook may change them before its forward."""
-    if getattr(root, PRE_HOOKS, None):
+    """Raise if the arguments are not those of the method; a hook may change them before a forward."""
+    if getattr(root, PRE_HOOKS, None) and method == "forward":
         return
-    signature = inspect.signature(getattr(root, "forward", root))
+    signature = inspect.signature(getattr(root, method, root))
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -227,7 +240,8 @@ def _outline(batch: Any) -> str:
 def _moved(arguments: Any, root: Any) -> Any:
     """The arguments, with tensors on the CPU moved to where the first weights of the module are."""
     weights = chain(root.parameters(), root.buffers()) if isinstance(root, nn.Module) else ()
-    device = next((weight.device for weight in weights), _CPU)
+    lazy = getattr(root, "__dict__", {}).get(LAZY_ATTRIBUTE)
+    device = next((weight.device for weight in weights), _CPU) if lazy is None else lazy.device()
     if device.type in ("cpu", "meta"):
         return arguments
 
@@ -241,6 +255,6 @@ def _moved(arguments: Any, root: Any) -> Any:
 
 def _stored_bytes(output: Any, cache_dtype: torch.dtype | None) -> int:
     """Bytes of the rows of an output, as they are kept."""
-    leaves = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in leaves_of(output, objects=True) if isinstance(leaf, Tensor)]
     dtypes = [cache_dtype if cache_dtype and leaf.is_floating_point() else leaf.dtype for leaf in leaves]
     return sum(leaf.numel() * dtype.itemsize for leaf, dtype in zip(leaves, dtypes, strict=True))

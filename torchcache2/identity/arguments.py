@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torchcache2.core.gather import select
 from torchcache2.core.modes import modes
 from torchcache2.core.transfer import sent
 from torchcache2.core.values import mapped
+from torchcache2.identity.argumentobjects import ObjectKeepers, ObjectSeen
 from torchcache2.identity.argumentwalk import ArgumentEncoder, UncachedArgumentError, batch_size_of
 from torchcache2.identity.encoding import UnencodableError, sized, text_bytes
 from torchcache2.identity.entries import (
@@ -57,11 +59,20 @@ class BoundCall:
     aligned_ids: set[int]  # ids of those of `aligned`
     shared: tuple[str, ...]  # parameters whose tensors belong to the whole batch
     shared_tensors: list[Tensor]  # tensors that belong to the whole batch, or are in entries
+    objects: list[ObjectSeen]  # modules and other objects with state
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the first batched tensor; None if there is none."""
-        return self.leaves[0][1].device if self.leaves else None
+        """The device of the first batched tensor, else of the first of an object; None if there is none."""
+        tensors = [tensor for _, tensor in self.leaves] or [
+            t for one in self.objects for t in one.seen.tensors.tensors
+        ]
+        return tensors[0].device if tensors else None
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes of batched tensors, and of the tensors of objects."""
+        return {t.dtype for _, t in self.leaves}.union(*[one.seen.tensors.dtypes for one in self.objects])
 
     @property
     def requires_grad(self) -> bool:
@@ -118,21 +129,29 @@ class BoundCall:
 class Signature:
     """Names the arguments of a forward; that of a module is a bound method.
 
+    `method` is the name of the method, as arguments of two methods of an object may be equal.
     `shared` are parameters whose tensors belong to the whole batch, and `item_args` have one entry per item.
     An `OptionError` is raised if one of these is no parameter.
     """
 
     def __init__(
-        self, function: Callable[..., Any], *, shared: tuple[str, ...], item_args: tuple[str, ...] = ()
+        self,
+        function: Callable[..., Any],
+        *,
+        shared: Iterable[str],
+        item_args: Iterable[str] = (),
+        method: str = "forward",
     ) -> None:
+        self._head = [b"()", method.encode()] if method != "forward" else []
         self._signature = inspect.signature(function)
         parameters = list(self._signature.parameters.values())
-        self._shared = shared
-        self._item_args = item_args
+        self._shared, self._item_args = tuple(shared), tuple(item_args)
+        self._keepers = ObjectKeepers()
+        self._renamed: dict[str, Any] = {}  # what parameters are called now, by older names of them
         if inspect.ismethod(function):
             self._elsewhere = "keep other objects as attributes of the module"
         elif parameters and parameters[0].name == "self":
-            self._elsewhere = "decorate the class, not its method: calls of its instances are then cached"
+            self._elsewhere = "decorate the method in the body of its class, or of one object: object.method"
         else:
             self._elsewhere = "have the function close over other objects"
         self._variadic = None
@@ -154,13 +173,19 @@ class Signature:
         is_simple = all(p.kind is not _KINDS.KEYWORD_ONLY for p in required)
         self._required = len(required) if is_simple else len(positional) + 1
         names = [parameter.name for parameter in parameters]
-        for option, given in (("shared_args", shared), ("item_args", item_args)):
+        for option, given in (("shared_args", self._shared), ("item_args", self._item_args)):
             for name in given:
-                if name not in names and self._keywords is None:
+                if name in names:
+                    continue
+                if (new := _new_name(function, name)) in names:
+                    self._renamed[name] = new
+                elif self._keywords is None:
                     raise OptionError(
-                        f"{option}: forward has no parameter {name!r}; it has {', '.join(names)}"
+                        f"{option}: {method} has no parameter {name!r}; it has {', '.join(names)}"
                     )
-        if self._variadic in item_args:
+        self._shared += tuple(self._renamed[name] for name in self._shared if name in self._renamed)
+        self._item_args += tuple(self._renamed[name] for name in self._item_args if name in self._renamed)
+        if self._variadic in self._item_args:
             raise OptionError(f"item_args: *{self._variadic} is not one sequence with one entry per item")
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
@@ -178,28 +203,19 @@ class Signature:
             If an argument is of a subclass of Tensor, or has no data.
         """
         if kwargs or len(args) > len(self._positional) or len(args) < self._required:
-            arguments: Mapping[str, Any] = self._signature.bind(*args, **kwargs).arguments
+            named = {self._renamed.get(name, name): value for name, value in kwargs.items()}
+            if len(named) < len(kwargs):
+                raise TypeError("an argument by both of its names")
+            arguments: Mapping[str, Any] = self._signature.bind(*args, **named).arguments
         else:
             arguments = dict(zip(self._positional, args, strict=False))
-        encoder = ArgumentEncoder(self._elsewhere)
-        parts: list[bytes] = []
-        for name, parameter in self._signature.parameters.items():
-            value = arguments.get(name, _MISSING)
-            if value is _MISSING and name in self._defaults:
-                parts += self._defaults[name]
-            elif value is _MISSING:
-                if parameter.default is _KINDS.empty:
-                    continue  # *args or **kwargs without any
-                data = self._encode_default(parameter)
-                parts += [name.encode(), data]
-                if is_sequence(parameter.default) and name not in self._shared and data != _DEFAULT:
-                    encoder.sequences.append((name, parameter.default))
-            elif name == self._keywords:
-                for keyword, argument in value.items():
-                    path = f"{name}[{keyword!r}]"
-                    parts += [path.encode(), self._encode(encoder, keyword, argument, path)]
-            else:
-                parts += [name.encode(), self._encode(encoder, name, value, name)]
+        # Where something else is the batch, an array may belong to all of it.
+        is_told = self._item_args or any(
+            isinstance(value, Tensor) and name not in self._shared for name, value in arguments.items()
+        )
+        encoder, parts = self._read(arguments, takes_arrays=not is_told)
+        if not is_told and encoder.leaves and encoder.taken:
+            encoder, parts = self._read(arguments, takes_arrays=False)
         batch_size = batch_size_of(encoder.leaves, encoder.entries)
         aligned = [(path, value) for path, value in encoder.sequences if len(value) == batch_size > 0]
         extra = len(args) - len(self._positional)
@@ -221,7 +237,33 @@ class Signature:
             {id(value) for _, value in aligned},
             self._shared,
             encoder.shared,
+            encoder.objects,
         )
+
+    def _read(
+        self, arguments: Mapping[str, Any], *, takes_arrays: bool
+    ) -> tuple[ArgumentEncoder, list[bytes]]:
+        """What is batched among named arguments, and the bytes of the rest."""
+        encoder = ArgumentEncoder(self._elsewhere, self._keepers, takes_arrays=takes_arrays)
+        parts = [*self._head]
+        for name, parameter in self._signature.parameters.items():
+            value = arguments.get(name, _MISSING)
+            if value is _MISSING and name in self._defaults:
+                parts += self._defaults[name]
+            elif value is _MISSING:
+                if parameter.default is _KINDS.empty:
+                    continue  # *args or **kwargs without any
+                data = self._encode_default(parameter)
+                parts += [name.encode(), data]
+                if is_sequence(parameter.default) and name not in self._shared and data != _DEFAULT:
+                    encoder.sequences.append((name, parameter.default))
+            elif name == self._keywords:
+                for keyword, argument in value.items():
+                    path = f"{name}[{keyword!r}]"
+                    parts += [path.encode(), self._encode(encoder, keyword, argument, path)]
+            else:
+                parts += [name.encode(), self._encode(encoder, name, value, name)]
+        return encoder, parts
 
     def count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """How many items a call that is not cached seems to have; 1 if that cannot be told."""
@@ -233,7 +275,8 @@ class Signature:
         return first_batch_size(others, {k: v for k, v in named.items() if k not in self._shared})
 
     def _encode(self, encoder: ArgumentEncoder, name: str, value: Any, path: str) -> bytes:
-        has_entries = name in self._item_args and not isinstance(value, Tensor) and value is not None
+        # A single text is no batch: it belongs to whatever else is one.
+        has_entries = name in self._item_args and not isinstance(value, (Tensor, str, type(None)))
         return encoder.argument(value, path, is_shared=name in self._shared, has_entries=has_entries)
 
     def _encode_default(self, parameter: inspect.Parameter) -> bytes:
@@ -243,3 +286,17 @@ class Signature:
             return ValueEncoder().encode(parameter.default, parameter.name)
         except UnencodableError:
             return _DEFAULT
+
+
+def _new_name(function: Any, name: str) -> Any:
+    """The parameter that a wrapper passes an argument of an older name to; None if it has none.
+
+    The wrapper has a dict of such names, as sentence-transformers has ``{"sentences": "inputs"}``.
+    """
+    while function is not None:
+        for cell in getattr(function, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # the cell is empty
+                if isinstance(cell.cell_contents, dict) and name in cell.cell_contents:
+                    return cell.cell_contents[name]
+        function = getattr(function, "__wrapped__", None)
+    return None

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
-
 from torchcache2.identity.modulewalk import Fingerprint
 from torchcache2.identity.readable import INNER
 
@@ -21,6 +19,7 @@ _TITLES = {
     "function": "source of function",
     "closure": "closure variable",
 }
+_NAMED = ("attribute", "closure", "default", "global", "weights", "value")  # what `ignore` can leave out
 _STATE = ("attribute ", "attributes of ", "constructor argument ", "global ", "hook ")
 _CODE = ("class ", "closure ", "default ", "function ", "import ", "named ", "value ")
 
@@ -61,25 +60,31 @@ def differences_of_state(before: Fingerprint, now: Fingerprint) -> list[str]:
 
 
 def changes(
-    before: Fingerprint, now: Fingerprint, containers: Mapping[str, str], module: nn.Module | None
-) -> list[str]:
-    """What code has changed between two fingerprints of a function, or of this module.
+    before: Fingerprint, now: Fingerprint, containers: Mapping[str, str], module: Any
+) -> dict[str, str]:
+    """What code has changed between two fingerprints of a function, or of this module, each with its path.
+
+    The path is empty where it names code.
 
     `containers` says what happened to containers, by path; see `Watch.changed_containers`.
     """
-    lines: dict[str, None] = {}
+    lines: dict[str, str] = {}
+    told = set()
     for kind, path, text in _changed(before, now):
         place, of, owner = path.partition(" of ")
         inside = (f"{place}.", f"{place}[")
         verbs = {at: verb for at, verb in containers.items() if at == place or at.startswith(inside)}
         for at, verb in (verbs or {place: f"was assigned{text}" if text.startswith(":") else text}).items():
+            told.add(at)
             is_own = kind in ("attribute", "weights")
             name = of_root(module, at) if is_own else f"{_TITLES.get(kind, kind)} {at}{of}{owner}"
-            lines[f"{name} {verb.strip()}"] = None
-    return list(lines)
+            lines[f"{name} {verb.strip()}"] = at if kind in _NAMED else ""
+    for at in containers.keys() - told:  # beside plain values of the same object
+        lines[f"{of_root(module, at)} {containers[at]}"] = at
+    return lines
 
 
-def of_root(module: nn.Module | None, path: str) -> str:
+def of_root(module: Any, path: str) -> str:
     """The path of an attribute, with ``self`` before one of this module."""
     name = re.split(r"[.\[]", path, maxsplit=1)[0]
     return f"self.{path}" if module is not None and name in dir(module) else path

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import re
 import sys
-from collections.abc import Mapping, MutableMapping
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, MutableSet
+from itertools import accumulate
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +35,11 @@ from torchcache2.core.private import (
     script_parts,
     version,
 )
+from torchcache2.core.settings import CacheSettings
 from torchcache2.identity import sourcecode
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.encoding import (
+    CONTAINERS,
     Encoder,
     UnencodableError,
     attributes,
@@ -42,17 +48,17 @@ from torchcache2.identity.encoding import (
     tensor_digest,
     text_bytes,
 )
-from torchcache2.identity.marks import INIT_ATTRIBUTE, cache_options, original
-from torchcache2.identity.objectwalk import ObjectWalk
+from torchcache2.identity.marks import INIT_ATTRIBUTE, LAZY_ATTRIBUTE, cache_options, without_ours
+from torchcache2.identity.objectwalk import ObjectWalk, has_plain_state
 from torchcache2.identity.readable import readable
 from torchcache2.identity.sharded import Shards
 from torchcache2.identity.torchcode import ScriptState, script_code
 from torchcache2.identity.uses import unmangled
 
-__all__ = ["Fingerprint", "Walk", "argument_digests"]
+__all__ = ["Fingerprint", "Lazy", "Loaded", "Walk", "argument_digests"]
 
 _FORMAT = 2
-_INTERNAL = {*vars(nn.Module()), INIT_ATTRIBUTE, "cache_instance", REPLICATE}
+_INTERNAL = {*vars(nn.Module()), LAZY_ATTRIBUTE, REPLICATE}
 _COMPILED = (  # attributes that the compiler, and Lightning around it, put on modules and tensors
     *("_dynamo", "_torchdynamo", "_is_torch_compile", "_compiled_call_impl", "_compile_kwargs"),
     *("dynamo_ctx", "get_compiler_config"),
@@ -61,6 +67,10 @@ _NOISE = ("torchcache_", *_COMPILED)
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
 _SMALL = 1 << 16
 _HOOKS = (PRE_HOOKS, HOOKS)
+_WATCHED = (  # what `Watch` and `NamespaceKeeper` take of a walk, lists of which one may follow another
+    *("modules", "scopes", "cells", "reads", "dicts", "written", "written_scopes", "written_cells"),
+    *("generators", "lazies"),
+)
 _HOOK_FLAGS = ("with_kwargs", "always_called")
 
 
@@ -109,11 +119,50 @@ class _Field:
     is_left_out: bool = False
 
 
+class Lazy(Protocol):
+    """What a walk asks of a module that need not be loaded; see `torchcache2.LazyModule`."""
+
+    loader: Callable[[], nn.Module]
+    module: nn.Module | None  # None: it is not loaded
+    tokens: dict[int, tuple[object, bytes]]  # see `ObjectWalk`
+    watchers: MutableSet[Any]  # the keepers that have walked it: they refer to what is loaded
+
+    def places(self) -> dict[str, int]:
+        """The files that the loader reads: the number of each by its absolute path."""
+        ...
+
+    def content(self, settings: CacheSettings | None) -> bytes:
+        """A digest of what is in these files; if the module is loaded, of those that it was loaded from."""
+        ...
+
+    def device(self) -> torch.device:
+        """Where its weights are, or will be."""
+        ...
+
+    def expected(self, loader: bytes, content: bytes, settings: CacheSettings) -> bytes:
+        """The namespace that a module loaded by this loader from this content had at first."""
+        ...
+
+
+class Loaded(NamedTuple):
+    """A module that was loaded, as a walk has found it."""
+
+    path: str
+    lazy: Lazy
+    loader: bytes  # digests of the loader, and of the content of its files
+    content: bytes
+    parts: dict[str, bytes]
+    names: dict[str, str]  # what a tensor is called in the walk around it → in the module
+
+
 class Walk(ObjectWalk):
     """Everything that a module or function computes with, as named parts.
 
     `tokens` and `texts` are as for `ObjectWalk`. A walk inside of another one gets the `labels` of what that
-    has met, by id. `shards` says what happens to sharded modules.
+    has met, by id. `shards` says what happens to sharded modules. What the patterns in `ignore` match is left
+    out. With `reads_all`, nothing else is left out for the reason that no code reads it. `methods` are those
+    of an object that are called: if there are others than forward, or it is no module, all of them count. The
+    `settings` say where digests of files are remembered.
     """
 
     def __init__(
@@ -123,15 +172,31 @@ class Walk(ObjectWalk):
         texts: CompiledTexts,
         labels: Mapping[int, bytes] | None = None,
         shards: Shards | None = None,
+        settings: CacheSettings | None = None,
+        reads_all: bool = False,
+        ignore: Iterable[str] = (),
+        methods: Collection[str] = (),
     ) -> None:
         super().__init__(tokens, texts)
+        self._settings = settings
+        self.lazies: list[Lazy] = []  # modules that need not be loaded
+        self.loaded: list[Loaded] = []  # those that are
+        self.names_grad = False  # whether code may turn grad mode on by itself
+        self.uses.is_dynamic = reads_all
+        for text in ignore:
+            pattern = re.escape(text).replace(r"\*", ".*").replace(r"\?", ".")
+            self.ignore[text] = re.compile(pattern, re.DOTALL)
+        self._plain_root = root if methods and _has_fields_alone(root) else None  # it is read as a module is
+        if set(methods) - {"forward"}:
+            self.uses.root = type(root)
         self.shards = shards if shards is not None else Shards()
         self._is_inner = labels is not None
         self._labels.update(labels or {})
         self.tensors: dict[str, Tensor] = {}  # by path; their content becomes part of the namespace later
         self._tensor_names: dict[int, str] = {}
-        # Every module that was met, the attributes of it that were read, and those that were left out.
-        self.modules: list[tuple[nn.Module, list[str], set[str]]] = []
+        # Every module that was met, the attributes of it that were read, and those that were left out. A root
+        # that is a plain object is among them.
+        self.modules: list[tuple[Any, list[str], set[str]]] = []
         self._attributes: list[_Field] = []
         self.parts["format"] = str(_FORMAT).encode()
         self.parts["root"] = self.encode(root, "")
@@ -147,7 +212,15 @@ class Walk(ObjectWalk):
                 self.leave_out(f"{field.kind.__name__}.{field.name}", field.value)
             elif field.path not in field.read:  # what else the constructor took of it is in other attributes
                 self.parts.pop(f"constructor argument {field.path}", None)
+        for place in self.ignored:  # arguments were read when the module was made, with what is left out now
+            for argument in accumulate(place.split("."), "{}.{}".format):
+                self.parts.pop(f"constructor argument {argument}", None)
         self.reads += [(attrgetter("__class__", *sorted(names)), one) for one, names in self.taken.values()]
+        self.names_grad |= any("enable_grad" in name or "grad_enabled" in name for name in self.parts)
+
+    def compound(self, value: Any, kind: type, path: str) -> bytes:
+        """Walk a dataclass or another object."""
+        return self._module(value, path) if value is self._plain_root else super().compound(value, kind, path)
 
     def other(self, value: Any, path: str) -> bytes:
         """Walk modules, code and objects."""
@@ -206,7 +279,7 @@ class Walk(ObjectWalk):
         small = [tensor for tensor in walk.tensors.values() if tensor.nbytes <= _SMALL]
         return digest([Fingerprint.of_parts(walk.parts).namespace, *map(tensor_digest, small)])
 
-    def _module(self, module: nn.Module, path: str) -> bytes:
+    def _module(self, module: Any, path: str) -> bytes:
         if id(module) in self._labels:
             return self._labels[id(module)]
         before, self.is_foreign = self.is_foreign, sourcecode.origin(type(module)) == "installed"
@@ -215,8 +288,9 @@ class Walk(ObjectWalk):
         finally:
             self.is_foreign = before
 
-    def _new_module(self, module: nn.Module, path: str) -> bytes:
-        if self.shards.takes(module):
+    def _new_module(self, module: Any, path: str) -> bytes:
+        is_module = isinstance(module, nn.Module)
+        if is_module and self.shards.takes(module):
             return self.label(module, f"module {path}")
         reference = self.label(module, f"module {path}")
         path = reference.decode().removeprefix("module ")  # labels are unique, so this path is unique too
@@ -225,41 +299,85 @@ class Walk(ObjectWalk):
         head = self.klass(kind, path)  # its code says which attributes are read
         if path:
             self._hooks(module, where)
-        for tensors in (parameters_of(module), buffers_of(module)):
+        for tensors in (parameters_of(module), buffers_of(module)) if is_module else ():
             for name, tensor in tensors.items():
-                if tensor is not None:
+                if tensor is not None and not self.ignores(tensor, f"{where}{name}"):
                     self.parts[f"tensor {where}{name}"] = self.encode(tensor, f"{where}{name}")
-        for name, child in modules_of(module).items():
+        submodules = dict(modules_of(module).items()) if is_module else {}
+        children = self.without_ignored(submodules, where)
+        for name, child in children.items():
             if child is not None:
                 self.parts[f"child {where}{name}"] = self._module(child, f"{where}{name}")
         # Attributes come after the submodules, so that one that refers to a submodule writes only its label.
         fields = {
             name: value
-            for name, value in sorted(self._made_by_tools(module, path).items())
+            for name, value in sorted(without_ours(self._made_by_tools(module, path)).items())
             if name not in _INTERNAL and not name.startswith(_NOISE)
         }
-        # The root's own forward refers to the cache, which would then refer to itself.
-        names = [name for name in fields if path or name != "forward"]
-        skipped: set[str] = set()
+        kept = self.without_ignored(fields, where)
+        # What stands in the place of the root's own methods refers to the cache, which would refer to itself.
+        names = [name for name in kept if path or fields[name] is vars(module)[name]]
+        names += ["cache_instance"] * bool(path and "cache_instance" in vars(module))
+        skipped = fields.keys() - kept.keys()
         self.modules.append((module, names, skipped))
-        for name, value in self.without_skipped(kind, fields, path).items():
-            value = original(value) if name == "forward" else value
+        for name, value in self.without_skipped(kind, kept, path).items():
             field = _Field(kind, name, f"{where}{name}", value, names, skipped)
             self._attributes.append(field)
             self._read_field(field)
+        if LAZY_ATTRIBUTE in vars(module):
+            self._lazy(vars(module)[LAZY_ATTRIBUTE], path)
         if path and (options := cache_options(module)):
             self.parts[f"cached {path}"] = self.encode(options, path)
         init, unread = vars(module).get(INIT_ATTRIBUTE, ({}, ()))
         self.unread += unread
         self.parts |= {f"constructor argument {where}{name}": data for name, data in init.items()}
         self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
-        children = list(modules_of(module).keys())  # in scripted modules this is no dict
-        self.parts[reference.decode()] = head + Encoder().encode(children, path)
+        self.parts[reference.decode()] = head + Encoder().encode(list(children), path)
         if not path:  # hooks of the root run outside of the forward: what they collect does not matter
             containers = dict(self.containers)
             self._hooks(module, where)
             self.containers = containers
         return reference
+
+    def _lazy(self, lazy: Lazy, path: str) -> None:
+        """Write down how a module is loaded. If it is, it is watched as any other.
+
+        What the module is counts only if that is not what the loader makes. So it has a walk of its own, in
+        which it is no root, as its hooks run inside of the forward.
+        """
+        where = f"{path}." if path else ""
+        self.lazies.append(lazy)
+        self.reads.append((_module_of, lazy))
+        loader = _LoaderWalk(lazy, self._tokens, self._texts, settings=self._settings)
+        self.parts |= {f"loader {where}{name}": data for name, data in loader.parts.items()}
+        self.unread += loader.unread
+        self._take_over(loader, f"{where}loader")
+        content = lazy.content(self._settings)
+        self.parts[f"files {path}".rstrip()] = content
+        if lazy.module is not None:
+            inner = Walk(
+                (lazy.module,), lazy.tokens, self._texts, shards=self.shards, settings=self._settings
+            )
+            names = self._take_over(inner, path)
+            code = Fingerprint.of_parts(loader.parts).namespace
+            self.loaded.append(Loaded(path, lazy, code, content, inner.parts, names))
+
+    def _take_over(self, inner: Walk, path: str) -> dict[str, str]:
+        """Have what another walk has met watched; the names of its tensors there, by those that they get."""
+        mine: dict[str, str] = {}
+        for name, tensor in inner.tensors.items():
+            mine[name] = f"{path}.{name.removeprefix('[0]').removeprefix('.')}".strip(".")
+            while mine[name] in self.tensors:
+                mine[name] += "'"
+            self.tensors[mine[name]] = tensor
+        for field in _WATCHED:
+            getattr(self, field).extend(getattr(inner, field))
+        self.containers |= inner.containers
+        self.not_imported |= inner.not_imported
+        self.names_grad |= inner.names_grad
+        for one in inner.loaded:
+            self.loaded.append(one._replace(names={mine.pop(name): its for name, its in one.names.items()}))
+        return {theirs: name for name, theirs in mine.items()}
 
     def _hooks(self, module: nn.Module, where: str) -> None:
         before, self.in_hook = self.in_hook, bool(where)
@@ -326,9 +444,35 @@ class Walk(ObjectWalk):
         return bool(new)
 
 
+def _has_fields_alone(value: Any) -> bool:
+    """Whether an object, no module, has all of its state in its ``__dict__``."""
+    odd = (nn.Module, types.FunctionType, *CONTAINERS)
+    if isinstance(value, odd) or type(getattr(value, "__dict__", None)) is not dict:
+        return False
+    return has_plain_state(value) and attributes(value).keys() == vars(value).keys()
+
+
+def _module_of(lazy: Lazy) -> tuple[nn.Module | None]:
+    return (lazy.module,)
+
+
 def _version(tensor: Tensor) -> tuple[str]:
     # The same object as long as it is equal.
     return (sys.intern(str(version(tensor))) if has_version(tensor) else "",)
+
+
+class _LoaderWalk(Walk):
+    """Walks a loader. The path of a file that it reads counts as that file's number: its content counts."""
+
+    def __init__(self, lazy: Lazy, *args: Any, **kwargs: Any) -> None:
+        self._places = lazy.places()
+        super().__init__(lazy.loader, *args, **kwargs)
+
+    def encode(self, value: Any, path: str) -> bytes:
+        """Write down a path as a number."""
+        place = os.path.abspath(value) if isinstance(value, (str, os.PathLike)) and value else None
+        number = self._places.get(place) if isinstance(place, str) else None
+        return super().encode(value, path) if number is None else b"file" + text_bytes(str(number))
 
 
 class _Arguments(Walk):

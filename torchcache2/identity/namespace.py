@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from torchcache2.identity.differences import changes, of_root
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.marks import original
 from torchcache2.identity.mixing import UnsteadyLayer, unsteady
-from torchcache2.identity.modulewalk import Fingerprint, Walk
+from torchcache2.identity.modulewalk import Fingerprint, Lazy, Loaded, Walk
 from torchcache2.identity.objectwalk import GENERATORS
 from torchcache2.identity.readable import texts_of
 from torchcache2.identity.sharded import ShardedError, Shards, sharding
@@ -29,7 +30,7 @@ from torchcache2.identity.tensorwatch import TensorWatch
 from torchcache2.identity.unseeded import unseeded_draws
 from torchcache2.identity.watch import Watch
 
-__all__ = ["Facts", "History", "NamespaceKeeper", "Seen"]
+__all__ = ["Facts", "History", "NamespaceKeeper", "Seen", "namespace_of"]
 
 _NONE = bytes(16)
 _MOST_REMEMBERED = 16
@@ -92,17 +93,25 @@ class History:
 class NamespaceKeeper:
     """Walks a module when its structure has changed, and reads its tensors when their content may have.
 
-    Safe under threads. `name` is what messages call the module; other modules may share the `history`.
+    Safe under threads. `name` is what messages call the module; other modules may share the `history`. Of an
+    object that `is_argument`, all counts, as the code is elsewhere that reads it.
     """
 
-    def __init__(self, name: str, settings: CacheSettings, history: History | None = None) -> None:
+    def __init__(
+        self, name: str, settings: CacheSettings, history: History | None = None, *, is_argument: bool = False
+    ) -> None:
         self.name = name
+        self._is_argument = is_argument
+        self.unread: list[str] = []  # what could not be read
         self.history = history if history is not None else History()
         self.fingerprint = Fingerprint(_NONE, {})  # as of the last look
         self.generators: list[Any] = []  # random generators that the module refers to
         # Namespaces that may have rows of other weights, as an edit of weights was noticed late.
         self.mistaken: list[bytes] = []
+        self.ignored: list[str] = []  # paths of what is left out at the user's word
         self.walks = 0  # how often code and attributes have been read
+        self.methods: set[str] = set()  # those of an object that are called from outside
+        self.lazies: list[Lazy] = []  # modules that need not be loaded
         self._settings = settings
         # Ranks that call in step can skip such a forward together. Each has other shards, so a name has to
         # stand for the weights.
@@ -120,6 +129,7 @@ class NamespaceKeeper:
             self._watch: Watch | None = None
             self._sharded: Callable[[], nn.Module | None] = _nothing  # the part for which it is not cached
             self._shards = Shards()
+            self._loaded: list[Loaded] = []
             self._tensors = TensorWatch({})
             self._facts = Facts()
             self._parts: dict[str, bytes] = {}
@@ -178,27 +188,30 @@ class NamespaceKeeper:
     def changed_since(self, seen: Seen, root: Any) -> str | None:
         """What has changed since the module was looked at, by path; None if nothing has."""
         with self._lock():
-            before, watch, module, found = self.fingerprint, self._watch, _module(root), list[str]()
+            before, watch, module = self.fingerprint, self._watch, _owner(root)
+            found: dict[str, str] = {}
             if seen.tensors.moved() or seen.tensors.generation != seen.generation:
                 names = seen.tensors.moved_names()  # empty if another thread has read them since
-                found = [f"{of_root(module, name)} was written to" for name in names] or ["a tensor changed"]
+                found = {f"{of_root(module, name)} was written to": name for name in names} or {
+                    "a tensor changed": ""
+                }
             if before.namespace == seen.namespace:
                 if watch is not None and watch.same(module) and watch.contents_same():
-                    return listed(found) or None
+                    return _told(found)
                 containers = {} if watch is None else watch.changed_containers()
                 self._watch = None
                 # An assigned value may equal the old one: pruning, for example, assigns weights each time.
                 if self.look(root).namespace == before.namespace:
-                    return listed(found) or None
-                found += changes(before, self.fingerprint, containers, module)
+                    return _told(found)
+                found |= changes(before, self.fingerprint, containers, module)
             elif (earlier := self.history.before(before)) is not None:  # another thread has looked
-                found += changes(earlier, before, {}, module)
-            return listed(found or ["the module changed"])
+                found |= changes(earlier, before, {}, module)
+            return _told(found or {"the module changed": ""})
 
     def attributes(self, root: Any) -> Attributes:
         """The attributes of the module and its submodules, as they are now."""
         with self._lock():
-            module = _module(root)
+            module = _owner(root)
             if self._watch is not None:
                 return self._watch.attributes(module)
             return Attributes([module] if module is not None else [])
@@ -208,11 +221,21 @@ class NamespaceKeeper:
         with self._lock():
             self._tensors.forget()
 
+    def notices_all(self, *, large: bool) -> bool:
+        """Whether the next look notices every change; with `large`, also of large containers."""
+        watch = self._watch
+        return watch is None or not (watch.is_opaque or (large and watch.has_large))
+
+    def distrust_structure(self) -> None:
+        """Have code and attributes read again."""
+        with self._lock():
+            self._watch = None
+
     def _notice_structure(self, root: Any) -> None:
         """Walk the module again if anything but the content of its tensors has changed."""
         if self._lock.was_torn():
             self.reset()
-        module = _module(root)
+        module = _owner(root)
         watch = None if self._tensors.has_lazy or self._facts.not_imported else self._watch
         if watch is not None and watch.same(module) and self._shards.same():
             return
@@ -223,7 +246,16 @@ class NamespaceKeeper:
         self.walks += 1
         self._shards = Shards(are_cached=self._caches_sharded)
         try:
-            walk = Walk(root, self._tokens, self._texts, shards=self._shards)
+            walk = Walk(
+                root,
+                self._tokens,
+                self._texts,
+                shards=self._shards,
+                settings=self._settings,
+                ignore=self._settings.ignore,
+                reads_all=self._is_argument,
+                methods=self.methods,
+            )
         except ShardedError as stop:
             self._facts, self._sharded = Facts(sharded=str(stop)), stop.part
             self._tensors = TensorWatch({})  # a tensor that is watched cannot be freed
@@ -232,23 +264,38 @@ class NamespaceKeeper:
         self._values = texts_of(walk.parts) | walk.texts()
         self._parts["option cache_dtype"] = str(self._settings.cache_dtype).encode()
         self._values["option cache_dtype"] = str(self._settings.cache_dtype)
+        if self._settings.ignore:
+            self._parts["option ignore"] = str(self._settings.ignore).encode()
+            self._values["option ignore"] = str(self._settings.ignore)
+        self.ignored = sorted(walk.ignored)
+        for text in walk.ignore.keys() - {text for found in walk.ignored.values() for text in found}:
+            self._tell(
+                logger.warning,
+                f"ignore={text!r} matches nothing that the key covers: the names of "
+                ".cache_instance.fingerprint.parts show paths, such as encoder.0.weight",
+            )
         self._tensors = TensorWatch(walk.tensors | self._shards.buffers(), self._tensors)
         self.generators = walk.generators + self._shards.held(GENERATORS)
+        self.lazies, self._loaded = walk.lazies, walk.loaded
+        for lazy in self.lazies:
+            lazy.watchers.add(self)
         self._is_known = False
-        parts = [*[part for part, _, _ in walk.modules], *self._shards.parts()]
+        modules = [part for part, _, _ in walk.modules if isinstance(part, nn.Module)]
+        parts = [*modules, *self._shards.parts()]
         self._facts = Facts(
             self._tensors.has_lazy,
             self._tensors.is_blind and self._settings.persistent_module_hash is None,
             any("parametrizations" in modules_of(part) for part in parts),
             next(filter(None, map(unsteady, parts)), None),
-            any("enable_grad" in name or "grad_enabled" in name for name in walk.parts),
+            walk.names_grad,
             not_imported=min(walk.not_imported - self._awaited, default=""),
-            unseeded=next(iter(unseeded_draws(walk.functions(), original(root))), None),
+            unseeded=next(iter(unseeded_draws(walk.functions(), original(root), self.methods)), None),
         )
         self._awaited |= walk.not_imported
         for name in sorted(walk.assigned):
             self._tell(logger.info, f"{name} is assigned by forward and not part of the key")
-        if walk.unread and self._settings.persistent_module_hash is None:
+        self.unread = walk.unread
+        if walk.unread and self._settings.persistent_module_hash is None and not self._is_argument:
             names = listed(sorted(set(walk.unread)))
             self._tell(
                 logger.warning,
@@ -268,8 +315,13 @@ class NamespaceKeeper:
                 f"cannot read the tensors {listed(self._tensors.unreadable)}: they count as new whenever "
                 "they may have changed, and the cache is good for this process only",
             )
-        parts = dict(self._parts)
-        parts |= {f"weights {path}": data for path, data in self._tensors.digests.items()}
+        parts, digests = dict(self._parts), dict(self._tensors.digests)
+        for one in self._loaded:
+            inner = {one.names[path]: digests.pop(path) for path in one.names.keys() & digests.keys()}
+            namespace = _with_weights(one.parts, inner).namespace
+            if name is None and namespace != one.lazy.expected(one.loader, one.content, self._settings):
+                parts[f"loaded {one.path or 'module'}"] = namespace  # it was edited, or is not what it was
+        parts |= {f"weights {path}": data for path, data in digests.items()}
         values = self._values | {f"weights {path}": text for path, text in self._tensors.forms().items()}
         if name is not None:
             parts = {part: self._parts[part] for part in ("format", "option cache_dtype")}
@@ -290,9 +342,37 @@ class NamespaceKeeper:
         self._told(text, "%s: %s", self.name, text, log=log)
 
 
+def namespace_of(module: nn.Module, tokens: dict[int, tuple[object, bytes]]) -> bytes:
+    """What a module is now, as 16 bytes; `tokens` as for `ObjectWalk`. `ShardedError` if it is sharded."""
+    walk = Walk((module,), tokens, CompiledTexts())
+    tensors = TensorWatch(walk.tensors)
+    tensors.refresh()
+    digests = dict(tensors.digests)
+    for one in walk.loaded:
+        for name in one.names.keys() & digests.keys():
+            del digests[name]
+    return _with_weights(walk.parts, digests).namespace
+
+
+def _with_weights(walked: Mapping[str, bytes], digests: Mapping[str, bytes]) -> Fingerprint:
+    parts = {name: digest([data]) for name, data in walked.items()}
+    return Fingerprint.of_parts(parts | {f"weights {path}": data for path, data in digests.items()})
+
+
 def _nothing() -> None:
     return None
 
 
-def _module(root: Any) -> nn.Module | None:
-    return root if isinstance(root, nn.Module) else None
+def _told(changes: Mapping[str, str]) -> str | None:
+    """What has changed, and which option leaves it out; None for no changes."""
+    named = dict.fromkeys(filter(None, changes.values()))
+    inside = tuple([f"{path}{sign}" for path in named for sign in ".["])
+    paths = tuple([path for path in named if not path.startswith(inside)])
+    patterns = repr(paths if len(paths) > 1 else "".join(paths))
+    advice = f"; if no output depends on it, ignore={patterns} leaves it out of the key" if paths else ""
+    return listed(list(changes)) + advice if changes else None
+
+
+def _owner(root: Any) -> Any:
+    """The object whose methods are called; None for a function."""
+    return None if isinstance(root, types.FunctionType) else root

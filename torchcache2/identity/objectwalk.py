@@ -36,12 +36,19 @@ from torchcache2.identity.encoding import (
     text_bytes,
 )
 from torchcache2.identity.leftout import OwnerWalk, left_out
-from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, is_ours
+from torchcache2.identity.marks import (
+    ADDED_ATTRIBUTE,
+    ORIGINAL_ATTRIBUTE,
+    cache_options,
+    is_method,
+    is_ours,
+    without_ours,
+)
 from torchcache2.identity.readable import INNER, readable
 from torchcache2.identity.torchcode import graph_code, is_operator, script_code
 from torchcache2.identity.uses import is_plain
 
-__all__ = ["GENERATORS", "ObjectWalk"]
+__all__ = ["GENERATORS", "ObjectWalk", "has_plain_state"]
 
 _NO_STATE = (type(threading.Lock()), type(threading.RLock()), SemLock)
 # The content of these depends on the thread, or on which other objects are alive.
@@ -77,6 +84,7 @@ class ObjectWalk(OwnerWalk):
         super().__init__(texts)
         self.generators: list[Any] = []  # random generators, whose state is not part of the namespace
         self.unread: list[str] = []  # where something was met that cannot be read
+        self.opaque: list[str] = []  # where something was met whose changes leave no sign
         # Containers by id, with their content at that time, and where they were met.
         self.containers: dict[int, tuple[Any, tuple[Any, ...], str]] = {}
         self._tokens, self._objects = tokens, 0
@@ -87,6 +95,8 @@ class ObjectWalk(OwnerWalk):
 
     def encode(self, value: Any, path: str) -> bytes:
         """The bytes of `value`, or a token if there is too much of it."""
+        if self.ignore and self.ignores(value, path):
+            return b"-"
         if isinstance(value, UNCOUNTED):
             return super().encode(value, path)
         self._objects += 1
@@ -145,13 +155,15 @@ class ObjectWalk(OwnerWalk):
 
     def fields(self, value: Any, path: str) -> dict[str, Any]:
         """The fields of a dataclass by name, without those that are left out."""
-        fields = self.without_skipped(type(value), super().fields(value, path), path)
+        fields = self.without_ignored(super().fields(value, path), f"{path}.")
+        fields = self.without_skipped(type(value), fields, path)
         self._note(value, fields, path)
         return fields
 
     def besides(self, value: Any, path: str) -> bytes:
         """The bytes of further attributes, those in slots included; they are watched from then on."""
-        fields, state = getattr(type(value), "__dataclass_fields__", ()), attributes(value)
+        fields = getattr(type(value), "__dataclass_fields__", ())
+        state = self.without_ignored(attributes(value), f"{path}.")
         self.watch(value, state)
         state = {name: item for name, item in state.items() if name not in fields}
         state = self.without_skipped(type(value), state, path)
@@ -164,6 +176,8 @@ class ObjectWalk(OwnerWalk):
         if hasattr(type(value), ADDED_ATTRIBUTE):
             if not is_ours(value):  # somebody's subclass of `Cache` may compute something
                 return self.klass(type(value), path) + self.unreadable(value, path)
+            if is_method(value):
+                return b"z" + self.encode(value.plain(), path)  # with the object whose method it is
             # A wrapper may refer to a cached forward: it counts as the forward that it caches.
             return b"z" + self.encode(getattr(value, ORIGINAL_ATTRIBUTE, None), path)
         if (parts := parts_of_type(value)) is not None:
@@ -248,7 +262,7 @@ class ObjectWalk(OwnerWalk):
 
     def _object_of_class(self, value: Any, path: str) -> bytes:
         kind = type(value)
-        state = attributes(value)
+        state = self.without_ignored(attributes(value), f"{path}.")
         if hasattr(kind, "__enter__") and sourcecode.origin(kind) == "torch":
             # Such an attribute is the state that a context manager goes back to, and changes with each use.
             state = {name: item for name, item in state.items() if not name.startswith("prev")}
@@ -258,12 +272,14 @@ class ObjectWalk(OwnerWalk):
             self.reads.append((_parts_of_tokenizer, state["_tokenizer"]))
             text = state["_tokenizer"].to_str()  # "truncation", "padding", "added_tokens", …
             state["_tokenizer"] = text[max(0, text.find('"added_tokens"')) :]
-        state = self.without_skipped(kind, state, path)
+        cached = cache_options(value) if "cache_instance" in state else []
+        state = self.without_skipped(kind, without_ours(state), path)
         if (signs := _SIGNS.get(qualified_name(kind))) is not None:
             self.reads.append((signs, value))
         self._note(value, state, path)
         head = self.klass(kind, path) + self.state(state, path)
-        if all(_made_by_class_statement(base) for base in kind.__mro__[:-1]):
+        head += self.encode(cached, path) if cached else b""
+        if has_plain_state(value):
             return b"o" + head
         if hasattr(kind, "__next__"):
             return self.unreadable(value, path)  # an iterator's position changes as it is used
@@ -274,6 +290,8 @@ class ObjectWalk(OwnerWalk):
         if isinstance(reduced, str):
             return b"R" + head + text_bytes(reduced)
         if isinstance(reduced, tuple):
+            if not qualified_name(kind).startswith(("tokenizers.", "functools.")):
+                self.opaque.append(path)
             parts = [list(part) if hasattr(part, "__next__") else part for part in reduced]
             return b"R" + head + self.encode(parts, path)
         text = repr(value)
@@ -347,6 +365,11 @@ def _tokenizer(value: Any) -> tuple[str, str]:
 
 # For types that keep their state in C code: what is cheap to read at every call and shows changes.
 _SIGNS = {"tokenizers.Tokenizer": _tokenizer}
+
+
+def has_plain_state(value: Any) -> bool:
+    """Whether an object keeps all of its state in attributes."""
+    return all(map(_made_by_class_statement, type(value).__mro__[:-1]))
 
 
 def _made_by_class_statement(kind: type) -> bool:
