@@ -465,8 +465,12 @@ class _WatchedMethod(CachedMethod):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the method returns."""
         obj: Any = self._object()
-        output = getattr(type(obj), self.__name__)(obj, *args, **kwargs)
-        if not torch.compiler.is_compiling() and _has_items(args, kwargs, output):
+        function = getattr(type(obj), self.__name__)
+        if torch.compiler.is_compiling():
+            return function(obj, *args, **kwargs)
+        with self.cache.beside_forward() as is_outermost:
+            output = function(obj, *args, **kwargs)
+        if is_outermost and _has_items(args, kwargs, output):
             self.cache.miss_forward(self.__name__)
         return output
 
