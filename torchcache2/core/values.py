@@ -127,7 +127,7 @@ def register_value(cls: type, take_apart: Callable[[Any], Any], rebuild: Callabl
     >>> @torchcache
     ... def detect(images):
     ...     return Boxes(images.sum((1, 2))[:, None] + torch.arange(4.0), size=(8, 8))
-    >>> images = torch.ones(3, 8, 8)
+    >>> images = torch.rand(3, 8, 8)
     >>> detect(images).corners.equal(detect(images).corners), detect.cache_instance.stats().hits
     (True, 3)
     """
