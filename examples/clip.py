@@ -8,7 +8,7 @@ the texts of the labels in each batch. Neither is the model's ``forward``, so th
 This script trains twice from the same start, with one folder of rows. The first run computes the features of each
 image and text once. The second finds all of them, and has the same losses, bit by bit.
 
-The images are scikit-learn's 1797 handwritten digits. The weights are random, for nothing is downloaded: with yours,
+The images are scikit-learn's handwritten digits. The weights are random, for nothing is downloaded: with yours,
 it is ``CLIPModel.from_pretrained(…)``. With ``--cache-dir`` the folder stays, and the next process finds its rows.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -44,6 +44,7 @@ def load_model(width: int) -> tuple[CLIPModel, PreTrainedTokenizerFast]:
     config = CLIPConfig(text_config=sizes | text, vision_config=sizes | image, projection_dim=64)
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing("$A <end>", special_tokens=[("<end>", 1)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
     return CLIPModel(config).eval().requires_grad_(False), tokenizer
 
@@ -63,8 +64,8 @@ def train(folder: Path, options: argparse.Namespace) -> list[float]:
     images, labels = load_images(options.images)
 
     torch.manual_seed(0)
-    adapter = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    optimizer = torch.optim.AdamW(adapter.parameters(), lr=0.003)
+    adapter = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(adapter.parameters(), lr=0.01)
     losses = []
     with cache_of(model) as cache:  # its rows are on disk when it is closed
         for epoch in range(1, options.epochs + 1):
@@ -75,7 +76,7 @@ def train(folder: Path, options: argparse.Namespace) -> list[float]:
                     input_ids=tokens.input_ids, attention_mask=tokens.attention_mask
                 ).pooler_output
                 similarity = F.normalize(adapter(seen), dim=1) @ F.normalize(said, dim=1).T
-                loss = F.cross_entropy(10 * similarity, labels[items])
+                loss = F.cross_entropy(20 * similarity, labels[items])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -92,7 +93,7 @@ def train(folder: Path, options: argparse.Namespace) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=3, metavar="N", help="default: %(default)s")
-    parser.add_argument("--images", type=int, default=1797, metavar="N", help="default: %(default)s")
+    parser.add_argument("--images", type=int, default=960, metavar="N", help="default: %(default)s")
     parser.add_argument("--width", type=int, default=256, metavar="N", help="of CLIP (default: %(default)s)")
     parser.add_argument("--cache-dir", type=Path, metavar="PATH", help="keep the rows there")
     options = parser.parse_args()

@@ -46,7 +46,7 @@ def run(model_path: Path, folder: Path, days: list[list[str]]) -> list[np.ndarra
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sentences", type=int, default=1000, metavar="N", help="a day (default: %(default)s)")
+    parser.add_argument("--sentences", type=int, default=400, metavar="N", help="a day (default: %(default)s)")
     parser.add_argument(
         "--library", type=Path, default=sysconfig.get_path("stdlib"), metavar="DIR", help="default: %(default)s"
     )

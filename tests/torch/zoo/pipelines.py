@@ -45,11 +45,12 @@ def pictures():
 
 
 def word_tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing("$A <end>", special_tokens=[("<end>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
 
 
@@ -194,9 +195,10 @@ def detection(torchcache):
         backbone = nn.Sequential(nn.Conv2d(3, 8, 3, stride=4), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2))
         backbone.out_channels = 8
         anchors = AnchorGenerator(((16,),), ((1.0,),))
-        return RetinaNet(
-            backbone, 3, min_size=32, max_size=32, anchor_generator=anchors, score_thresh=0.0099
-        )
+        model = RetinaNet(backbone, 3, min_size=32, max_size=32, anchor_generator=anchors, score_thresh=0.6)
+        for weight in model.head.classification_head.parameters():
+            nn.init.normal_(weight, std=0.2)  # or all scores are equal
+        return model
 
     model = frozen(build)
     images = random(3, 32, 32).sigmoid()
