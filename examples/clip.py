@@ -1,15 +1,17 @@
 """Images and labels by CLIP: two methods of one model are cached, and the second run computes neither.
 
-An adapter is trained on the features of a frozen CLIP (as in "CLIP-Adapter"): the images come back in each epoch, and
-the texts of the labels in each batch. Neither is the model's ``forward``, so the methods are named::
+An adapter is trained on the features of a frozen CLIP (as in "CLIP-Adapter"): the images come back in each
+epoch, and the texts of the labels in each batch. Neither is the model's ``forward``, so the methods are
+named::
 
     torchcache(model, methods=("get_image_features", "get_text_features"))
 
-This script trains twice from the same start, with one folder of rows. The first run computes the features of each
-image and text once. The second finds all of them, and has the same losses, bit by bit.
+This script trains twice from the same start, with one folder of rows. The first run computes the features
+of each image and text once. The second finds all of them, and has the same losses, bit by bit.
 
-The images are scikit-learn's handwritten digits. The weights are random, for nothing is downloaded: with yours,
-it is ``CLIPModel.from_pretrained(…)``. With ``--cache-dir`` the folder stays, and the next process finds its rows.
+The images are scikit-learn's handwritten digits. The weights are random, for nothing is downloaded: with
+yours, it is ``CLIPModel.from_pretrained(…)``. With ``--cache-dir`` the folder stays, and the next process
+finds its rows.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
 """Latents and captions of a diffusion trainer: the second run loads none of its three encoders.
 
-A latent diffusion model is trained on what frozen encoders make of images and captions: the autoencoder's latents, and
-the hidden states of a CLIP and of a T5 text encoder. All three are larger than what is trained here, and give the same
-in each epoch. Each is a `LazyModule`: it is read from its checkpoint when something is missing in the cache, and not
-before. This script trains a small UNet twice from the same start, with one folder of rows. The first run computes each
-image and caption once. The second finds all of them, reads no checkpoint, and has the same losses, bit by bit.
+A latent diffusion model is trained on what frozen encoders make of images and captions: the autoencoder's
+latents, and the hidden states of a CLIP and of a T5 text encoder. All three are larger than what is trained
+here, and give the same in each epoch. Each is a `LazyModule`: it is read from its checkpoint when something
+is missing in the cache, and not before. This script trains a small UNet twice from the same start, with one
+folder of rows. The first run computes each image and caption once. The second finds all of them, reads no
+checkpoint, and has the same losses, bit by bit.
 
 `vae.encode` returns a distribution. Its parameters are cached, and each call of ``sample()`` draws anew.
 
-The weights are random and the images drawn, for nothing is downloaded: write your own checkpoints in `load_…`, and your
-own data in `make_data`. With ``--cache-dir`` the folder stays, and the next process finds its rows.
+The weights are random and the images drawn, for nothing is downloaded: write your own checkpoints in
+`load_…`, and your own data in `make_data`. With ``--cache-dir`` the folder stays, and the next process
+finds its rows.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ from transformers.utils import logging
 
 from torchcache2 import LazyModule, cache_of, torchcache
 
-COLOURS = {"red": (1.0, 0.1, 0.1), "green": (0.1, 0.8, 0.2), "blue": (0.2, 0.3, 1.0), "white": (0.9, 0.9, 0.9)}
+COLOURS = {
+    "red": (1.0, 0.1, 0.1),
+    "green": (0.1, 0.8, 0.2),
+    "blue": (0.2, 0.3, 1.0),
+    "white": (0.9, 0.9, 0.9),
+}
 SHAPES = ("disc", "bar")
 WORDS = ["<pad>", "<end>", "?", "a", "left", "right", "of", *COLOURS, *SHAPES]
 LENGTH = 12  # tokens of a caption
@@ -75,7 +82,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_data(count: int, side: int) -> list[tuple[Tensor, list[str]]]:
-    """Three aspect buckets, each with the images (count, 3, height, width) of one shape and their captions."""
+    """Three aspect buckets: images (count, 3, height, width) of one shape, and their captions."""
     draw = random.Random(0)
     buckets = []
     for height, width in ((side, side), (side // 2, side + side // 2), (side + side // 2, side // 2)):
@@ -134,7 +141,7 @@ def train(folder: Path, options: argparse.Namespace) -> list[float]:
         start, before = time.perf_counter(), len(losses)
         for images, captions in batches_of(buckets, options.batch_size):
             latents = vae.encode(images).latent_dist.sample() * SCALING
-            # To a fixed length: padded to the longest of its batch, a caption would be another item in each batch.
+            # To a fixed length: padded to the longest of its batch, a caption would be another item in each.
             ids = tokenizer(captions, padding="max_length", max_length=LENGTH, return_tensors="pt").input_ids
             hidden = torch.cat([clip(ids).last_hidden_state, t5(ids).last_hidden_state], dim=1)
 
@@ -158,8 +165,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=3, metavar="N", help="default: %(default)s")
     parser.add_argument("--images", type=int, default=96, metavar="N", help="default: %(default)s")
-    parser.add_argument("--size", type=int, default=64, metavar="N", help="pixels of a side (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=64, metavar="N", help="of the encoders (default: %(default)s)")
+    parser.add_argument(
+        "--size", type=int, default=64, metavar="N", help="pixels of a side (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--width", type=int, default=64, metavar="N", help="of the encoders (default: %(default)s)"
+    )
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument("--cache-dir", type=Path, metavar="PATH", help="keep checkpoints and rows there")
     options = parser.parse_args()

