@@ -65,10 +65,11 @@ soak: $(VENV)/test $(VENV)/zoo
 # The builds of torch that a registry has bring CUDA libraries: some gigabytes. The transformers of
 # today do not work with the old one, so neither does the zoo of models, nor does NumPy with its Triton: kernels
 # are tested with the Triton of today. Left out is also what tests processes, files, commands and this repository
-# rather than torch; the code on the pages is run.
+# rather than torch; the code on the pages is run. Google's libraries warn of the old Python.
+lowest: export PYTHONWARNINGS = ignore:You are using a non-supported Python version:FutureWarning
 lowest: $(VENV)-lowest/installed
 	$(VENV)-lowest/bin/python -m pytest $(PARALLEL) -W 'ignore:`torch.utils._pytree._register_pytree_node`:FutureWarning' \
-		$(patsubst %,--ignore=tests/%,$(NOT_TORCH))
+		-W "$$PYTHONWARNINGS" $(patsubst %,--ignore=tests/%,$(NOT_TORCH))
 
 newest: $(VENV)-newest/installed
 	$(VENV)-newest/bin/python -m pytest $(PARALLEL) -W "ignore:Guards may run slower" $(OF_TORCH) $(patsubst %,--ignore=tests/%,$(NOT_TORCH))

@@ -398,7 +398,7 @@ def test_systems_that_have_no_files_in_memory_are_told(monkeypatch):
 # Processes
 
 LOADING = """
-import multiprocessing, os, sys
+import os, sys
 import torch
 from torch.utils.data import DataLoader, Dataset
 from torchcache2 import SharedCache
@@ -447,8 +447,6 @@ if __name__ == "__main__":
     method, workers = sys.argv[1], int(sys.argv[2])
     data = Images()
     data[0], data[1]  # slots that this process has set are found by workers
-    if method == "forkserver":
-        multiprocessing.get_context(method).set_forkserver_preload(["torch.utils.data"])
     loader = DataLoader(
         data,
         batch_size=4,
@@ -469,9 +467,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1), *[("forkserver", 1)] * SOAK])
+@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("forkserver", 1), *[("spawn", 1)] * SOAK])
 def test_workers_of_a_loader_share_the_slots(method, workers):
-    process = warm.run(LOADING, method, workers)
+    process = warm.run(LOADING, method, workers, forks=True)
     assert len(process.words) == workers and process.err == ""
 
 

@@ -230,7 +230,6 @@ SUBCLASSES = {
     "a list with attributes": lambda texts: Prompts(texts),
     "a deque": collections.deque,
     "a set": lambda texts: dict.fromkeys(texts).keys(),
-    "a text": "".join,
     "an iterator": iter,
     "a dict": lambda texts: dict.fromkeys(texts, 1),
     "a masked array": lambda texts: np.ma.masked_array(
@@ -261,7 +260,7 @@ def test_what_is_no_plain_sequence_is_passed_through(name, log):
         assert seen[-2] is kind
     assert list(stats(function).bypasses) == ["argument"]
     (message,) = [record.getMessage() for record in log if record.levelname == "WARNING"]
-    assert "item_args expects a list, tuple or array with one entry per item" in message
+    assert "item_args expects a list, tuple, array or column with one entry per item" in message
 
 
 # Ways to pass them.

@@ -132,8 +132,11 @@ class Server:
             self._requests.flush()
             return json.loads(self._requests.readline())
 
-    def start(self, script, *args, env=None, cwd=None, whole=False, warnings=()):
-        """Run a script: a path, or its text; what is to be done about warnings, as in Python's ``-W``."""
+    def start(self, script, *args, env=None, cwd=None, whole=False, warnings=(), forks=False):
+        """Run a script: a path, or its text; what is to be done about warnings, as in Python's ``-W``.
+
+        With `forks`, its processes of the method "forkserver" come from a server that has imported torch.
+        """
         number = next(self._numbers)
         folder = Path(self._folder.name)
         if not isinstance(script, Path):
@@ -145,7 +148,7 @@ class Server:
         err.touch()
         request = {"start": str(script), "args": list(map(str, args)), "out": str(out), "err": str(err)}
         request |= {"env": env or {}, "cwd": str(cwd or folder), "whole": whole}
-        request["warnings"] = warnings
+        request |= {"warnings": warnings, "forks": forks}
         return Process(self, self.ask(**request), out, err)
 
     def run(self, script, *args, **options):

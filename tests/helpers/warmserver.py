@@ -9,6 +9,8 @@ import functools
 import gc
 import importlib
 import json
+import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import select
 import signal
@@ -121,6 +123,8 @@ def _become(request):
     warnings._processoptions(request["warnings"])  # as Python does with its ``-W``
     tempfile.tempdir = None  # TMPDIR may be another
     os.chdir(request["cwd"])
+    if request["forks"]:
+        _start_forkserver()
     path = request["start"]
     sys.argv = [path, *request["args"]]
     sys.path[:1] = [os.path.dirname(path), str(ROOT)]
@@ -131,6 +135,24 @@ def _become(request):
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if pytest runs in the background
     return functools.partial(_run if request["whole"] else _run_and_leave, path, main.__dict__)
+
+
+def _start_forkserver():
+    """Have the server of the method "forkserver" of `multiprocessing`, as a fork of this process now."""
+    server = multiprocessing.forkserver._forkserver
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = multiprocessing.connection.arbitrary_address("AF_UNIX")
+        listener.bind(address)
+        listener.listen()
+        alive, server._forkserver_alive_fd = os.pipe()
+        server._forkserver_address, server._forkserver_pid = address, os.fork()
+        if server._forkserver_pid == 0:
+            os.close(server._forkserver_alive_fd)
+            try:
+                multiprocessing.forkserver.main(listener.detach(), alive, [])
+            finally:  # it ends with the last process that may ask it
+                os._exit(0)
+        os.close(alive)
 
 
 def _run(path, names):

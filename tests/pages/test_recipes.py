@@ -29,6 +29,7 @@ WARNINGS = {
         "Checkpoint directory",  # "… exists and is not empty": the second run goes on in the first one's
         "The 'train_dataloader' does not have many workers",  # said on machines with more processors
         "The 'val_dataloader' does not have many workers",
+        "You are using a non-supported Python version",  # a library of Google's, of Python 3.10
         TORCH_LOAD,
     ],
     "accelerate": [],

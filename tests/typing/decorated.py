@@ -5,7 +5,7 @@ Wrong uses carry an ignore of the error that they have to be; one that is not an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -153,7 +153,8 @@ torchcache(memory_cache_device=1.5)  # type: ignore[call-overload]
 torchcache(cache_dtype="bfloat16")  # type: ignore[call-overload]
 torchcache(distributed="nodes")  # type: ignore[call-overload]
 torchcache(policy="fifo")  # type: ignore[call-overload]
-torchcache(shared_args="mask")  # type: ignore[call-overload]
+torchcache(shared_args="mask", item_args="texts")
+torchcache(shared_args=5)  # type: ignore[call-overload]
 torchcache(nn.Linear(3, 5), policy="lru")  # type: ignore[call-overload]
 
 
@@ -161,7 +162,7 @@ torchcache(nn.Linear(3, 5), policy="lru")  # type: ignore[call-overload]
 
 settings = CacheSettings(policy="lru", max_memory_cache_size=0.5)
 assert_type(settings.enabled, bool)
-assert_type(settings.shared_args, tuple[str, ...])
+assert_type(settings.shared_args, Sequence[str])
 assert_type(settings.memory_budget(), int)
 settings.enabled = False  # type: ignore[misc]
 CacheSettings(policy="fifo")  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -68,11 +68,16 @@ class CacheSettings:
     policy : {"mru", "lru"}
         What a full cache does, in memory and on disk: ``"mru"`` keeps the rows that came first, ``"lru"``
         drops the least recently used ones.
-    shared_args : sequence of str
+    shared_args : str or sequence of str
         Arguments of forward that belong to the whole batch, such as a mask or a table.
-    item_args : sequence of str
-        Arguments that are a list, tuple or array with one entry per item, such as texts or images. An entry
-        is part of its item's key, and is taken with its item. With such arguments a function needs no tensor.
+    item_args : str or sequence of str
+        Arguments that are a list, tuple, array or column of a table with one entry per item, such as texts or
+        images. An entry is part of its item's key, and is taken with its item. With such arguments a function
+        needs no tensor.
+    ignore : str or sequence of str
+        Paths of attributes, weights, closures and globals to leave out of the key, at your word: no output
+        may depend on them. ``*`` stands for any text, ``?`` for one character. For the memo of a tokenizer
+        (``"tokenizer.cache"``), or adapters that are disabled (``"*.lora_*"``). Code always counts.
     probe : bool
         Whether some batches are computed in parts too, and some that were found are computed again, to
         compare: the output of an item must not depend on the rest of its batch.
@@ -126,8 +131,9 @@ class CacheSettings:
     memory_cache_device: torch.device | str | None = "cpu"
     cache_dtype: torch.dtype | None = None
     policy: Policy = "mru"
-    shared_args: tuple[str, ...] = ()
-    item_args: tuple[str, ...] = ()
+    shared_args: Sequence[str] = ()
+    item_args: Sequence[str] = ()
+    ignore: Sequence[str] = ()
     probe: bool = True
     strict: bool = False
     miss_batch: MissBatch = "exact"
@@ -165,7 +171,7 @@ class CacheSettings:
         expected = "None or a floating-point torch.dtype, such as torch.bfloat16"
         self._require("cache_dtype", is_valid, expected)
         self._require("policy", self.policy in ("mru", "lru"), "'mru' or 'lru'")
-        for option in ("shared_args", "item_args"):
+        for option in ("shared_args", "item_args", "ignore"):
             self._sort_names(option)
         both = set(self.shared_args) & set(self.item_args)
         self._require("item_args", not both, f"none of shared_args, but {sorted(both)} is in both")
@@ -210,10 +216,14 @@ class CacheSettings:
     def _sort_names(self, option: str) -> None:
         """Sort the names of an option, each once, so that options with the same names are equal."""
         names = getattr(self, option)
-        is_sequence = isinstance(names, Iterable) and not isinstance(names, (str, bytes))
-        found = tuple(names) if is_sequence else (None,)
+        names = (names,) if isinstance(names, str) else names
+        found = tuple(names) if isinstance(names, Iterable) else (None,)
         is_valid = all(isinstance(name, str) for name in found)
-        self._require(option, is_valid, "a sequence of argument names, such as ('mask',)")
+        expected = "the name of an argument, or several, such as ('mask', 'table')"
+        if option == "ignore":
+            is_valid = is_valid and "" not in found
+            expected = "a path, or several, such as ('tokenizer.cache',)"
+        self._require(option, is_valid, expected)
         object.__setattr__(self, option, tuple(sorted(set(found))))
 
     def _require(self, option: str, is_valid: bool, expected: str) -> None:

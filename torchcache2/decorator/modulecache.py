@@ -34,6 +34,7 @@ from torchcache2.engine.randomness import RandomContexts
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.steps import Steps
 from torchcache2.identity.arguments import BoundCall, Signature
+from torchcache2.identity.differences import at_most
 from torchcache2.identity.encoding import digest, qualified_name
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.modulewalk import Fingerprint
@@ -110,14 +111,14 @@ class ModuleCache(Passing):
         If the last call was not cached, the first line says why. The namespace is compared with the one that
         this module had before; if this is its first, with that of another module of its class under the same
         decorator; or else with the one that was used last in the cache directory. If the namespace has not
-        changed, the arguments of the last two calls are compared.
+        changed, the arguments of the last two calls are compared. Last comes what `ignore` leaves out.
         """
         self.namespace = self.keeper.look(self._living_root()).namespace
         now, before = self.fingerprint, self.keeper.history.before(self.fingerprint)
-        calls, directory = list(self._calls), self._tiers.directory
-        return explained(
-            self._name(), self._class(), now, before, calls, self._why_not_cached(), directory, self._made
-        )
+        calls, directory, why = list(self._calls), self._tiers.directory, self._why_not_cached()
+        text = explained(self._name(), self._class(), now, before, calls, why, directory, self._made)
+        ignored = at_most([f"left out by ignore: {path}" for path in self.keeper.ignored])
+        return "\n".join([text, *ignored])
 
     warmup = warm_up  # a method, which is documented where it is written
 

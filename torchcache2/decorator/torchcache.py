@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -55,8 +55,9 @@ def torchcache(
     memory_cache_device: torch.device | str | None = "cpu",
     cache_dtype: torch.dtype | None = None,
     policy: Policy = "mru",
-    shared_args: tuple[str, ...] = (),
-    item_args: tuple[str, ...] = (),
+    shared_args: Sequence[str] = (),
+    item_args: Sequence[str] = (),
+    ignore: Sequence[str] = (),
     probe: bool = True,
     strict: bool = False,
     miss_batch: MissBatch = "exact",
@@ -89,9 +90,9 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
         The fields of `CacheSettings`:
         `enabled`, `subsample_count`, `persistent`, `persistent_cache_dir`, `persistent_module_hash`,
         `max_memory_cache_size`, `max_persistent_cache_size`, `compression`, `compression_quality`,
-        `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`, `item_args`, `probe`, `strict`,
-        `miss_batch`, `verify`, `distributed`, `process_group`, `claims`, `local_dir`, `storage_options`,
-        `remote_size`.
+        `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`, `item_args`, `ignore`, `probe`,
+        `strict`, `miss_batch`, `verify`, `distributed`, `process_group`, `claims`, `local_dir`,
+        `storage_options`, `remote_size`.
 
     Returns
     -------

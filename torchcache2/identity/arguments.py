@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -123,12 +123,11 @@ class Signature:
     """
 
     def __init__(
-        self, function: Callable[..., Any], *, shared: tuple[str, ...], item_args: tuple[str, ...] = ()
+        self, function: Callable[..., Any], *, shared: Iterable[str], item_args: Iterable[str] = ()
     ) -> None:
         self._signature = inspect.signature(function)
         parameters = list(self._signature.parameters.values())
-        self._shared = shared
-        self._item_args = item_args
+        self._shared, self._item_args = tuple(shared), tuple(item_args)
         if inspect.ismethod(function):
             self._elsewhere = "keep other objects as attributes of the module"
         elif parameters and parameters[0].name == "self":
@@ -154,13 +153,13 @@ class Signature:
         is_simple = all(p.kind is not _KINDS.KEYWORD_ONLY for p in required)
         self._required = len(required) if is_simple else len(positional) + 1
         names = [parameter.name for parameter in parameters]
-        for option, given in (("shared_args", shared), ("item_args", item_args)):
+        for option, given in (("shared_args", self._shared), ("item_args", self._item_args)):
             for name in given:
                 if name not in names and self._keywords is None:
                     raise OptionError(
                         f"{option}: forward has no parameter {name!r}; it has {', '.join(names)}"
                     )
-        if self._variadic in item_args:
+        if self._variadic in self._item_args:
             raise OptionError(f"item_args: *{self._variadic} is not one sequence with one entry per item")
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
@@ -181,25 +180,13 @@ class Signature:
             arguments: Mapping[str, Any] = self._signature.bind(*args, **kwargs).arguments
         else:
             arguments = dict(zip(self._positional, args, strict=False))
-        encoder = ArgumentEncoder(self._elsewhere)
-        parts: list[bytes] = []
-        for name, parameter in self._signature.parameters.items():
-            value = arguments.get(name, _MISSING)
-            if value is _MISSING and name in self._defaults:
-                parts += self._defaults[name]
-            elif value is _MISSING:
-                if parameter.default is _KINDS.empty:
-                    continue  # *args or **kwargs without any
-                data = self._encode_default(parameter)
-                parts += [name.encode(), data]
-                if is_sequence(parameter.default) and name not in self._shared and data != _DEFAULT:
-                    encoder.sequences.append((name, parameter.default))
-            elif name == self._keywords:
-                for keyword, argument in value.items():
-                    path = f"{name}[{keyword!r}]"
-                    parts += [path.encode(), self._encode(encoder, keyword, argument, path)]
-            else:
-                parts += [name.encode(), self._encode(encoder, name, value, name)]
+        # Where something else is the batch, an array may belong to all of it.
+        is_told = self._item_args or any(
+            isinstance(value, Tensor) and name not in self._shared for name, value in arguments.items()
+        )
+        encoder, parts = self._read(arguments, takes_arrays=not is_told)
+        if not is_told and encoder.leaves and encoder.taken:
+            encoder, parts = self._read(arguments, takes_arrays=False)
         batch_size = batch_size_of(encoder.leaves, encoder.entries)
         aligned = [(path, value) for path, value in encoder.sequences if len(value) == batch_size > 0]
         extra = len(args) - len(self._positional)
@@ -223,6 +210,31 @@ class Signature:
             encoder.shared,
         )
 
+    def _read(
+        self, arguments: Mapping[str, Any], *, takes_arrays: bool
+    ) -> tuple[ArgumentEncoder, list[bytes]]:
+        """What is batched among named arguments, and the bytes of the rest."""
+        encoder = ArgumentEncoder(self._elsewhere, takes_arrays=takes_arrays)
+        parts: list[bytes] = []
+        for name, parameter in self._signature.parameters.items():
+            value = arguments.get(name, _MISSING)
+            if value is _MISSING and name in self._defaults:
+                parts += self._defaults[name]
+            elif value is _MISSING:
+                if parameter.default is _KINDS.empty:
+                    continue  # *args or **kwargs without any
+                data = self._encode_default(parameter)
+                parts += [name.encode(), data]
+                if is_sequence(parameter.default) and name not in self._shared and data != _DEFAULT:
+                    encoder.sequences.append((name, parameter.default))
+            elif name == self._keywords:
+                for keyword, argument in value.items():
+                    path = f"{name}[{keyword!r}]"
+                    parts += [path.encode(), self._encode(encoder, keyword, argument, path)]
+            else:
+                parts += [name.encode(), self._encode(encoder, name, value, name)]
+        return encoder, parts
+
     def count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """How many items a call that is not cached seems to have; 1 if that cannot be told."""
         named = dict(zip(self._positional, args, strict=False)) | dict(kwargs)
@@ -233,7 +245,8 @@ class Signature:
         return first_batch_size(others, {k: v for k, v in named.items() if k not in self._shared})
 
     def _encode(self, encoder: ArgumentEncoder, name: str, value: Any, path: str) -> bytes:
-        has_entries = name in self._item_args and not isinstance(value, Tensor) and value is not None
+        # A single text is no batch: it belongs to whatever else is one.
+        has_entries = name in self._item_args and not isinstance(value, (Tensor, str, type(None)))
         return encoder.argument(value, path, is_shared=name in self._shared, has_entries=has_entries)
 
     def _encode_default(self, parameter: inspect.Parameter) -> bytes:

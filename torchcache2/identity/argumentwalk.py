@@ -7,6 +7,7 @@ from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,16 +34,18 @@ class UncachedArgumentError(Exception):
 class ArgumentEncoder(ValueEncoder):
     """Collects what is batched, or may be, and encodes the rest.
 
-    `elsewhere` says where objects that are no arguments belong.
+    `elsewhere` says where objects that are no arguments belong. With `takes_arrays`, arrays are batched as
+    tensors are.
     """
 
-    def __init__(self, elsewhere: str) -> None:
+    def __init__(self, elsewhere: str, *, takes_arrays: bool = False) -> None:
         super().__init__()
         self._elsewhere = elsewhere
+        self._takes_arrays = takes_arrays
         self.leaves: list[tuple[str, Tensor]] = []  # batched tensors
         self.shared: list[Tensor] = []  # tensors that count by content
         self.entries: list[tuple[str, Digests]] = []  # of sequences with one entry per item
-        self.taken: set[int] = set()  # the identities of such sequences that `item_args` names
+        self.taken: set[int] = set()  # the identities of those that are arguments, or in one
         self.sequences: list[tuple[str, Any]] = []  # others, which may have one entry per item
         self._is_shared = False
         self._unregistered = ""
@@ -51,22 +54,25 @@ class ArgumentEncoder(ValueEncoder):
         """Collect what is batched in an argument; the bytes of the rest."""
         if has_entries and not is_plain_sequence(value):
             raise InputError(
-                f"argument {path} is a {type(value).__qualname__}: item_args expects a list, tuple or array "
-                "with one entry per item"
+                f"argument {path} is a {type(value).__qualname__}: item_args expects a list, tuple, array or "
+                "column with one entry per item"
             )
         self._is_shared = is_shared or has_entries
         try:
             if not has_entries:
                 return self.encode(value, path)
-            self._add_entries(value, path)
-            self.taken.add(id(value))
-            return b"E" + self.kind(type(value), path)
+            return self._taken(value, path)
         except UnencodableError as error:
             raise UnhashableArgumentError(
                 f"argument {error.path} is a {type(error.value).__qualname__}"
                 f"{f' ({error.reason})' if error.reason else ''}, which cannot be put in a key. Pass "
                 f"tensors, numbers, texts, and containers of them; {self._elsewhere}{hint(error.value)}"
             ) from None
+
+    def _taken(self, value: Any, path: str) -> bytes:
+        self._add_entries(value, path)
+        self.taken.add(id(value))
+        return b"E" + self.kind(type(value), path)
 
     def _add_entries(self, value: Any, path: str) -> None:
         digests = entry_digests(value, path, self.encode)
@@ -104,6 +110,9 @@ class ArgumentEncoder(ValueEncoder):
         raise UnencodableError(path, value, "that holds itself")
 
     def _encode_compound(self, value: Any, kind: type, path: str) -> bytes:
+        is_array = isinstance(value, np.ndarray) and is_plain_sequence(value)
+        if is_array and self._takes_arrays and not (self._is_shared or self._unregistered):
+            return self._taken(value, path)
         found = len(self.leaves)
         data = super()._encode_compound(value, kind, path)
         if is_sequence(value) and not self._is_shared and len(self.leaves) == found:
@@ -151,8 +160,8 @@ def batch_size_of(leaves: list[tuple[str, Tensor]], entries: list[tuple[str, Dig
     """How many items a call has; raises if nothing is batched, or batch sizes differ."""
     if not leaves and not entries:
         raise InputError(
-            "no batched tensor among the arguments: the first dimension of at least one must be the "
-            "batch, and its name not in shared_args. Name lists with one entry per item in item_args"
+            "no batched tensor among the arguments: the first dimension of at least one tensor or array must "
+            "be the batch, and its name not in shared_args. Name lists with one entry per item in item_args"
         )
     sizes = []
     for path, tensor in leaves:

@@ -143,6 +143,8 @@ class CodeWalk(NameWalk):
         for name, value in sorted(vars(kind).items()):
             if name in _CLASS_NOISE or name.startswith(("torchcache_", "_torchcache_")):
                 continue
+            if self.ignores(value, f"{kind.__name__}.{name}"):
+                continue
             raw = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
             is_function = isinstance(raw, types.FunctionType)
             marks = vars(raw) if is_function else vars(type(raw))
@@ -267,6 +269,8 @@ class CodeWalk(NameWalk):
     def _captured(self, function: types.FunctionType, uses: Uses, owner: str) -> None:
         """Write down what a function reads of the variables that it has captured: one part for each."""
         for name, cell, value in _cells_of(function):
+            if self.ignores(value, name):
+                continue
             if is_left_out := uses.only_writes(name, value):
                 self.leave_out(name, value)
                 if name in uses.assigned:

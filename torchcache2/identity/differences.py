@@ -21,6 +21,7 @@ _TITLES = {
     "function": "source of function",
     "closure": "closure variable",
 }
+_NAMED = ("attribute", "closure", "default", "global", "weights", "value")  # what `ignore` can leave out
 _STATE = ("attribute ", "attributes of ", "constructor argument ", "global ", "hook ")
 _CODE = ("class ", "closure ", "default ", "function ", "import ", "named ", "value ")
 
@@ -62,21 +63,27 @@ def differences_of_state(before: Fingerprint, now: Fingerprint) -> list[str]:
 
 def changes(
     before: Fingerprint, now: Fingerprint, containers: Mapping[str, str], module: nn.Module | None
-) -> list[str]:
-    """What code has changed between two fingerprints of a function, or of this module.
+) -> dict[str, str]:
+    """What code has changed between two fingerprints of a function, or of this module, each with its path.
+
+    The path is empty where it names code.
 
     `containers` says what happened to containers, by path; see `Watch.changed_containers`.
     """
-    lines: dict[str, None] = {}
+    lines: dict[str, str] = {}
+    told = set()
     for kind, path, text in _changed(before, now):
         place, of, owner = path.partition(" of ")
         inside = (f"{place}.", f"{place}[")
         verbs = {at: verb for at, verb in containers.items() if at == place or at.startswith(inside)}
         for at, verb in (verbs or {place: f"was assigned{text}" if text.startswith(":") else text}).items():
+            told.add(at)
             is_own = kind in ("attribute", "weights")
             name = of_root(module, at) if is_own else f"{_TITLES.get(kind, kind)} {at}{of}{owner}"
-            lines[f"{name} {verb.strip()}"] = None
-    return list(lines)
+            lines[f"{name} {verb.strip()}"] = at if kind in _NAMED else ""
+    for at in containers.keys() - told:  # beside plain values of the same object
+        lines[f"{of_root(module, at)} {containers[at]}"] = at
+    return lines
 
 
 def of_root(module: nn.Module | None, path: str) -> str:

@@ -43,7 +43,9 @@ def cache_options(obj: Any) -> list[Any]:
     if settings is None:
         settings = getattr(getattr(type(obj), BINDING, None), "settings", None)
     names = ("cache_dtype", "subsample_count", "persistent_module_hash")
+    ignored = vars(obj).get("torchcache_ignore", getattr(settings, "ignore", None))
     values = [vars(obj).get(f"torchcache_{name}", getattr(settings, name, None)) for name in names]
+    values += [ignored] if ignored else []
     return values if any(value is not None for value in values) else []
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -114,6 +116,7 @@ class Walk(ObjectWalk):
 
     `tokens` and `texts` are as for `ObjectWalk`. A walk inside of another one gets the `labels` of what that
     has met, by id. `shards` says what happens to sharded modules.
+    What the patterns in `ignore` match is left out.
     """
 
     def __init__(
@@ -123,8 +126,12 @@ class Walk(ObjectWalk):
         texts: CompiledTexts,
         labels: Mapping[int, bytes] | None = None,
         shards: Shards | None = None,
+        ignore: Iterable[str] = (),
     ) -> None:
         super().__init__(tokens, texts)
+        for text in ignore:
+            pattern = re.escape(text).replace(r"\*", ".*").replace(r"\?", ".")
+            self.ignore[text] = re.compile(pattern, re.DOTALL)
         self.shards = shards if shards is not None else Shards()
         self._is_inner = labels is not None
         self._labels.update(labels or {})
@@ -147,6 +154,9 @@ class Walk(ObjectWalk):
                 self.leave_out(f"{field.kind.__name__}.{field.name}", field.value)
             elif field.path not in field.read:  # what else the constructor took of it is in other attributes
                 self.parts.pop(f"constructor argument {field.path}", None)
+        for place in self.ignored:  # arguments were read when the module was made, with what is left out now
+            for argument in accumulate(place.split("."), "{}.{}".format):
+                self.parts.pop(f"constructor argument {argument}", None)
         self.reads += [(attrgetter("__class__", *sorted(names)), one) for one, names in self.taken.values()]
 
     def other(self, value: Any, path: str) -> bytes:
@@ -227,9 +237,10 @@ class Walk(ObjectWalk):
             self._hooks(module, where)
         for tensors in (parameters_of(module), buffers_of(module)):
             for name, tensor in tensors.items():
-                if tensor is not None:
+                if tensor is not None and not self.ignores(tensor, f"{where}{name}"):
                     self.parts[f"tensor {where}{name}"] = self.encode(tensor, f"{where}{name}")
-        for name, child in modules_of(module).items():
+        children = self.without_ignored(dict(modules_of(module).items()), where)
+        for name, child in children.items():
             if child is not None:
                 self.parts[f"child {where}{name}"] = self._module(child, f"{where}{name}")
         # Attributes come after the submodules, so that one that refers to a submodule writes only its label.
@@ -239,10 +250,11 @@ class Walk(ObjectWalk):
             if name not in _INTERNAL and not name.startswith(_NOISE)
         }
         # The root's own forward refers to the cache, which would then refer to itself.
-        names = [name for name in fields if path or name != "forward"]
-        skipped: set[str] = set()
+        kept = self.without_ignored(fields, where)
+        names = [name for name in kept if path or name != "forward"]
+        skipped = fields.keys() - kept.keys()
         self.modules.append((module, names, skipped))
-        for name, value in self.without_skipped(kind, fields, path).items():
+        for name, value in self.without_skipped(kind, kept, path).items():
             value = original(value) if name == "forward" else value
             field = _Field(kind, name, f"{where}{name}", value, names, skipped)
             self._attributes.append(field)
@@ -253,8 +265,7 @@ class Walk(ObjectWalk):
         self.unread += unread
         self.parts |= {f"constructor argument {where}{name}": data for name, data in init.items()}
         self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
-        children = list(modules_of(module).keys())  # in scripted modules this is no dict
-        self.parts[reference.decode()] = head + Encoder().encode(children, path)
+        self.parts[reference.decode()] = head + Encoder().encode(list(children), path)
         if not path:  # hooks of the root run outside of the forward: what they collect does not matter
             containers = dict(self.containers)
             self._hooks(module, where)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -102,6 +102,7 @@ class NamespaceKeeper:
         self.generators: list[Any] = []  # random generators that the module refers to
         # Namespaces that may have rows of other weights, as an edit of weights was noticed late.
         self.mistaken: list[bytes] = []
+        self.ignored: list[str] = []  # paths of what is left out at the user's word
         self.walks = 0  # how often code and attributes have been read
         self._settings = settings
         # Ranks that call in step can skip such a forward together. Each has other shards, so a name has to
@@ -178,22 +179,25 @@ class NamespaceKeeper:
     def changed_since(self, seen: Seen, root: Any) -> str | None:
         """What has changed since the module was looked at, by path; None if nothing has."""
         with self._lock():
-            before, watch, module, found = self.fingerprint, self._watch, _module(root), list[str]()
+            before, watch, module = self.fingerprint, self._watch, _module(root)
+            found: dict[str, str] = {}
             if seen.tensors.moved() or seen.tensors.generation != seen.generation:
                 names = seen.tensors.moved_names()  # empty if another thread has read them since
-                found = [f"{of_root(module, name)} was written to" for name in names] or ["a tensor changed"]
+                found = {f"{of_root(module, name)} was written to": name for name in names} or {
+                    "a tensor changed": ""
+                }
             if before.namespace == seen.namespace:
                 if watch is not None and watch.same(module) and watch.contents_same():
-                    return listed(found) or None
+                    return _told(found)
                 containers = {} if watch is None else watch.changed_containers()
                 self._watch = None
                 # An assigned value may equal the old one: pruning, for example, assigns weights each time.
                 if self.look(root).namespace == before.namespace:
-                    return listed(found) or None
-                found += changes(before, self.fingerprint, containers, module)
+                    return _told(found)
+                found |= changes(before, self.fingerprint, containers, module)
             elif (earlier := self.history.before(before)) is not None:  # another thread has looked
-                found += changes(earlier, before, {}, module)
-            return listed(found or ["the module changed"])
+                found |= changes(earlier, before, {}, module)
+            return _told(found or {"the module changed": ""})
 
     def attributes(self, root: Any) -> Attributes:
         """The attributes of the module and its submodules, as they are now."""
@@ -223,7 +227,7 @@ class NamespaceKeeper:
         self.walks += 1
         self._shards = Shards(are_cached=self._caches_sharded)
         try:
-            walk = Walk(root, self._tokens, self._texts, shards=self._shards)
+            walk = Walk(root, self._tokens, self._texts, shards=self._shards, ignore=self._settings.ignore)
         except ShardedError as stop:
             self._facts, self._sharded = Facts(sharded=str(stop)), stop.part
             self._tensors = TensorWatch({})  # a tensor that is watched cannot be freed
@@ -232,6 +236,16 @@ class NamespaceKeeper:
         self._values = texts_of(walk.parts) | walk.texts()
         self._parts["option cache_dtype"] = str(self._settings.cache_dtype).encode()
         self._values["option cache_dtype"] = str(self._settings.cache_dtype)
+        if self._settings.ignore:
+            self._parts["option ignore"] = str(self._settings.ignore).encode()
+            self._values["option ignore"] = str(self._settings.ignore)
+        self.ignored = sorted(walk.ignored)
+        for text in walk.ignore.keys() - {text for found in walk.ignored.values() for text in found}:
+            self._tell(
+                logger.warning,
+                f"ignore={text!r} matches nothing that the key covers: the names of "
+                ".cache_instance.fingerprint.parts show paths, such as encoder.0.weight",
+            )
         self._tensors = TensorWatch(walk.tensors | self._shards.buffers(), self._tensors)
         self.generators = walk.generators + self._shards.held(GENERATORS)
         self._is_known = False
@@ -292,6 +306,14 @@ class NamespaceKeeper:
 
 def _nothing() -> None:
     return None
+
+
+def _told(changes: Mapping[str, str]) -> str | None:
+    """What has changed, and which option leaves it out; None for no changes."""
+    paths = tuple(dict.fromkeys(filter(None, changes.values())))
+    patterns = repr(paths if len(paths) > 1 else "".join(paths))
+    advice = f"; if no output depends on it, ignore={patterns} leaves it out of the key" if paths else ""
+    return listed(list(changes)) + advice if changes else None
 
 
 def _module(root: Any) -> nn.Module | None:

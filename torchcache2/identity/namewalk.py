@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import re
 import sys
 import types
 from collections.abc import Callable, Collection, Mapping
@@ -33,6 +34,7 @@ _MISSING = object()
 # With these, code reaches things that it does not name. `locals` is not one: its values are in the code.
 _UNFOLLOWED = (eval, exec, globals, sys.modules)
 _IMPORTERS = (importlib.import_module, __import__)
+_CODE = (type, types.FunctionType, types.MethodType, types.ModuleType, staticmethod, classmethod, property)
 
 
 class NameWalk(Encoder):
@@ -40,6 +42,8 @@ class NameWalk(Encoder):
 
     def __init__(self, texts: CompiledTexts) -> None:
         super().__init__()
+        self.ignore: dict[str, re.Pattern[str]] = {}  # what the user leaves out of the key
+        self.ignored: dict[str, list[str]] = {}  # by path, the patterns for which something was left out
         self.parts: dict[str, bytes] = {}  # canonical bytes of each part
         self.scopes: list[tuple[Mapping[str, Any], str, Any]] = []  # globals and attributes that were read
         # Other things that were read: a function, and the object from which it reads them, as a tuple.
@@ -67,6 +71,18 @@ class NameWalk(Encoder):
         self._labels: dict[int, bytes] = {}  # of classes, functions and modules that were met
         self._taken: dict[str, int] = {}
         self._kept_alive: list[Any] = []  # objects that must live as long as their ids are used
+
+    def ignores(self, value: Any, path: str) -> bool:
+        """Whether the user has said that a value at a path changes no output. Code always counts."""
+        found = [text for text, pattern in self.ignore.items() if pattern.fullmatch(path)]
+        if not found or isinstance(value, _CODE):
+            return False
+        self.ignored[path] = found
+        return True
+
+    def without_ignored(self, state: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The values whose paths, which are the names behind `where`, the user does not leave out."""
+        return {name: one for name, one in state.items() if not self.ignores(one, f"{where}{name}")}
 
     def unreadable(self, value: Any, path: str) -> bytes:
         """Bytes that stand for what cannot be read."""
@@ -99,6 +115,8 @@ class NameWalk(Encoder):
         scope: Mapping[str, Any] = function.__globals__
         value = scope.get(name, _MISSING)
         path = key = name
+        if self.ignores(value, path):
+            return
         if is_left_out := uses.only_writes(name, value):
             self.leave_out(name, value)
             if name in uses.assigned:
@@ -121,6 +139,8 @@ class NameWalk(Encoder):
             if attribute not in scope and "__getattr__" in scope and self.origins.of(inside) == "project":
                 self._unfollowed(function, path, owner)
             value = scope if attribute == "__dict__" else scope.get(attribute, None)
+            if self.ignores(value, path):
+                return
             self.scopes.append((scope, attribute, scope.get(attribute)))
         is_renamed = any(value is one for one in _IMPORTERS) and chain[-1] not in IMPORTING
         if is_renamed or any(value is one for one in _UNFOLLOWED):
@@ -151,6 +171,7 @@ class NameWalk(Encoder):
                 found.append((value, path))
                 continue
             seen.add(id(value))
+            names = {name for name in names if not self.ignores(getattr(value, name), f"{path}.{name}")}
             self.taken.setdefault(id(value), (value, set()))[1].update(names)
             queue += [(f".{name}", getattr(value, name), f"{path}.{name}") for name in sorted(names)]
         return found
@@ -293,8 +314,10 @@ class NameWalk(Encoder):
             for module, name in new:
                 self._done.add((id(module), name))
                 value = vars(module).get(name)
-                self.scopes.append((vars(module), name, value))
                 path = f"{module.__name__}.{name}"
+                if self.ignores(value, path):
+                    continue
+                self.scopes.append((vars(module), name, value))
                 self.parts[f"global {path}"] = self.encode(value, path)
 
     def label(self, obj: Any, label: str) -> bytes:

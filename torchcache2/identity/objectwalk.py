@@ -87,6 +87,8 @@ class ObjectWalk(OwnerWalk):
 
     def encode(self, value: Any, path: str) -> bytes:
         """The bytes of `value`, or a token if there is too much of it."""
+        if self.ignore and self.ignores(value, path):
+            return b"-"
         if isinstance(value, UNCOUNTED):
             return super().encode(value, path)
         self._objects += 1
@@ -145,13 +147,15 @@ class ObjectWalk(OwnerWalk):
 
     def fields(self, value: Any, path: str) -> dict[str, Any]:
         """The fields of a dataclass by name, without those that are left out."""
-        fields = self.without_skipped(type(value), super().fields(value, path), path)
+        fields = self.without_ignored(super().fields(value, path), f"{path}.")
+        fields = self.without_skipped(type(value), fields, path)
         self._note(value, fields, path)
         return fields
 
     def besides(self, value: Any, path: str) -> bytes:
         """The bytes of further attributes, those in slots included; they are watched from then on."""
-        fields, state = getattr(type(value), "__dataclass_fields__", ()), attributes(value)
+        fields = getattr(type(value), "__dataclass_fields__", ())
+        state = self.without_ignored(attributes(value), f"{path}.")
         self.watch(value, state)
         state = {name: item for name, item in state.items() if name not in fields}
         state = self.without_skipped(type(value), state, path)
@@ -248,7 +252,7 @@ class ObjectWalk(OwnerWalk):
 
     def _object_of_class(self, value: Any, path: str) -> bytes:
         kind = type(value)
-        state = attributes(value)
+        state = self.without_ignored(attributes(value), f"{path}.")
         if hasattr(kind, "__enter__") and sourcecode.origin(kind) == "torch":
             # Such an attribute is the state that a context manager goes back to, and changes with each use.
             state = {name: item for name, item in state.items() if not name.startswith("prev")}

@@ -187,4 +187,4 @@ if __name__ == "__main__":
 
 
 def test_children_of_fork_spawn_and_forkserver_take_part(tmp_path):
-    assert warm.run(HOW_PROCESSES_ARE_MADE, tmp_path).words == ["35", "0", "1"]
+    assert warm.run(HOW_PROCESSES_ARE_MADE, tmp_path, forks=True).words == ["35", "0", "1"]

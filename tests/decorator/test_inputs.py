@@ -1,0 +1,239 @@
+"""Values that are given in place of tensors and lists: arrays, columns of tables, texts, images, objects."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from torchcache2 import torchcache
+
+ORDERS = ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [1, 2], [3, 0, 4], [2, 2, 1], [0, 1, 2, 3, 4, 5])
+TEXTS = ["a", "bb", "ccc", "dd", "e", "ffffff"]
+
+
+def stats(function):
+    return function.cache_instance.stats()
+
+
+def chosen(values, order):
+    return [values[place] for place in order]
+
+
+def numbers(entries):
+    return torch.tensor([float(sum(map(ord, repr(entry)))) for entry in entries])
+
+
+# Arrays as batches.
+
+ARRAYS = {
+    kind: np.array([1, 0, 3, 2, 5, 1]).astype(kind)
+    for kind in ("f4", "f2", "u1", "bool", "c8", ">i4", "datetime64[s]", "U3", "U200", "S3", "O")
+}
+ARRAYS |= {
+    "wide": np.arange(6 * 300.0).reshape(6, 10, 30),
+    "strided": np.arange(6 * 600).reshape(6, 600)[:, ::2],
+    "transposed": np.arange(1800.0).reshape(300, 6).T,
+    "backwards": np.arange(1800.0).reshape(6, 300)[::-1, ::-1],
+    "records": np.array([(n, 2.0) for n in range(6)], [("a", "i4"), ("b", "f4")]),
+}
+
+
+def by_entry(x):
+    return torch.tensor([[float(sum(map(ord, repr(row)))), x.dtype.itemsize] for row in x.tolist()])
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_the_items_of_arrays_are_computed_once(name):
+    array = ARRAYS[name]
+    function = torchcache(lambda x: by_entry(x))
+    for order in ORDERS:
+        assert torch.equal(function(array[order]), by_entry(array[order]))
+        assert torch.equal(function(x=array[order]), by_entry(array[order]))
+    distinct = len({row.tobytes() if name != "O" else row for row in array})
+    assert (stats(function).misses, stats(function).bypasses) == (distinct, {})
+
+
+def test_arrays_of_a_file_and_those_in_dicts_are_batches(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(24.0).reshape(6, 4))
+    x = np.load(tmp_path / "x.npy", mmap_mode="r")
+
+    def plain(batch, *, scale=1.0, **others):
+        return torch.from_numpy(batch["x"] * batch["y"][:, None] * scale + others["z"][:, None])
+
+    function, y = torchcache(plain), np.arange(6)
+    for order in ORDERS:
+        call = {"batch": {"x": x[order], "y": y[order]}, "z": y[order] * 2}
+        assert torch.equal(function(**call), plain(**call))
+    assert (stats(function).misses, stats(function).bypasses) == (6, {})
+
+
+def test_arrays_beside_tensors_count_for_the_whole_batch():
+    x, table = torch.arange(6.0), np.ones(7)
+
+    @torchcache
+    def scaled(batch, table, whole):
+        return batch["x"] * float(table.sum()) * torch.from_numpy(whole)
+
+    for order in ORDERS:
+        given = np.array(order, "f4")
+        assert torch.equal(scaled({"x": x[order]}, table, given), x[order] * 7 * torch.from_numpy(given))
+    # As long as the batch, `whole` may belong to the items or to the batch: both are assumed.
+    assert (stats(scaled).hits, stats(scaled).bypasses) == (7, {})
+    assert torch.equal(scaled({"x": x[[2, 1]]}, table * 2, np.ones(2, "f4")), x[[2, 1]] * 14)
+    assert stats(scaled).hits == 7
+
+
+def test_an_array_of_the_whole_batch_has_to_be_named_among_arrays(log):
+    def plain(x, mean):
+        return torch.from_numpy(x - mean)
+
+    x, mean = np.arange(18.0).reshape(6, 3), np.ones(3)
+    unnamed, named = torchcache(plain), torchcache(shared_args="mean")(plain)
+    for order in ORDERS:
+        assert torch.equal(unnamed(x[order], mean), plain(x[order], mean))
+        assert torch.equal(named(x[order], mean), plain(x[order], mean))
+    assert (stats(named).misses, stats(named).bypasses) == (6, {})
+    assert set(stats(unnamed).bypasses) <= {"argument", "batch"} and "argument" in stats(unnamed).bypasses
+    assert torch.equal(named(x, mean * 2), plain(x, mean * 2)) and stats(named).misses == 12
+
+
+def test_an_array_that_the_forward_changes_is_changed_as_without_a_cache():
+    def plain(x):
+        x *= 2
+        return torch.from_numpy(x + 1)
+
+    function = torchcache(plain)
+    for order in ORDERS:
+        given, expected = np.array(order), np.array(order)
+        assert torch.equal(function(given), plain(expected)) and np.array_equal(given, expected)
+    assert stats(function).hits == 0 and set(stats(function).bypasses) == {"input"}
+
+
+# Columns of tables.
+
+
+def series(values):
+    return pytest.importorskip("pandas").Series(values, name="text")
+
+
+def labelled(values):
+    return pytest.importorskip("pandas").Series(values, index=[f"row {v}" for v in values])
+
+
+def arrow(values):
+    return pytest.importorskip("pyarrow").array(values)
+
+
+def chunked(values):
+    return pytest.importorskip("pyarrow").chunked_array([values[:1], values[1:]])
+
+
+def column(values):
+    return pytest.importorskip("datasets").Dataset.from_dict({"text": values, "n": values})["text"]
+
+
+def nested(values):
+    rows = [{"text": value} for value in values]
+    return pytest.importorskip("datasets").Dataset.from_dict({"meta": rows})["meta"]["text"]
+
+
+@pytest.mark.parametrize("make", [series, labelled, arrow, chunked, column, nested])
+def test_columns_of_tables_are_lists_with_one_entry_per_item(make, capsys):
+    def plain(texts):
+        print(type(texts).__name__)  # a set of types would be its state
+        return numbers([str(text) for text in texts])
+
+    function = torchcache(item_args="texts")(plain)
+    for order in ORDERS:
+        values = chosen(TEXTS, order)
+        assert torch.equal(function(make(values)), numbers(values))
+    assert (stats(function).misses, stats(function).bypasses) == (6, {})
+    kinds = {type(make(TEXTS)).__name__} | ({"list"} if make is nested else set())
+    assert set(capsys.readouterr().out.split()) == kinds
+
+
+def test_the_labels_of_a_series_count_with_its_entries():
+    pandas = pytest.importorskip("pandas")
+    function = torchcache(item_args="s")(lambda s: torch.tensor(s.index.to_numpy() * 10 + s.to_numpy()))
+    for labels in ([7, 3, 5], [3, 5, 7], [5, 5, 1]):
+        given = pandas.Series([1, 2, 3], index=labels)
+        wanted = [10 * label + n for label, n in zip(labels, (1, 2, 3), strict=True)]
+        assert function(given).tolist() == wanted
+    assert stats(function).bypasses == {}
+
+
+@pytest.mark.parametrize("kind", ["categories", "a dictionary", "a subclass"])
+def test_columns_with_more_than_entries_are_passed_through(kind):
+    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+
+    class Own(pandas.Series):
+        pass
+
+    make = {
+        "categories": lambda: pandas.Series(TEXTS).astype("category"),
+        "a dictionary": lambda: pyarrow.array(TEXTS).dictionary_encode(),
+        "a subclass": lambda: Own(TEXTS),
+    }[kind]
+    function = torchcache(item_args="texts")(lambda texts: numbers([str(text) for text in texts]))
+    assert torch.equal(function(make()), numbers(TEXTS))
+    assert list(stats(function).bypasses) == ["argument"]
+
+
+def test_types_of_columns_count():
+    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    function = torchcache(item_args="c", probe=False)(lambda c: torch.zeros(len(c)))
+    values = [pandas.Series([1, 2], dtype=kind) for kind in ("int64", "int32", "object")]
+    values += [pandas.Series([1, 2], name="a"), [1, 2]]
+    values += [pyarrow.array([1, 2], getattr(pyarrow, kind)()) for kind in ("int64", "int8")]
+    for value in values:
+        function(value)
+    assert stats(function).misses == 2 * len(values)
+
+
+# A single text.
+
+
+def test_a_single_text_is_no_batch(log):
+    def plain(texts, prompt=None):
+        return numbers([texts]) if isinstance(texts, str) else numbers([(prompt or "") + t for t in texts])
+
+    function = torchcache(item_args="texts")(plain)
+    for _ in range(3):
+        assert torch.equal(function("one text"), plain("one text"))
+    assert stats(function).bypasses == {"argument": 3} and stats(function).misses == 0
+    assert len([record for record in log if record.levelname == "WARNING"]) == 1
+    assert torch.equal(function(["one text", "a"]), plain(["one text", "a"])) and stats(function).misses == 2
+
+
+def test_a_single_text_beside_a_batch_belongs_to_all_of_it():
+    function = torchcache(item_args=("texts", "prompt"))(
+        lambda texts, prompt: numbers([prompt + t for t in texts])
+    )
+    for prompt in ("query: ", "passage: ", "query: "):
+        assert torch.equal(function(TEXTS, prompt), numbers([prompt + text for text in TEXTS]))
+    assert (stats(function).misses, stats(function).hits) == (12, 6)
+
+
+# Lists of images.
+
+PIXELS = [np.full((8, 8, 3), place, np.uint8) for place in range(6)]
+IMAGES = {
+    "arrays": PIXELS,
+    "tensors": [torch.from_numpy(image) for image in PIXELS],
+    "pictures": [Image.fromarray(image) for image in PIXELS],
+    "read-only arrays": [np.frombuffer(image.tobytes(), np.uint8).reshape(8, 8, 3) for image in PIXELS],
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_of_one_shape_are_items(name):
+    def plain(images):
+        return torch.from_numpy(np.stack([np.asarray(image, "f4") for image in images])).mean((1, 2))
+
+    function = torchcache(item_args="images")(plain)
+    for order in ORDERS:
+        given = copy.deepcopy(chosen(IMAGES[name], order))
+        assert torch.equal(function(given), plain(given))
+    assert (stats(function).misses, stats(function).bypasses) == (6, {})
