@@ -21,6 +21,7 @@ if _typing.TYPE_CHECKING:
     )
     from torchcache2.core.keys import Keys
     from torchcache2.core.settings import CacheSettings
+    from torchcache2.core.values import register_value
     from torchcache2.datasets.counts import DatasetStats
     from torchcache2.datasets.dataset import CachedDataset
     from torchcache2.datasets.lazyshards import LazyShardDataset
@@ -55,6 +56,7 @@ __all__ = [
     "WarmupStats",
     "__version__",
     "get_shm_size",
+    "register_value",
     "set_logger_config",
     "torchcache",
 ]
@@ -73,6 +75,7 @@ _FILES = {
     "SharedCache": "datasets.slots",
     "WarmupStats": "engine.progress",
     "get_shm_size": "datasets.reserve",
+    "register_value": "core.values",
     "torchcache": "decorator.torchcache",
 }
 

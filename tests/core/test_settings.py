@@ -117,7 +117,7 @@ WRONG = [
     ("policy", [None, "", "fifo", "MRU", b"mru", 0, ["mru"]], "'mru' or 'lru'"),
     ("shared_args", [None, b"mask", 5, [5], ("mask", None)], "the name of an argument, or several"),
     ("item_args", [None, b"texts", 5, [5], ("texts", None)], "the name of an argument, or several"),
-    ("ignore", [None, b"cache", 5, "", ("a", "")], "a path, or several"),
+    ("ignore", [None, 3, "", b"a", ("a", None), ("a", "")], "the path of an attribute or weight, or several"),
     ("probe", [None, 1, "yes"], "True or False"),
     ("strict", [None, 1, "yes"], "True or False"),
     ("miss_batch", [None, "", "padded", "PAD", True, 2], "'exact' or 'pad'"),

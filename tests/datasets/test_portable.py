@@ -26,7 +26,7 @@ from torchcache2.core.errors import NotCachedError
 from torchcache2.core.intkeys import filled, int_keys
 from torchcache2.datasets.folders import ranges_text
 from torchcache2.datasets.itemkeys import keys_of
-from torchcache2.datasets.samples import Samples
+from torchcache2.engine.values.samples import Samples
 from torchcache2.files.filesystem import FileSystem
 
 SOAK = bool(os.environ.get("SOAK"))

@@ -298,10 +298,10 @@ def test_an_advice_is_not_that_for_another_cause(log):
     assert "quantize" not in message and "probe=False" not in message
 
 
-def test_a_list_of_what_is_an_output_for_each_item(log):
-    torchcache(lambda x: [len(item) for item in x])(X)
+def test_a_dict_of_what_is_an_output_for_each_item(log):
+    torchcache(lambda x: {i: len(item) for i, item in enumerate(x)})(X)
     (message,) = warnings_of(log)
-    assert "not a list with one entry per item" in message and "batch_first" not in message
+    assert "or a list with one entry per item" in message and "batch_first" not in message
 
 
 # All reasons at once
@@ -595,7 +595,7 @@ def test_functions_are_not_told_of_attributes_of_a_module(log):
 
     torchcache(lambda x, how: x)(X, object())
     torchcache(Net())(X, object())
-    Decorated()(X)
+    Decorated().forward(object())
     of_function, of_module, of_method = warnings_of(log)
     assert "decorate the class, not its method" in of_method and "close over" not in of_method
     assert "close over other objects" in of_function and "module" not in of_function

@@ -116,7 +116,8 @@ def test_any_output_comes_back_as_it_is(name, mode):
             output = function(X[index])
             assert_same(output, forward(X[index]))
         assert_same(function(X), expected)
-    assert function.sizes == [3, 3]
+    # A tuple of 3 may have an entry for each of 3 items: one item alone shows that it does not.
+    assert function.sizes == ([3, 1, 3] if name == "bytes" else [3, 3])
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
@@ -211,7 +212,7 @@ def test_cache_dtype_rounds_hits_and_misses_alike():
     expected = ((X / 3).bfloat16().float(), X.long())
     for batch in (slice(0, 2), slice(0, 6), slice(3, 6)):
         assert_same(function(X[batch]), tuple(leaf[batch] for leaf in expected))
-    assert function.sizes == [2, 4]
+    assert function.sizes == [2, 1, 4]
 
 
 def test_shared_arguments_belong_to_the_batch():
@@ -488,7 +489,7 @@ def test_an_uninitialised_module_is_bypassed_once():
         (object(), "object"),
         (torch.zeros(6, 2).to_sparse(), "sparse"),
         (2**70, "64 bits"),
-        (np.zeros(3), "ndarray"),
+        (np.zeros(3), "has shape (3,)"),
     ],
 )
 def test_outputs_that_cannot_be_kept_are_passed_through(output, words, log):
@@ -509,7 +510,11 @@ ERRORS = {
     "batch sizes": (lambda f: f(X, X[:5]), InputError, r"x has shape \(6, 4\), y has shape \(5, 4\)"),
     "nested sizes": (lambda f: f(X, {"a": [X[:2]]}), InputError, r"y\['a'\]\[0\] has shape \(2, 4\)"),
     "an object": (lambda f: f(X, object()), UnhashableArgumentError, "argument y is a object"),
-    "a module": (lambda f: f(X, [nn.ReLU()]), UnhashableArgumentError, r"y\[0\] is a ReLU"),
+    "what cannot be read": (
+        lambda f: f(X, [nn.ReLU(), threading.local()]),
+        UnhashableArgumentError,
+        r"y\[1\] is a _?local",
+    ),
     "a function": (lambda f: f(X, len), UnhashableArgumentError, "argument y is a builtin"),
     "sparse": (lambda f: f(X.to_sparse()), UnhashableArgumentError, "argument x .*sparse"),
     "in a set": (lambda f: f(X, {X}), UnhashableArgumentError, "set"),

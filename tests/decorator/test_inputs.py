@@ -1,11 +1,14 @@
 """Values that are given in place of tensors and lists: arrays, columns of tables, texts, images, objects."""
 
 import copy
+import gc
+import weakref
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import BatchEncoding
 
 from torchcache2 import torchcache
 
@@ -237,3 +240,186 @@ def test_images_of_one_shape_are_items(name):
         given = copy.deepcopy(chosen(IMAGES[name], order))
         assert torch.equal(function(given), plain(given))
     assert (stats(function).misses, stats(function).bypasses) == (6, {})
+
+
+# Modules, tokenizers and functions as arguments.
+
+
+class Tokenizer:
+    def __init__(self, step=1):
+        self.step, self.words, self.most = step, {}, list(range(1000))
+
+    def __call__(self, texts):
+        return (
+            torch.tensor([[float(ord(c) * self.step) for c in (t + "    ")[:4]] for t in texts])
+            + self.most[5]
+        )
+
+
+@torch.no_grad()
+def encode_prompt(prompts, encoders, tokenizers, finish=None):
+    found = [encoder(tokenizer(prompts)) for encoder, tokenizer in zip(encoders, tokenizers, strict=True)]
+    found = torch.cat(found, dim=1)
+    return found if finish is None else finish(found)
+
+
+def encoders():
+    torch.manual_seed(0)
+    return [torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Dropout()).eval() for _ in range(2)]
+
+
+def twice(x):
+    return x * 2
+
+
+EDITS = {
+    "nothing": (lambda models, tokenizers: None, 0),
+    "a weight": (lambda models, tokenizers: models[1][0].weight.data.mul_(2), 6),
+    "a weight in place": (lambda models, tokenizers: models[0][0].bias.detach().add_(1), 6),
+    "other models": (lambda models, tokenizers: models.reverse(), 6),
+    "an equal model": (lambda models, tokenizers: models.append(copy.deepcopy(models.pop())), 0),
+    "a layer": (lambda models, tokenizers: models[0].append(torch.nn.ReLU().eval()), 6),
+    "a hook": (lambda models, tokenizers: models[0].register_forward_hook(lambda *a: a[2] + 1), 6),
+    "an attribute": (lambda models, tokenizers: setattr(tokenizers[0], "step", 2), 6),
+    "one of a long list": (lambda models, tokenizers: tokenizers[1].most.__setitem__(5, 50), 6),
+    "a tokenizer": (lambda models, tokenizers: tokenizers.__setitem__(0, Tokenizer(3)), 6),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_modules_and_tokenizers_as_arguments_count_by_their_state(name):
+    models, tokenizers = encoders(), [Tokenizer(), Tokenizer()]
+    function = torchcache(item_args="prompts")(encode_prompt)
+    for _ in range(3):
+        assert torch.equal(function(TEXTS, models, tokenizers), encode_prompt(TEXTS, models, tokenizers))
+    before = stats(function)
+    assert (before.misses, before.bypasses) == (6, {})  # weights require grad, but not under its `no_grad`
+    edit, misses = EDITS[name]
+    edit(models, tokenizers)
+    for _ in range(2):
+        assert torch.equal(function(TEXTS, models, tokenizers), encode_prompt(TEXTS, models, tokenizers))
+    assert (stats(function).misses - before.misses, stats(function).bypasses) == (misses, {})
+
+
+def test_a_module_that_is_an_argument_steps_aside_for_what_a_cached_module_does():
+    (model, _), x = encoders(), torch.ones(2, 4)
+    function = torchcache(lambda x, model: model(x))
+    function(x, model)
+    assert list(stats(function).bypasses) == ["grad"]
+    model.requires_grad_(False).train()
+    function(x, model)
+    assert list(stats(function).bypasses) == ["grad", "training"]
+    model.eval()
+    for _ in range(2):
+        assert torch.equal(function(x, model), model(x))
+    assert (stats(function).hits, stats(function).misses) == (3, 1)
+
+
+class Counting(torch.nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.calls
+
+
+def test_a_module_that_the_forward_changes_is_changed_as_without_a_cache():
+    model, expected, x = Counting(), Counting(), torch.ones(2, 4)
+    function = torchcache(lambda x, model: model(x))
+    for _ in range(3):
+        assert torch.equal(function(x, model), expected(x)) and model.calls == expected.calls
+    assert list(stats(function).bypasses) == ["input"]
+
+
+def test_functions_as_arguments_count_by_code_and_closure():
+    function, x = torchcache(lambda x, finish: finish(x)), torch.arange(3.0)
+    for number in (2, 3, 2):
+        assert torch.equal(function(x, lambda x, by=number: x * by), x * number)
+    assert torch.equal(function(x, twice), x * 2)
+    assert (stats(function).misses, stats(function).hits, stats(function).bypasses) == (9, 3, {})
+
+
+def test_a_module_that_was_an_argument_can_be_freed():
+    models, tokenizers = encoders(), [Tokenizer(), Tokenizer()]
+    function = torchcache(item_args="prompts")(encode_prompt)
+    for _ in range(2):
+        function(TEXTS, models, tokenizers)
+    weights = weakref.ref(models[0][0].weight)
+    models.clear()
+    gc.collect()
+    assert weights() is None and stats(function).hits == 6
+
+
+def test_objects_with_random_generators_are_passed_through():
+    function, x = torchcache(lambda x, draw: x + draw(3)), torch.ones(3)
+    generator = torch.Generator().manual_seed(0)
+    first = function(x, lambda n: torch.rand(n, generator=generator))
+    assert not torch.equal(function(x, lambda n: torch.rand(n, generator=generator)), first)
+    assert list(stats(function).bypasses) == ["argument"]
+
+
+# Dicts that the forward fills.
+
+
+class Filling(torch.nn.Module):
+    def forward(self, features, factor=1):
+        features["total"] = features["x"].sum(1) * factor
+        features["width"] = features["x"].shape[1]
+        return features
+
+
+@pytest.mark.parametrize("probe", [True, False])
+def test_a_dict_that_the_forward_fills_is_filled_with_what_is_found_too(probe):
+    plain, x = Filling(), torch.arange(12.0).reshape(6, 2)
+    module = torchcache(probe=probe)(Filling())
+    for order in ([0, 1, 2], [2, 1, 0], [3, 0, 4, 5], [5, 5, 1], [0, 1, 2]):
+        given, expected = {"x": x[order], "how": "sum"}, {"x": x[order], "how": "sum"}
+        own = given["x"]
+        assert module(given) is given and plain(expected) is expected
+        assert given["x"] is own and list(given) == list(expected) and given["width"] == 2
+        assert torch.equal(given["total"], expected["total"])
+        assert given.keys() == module(features=dict(given), factor=2).keys()
+    assert stats(module).bypasses == {} and stats(module).hits > 12
+
+
+def test_mappings_of_a_tokenizer_are_filled_too():
+    module, given = torchcache(Filling()), BatchEncoding({"x": torch.ones(3, 2)})
+    for _ in range(2):
+        given = BatchEncoding({"x": torch.ones(3, 2)})
+        assert module(given) is given and given["total"].tolist() == [2, 2, 2]
+    assert (stats(module).misses, stats(module).bypasses) == (1, {})
+
+
+class Odd(torch.nn.Module):
+    def forward(self, features, what):
+        if what == "removes":
+            features["y"] = features.pop("x") * 2
+            return features
+        if what == "returns another":
+            features["y"] = features["x"] * 2
+            return features["y"] + 1
+        if what == "raises":
+            features["y"] = 1
+            raise ValueError(what)
+        features["x"] *= 2
+        return features
+
+
+@pytest.mark.parametrize("what", ["removes", "returns another", "raises", "writes"])
+def test_a_dict_that_is_changed_otherwise_is_changed_as_without_a_cache(what):
+    plain, module = Odd(), torchcache(Odd())
+    for _ in range(3):
+        given, expected = {"x": torch.ones(2, 2)}, {"x": torch.ones(2, 2)}
+        if what == "raises":
+            for one, values in ((plain, expected), (module, given)):
+                with pytest.raises(ValueError, match="raises"):
+                    one(values, what)
+        else:
+            output, wanted = module(given, what), plain(expected, what)
+            assert (output is given) == (wanted is expected)
+        assert list(given) == list(expected)
+        assert all(
+            torch.equal(*map(torch.as_tensor, pair))
+            for pair in zip(given.values(), expected.values(), strict=True)
+        )
+    assert set(stats(module).bypasses) <= {"input"} and stats(module).hits == 0

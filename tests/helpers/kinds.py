@@ -11,6 +11,8 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
+from torchcache2 import register_value
+
 
 class Point(NamedTuple):
     x: Any
@@ -171,6 +173,26 @@ class Items(list):
     pass
 
 
+@dataclasses.dataclass
+class Plain:
+    x: Any
+    y: Any = None
+
+    def __post_init__(self):
+        self.x = self.x * 2
+
+
+class Registered:
+    """Computes more attributes of its parts than it can be rebuilt from."""
+
+    def __init__(self, x, factor):
+        self.x, self.factor = x, factor
+        self.product = x * factor
+
+
+register_value(Registered, lambda value: {"x": value.x, "factor": value.factor}, lambda p: Registered(**p))
+
+
 class Keyed(dict):
     pass
 
@@ -248,7 +270,9 @@ KINDS = {
     "subclass of int": (lambda x: [_with(Whole(3), note=1), x], False, False),
     "subclass of list": (lambda x: Items([x]), False, False),
     "subclass of dict": (lambda x: Keyed(a=x), False, False),
-    "UserDict": (lambda x: Mapped(a=x), False, False),
+    "UserDict": (lambda x: Mapped(a=x), True, True),
+    "dataclass that nobody registered": (lambda x: Plain(x, [1, "a"]), True, True),
+    "value that was registered": (lambda x: Registered(x, 2), True, True),
     "SimpleNamespace": (lambda x: types.SimpleNamespace(x=x), False, False),
     "mappingproxy": (lambda x: types.MappingProxyType({"a": x}), False, False),
     "enum": (lambda x: [Colour.RED, x], False, False),

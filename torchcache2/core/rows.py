@@ -7,7 +7,7 @@ columns too, with the same value in each row: they are data, and not part of the
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,23 @@ from torchcache2.core.errors import OutputError, hint
 from torchcache2.core.gather import as_bytes, as_words, empty_rows, moved, select, with_ordinary_tensors
 from torchcache2.core.schema import Leaf, Schema
 from torchcache2.core.transfer import sent, to_device
-from torchcache2.core.values import NotRebuiltError, has_attributes, mapped, rebuilt, taken_apart
+from torchcache2.core.values import (
+    NotRebuiltError,
+    Opener,
+    closed,
+    has_attributes,
+    mapped,
+    opened_at,
+    rebuilt,
+    taken_apart,
+)
 
 __all__ = ["Parts", "Rows", "UnstorableError", "merged", "rounded"]
 
 _HOST = torch.device("cpu")
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_FLOATS = tuple(np.dtype(name) for name in ("f2", "f4", "f8"))
 _PACKED = {"bool": "<?", "int": "<q", "float": "<d", "complex": "<dd"}
 
 
@@ -33,7 +43,7 @@ class UnstorableError(Exception):
     """An output that cannot be stored as rows; the message says why."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"{what}; only dense tensors, numbers, texts and None can be kept")
+        super().__init__(f"{what}; docs/values.md has what can be kept, and register_value adds to it")
 
 
 class Rows:
@@ -51,12 +61,18 @@ class Rows:
 
     @classmethod
     def from_pytree(
-        cls, output: Any, count: int, *, device: torch.device, dtype: torch.dtype | None = None
+        cls,
+        output: Any,
+        count: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        opened: Opener = opened_at,
     ) -> Rows:
         """The rows of a computation's output, a pytree, for a batch of `count` items.
 
         Its tensors have shape ``(count, ...)``; other values belong to the whole batch. `device` is that of
-        the call, and `dtype` is the stored dtype of floating-point leaves.
+        the call, and `dtype` is the stored dtype of floating-point leaves. `opened` is as for `taken_apart`.
 
         Raises
         ------
@@ -67,7 +83,7 @@ class Rows:
             back as it was.
         """
         try:
-            pairs, structure = taken_apart(output)
+            pairs, structure = taken_apart(output, opened)
         except NotRebuiltError as error:
             raise UnstorableError(f"output{error}") from None
         leaves, columns = [], []
@@ -81,8 +97,10 @@ class Rows:
         return cls(Schema(structure, tuple(leaves)), columns, count)
 
     @with_ordinary_tensors
-    def to_pytree(self, *, device: torch.device) -> Any:
-        """The output that these rows stand for, its tensors on `device`.
+    def to_pytree(
+        self, *, device: torch.device, closed: Callable[[Any, Any, list[Any]], Any] = closed
+    ) -> Any:
+        """The output that these rows stand for, its tensors on `device`; `closed` is as for `rebuilt`.
 
         Raises
         ------
@@ -102,7 +120,7 @@ class Rows:
                 values.append(column)
             else:
                 values.append(_column_value(leaf, column))
-        return rebuilt(self.schema.structure, iter(values))
+        return rebuilt(self.schema.structure, iter(values), closed)
 
     def take(self, positions: Tensor) -> Rows:
         """A copy of some rows.
@@ -189,11 +207,13 @@ def rounded(output: Any, dtype: torch.dtype) -> Any:
     """An output whose floating-point tensors are rounded as if they were stored in another dtype."""
 
     def leaf(value: Any) -> Any:
+        if type(value) is np.ndarray and value.dtype in _FLOATS:
+            return leaf(torch.from_numpy(value.copy())).numpy()
         inexact = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(dtype).to(value.dtype) if inexact else value
 
     try:
-        return mapped(leaf, output)
+        return mapped(leaf, output, objects=True)
     except NotRebuiltError:  # so it is never stored
         return output
 

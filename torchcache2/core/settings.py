@@ -221,9 +221,10 @@ class CacheSettings:
         is_valid = all(isinstance(name, str) for name in found)
         expected = "the name of an argument, or several, such as ('mask', 'table')"
         if option == "ignore":
-            is_valid = is_valid and "" not in found
-            expected = "a path, or several, such as ('tokenizer.cache',)"
-        self._require(option, is_valid, expected)
+            expected = (
+                "the path of an attribute or weight, or several, such as ('tokenizer.cache', '*.lora_*')"
+            )
+        self._require(option, is_valid and "" not in found, expected)
         object.__setattr__(self, option, tuple(sorted(set(found))))
 
     def _require(self, option: str, is_valid: bool, expected: str) -> None:

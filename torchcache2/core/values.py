@@ -3,6 +3,9 @@
 Neither named tuples nor dataclasses are rebuilt by calling their class, which may compute. Any other node of
 a pytree is made by the function that its class is registered with, and taken apart once more. A node that
 does not come back as it was is refused.
+
+Outputs and samples have more nodes than pytrees, which `objects=True` stands for: dataclasses that nobody
+has registered, mappings like `UserDict`, and the classes that `register_value` knows.
 """
 
 from __future__ import annotations
@@ -10,32 +13,42 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
+from torchcache2.core.errors import OptionError
+from torchcache2.core.logs import shown
 from torchcache2.core.private import pytree
 
 __all__ = [
     "BARE",
+    "Node",
     "NotRebuiltError",
+    "Opened",
+    "Opener",
     "attributes",
     "closed",
     "fields_of",
     "has_attributes",
     "is_key",
     "is_namedtuple",
+    "is_node",
     "is_record",
     "is_registered",
     "leaves_of",
     "mapped",
+    "node_type",
     "one_of",
     "opened",
+    "opened_at",
     "opened_or_none",
     "rebuilt",
+    "register_value",
     "same",
     "same_structure",
     "specs_of",
@@ -46,14 +59,136 @@ __all__ = [
 BARE = pytree.tree_flatten(0)[1]  # the structure of a value that is one leaf
 
 _MAPPINGS = (dict, collections.OrderedDict)
+_PLAIN = (tuple, list, *_MAPPINGS, collections.namedtuple)  # types of nodes that no class registers
+_VALUE = "_torchcache_value"  # attribute of a class: how `register_value` was told to take it apart
 _MARKS = ("_dynamo", "_is_")  # attributes that torch puts on tensors; `persistent` is another, on buffers
+
+
+N = TypeVar("N", bound="type[Node]")
+Opened = tuple[Any, Any, Sequence[Any]]  # the type of a node, its context, and its children
+
+
+class Node:
+    """A node type of pytrees that only schemas name: what a value is besides the tensors in it.
+
+    Its module and its name are part of the format.
+
+    Attributes
+    ----------
+    steps : tuple of str
+        What the path of a leaf says of each child.
+    """
+
+    steps: ClassVar[tuple[str, ...]] = ("",)
+
+    def __init__(self, children: Sequence[Any], context: Any) -> None:
+        self.children, self.context = children, context
+
+
+def node_type(cls: N) -> N:
+    """Register a class of nodes as a node type of pytrees."""
+    pytree.register_pytree_node(cls, lambda node: (list(node.children), node.context), cls)
+    return cls
 
 
 class NotRebuiltError(Exception):
     """A node that would not come back as it was; the text says what it is."""
 
 
-def opened(value: Any) -> tuple[Any, Any, list[Any]] | None:
+def register_value(cls: type, take_apart: Callable[[Any], Any], rebuild: Callable[[Any], Any]) -> None:
+    """Say how objects of a class are cached, in the output of a cached function or in a sample.
+
+    The class gets an attribute that says so; its subclasses are not meant. A row in whose process the class
+    is not imported, or not registered, is a miss. Call it before the first call of what is cached.
+
+    Parameters
+    ----------
+    cls : type
+        A class of Python's, which its module and its name find.
+    take_apart : callable
+        ``take_apart(value)`` returns the parts of an object: tensors and arrays with a first dimension for
+        the batch, lists with an entry per item, numbers, texts, and tuples, lists and dicts of them.
+    rebuild : callable
+        ``rebuild(parts)`` returns an object of the class with these parts. Each hit has one of its own.
+
+    Raises
+    ------
+    OptionError
+        If `cls` is no class, or one that takes no attributes, or if pytrees know it already.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torchcache2 import register_value, torchcache
+    >>> class Boxes:
+    ...     def __init__(self, corners, size):
+    ...         self.corners, self.size = corners, size
+    >>> register_value(Boxes, lambda boxes: (boxes.corners, boxes.size), lambda parts: Boxes(*parts))
+    >>> @torchcache
+    ... def detect(images):
+    ...     return Boxes(images.sum((1, 2))[:, None] + torch.arange(4.0), size=(8, 8))
+    >>> images = torch.ones(3, 8, 8)
+    >>> detect(images).corners.equal(detect(images).corners), detect.cache_instance.stats().hits
+    (True, 3)
+    """
+    if not isinstance(cls, type) or not callable(take_apart) or not callable(rebuild):
+        raise OptionError(
+            f"register_value({shown(cls)}, ...): expected a class, a function that takes an object of it "
+            "apart, and one that rebuilds it of these parts"
+        )
+    if is_registered(cls) or is_namedtuple(cls):
+        raise OptionError(
+            f"cls={_name(cls)} is a node type of pytrees already: its objects are cached as such"
+        )
+    try:
+        setattr(cls, _VALUE, (take_apart, rebuild))
+    except TypeError:
+        text = "takes no attributes: register it with torch.utils._pytree.register_pytree_node"
+        raise OptionError(f"cls={_name(cls)} {text}") from None
+
+
+register_value.__module__ = "torchcache2"  # where people import it from
+
+
+def _diagonal_gaussian(parts: tuple[Any, ...]) -> Any:
+    cls: Any = sys.modules["diffusers.models.autoencoders.vae"].DiagonalGaussianDistribution
+    return cls(*parts)
+
+
+def _encoding(state: bytes) -> Any:
+    value = sys.modules["tokenizers"].Encoding()
+    value.__setstate__(state)  # JSON, which the library parses
+    return value
+
+
+_KNOWN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # as `register_value` would
+    "diffusers.models.autoencoders.vae.DiagonalGaussianDistribution": (
+        lambda value: (value.parameters, value.deterministic),
+        _diagonal_gaussian,
+    ),
+    "tokenizers.Encoding": (lambda value: value.__getstate__(), _encoding),
+}
+
+
+def _functions(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """How a class is taken apart and rebuilt that is neither a pytree nor a dataclass."""
+    functions = type.__getattribute__(cls, "__dict__").get(_VALUE)
+    return functions if functions is not None else _KNOWN.get(_name(cls))
+
+
+def _is_mapping(cls: Any) -> bool:
+    """Whether a class is like `UserDict`: its objects have nothing but attributes."""
+    return issubclass(cls, collections.UserDict) and _is_of_python(cls)
+
+
+def is_node(cls: Any) -> bool:
+    """Whether outputs and samples are taken apart where a class is met that has no syntax of its own."""
+    if is_registered(cls) or is_record(cls) or _is_mapping(cls):
+        return True
+    return isinstance(cls, type) and _functions(cls) is not None
+
+
+def opened(value: Any, *, objects: bool = False) -> tuple[Any, Any, list[Any]] | None:
     """The type, context and children of a node; None for a leaf.
 
     Raises
@@ -75,13 +210,23 @@ def opened(value: Any) -> tuple[Any, Any, list[Any]] | None:
     elif is_namedtuple(kind):
         context, children, rest = kind, list(tuple.__iter__(value)), attributes(value)
         kind = collections.namedtuple
-    elif not is_registered(kind):
+    elif not is_registered(kind) and not (objects and is_node(kind)):
         return None
+    elif not is_registered(kind) and (functions := _functions(kind)) is not None:
+        try:
+            children = [functions[0](value)]
+            closed(kind, None, children)
+        except Exception as error:  # whatever these functions raise
+            raise NotRebuiltError(
+                f"a {_name(kind)} that cannot be taken apart and rebuilt: {error!r}"
+            ) from None
     elif is_record(kind):
         rest, names = attributes(value), fields_of(kind) or []
         if not set(names) <= set(rest):
             raise NotRebuiltError(f"a {_name(kind)} without an attribute for each of its fields")
         children = [rest.pop(name) for name in names]
+    elif not is_registered(kind):
+        context, children = list(vars(value)), list(vars(value).values())
     else:
         try:
             context, children = _flattened(kind, value)
@@ -106,6 +251,12 @@ def closed(kind: Any, context: Any, children: Iterable[Any]) -> Any:
     if kind is collections.namedtuple:
         return tuple.__new__(context, children)
     children = list(children)
+    functions = None if is_registered(kind) else _functions(kind)
+    if functions is not None:
+        value = functions[1](*children)
+        if type(value) is not kind:
+            raise NotRebuiltError(f"a {_name(kind)} that is rebuilt as a {_name(type(value))}")
+        return value
     if is_record(kind):
         value = object.__new__(kind)
         for name, child in zip(fields_of(kind) or [], children, strict=True):
@@ -113,6 +264,10 @@ def closed(kind: Any, context: Any, children: Iterable[Any]) -> Any:
                 object.__setattr__(value, name, child)
             else:  # not through a descriptor of the class, which may compute
                 vars(value)[name] = child
+        return value
+    if _is_mapping(kind) and not is_registered(kind):
+        value = object.__new__(kind)
+        vars(value).update(zip(context, children, strict=True))
         return value
     value = pytree.SUPPORTED_NODES[kind].unflatten_fn(children, copy.deepcopy(context))
     if type(value) is not kind or not same(_flattened(kind, value), (context, children)):
@@ -125,8 +280,18 @@ def _flattened(kind: Any, value: Any) -> tuple[Any, list[Any]]:
     return context, list(children)
 
 
-def taken_apart(value: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
+Opener = Callable[[Any, str], "Opened | None"]
+
+
+def opened_at(value: Any, path: str) -> Opened | None:
+    """What `opened` returns for a part of an output."""
+    return opened(value, objects=True)
+
+
+def taken_apart(value: Any, opened: Opener = opened_at) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
     """The leaves of a value with their paths, as in ``['hidden'][0]``, and its structure.
+
+    ``opened(value, path)`` are the type, context and children of a node; None for a leaf.
 
     Raises
     ------
@@ -137,7 +302,7 @@ def taken_apart(value: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
 
     def spec_of(value: Any, path: str) -> pytree.TreeSpec:
         try:
-            node = opened(value)
+            node = opened(value, path)
         except NotRebuiltError as error:
             raise NotRebuiltError(f"{path} is {error}") from None
         if node is None:
@@ -150,28 +315,36 @@ def taken_apart(value: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
     return leaves, spec_of(value, "")
 
 
-def _steps(value: Any, kind: Any, context: Any, children: list[Any]) -> list[str]:
+def _steps(value: Any, kind: Any, context: Any, children: Sequence[Any]) -> Sequence[str]:
     """What the path of a leaf says of each child."""
+    if isinstance(kind, type) and issubclass(kind, Node):
+        return kind.steps[: len(children)]
+    if kind not in _PLAIN and not is_registered(kind):
+        if _is_mapping(kind):
+            return [f".{name}" for name in context]
+        if not is_record(kind) or _functions(kind) is not None:
+            return [""]
     names = fields_of(type(value)) or []
     if kind in _MAPPINGS:
         return [f"[{key!r}]" for key in context]
     if len(names) == len(children) and (kind is collections.namedtuple or is_record(kind)):
         return [f".{name}" for name in names]
-    keyed = (
-        None
-        if kind in (tuple, list, collections.namedtuple)
-        else pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
-    )
+    keyed = None if kind in _PLAIN else pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
     if keyed is None:
         return [f"[{i}]" for i in range(len(children))]
     return [pytree.keystr((key,)) for key, _ in keyed(value)[0]]
 
 
-def rebuilt(spec: pytree.TreeSpec, leaves: Iterator[Any]) -> Any:
-    """The value with a structure and leaves; `NotRebuiltError` if a class refuses them."""
+def rebuilt(
+    spec: pytree.TreeSpec, leaves: Iterator[Any], closed: Callable[[Any, Any, list[Any]], Any] = closed
+) -> Any:
+    """The value with a structure and leaves; `NotRebuiltError` if a class refuses them.
+
+    ``closed(kind, context, children)`` makes each node.
+    """
     if spec.type is None:
         return next(leaves)
-    return closed(spec.type, spec.context, [rebuilt(child, leaves) for child in specs_of(spec)])
+    return closed(spec.type, spec.context, [rebuilt(child, leaves, closed) for child in specs_of(spec)])
 
 
 def specs_of(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
@@ -180,30 +353,38 @@ def specs_of(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
     return children
 
 
-def opened_or_none(value: Any) -> tuple[Any, Any, list[Any]] | None:
+def opened_or_none(value: Any, *, objects: bool = False) -> tuple[Any, Any, list[Any]] | None:
     """What `opened` returns; None also for a node that would not come back."""
     try:
-        return opened(value)
+        return opened(value, objects=objects)
     except NotRebuiltError:
         return None
 
 
-def leaves_of(value: Any) -> list[Any]:
+def leaves_of(value: Any, *, objects: bool = False) -> list[Any]:
     """Everything in a value that is no container, and the containers that would not come back."""
-    node = opened_or_none(value)
-    return [value] if node is None else [leaf for child in node[2] for leaf in leaves_of(child)]
+    node = opened_or_none(value, objects=objects)
+    if node is None:
+        return [value]
+    return [leaf for child in node[2] for leaf in leaves_of(child, objects=objects)]
 
 
-def mapped(function: Callable[[Any], Any], value: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+def mapped(
+    function: Callable[[Any], Any],
+    value: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+    *,
+    objects: bool = False,
+) -> Any:
     """A value of the same structure, with what a function makes of each of `leaves_of`.
 
     `NotRebuiltError` if a class refuses them.
     """
-    node = None if is_leaf is not None and is_leaf(value) else opened_or_none(value)
+    node = None if is_leaf is not None and is_leaf(value) else opened_or_none(value, objects=objects)
     if node is None:
         return function(value)
     kind, context, children = node
-    return closed(kind, context, [mapped(function, child, is_leaf) for child in children])
+    return closed(kind, context, [mapped(function, child, is_leaf, objects=objects) for child in children])
 
 
 def same(left: Any, right: Any, met: set[tuple[int, int]] | None = None) -> bool:
@@ -295,9 +476,12 @@ def is_namedtuple(cls: Any) -> bool:
 
 def is_record(cls: Any) -> bool:
     """Whether a class is a dataclass that extends no class of C, as a ``ModelOutput`` extends dicts."""
+    return dataclasses.is_dataclass(cls) and _is_of_python(cls)
+
+
+def _is_of_python(cls: Any) -> bool:
     is_of_python = 1 << 9
-    bases = type.__getattribute__(cls, "__mro__")[:-1]
-    return dataclasses.is_dataclass(cls) and all(base.__flags__ & is_of_python for base in bases)
+    return all(base.__flags__ & is_of_python for base in type.__getattribute__(cls, "__mro__")[:-1])
 
 
 def fields_of(cls: Any) -> list[str] | None:
@@ -306,6 +490,8 @@ def fields_of(cls: Any) -> list[str] | None:
         return list(static(cls, "_fields"))
     if issubclass(cls, tuple) and static(cls, "n_sequence_fields") is not None:  # such as `torch.max` returns
         return list(static(cls, "__match_args__"))
+    if not is_registered(cls) and _functions(cls) is not None:
+        return None
     return [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else None
 
 

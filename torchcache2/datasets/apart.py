@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchcache2.core.private import pytree
-from torchcache2.datasets.samples import Samples, from_rows
+from torchcache2.engine.values.samples import Samples, from_rows
 from torchcache2.files.errors import UnreadableError
 
 __all__ = ["Apart", "copied", "share_memory"]

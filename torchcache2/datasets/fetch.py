@@ -14,9 +14,9 @@ from torchcache2.core.errors import NotCachedError
 from torchcache2.core.gather import as_bytes
 from torchcache2.core.keys import Keys
 from torchcache2.datasets.itemkeys import as_index, keys_of
-from torchcache2.datasets.samples import Samples
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import SampleStore
+from torchcache2.engine.values.samples import Samples
 
 __all__ = ["Fetcher"]
 

@@ -13,8 +13,8 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import Size, parse_size, size_text
 from torchcache2.datasets.fingerprint import length_of
 from torchcache2.datasets.options import level_settings
-from torchcache2.datasets.samples import Samples
 from torchcache2.engine.randomness import RandomState
+from torchcache2.engine.values.samples import Samples
 
 __all__ = [
     "Bound",

@@ -14,8 +14,8 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows
 from torchcache2.datasets.levels import Levels
-from torchcache2.datasets.samples import Samples, from_rows
 from torchcache2.datasets.tally import Tally
+from torchcache2.engine.values.samples import Samples, from_rows
 from torchcache2.files.errors import UnreadableError
 
 __all__ = ["SampleStore", "Sought"]

@@ -88,7 +88,10 @@ _BATCH = {  # what to do about a dependence on the batch, by how it showed
         "if the batch is not the first dimension, use batch_first=True; if items are padded to the longest "
         "of their batch, pad them to a fixed length; if the forward compares items, decorate what runs before"
     ),
-    "structure": "return tensors whose first dimension is the batch, not a list with one entry per item",
+    "structure": (
+        "return tensors or arrays whose first dimension is the batch, or a list with one entry per item, not "
+        "what has another structure for other items"
+    ),
     "raises": (
         "name arguments of the whole batch in shared_args, and those with one entry per item in item_args"
     ),
@@ -227,13 +230,22 @@ def ask_arguments(
     kwargs: Mapping[str, Any],
     keeper: NamespaceKeeper,
     stops: Sequence[BypassError] = (),
+    *,
+    is_without_grad: bool = False,
 ) -> BoundCall | None:
     """The call, bound to a signature; raises if its arguments cannot be put in keys, or for `stops`.
 
+    Modules and other objects among the arguments are asked as the module itself is, by `of_module`.
     None if the arguments do not fit the signature: the plain forward then raises the usual error.
     """
     try:
         call = signature.bind(args, kwargs)
+        for value, other, seen in call.objects:
+            stops = [*stops, *of_module(other, value, is_without_grad=is_without_grad)]
+            ask_weights(seen)
+            if other.mistaken:  # rows that were computed with it are in the namespace of the function
+                other.mistaken = []
+                keeper.mistaken.append(keeper.fingerprint.namespace)
         if torch.is_grad_enabled() and call.requires_grad:
             keeper.distrust_tensors()
             raise BypassError.because("grad", "an input requires grad")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,6 +52,7 @@ class Computation:
     bind: Callable[[tuple[Any, ...], Mapping[str, Any]], BoundCall]  # for this and the next see `Inputs`
     keys_of: Callable[[BoundCall], Bytes2D]
     settings: CacheSettings
+    may_run: Callable[[bool], bool] = lambda is_first: False  # as for `CallChecks`
     has_run: bool = False  # whether it was asked for any item
     ran: list[Any] = dataclasses.field(default_factory=list)  # the output of a forward that may not run again
 
@@ -67,7 +70,7 @@ class Computation:
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes of the tensors that the forward reads."""
         of_shards = self.seen.shards.dtypes() if self.seen.shards else set()
-        return {tensor.dtype for _, tensor in self.call.leaves} | self.seen.tensors.dtypes | of_shards
+        return self.call.dtypes | self.seen.tensors.dtypes | of_shards
 
     def steps(self, positions: Tensor) -> Steps[Any]:
         """The output for the items at some positions (int64, CPU, shape ``(k,)``), or a `WholeBatch`.
@@ -111,7 +114,8 @@ class Computation:
             is_own = stop.reason == "random" and (suspect or threading.active_count() == 1)
             output = yield from self._run_again(output, undo, state if is_own else None)
             raise NotStoredError(stop.reason, stop.text, output)
-        shapes = _shapes_of_items(output, len(positions))
+        output = yield from self._with_lists(output, positions)
+        shapes = self._shapes_of_items(output, len(positions))
         is_odd = self._is_odd(shapes)
         if is_odd and not is_whole:
             if undo is not None:
@@ -119,8 +123,8 @@ class Computation:
             return (yield from self._whole_of_odd(shapes))
         if is_odd or self.checks.computes_parts:
             # The forward may write the output of a part into the memory of this output, so this is copied.
-            copied = mapped(_copied, output)
-            compare = Comparison(copied, self.call.batch_size, self.device, self.dtypes())
+            copied = mapped(_copied, output, objects=True)
+            compare = Comparison(copied, self.call.batch_size, self.device, self.dtypes(), self.checks.lists)
             if not compare.is_possible:  # the output cannot be kept
                 self.checks.is_conclusive = False
                 return output
@@ -144,14 +148,15 @@ class Computation:
         inputs = Inputs(self.call, self.call.args, self.call.kwargs, positions, self.bind, self.keys_of)
         state = RandomState(self.keeper.generators)
         was_random = self.random.is_suspect(self.context)
-        output = mapped(_waited, (yield from self.forward(inputs.args, inputs.kwargs)))
+        output = mapped(_waited, (yield from self.forward(inputs.args, inputs.kwargs)), objects=True)
         self.ran = [output]
         stop = self._trace(inputs, state, False, output)
         if stop is None and was_random:
             stop = BypassError.because("random", "")
         if stop is not None:
             raise NotStoredError(stop.reason, stop.text, output)
-        shapes = _shapes_of_items(output, self.call.batch_size)
+        output = yield from self._with_lists(output, positions)
+        shapes = self._shapes_of_items(output, self.call.batch_size)
         if self._is_odd(shapes) and not self.call.entries:
             raise not_stored("batch", output, self._odd_text(shapes), cause="shape")
         self._remember(shapes)
@@ -223,7 +228,7 @@ class Computation:
             found.append(BypassError.because("state", f"while the forward ran, {changes}"))
         if inputs.changed():
             found.append(BypassError.because("input", "the forward changed its input in place"))
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(output)):
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(output, objects=True)):
             found.append(BypassError.because("grad", "the output requires grad"))
         return BypassError.all_of(found) if found else None
 
@@ -239,7 +244,7 @@ class Computation:
         """Compute the whole batch, after a part of it had outputs of other shapes than items had before."""
         text = self._odd_text(shapes)
         whole = yield from self._whole_batch()
-        if _shapes_of_items(whole.output, self.call.batch_size) != shapes:
+        if self._shapes_of_items(whole.output, self.call.batch_size) != shapes:
             raise not_stored("batch", whole.output, text, cause="shape")
         return whole
 
@@ -268,6 +273,8 @@ class Computation:
         borrowed = set(map(_storage, (*inputs, *self.seen.tensors.tensors)))
 
         def own(leaf: Any) -> Any:
+            if type(leaf) is np.ndarray:
+                return leaf if leaf.base is None else leaf.copy(order="K")
             if type(leaf) is not Tensor or leaf.layout != torch.strided or leaf.is_nested:
                 return leaf
             if has_attributes(leaf):  # it is not kept, and returned as it is
@@ -276,16 +283,45 @@ class Computation:
             is_part = storage.nbytes() != leaf.numel() * leaf.element_size()
             return leaf.clone() if is_part or _storage(leaf) in borrowed else leaf
 
-        return own(output) if isinstance(output, Tensor) else mapped(own, output)
+        return own(output) if isinstance(output, Tensor) else mapped(own, output, objects=True)
 
+    def _with_lists(self, output: Any, positions: Tensor) -> Steps[Any]:
+        """The output, after it is known which of its lists have an entry for each item.
 
-def _shapes_of_items(output: Any, count: int) -> Shapes | None:
-    """The shapes of the tensors of an item's output; None if one is not batched, or there are no items."""
-    leaves = [output] if isinstance(output, Tensor) else leaves_of(output)
-    shapes = [leaf.shape for leaf in leaves if type(leaf) is Tensor and not leaf.is_nested]
-    if count == 0 or not all(shape and shape[0] == count for shape in shapes):
-        return None
-    return tuple([tuple(shape[1:]) for shape in shapes])
+        If a list is as long as the batch for the first time, one item is computed again, in a batch of
+        another size.
+        """
+        lists, count = self.checks.lists, len(positions)
+        if isinstance(output, Tensor) or lists is None:
+            return output
+        unsettled = lists.unsettled(output, count)
+        if unsettled and self.may_run(True):
+            # The forward may write to the memory of this output.
+            output = mapped(_copied, output, objects=True)
+            part = positions[:1].tolist() * (1 if count > 1 else 2)
+            probe = Probe(self.call, self.keys, None, self.forward, self.keeper, self.seen, self.root, False)
+            with contextlib.suppress(Exception):  # then it is not known, and such lists are not stored
+                lists.settle(unsettled, (yield from probe.alone(part, bool(self.call.aligned))), len(part))
+        return output
+
+    def _shapes_of_items(self, output: Any, count: int) -> Shapes | None:
+        """The shapes of the tensors of an item's output; None if one has no batch, or there are no items.
+
+        Those in lists with an entry for each item may have any.
+        """
+        if isinstance(output, Tensor):
+            leaves = [output]
+        elif self.checks.lists is None:
+            leaves = leaves_of(output, objects=True)
+        else:
+            leaves = self.checks.lists.leaves(output)[1]
+        arrays = (Tensor, np.ndarray)
+        shapes = [
+            leaf.shape for leaf in leaves if type(leaf) in arrays and not getattr(leaf, "is_nested", False)
+        ]
+        if count == 0 or not all(shape and shape[0] == count for shape in shapes):
+            return None
+        return tuple([tuple(shape[1:]) for shape in shapes])
 
 
 def _storage(tensor: Tensor) -> int:
@@ -301,6 +337,8 @@ def _waited(leaf: Any) -> Any:
 
 
 def _copied(leaf: Any) -> Any:
-    """A copy of a dense tensor that has nothing but its content; anything else as it is."""
+    """A copy of an array, or of a dense tensor that has nothing but its content; anything else as it is."""
+    if type(leaf) is np.ndarray:
+        return leaf.copy(order="K")
     is_plain = type(leaf) is Tensor and leaf.layout == torch.strided and not has_attributes(leaf)
     return leaf.clone() if is_plain and not (leaf.is_nested or leaf.is_quantized) else leaf

@@ -24,6 +24,7 @@ from torchcache2.decorator.forward import Computation, Shapes
 from torchcache2.decorator.passing import Forward, Passing
 from torchcache2.decorator.probes import CallChecks, Probes, talks
 from torchcache2.decorator.shortcuts import glance
+from torchcache2.decorator.traces import filling, given_back
 from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
 from torchcache2.decorator.warmup import warm_up
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
@@ -33,6 +34,8 @@ from torchcache2.engine.pressure import OwnMemoryError
 from torchcache2.engine.randomness import RandomContexts
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.steps import Steps
+from torchcache2.engine.values.outputs import Lists
+from torchcache2.engine.values.samples import Samples
 from torchcache2.identity.arguments import BoundCall, Signature
 from torchcache2.identity.differences import at_most
 from torchcache2.identity.encoding import digest, qualified_name
@@ -42,6 +45,7 @@ from torchcache2.identity.namespace import History, NamespaceKeeper, Seen
 
 __all__ = ["ModuleCache"]
 
+_MOST_CONTEXTS = 1000  # of which it is known what lists in their outputs are
 _MANY = 1000  # items that are missed before a hint says why none was found
 
 
@@ -67,6 +71,8 @@ class ModuleCache(Passing):
         self._calls: deque[CallSeen] = deque(maxlen=2)
         self._random = RandomContexts()
         self._shapes: dict[bytes, Shapes | None] = {}
+        self._samples = Samples()
+        self._lists: dict[bytes, dict[str, bool]] = {}  # by context, without a probe; see `Kind.lists`
         self._probes = probes if probes is not None else Probes()
         self._walks = 1
         self._writes_at_exit = False
@@ -142,7 +148,7 @@ class ModuleCache(Passing):
         output = yield from self._relieved(self._called_with, plain, args, kwargs)
         if not self._has_hinted:
             self._hint()
-        return output
+        return given_back(output, args, kwargs)
 
     def _hint(self) -> None:
         """Say once why no item is found, if many have come."""
@@ -199,7 +205,9 @@ class ModuleCache(Passing):
         if self._walks != self.keeper.walks:  # the source has been read again, so defaults may have changed
             self._read_signature(plain)
             self._walks = self.keeper.walks
-        call = bypass.ask_arguments(self.signature, args, kwargs, self.keeper, stops)
+        call = bypass.ask_arguments(
+            self.signature, args, kwargs, self.keeper, stops, is_without_grad=self._is_without_grad
+        )
         if call is None:
             return None
         seen = self.keeper.look_at_tensors()
@@ -219,7 +227,7 @@ class ModuleCache(Passing):
             call,
             keys,
             context,
-            functools.partial(self._runner.run, plain),
+            filling(functools.partial(self._runner.run, plain)),
             root=root,
             keeper=self.keeper,
             seen=seen,
@@ -230,10 +238,17 @@ class ModuleCache(Passing):
             keys_of=lambda call: self._keys(seen.namespace, call).data,
             settings=self.settings,
         )
+        if seen.shards is None:
+            may_run = functools.partial(self._may_check, root, call, seen, self.fingerprint)
+            computation.may_run = may_run
         if self.settings.probe and seen.shards is None:
             kind = self._probes.kind(keys.group, self.fingerprint, call, self._probed_before)
-            may_run = functools.partial(self._may_check, root, call, seen, self.fingerprint)
             computation.checks = CallChecks(self._probes, kind, keys, may_run)
+            computation.checks.lists = Lists(self._samples, kind.lists)
+        else:
+            if len(self._lists) >= _MOST_CONTEXTS:
+                self._lists.clear()
+            computation.checks.lists = Lists(self._samples, self._lists.setdefault(context, {}))
         return computation
 
     def _may_check(

@@ -26,6 +26,7 @@ from torchcache2.decorator.traces import Undo
 from torchcache2.engine.batch import computed_again
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.steps import Steps
+from torchcache2.engine.values.outputs import Lists, rows_of
 from torchcache2.engine.verify import leaf_differences
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
@@ -58,18 +59,25 @@ class Difference(NamedTuple):
 class Comparison:
     """The rows of a whole batch of `items`, and of parts of it that were computed by themselves.
 
-    `device` is that of the call, and `dtypes` are what the forward computes with.
+    `device` is that of the call, and `dtypes` are what the forward computes with. `lists` says which lists
+    in the output have an entry for each item.
     """
 
     def __init__(
-        self, output: Any, items: int, device: torch.device, dtypes: Collection[torch.dtype]
+        self,
+        output: Any,
+        items: int,
+        device: torch.device,
+        dtypes: Collection[torch.dtype],
+        lists: Lists | None = None,
     ) -> None:
         self._items = items
+        self._lists = lists
         self._device = device
         self._dtypes = dtypes
         self._parts: list[tuple[Sequence[int], Rows]] = []
         try:
-            self._whole: Rows | None = Rows.from_pytree(output, items, device=device)
+            self._whole: Rows | None = rows_of(output, items, lists, device=device)
         except (UnstorableError, OutputError):
             self._whole = None  # such an output cannot be stored, so there is nothing to compare
 
@@ -84,7 +92,7 @@ class Comparison:
             return None
         batches = f"in a batch of {len(part)} and of {self._items}"
         try:
-            rows = Rows.from_pytree(output, len(part), device=self._device)
+            rows = rows_of(output, len(part), self._lists, device=self._device)
         except (UnstorableError, OutputError) as error:
             return Difference(str(error), "shape")
         expected = self._whole.take(torch.tensor(part, dtype=torch.int64, device="cpu"))
@@ -135,7 +143,7 @@ class Probe:
 
     call: BoundCall
     keys: Keys
-    compare: Comparison
+    compare: Comparison | None
     forward: Forward
     keeper: NamespaceKeeper
     seen: Seen
@@ -146,6 +154,7 @@ class Probe:
     def dependence(self) -> Steps[Difference | None]:
         """How items depend on their batch; None if they do not."""
         aligned = bool(self.call.aligned)
+        assert self.compare is not None
         found = self.compare.repetition(self.keys)
         if found is not None:
             return found
@@ -161,24 +170,13 @@ class Probe:
                 return found
         return None
 
-    def _difference(self, part: Sequence[int], aligned: bool) -> Steps[Difference | None]:
-        """How the output of some items differs if they are computed by themselves; None if it does not."""
-        count = len(part)
-        if self.pads:
-            size = min(1 << (count - 1).bit_length(), self.call.batch_size)
-            part = [*part, *[part[-1]] * (size - count)]
+    def alone(self, part: Sequence[int], aligned: bool) -> Steps[Any]:
+        """The output of some items, computed by themselves; what that has changed is undone."""
         undo, state = Undo(self.keeper, self.seen, self.root), RandomState(self.keeper.generators)
         try:
             positions = torch.tensor(part, dtype=torch.int64, device="cpu")
             with computed_again():
-                alone = yield from self.forward(*self.call.take(positions, aligned=aligned))
-            return self.compare.difference(alone, part)
-        except Exception as error:
-            if is_out_of_memory(error):
-                self.is_conclusive = False
-                return None
-            text = f"the forward of {count} of its {self.call.batch_size} items raises {shown(error)}"
-            return Difference(text, "raises")
+                return (yield from self.forward(*self.call.take(positions, aligned=aligned)))
         finally:
             # The forward has just run for the whole batch, and has changed at most attributes that it never
             # reads. These are put back. Everything else is put back only if there is no other thread, which
@@ -187,3 +185,19 @@ class Probe:
             if threading.active_count() == 1:
                 undo()
                 state.restore()
+
+    def _difference(self, part: Sequence[int], aligned: bool) -> Steps[Difference | None]:
+        """How the output of some items differs if they are computed by themselves; None if it does not."""
+        count = len(part)
+        if self.pads:
+            size = min(1 << (count - 1).bit_length(), self.call.batch_size)
+            part = [*part, *[part[-1]] * (size - count)]
+        assert self.compare is not None
+        try:
+            return self.compare.difference((yield from self.alone(part, aligned)), part)
+        except Exception as error:
+            if is_out_of_memory(error):
+                self.is_conclusive = False
+                return None
+            text = f"the forward of {count} of its {self.call.batch_size} items raises {shown(error)}"
+            return Difference(text, "raises")

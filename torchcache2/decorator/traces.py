@@ -1,7 +1,13 @@
-"""The traces of a forward: `Inputs` notices changed arguments, and `Undo` puts the module back."""
+"""The traces of a forward: `Inputs` notices changed arguments, and `Undo` puts the module back.
+
+A forward that fills the dict that it gets, and returns it, leaves no trace: `filling` gives it a copy, and
+what it has added is its output, which `given_back` puts into the dict of the caller.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from operator import is_
 from typing import Any
@@ -13,11 +19,56 @@ from torch import Tensor
 from torchcache2.core.arrays import Bytes2D
 from torchcache2.core.gather import as_bytes
 from torchcache2.core.private import has_version, version
+from torchcache2.engine.steps import Steps
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.entries import argument_leaves
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
 
-__all__ = ["Inputs", "Undo"]
+__all__ = ["Inputs", "Undo", "filling", "given_back"]
+
+_FILLED = ("filled by the forward",)  # the key of what was added, in an output that has nothing else
+
+
+def filling(
+    forward: Callable[[tuple[Any, ...], Mapping[str, Any]], Steps[Any]],
+) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Steps[Any]]:
+    """The same forward, but if it adds to its only dict and returns that, its output is what was added."""
+
+    def steps(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
+        given = _only_dict(args, kwargs)
+        if given is None:
+            return (yield from forward(args, kwargs))
+        copied = copy.copy(given)
+        own: dict[int, Any] = {id(given): copied}
+        output: Any = None
+        args = tuple([own.get(id(value), value) for value in args])
+        try:
+            output = yield from forward(args, {name: own.get(id(v), v) for name, v in kwargs.items()})
+        finally:
+            added = {
+                name: value for name, value in copied.items() if name not in given or given[name] is not value
+            }
+            is_filled = output is copied and added and given.keys() <= copied.keys()
+            if not is_filled and (added or list(copied) != list(given)):
+                given.clear()  # it is noticed that this argument has changed
+                given.update(copied)
+        return {_FILLED: added} if is_filled else given if output is copied else output
+
+    return steps
+
+
+def given_back(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The output as the caller gets it: the dict of the caller, with what was added to its copy."""
+    if type(output) is not dict or output.keys() != {_FILLED}:
+        return output
+    given = _only_dict(args, kwargs)
+    given.update(output[_FILLED])
+    return given
+
+
+def _only_dict(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    found = {id(v): v for v in (*args, *kwargs.values()) if type(v) is dict or isinstance(v, UserDict)}
+    return next(iter(found.values())) if len(found) == 1 else None
 
 
 class Inputs:

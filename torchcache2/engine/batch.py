@@ -18,6 +18,7 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows, UnstorableError, rounded
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.steps import Steps
+from torchcache2.engine.values.outputs import Lists, output_of, rows_of
 
 __all__ = [
     "Batch",
@@ -95,10 +96,13 @@ class Checks:
         Whether parts of the batch are to be computed by themselves, too.
     is_conclusive : bool
         Whether the forward could compute what it was asked for.
+    lists : Lists, optional
+        What is known of lists in the output; None if none has an entry for each item.
     """
 
     computes_parts = False
     is_conclusive = True
+    lists: Lists | None = None
 
     def is_due(self, found: int) -> bool:
         """Whether to compute the whole batch, of which so many items were found."""
@@ -261,7 +265,7 @@ class Batch:
             self.computed += len(self.keys) - len(padded)
             padded = np.arange(len(self.keys))
         try:
-            rows = Rows.from_pytree(output, len(padded), device=self.device, dtype=self.dtype)
+            rows = rows_of(output, len(padded), self.checks.lists, device=self.device, dtype=self.dtype)
         except (UnstorableError, OutputError) as error:
             if len(padded) < len(self.keys):
                 output = yield from self._timed(np.arange(len(self.keys)))
@@ -283,7 +287,7 @@ class Batch:
     def output(self, rows: Rows) -> Steps[Any]:
         """The output that the n rows of the whole batch stand for, tensors of shape ``(n, ...)``."""
         try:
-            return rows.to_pytree(device=self.device)
+            return output_of(rows, device=self.device)
         # A value that belongs to the whole batch may differ between rows that come from different batches; or
         # the class of a node may have changed since the rows were written, and refuse its children.
         except Exception:

@@ -18,6 +18,7 @@ from torchcache2.engine.collective.apart import apart
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import Counters
 from torchcache2.engine.steps import Steps
+from torchcache2.engine.values.outputs import found, joined, stored
 from torchcache2.engine.verify import differences
 from torchcache2.tiers.base import Claim
 
@@ -106,13 +107,10 @@ class Outcomes:
                 parts.append((wanted, rows))
         if len(wanted) < len(keys):
             parts += yield from self._of_others(batch, misses.distinct, keys, claim)
-        if any(rows.schema != parts[0][1].schema for _, rows in parts):
+        together = parts[0][1] if len(parts) == 1 else joined(parts, len(keys), device=batch.device)
+        if together is None:
             return self._not_stacked((yield from batch.compute_all()))
-        if len(parts) > 1:
-            rows = Rows.scatter(parts, len(keys), device=batch.device)
-        else:
-            ((_, rows),) = parts
-        return (yield from self._put_together(batch, hits, misses, rows))
+        return (yield from self._put_together(batch, hits, misses, together))
 
     def _of_others(self, batch: Batch, distinct: Positions, keys: Keys, claim: Claim) -> Steps[Parts]:
         """Rows of the misses that others have claimed; those that they give up are computed here.
@@ -128,7 +126,7 @@ class Outcomes:
             left, there = claim.wait(), claim.appeared
             is_gone = np.ones(len(there), bool)  # a row may be damaged, or forgotten again
             for positions, rows in self._tiers.get(keys.take(there)).parts:
-                parts.append((there[positions], rows))
+                parts.append((there[positions], found(rows)))
                 is_gone[positions] = False
             left = np.union1d(left, there[is_gone])
             if len(left):
@@ -140,10 +138,14 @@ class Outcomes:
 
     def _find(self, batch: Batch) -> Hits | None:
         """The rows that are there; None if some are of different schemas, which do not stack."""
-        parts = self._rows(batch.keys)
-        if len(parts) > 1:
-            return None
+        parts = [(positions, found(rows)) for positions, rows in self._rows(batch.keys)]
         positions, rows = parts[0] if parts else (_NOWHERE, None)
+        if len(parts) > 1:
+            positions = np.unique(np.concatenate([where for where, _ in parts]))
+            ranked = [(np.searchsorted(positions, where), rows) for where, rows in parts]
+            rows = joined(ranked, len(positions), device=batch.device)
+            if rows is None:
+                return None
         checked, share = _NOWHERE, self.settings.verify
         batch.is_checked = batch.checks.is_due(len(positions))
         if batch.is_checked:  # all items are computed, so all rows that are found can be compared
@@ -183,7 +185,8 @@ class Outcomes:
 
     def _keep(self, keys: Keys, rows: Rows) -> None:
         """Put computed rows into the tiers."""
-        self._tiers.put(self, keys, rows)
+        for positions, part in stored(rows):
+            self._tiers.put(self, keys if len(part) == len(keys) else keys.take(positions), part)
         if self._closed:  # another thread has closed it while this one computed
             self._tiers.forget(keys.namespace)
 
@@ -204,10 +207,11 @@ class Outcomes:
             rows = rows.take(torch.from_numpy(misses.inverse))
         if hits.rows is None:
             return (yield from batch.output(rows))
-        if hits.rows.schema != rows.schema:
-            return self._not_stacked((yield from batch.compute_all()))
         parts = [(hits.positions, hits.rows), (misses.positions, rows)]
-        return (yield from batch.output(Rows.scatter(parts, len(batch.keys), device=batch.device)))
+        together = joined(parts, len(batch.keys), device=batch.device)
+        if together is None:
+            return self._not_stacked((yield from batch.compute_all()))
+        return (yield from batch.output(together))
 
     def _not_stacked(self, output: Any) -> Any:
         """The output of a batch whose rows are of different schemas; a subclass may refuse it."""

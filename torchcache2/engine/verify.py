@@ -18,6 +18,7 @@ from torch import Tensor
 from torchcache2.core.modes import product_precision
 from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Leaf
+from torchcache2.engine.values.outputs import ItemRows, entry_parts
 
 __all__ = ["differences", "leaf_differences"]
 
@@ -53,7 +54,25 @@ def leaf_differences(
     for leaf, left, right in zip(old.schema.leaves, old.columns, fresh.columns, strict=True):
         sides = (left.reshape(count, -1).cpu(), right.reshape(count, -1).cpu())
         found[leaf.path] = _column_differences(*sides, leaf, dtypes, power).numpy()
+    if isinstance(old, ItemRows) and isinstance(fresh, ItemRows):
+        found[".entries"] = _entry_differences(old, fresh, dtypes, power)
     return found
+
+
+def _entry_differences(
+    old: ItemRows, fresh: ItemRows, dtypes: Collection[torch.dtype], power: float
+) -> Differences:
+    """The largest difference of the entries of each item, in lists with an entry for each."""
+    apart = np.full(len(old), np.inf)
+    theirs = entry_parts(fresh)
+    for positions, rows in entry_parts(old):
+        for others, their_rows in theirs:
+            shared, mine, other = np.intersect1d(positions, others, return_indices=True)
+            if len(shared) and rows.schema == their_rows.schema:
+                sides = rows.take(torch.from_numpy(mine)), their_rows.take(torch.from_numpy(other))
+                found = leaf_differences(*sides, dtypes, power=power)
+                apart[shared] = np.max([np.zeros(len(shared)), *found.values()], axis=0)
+    return apart
 
 
 def _column_differences(

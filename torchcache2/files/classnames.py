@@ -11,7 +11,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from torchcache2.core.values import fields_of, is_namedtuple, is_record, is_registered, one_of
+from torchcache2.core.private import pytree
+from torchcache2.core.values import fields_of, is_namedtuple, is_node, is_record, one_of
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.jsonparts import list_of
 
@@ -50,6 +51,10 @@ def class_of(name: Any, accepted: Callable[[Any], bool]) -> Any:
     if not module or not all(qualname.split(".")):
         raise DamagedError("a class that is not a name")
     value: Any = sys.modules.get(module)
+    if module.startswith("torchcache2."):  # our own names stay when the code moves
+        for cls in list(pytree.SUPPORTED_NODES):
+            if qualified(cls, ":") == name and accepted(cls):
+                return cls
     for part in qualname.split("."):
         namespace: Any = {}
         if issubclass(type(value), types.ModuleType):
@@ -66,7 +71,7 @@ def class_of(name: Any, accepted: Callable[[Any], bool]) -> Any:
 
 def is_storable(cls: Any) -> bool:
     """Whether a class may be named in a file."""
-    return one_of(cls, BUILTINS) or is_registered(cls) or is_namedtuple(cls)
+    return one_of(cls, BUILTINS) or is_node(cls) or is_namedtuple(cls)
 
 
 def check_fields(cls: Any, name: str, fields: Any, children: int) -> None:

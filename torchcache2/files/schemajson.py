@@ -248,7 +248,7 @@ class _Reader(_Counter):
 
 
 def _has_no_tag(cls: Any) -> bool:
-    return values.is_registered(cls) and not values.one_of(cls, _TAGGED)
+    return values.is_node(cls) and not values.one_of(cls, _TAGGED)
 
 
 def _step(key: Any) -> str:

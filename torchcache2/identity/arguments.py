@@ -17,6 +17,7 @@ from torchcache2.core.gather import select
 from torchcache2.core.modes import modes
 from torchcache2.core.transfer import sent
 from torchcache2.core.values import mapped
+from torchcache2.identity.argumentobjects import ObjectKeepers, ObjectSeen
 from torchcache2.identity.argumentwalk import ArgumentEncoder, UncachedArgumentError, batch_size_of
 from torchcache2.identity.encoding import UnencodableError, sized, text_bytes
 from torchcache2.identity.entries import (
@@ -57,11 +58,20 @@ class BoundCall:
     aligned_ids: set[int]  # ids of those of `aligned`
     shared: tuple[str, ...]  # parameters whose tensors belong to the whole batch
     shared_tensors: list[Tensor]  # tensors that belong to the whole batch, or are in entries
+    objects: list[ObjectSeen]  # modules and other objects with state
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the first batched tensor; None if there is none."""
-        return self.leaves[0][1].device if self.leaves else None
+        """The device of the first batched tensor, else of the first of an object; None if there is none."""
+        tensors = [tensor for _, tensor in self.leaves] or [
+            t for one in self.objects for t in one.seen.tensors.tensors
+        ]
+        return tensors[0].device if tensors else None
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes of batched tensors, and of the tensors of objects."""
+        return {t.dtype for _, t in self.leaves}.union(*[one.seen.tensors.dtypes for one in self.objects])
 
     @property
     def requires_grad(self) -> bool:
@@ -128,6 +138,7 @@ class Signature:
         self._signature = inspect.signature(function)
         parameters = list(self._signature.parameters.values())
         self._shared, self._item_args = tuple(shared), tuple(item_args)
+        self._keepers = ObjectKeepers()
         if inspect.ismethod(function):
             self._elsewhere = "keep other objects as attributes of the module"
         elif parameters and parameters[0].name == "self":
@@ -208,13 +219,14 @@ class Signature:
             {id(value) for _, value in aligned},
             self._shared,
             encoder.shared,
+            encoder.objects,
         )
 
     def _read(
         self, arguments: Mapping[str, Any], *, takes_arrays: bool
     ) -> tuple[ArgumentEncoder, list[bytes]]:
         """What is batched among named arguments, and the bytes of the rest."""
-        encoder = ArgumentEncoder(self._elsewhere, takes_arrays=takes_arrays)
+        encoder = ArgumentEncoder(self._elsewhere, self._keepers, takes_arrays=takes_arrays)
         parts: list[bytes] = []
         for name, parameter in self._signature.parameters.items():
             value = arguments.get(name, _MISSING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from torchcache2.core.errors import InputError, UnhashableArgumentError, hint
 from torchcache2.core.gather import is_channels_last
 from torchcache2.core.values import has_attributes, opened_or_none
+from torchcache2.identity.argumentobjects import ObjectKeepers, ObjectSeen
 from torchcache2.identity.encoding import Encoder, UnencodableError, sized
 from torchcache2.identity.entries import (
     Digests,
@@ -23,6 +25,8 @@ from torchcache2.identity.entries import (
     is_sequence,
     mapping_state,
 )
+from torchcache2.identity.marks import cache_options
+from torchcache2.identity.objectwalk import has_plain_state
 
 __all__ = ["ArgumentEncoder", "UncachedArgumentError", "batch_size_of"]
 
@@ -34,12 +38,15 @@ class UncachedArgumentError(Exception):
 class ArgumentEncoder(ValueEncoder):
     """Collects what is batched, or may be, and encodes the rest.
 
-    `elsewhere` says where objects that are no arguments belong. With `takes_arrays`, arrays are batched as
-    tensors are.
+    `elsewhere` says where objects that cannot be read belong, and `keepers` read the others. With
+    `takes_arrays`, arrays are batched as tensors are.
     """
 
-    def __init__(self, elsewhere: str, *, takes_arrays: bool = False) -> None:
+    def __init__(self, elsewhere: str, keepers: ObjectKeepers, *, takes_arrays: bool = False) -> None:
         super().__init__()
+        self.objects: list[ObjectSeen] = []
+        self._keepers = keepers
+        self._is_in_entry = False
         self._elsewhere = elsewhere
         self._takes_arrays = takes_arrays
         self.leaves: list[tuple[str, Tensor]] = []  # batched tensors
@@ -75,7 +82,9 @@ class ArgumentEncoder(ValueEncoder):
         return b"E" + self.kind(type(value), path)
 
     def _add_entries(self, value: Any, path: str) -> None:
+        self._is_in_entry = True
         digests = entry_digests(value, path, self.encode)
+        self._is_in_entry = False
         self.entries.append((path, digests))
 
     def tensor(self, value: Tensor, path: str) -> bytes:
@@ -104,6 +113,17 @@ class ArgumentEncoder(ValueEncoder):
                 return b"the same as " + other.encode()  # a forward may ask whether ``query is key``
         self.leaves.append((path, value))
         return path.encode()
+
+    def other(self, value: Any, path: str) -> bytes:
+        """Read modules, functions, and objects that keep their state in attributes, as closures are read."""
+        is_code = isinstance(value, (torch.nn.Module, types.FunctionType, types.MethodType))
+        is_object = has_plain_state(value) and type(value) is not object and not is_plain_sequence(value)
+        if self._is_in_entry or not (is_code or is_object):
+            return super().other(value, path)
+        found = self._keepers.look(value, path)
+        self.objects.append(found)
+        options = cache_options(value) if isinstance(value, torch.nn.Module) else []
+        return b"M" + found.seen.namespace + self.encode(options, path)
 
     def inside_itself(self, value: Any, path: str) -> bytes:
         """Refuse a container that contains itself, as no part of it could be taken."""

@@ -43,7 +43,10 @@ class ValueEncoder(Encoder):
     """Canonical bytes of plain values, tensors by content, and images."""
 
     def other(self, value: Any, path: str) -> bytes:
-        """Encode images of PIL, and the encodings of a tokenizer."""
+        """Encode columns of tables, images of PIL, and the encodings of a tokenizer."""
+        if (column := _column(value)) is not None:
+            entries = [self.kind(type(value), path).hex(), column.form(value), list(column.entries(value))]
+            return b"V" + self.encode(entries, path)
         images = sys.modules.get("PIL.Image")
         if images is not None and isinstance(value, images.Image):
             return b"B" + self._image(value, path)

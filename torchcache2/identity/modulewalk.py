@@ -115,8 +115,8 @@ class Walk(ObjectWalk):
     """Everything that a module or function computes with, as named parts.
 
     `tokens` and `texts` are as for `ObjectWalk`. A walk inside of another one gets the `labels` of what that
-    has met, by id. `shards` says what happens to sharded modules.
-    What the patterns in `ignore` match is left out.
+    has met, by id. `shards` says what happens to sharded modules. What the patterns in `ignore` match is left
+    out. With `reads_all`, nothing else is left out for the reason that no code reads it.
     """
 
     def __init__(
@@ -126,9 +126,11 @@ class Walk(ObjectWalk):
         texts: CompiledTexts,
         labels: Mapping[int, bytes] | None = None,
         shards: Shards | None = None,
+        reads_all: bool = False,
         ignore: Iterable[str] = (),
     ) -> None:
         super().__init__(tokens, texts)
+        self.uses.is_dynamic = reads_all
         for text in ignore:
             pattern = re.escape(text).replace(r"\*", ".*").replace(r"\?", ".")
             self.ignore[text] = re.compile(pattern, re.DOTALL)

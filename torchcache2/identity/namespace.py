@@ -92,11 +92,16 @@ class History:
 class NamespaceKeeper:
     """Walks a module when its structure has changed, and reads its tensors when their content may have.
 
-    Safe under threads. `name` is what messages call the module; other modules may share the `history`.
+    Safe under threads. `name` is what messages call the module; other modules may share the `history`. Of an
+    object that `is_argument`, all counts, as the code is elsewhere that reads it.
     """
 
-    def __init__(self, name: str, settings: CacheSettings, history: History | None = None) -> None:
+    def __init__(
+        self, name: str, settings: CacheSettings, history: History | None = None, *, is_argument: bool = False
+    ) -> None:
         self.name = name
+        self._is_argument = is_argument
+        self.unread: list[str] = []  # what could not be read
         self.history = history if history is not None else History()
         self.fingerprint = Fingerprint(_NONE, {})  # as of the last look
         self.generators: list[Any] = []  # random generators that the module refers to
@@ -212,6 +217,16 @@ class NamespaceKeeper:
         with self._lock():
             self._tensors.forget()
 
+    def notices_all(self, *, large: bool) -> bool:
+        """Whether the next look notices every change; with `large`, also of large containers."""
+        watch = self._watch
+        return watch is None or not (watch.is_opaque or (large and watch.has_large))
+
+    def distrust_structure(self) -> None:
+        """Have code and attributes read again."""
+        with self._lock():
+            self._watch = None
+
     def _notice_structure(self, root: Any) -> None:
         """Walk the module again if anything but the content of its tensors has changed."""
         if self._lock.was_torn():
@@ -227,7 +242,14 @@ class NamespaceKeeper:
         self.walks += 1
         self._shards = Shards(are_cached=self._caches_sharded)
         try:
-            walk = Walk(root, self._tokens, self._texts, shards=self._shards, ignore=self._settings.ignore)
+            walk = Walk(
+                root,
+                self._tokens,
+                self._texts,
+                shards=self._shards,
+                ignore=self._settings.ignore,
+                reads_all=self._is_argument,
+            )
         except ShardedError as stop:
             self._facts, self._sharded = Facts(sharded=str(stop)), stop.part
             self._tensors = TensorWatch({})  # a tensor that is watched cannot be freed
@@ -262,7 +284,8 @@ class NamespaceKeeper:
         self._awaited |= walk.not_imported
         for name in sorted(walk.assigned):
             self._tell(logger.info, f"{name} is assigned by forward and not part of the key")
-        if walk.unread and self._settings.persistent_module_hash is None:
+        self.unread = walk.unread
+        if walk.unread and self._settings.persistent_module_hash is None and not self._is_argument:
             names = listed(sorted(set(walk.unread)))
             self._tell(
                 logger.warning,

@@ -41,7 +41,7 @@ from torchcache2.identity.readable import INNER, readable
 from torchcache2.identity.torchcode import graph_code, is_operator, script_code
 from torchcache2.identity.uses import is_plain
 
-__all__ = ["GENERATORS", "ObjectWalk"]
+__all__ = ["GENERATORS", "ObjectWalk", "has_plain_state"]
 
 _NO_STATE = (type(threading.Lock()), type(threading.RLock()), SemLock)
 # The content of these depends on the thread, or on which other objects are alive.
@@ -77,6 +77,7 @@ class ObjectWalk(OwnerWalk):
         super().__init__(texts)
         self.generators: list[Any] = []  # random generators, whose state is not part of the namespace
         self.unread: list[str] = []  # where something was met that cannot be read
+        self.opaque: list[str] = []  # where something was met whose changes leave no sign
         # Containers by id, with their content at that time, and where they were met.
         self.containers: dict[int, tuple[Any, tuple[Any, ...], str]] = {}
         self._tokens, self._objects = tokens, 0
@@ -267,7 +268,7 @@ class ObjectWalk(OwnerWalk):
             self.reads.append((signs, value))
         self._note(value, state, path)
         head = self.klass(kind, path) + self.state(state, path)
-        if all(_made_by_class_statement(base) for base in kind.__mro__[:-1]):
+        if has_plain_state(value):
             return b"o" + head
         if hasattr(kind, "__next__"):
             return self.unreadable(value, path)  # an iterator's position changes as it is used
@@ -278,6 +279,8 @@ class ObjectWalk(OwnerWalk):
         if isinstance(reduced, str):
             return b"R" + head + text_bytes(reduced)
         if isinstance(reduced, tuple):
+            if not qualified_name(kind).startswith(("tokenizers.", "functools.")):
+                self.opaque.append(path)
             parts = [list(part) if hasattr(part, "__next__") else part for part in reduced]
             return b"R" + head + self.encode(parts, path)
         text = repr(value)
@@ -351,6 +354,11 @@ def _tokenizer(value: Any) -> tuple[str, str]:
 
 # For types that keep their state in C code: what is cheap to read at every call and shows changes.
 _SIGNS = {"tokenizers.Tokenizer": _tokenizer}
+
+
+def has_plain_state(value: Any) -> bool:
+    """Whether an object keeps all of its state in attributes."""
+    return all(map(_made_by_class_statement, type(value).__mro__[:-1]))
 
 
 def _made_by_class_statement(kind: type) -> bool:

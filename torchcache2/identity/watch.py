@@ -80,6 +80,7 @@ class Watch:
         self._containers = [container for container, _, _ in read]
         self._before = [one for one in read if not isinstance(one[0], _NUMBERS)]
         self._small = Contents(self._containers, **_SMALL)
+        self.is_opaque, self.has_large = bool(walk.opaque), bool(self._small.left)
         self._large = Contents(self._small.left, **_LARGE)
         self._largest = [(container, content(container)) for container in self._large.left[:_MOST_LARGEST]]
         self._sizes = self._measure(root)

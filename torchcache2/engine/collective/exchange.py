@@ -54,6 +54,7 @@ from torchcache2.engine.collective.plan import planned
 from torchcache2.engine.collective.schemas import SchemaTable
 from torchcache2.engine.collective.shipment import Shipment
 from torchcache2.engine.steps import Steps
+from torchcache2.engine.values.outputs import stored
 from torchcache2.identity.encoding import digest
 
 __all__ = ["Exchange"]
@@ -205,8 +206,8 @@ class Exchange:
                 if len(computed):
                     rows = yield from part.compute(computed)
                     assert rows is not None
-                    own = [(computed, rows)]
-                    parts.append((mine[computed], rows))
+                    own = [(computed[where], one) for where, one in stored(rows)]
+                    parts += [(mine[where], one) for where, one in own]
             except RefusedError as stop:
                 refusal = stop
                 told.status, told.reason, told.text = Status.NOT_STORED, stop.reason, stop.text

@@ -29,6 +29,7 @@ from torchcache2.engine.collective.registry import shared
 from torchcache2.engine.outcomes import Outcomes
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.steps import Steps, run_steps
+from torchcache2.engine.values.outputs import found, joined
 
 __all__ = ["SteppedOutcomes"]
 
@@ -264,8 +265,9 @@ class _BatchPart:
             raise (yield from cache._distrusted(batch, self._wrong))
         if self._whole is not None:
             return self._whole
-        if any(rows.schema != parts[0][1].schema for _, rows in parts):
-            return cache._not_stacked((yield from batch.compute_all()))
         # The rows of others are views of the memory in which they were received, so they are copied.
-        copied = Rows.scatter(parts, len(self._keys), device=batch.device) if parts else None
+        parts = [(positions, found(rows)) for positions, rows in parts]
+        copied = joined(parts, len(self._keys), device=batch.device) if parts else None
+        if parts and copied is None:
+            return cache._not_stacked((yield from batch.compute_all()))
         return (yield from cache._put_together(batch, hits, self._misses, copied))

@@ -33,10 +33,10 @@ from torchcache2.core.rows import Rows
 from torchcache2.core.schema import Leaf
 from torchcache2.core.spare import SpareMemory
 from torchcache2.core.values import specs_of
-from torchcache2.datasets.flat import NUMBERS, PACKED, Flat, Structure
-from torchcache2.datasets.nodes import COMMON, Column, Packed, Raw, Unstorable, bytes_of, listed
-from torchcache2.datasets.trees import closed
-from torchcache2.datasets.unpacked import unpack
+from torchcache2.engine.values.flat import NUMBERS, PACKED, Flat, Structure
+from torchcache2.engine.values.nodes import COMMON, Column, Packed, Placed, Raw, Unstorable, bytes_of, listed
+from torchcache2.engine.values.trees import closed
+from torchcache2.engine.values.unpacked import unpack
 from torchcache2.files.errors import DamagedError, UnreadableError
 
 __all__ = ["SampleRows", "Samples", "from_rows"]
@@ -71,18 +71,21 @@ class Samples:
     no part of a structure. Threads may share one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, packs: bool = True) -> None:
+        self._packs = packs
         self._structures: dict[Any, Structure] = {}
         self._spare = SpareMemory()
 
     @with_ordinary_tensors
-    def to_rows(self, samples: Sequence[Any]) -> SampleRows:
+    def to_rows(self, samples: Sequence[Any], device: torch.device | None = None) -> SampleRows:
         """The rows of a batch of samples, copied.
 
         Parameters
         ----------
         samples : sequence
             n samples, of any structures.
+        device : torch.device, optional
+            Where their tensors may be, besides the CPU.
 
         Returns
         -------
@@ -93,9 +96,9 @@ class Samples:
         refused = {}
         for position, sample in enumerate(samples):
             try:
-                flat = Flat()
+                flat = Flat(device, packs=self._packs)
                 flat.add(sample)
-                structure = self._structure(tuple(flat.structure)) if len(flat.values) <= _LEAVES else None
+                structure = self._structure(tuple(flat.structure)) if self._fits(flat) else None
                 if structure is None:
                     flat = Flat()
                     flat.packed(sample)
@@ -114,22 +117,27 @@ class Samples:
             parts.append((np.array(positions, np.int64), Rows(schema, columns, count)))
         return SampleRows(parts, refused)
 
+    def _fits(self, flat: Flat) -> bool:
+        return len(flat.values) <= _LEAVES or not self._packs
+
     def _structure(self, tokens: tuple[Any, ...]) -> Structure | None:
         """The structure; None if it comes after the first 16."""
         found = self._structures.get(tokens)
-        if found is None and len(self._structures) < _STRUCTURES:
+        if found is None and (len(self._structures) < _STRUCTURES or not self._packs):
             found = self._structures[tokens] = Structure(tokens)
         return found
 
 
 @with_ordinary_tensors
-def from_rows(rows: Rows) -> list[Any]:
+def from_rows(rows: Rows, device: torch.device | None = None) -> list[Any]:
     """The samples that rows stand for, each with its own memory.
 
     Parameters
     ----------
     rows : Rows
         n rows that `Samples.to_rows` has made, in this process or another one.
+    device : torch.device, optional
+        Where the tensors are put that were there when the rows were made.
 
     Raises
     ------
@@ -144,7 +152,7 @@ def from_rows(rows: Rows) -> list[Any]:
         columns = iter(
             [_values(leaf, column) for leaf, column in zip(rows.schema.leaves, rows.columns, strict=True)]
         )
-        return listed(_closed(rows.schema.structure, columns, len(rows)))
+        return listed(_closed(rows.schema.structure, columns, len(rows), device))
     except (UnreadableError, MemoryError):
         raise
     except Exception as error:
@@ -189,10 +197,15 @@ def _values(leaf: Leaf, column: Tensor) -> Column:
     return parts if leaf.kind == "bytes" else [part.decode("utf-8", "surrogatepass") for part in parts]
 
 
-def _closed(spec: pytree.TreeSpec, columns: Iterator[Column], count: int) -> Column:
+def _closed(
+    spec: pytree.TreeSpec, columns: Iterator[Column], count: int, device: torch.device | None
+) -> Column:
     if spec.type is None:
         return next(columns)
-    children = [_closed(child, columns, count) for child in specs_of(spec)]
+    children = [_closed(child, columns, count, device) for child in specs_of(spec)]
     if spec.type is Packed:
         return [unpack(data) for data in children[0]]
+    if spec.type is Placed:
+        (column,) = children
+        return column.to(device) if isinstance(column, Tensor) else [value.to(device) for value in column]
     return closed(spec.type, spec.context, children, count)

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from torchcache2.core import values
 from torchcache2.core.arrays import Array
 from torchcache2.core.gather import as_bytes
-from torchcache2.core.private import pytree
-from torchcache2.core.values import has_attributes
+from torchcache2.core.values import has_attributes, node_type
 from torchcache2.files import classnames as classes
 from torchcache2.files.errors import DamagedError, UnknownClassError
 
@@ -33,6 +33,7 @@ __all__ = [
     "Opened",
     "Packed",
     "Permuted",
+    "Placed",
     "Raw",
     "Unstorable",
     "advice",
@@ -49,7 +50,6 @@ __all__ = [
 
 Column = Any  # of n values: a list of them, or a tensor (n, *shape) on the CPU
 Opened = tuple[Any, Any, Sequence[Any]]  # the type of a node, its context, and its children
-N = TypeVar("N", bound="type[Node]")
 
 COMMON = frozenset(  # dtypes that torch copies
     [
@@ -95,19 +95,8 @@ class Raw:
         self.array, self.dtype = array, dtype
 
 
-class Node:
-    """A node type of pytrees; samples have no instances of it, only schemas name it.
-
-    Attributes
-    ----------
-    steps : tuple of str
-        What the path of a leaf says of each child.
-    """
-
-    steps: ClassVar[tuple[str, ...]] = ("",)
-
-    def __init__(self, children: Sequence[Any], context: Any) -> None:
-        self.children, self.context = children, context
+class Node(values.Node):
+    """A node type around the leaves of a value; values come apart one by one, and are made by columns."""
 
     @classmethod
     def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
@@ -115,20 +104,23 @@ class Node:
         raise NotImplementedError
 
 
-def node_type(cls: N) -> N:
-    """Register a class as a node type of pytrees; its module and its name are part of the format."""
-    pytree.register_pytree_node(cls, lambda node: (list(node.children), node.context), cls)
-    return cls
+@node_type
+class Packed(Node):
+    """A value as bytes; see `torchcache2.engine.values.packed`. As a child it stands for its `context`."""
+
+    __module__ = "torchcache2.datasets.nodes"  # the name that files have
 
 
 @node_type
-class Packed(Node):
-    """A value as bytes; see `torchcache2.datasets.packed`. As a child it stands for its `context`."""
+class Placed(Node):
+    """A tensor on the device of the call; the context is None."""
 
 
 @node_type
 class Permuted(Node):
     """A tensor whose dimensions lie in memory in another order; the context is that order."""
+
+    __module__ = "torchcache2.datasets.nodes"  # the name that files have
 
     @classmethod
     def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Reads the bytes that `torchcache2.datasets.packed` writes.
+"""Reads the bytes that `torchcache2.engine.values.packed` writes.
 
 Nothing that the bytes name is imported or called, but for node types of pytrees that this process has. Every
 count and size is compared with the bytes that are left, so that memory is bounded by the size of the input,
@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchcache2.core.values import is_key, is_namedtuple, is_registered, one_of
-from torchcache2.datasets.arrays import Numbers
-from torchcache2.datasets.nodes import Column, listed
-from torchcache2.datasets.packed import CONTAINERS, DTYPES, MAX_DEPTH, OURS, VERSION
-from torchcache2.datasets.trees import NODES, closed
+from torchcache2.core.values import is_key, is_namedtuple, is_node, one_of
+from torchcache2.engine.values.arrays import Numbers
+from torchcache2.engine.values.nodes import Column, listed
+from torchcache2.engine.values.packed import CONTAINERS, DTYPES, MAX_DEPTH, OURS, VERSION
+from torchcache2.engine.values.trees import NODES, closed
 from torchcache2.files import classnames as classes
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 
@@ -167,7 +167,7 @@ def _may_be_read(cls: Any) -> bool:
     """Whether a class may be that of a node: a namedtuple, or a node type that has no tag."""
     if is_namedtuple(cls):
         return True
-    return is_registered(cls) and not one_of(cls, (*CONTAINERS, *NODES))
+    return is_node(cls) and not one_of(cls, (*CONTAINERS, *NODES))
 
 
 _SIMPLE: dict[bytes, Callable[[_Reader], Any]] = {

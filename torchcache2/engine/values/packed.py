@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from torchcache2.core.values import fields_of, is_key
-from torchcache2.datasets.arrays import Numbers, NumpyArray, NumpyScalar
-from torchcache2.datasets.images import Image, TVTensor
-from torchcache2.datasets.nodes import Packed, Permuted, Raw, Unstorable, bytes_of, dense
-from torchcache2.datasets.trees import opened, thawed
+from torchcache2.engine.values.arrays import Numbers, NumpyArray, NumpyScalar
+from torchcache2.engine.values.images import Image, TVTensor
+from torchcache2.engine.values.nodes import Packed, Permuted, Raw, Unstorable, bytes_of, dense
+from torchcache2.engine.values.trees import opened, thawed
 from torchcache2.files import classnames as classes
 
 __all__ = ["CONTAINERS", "DTYPES", "MAX_DEPTH", "OURS", "VERSION", "pack"]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from torchcache2.core.private import pytree
 from torchcache2.core.schema import BARE, Leaf, Schema
-from torchcache2.datasets.nodes import Node, Packed, Permuted, Raw, Unstorable, dense
-from torchcache2.datasets.packed import pack
-from torchcache2.datasets.trees import opened, thawed
+from torchcache2.engine.values.nodes import Node, Packed, Permuted, Placed, Raw, Unstorable, dense
+from torchcache2.engine.values.packed import pack
+from torchcache2.engine.values.trees import opened, thawed
 
 __all__ = ["NUMBERS", "PACKED", "Flat", "Structure"]
 
@@ -34,6 +34,13 @@ _MAPPINGS = (dict, collections.OrderedDict)
 class Flat:
     """A sample as its leaves.
 
+    Parameters
+    ----------
+    device : torch.device, optional
+        Tensors may be on this device, too.
+    packs : bool
+        Whether values of varying length are bytes; else they are only to be compared.
+
     Attributes
     ----------
     structure : list
@@ -43,9 +50,10 @@ class Flat:
         Of the leaves.
     """
 
-    __slots__ = ("shapes", "structure", "values")
+    __slots__ = ("device", "packs", "shapes", "structure", "values")
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None, *, packs: bool = True) -> None:
+        self.device, self.packs = device, packs
         self.structure: list[Any] = []
         self.shapes: list[Any] = []
         self.values: list[Any] = []
@@ -66,6 +74,9 @@ class Flat:
         """Add a value; `Unstorable` if a part of it is of no known type."""
         kind = type(value)
         if kind is Tensor:
+            if not value.is_cpu and value.device == self.device:
+                self.structure.append((Placed, None, 1))
+                value = value.cpu()
             axes, value = dense(value)
             if axes is not None:
                 self.structure.append((Permuted, axes, 1))
@@ -97,7 +108,7 @@ class Flat:
         is_mapping = kind in _MAPPINGS
         most = _KEYS if is_mapping else _ITEMS
         is_fixed = not is_mapping or all(type(key) is str for key in context)
-        if len(children) > most or depth >= _DEPTH or not is_fixed:
+        if self.packs and (len(children) > most or depth >= _DEPTH or not is_fixed):
             self.packed(value)
             return
         self.structure.append((kind, context, len(children)))

@@ -11,14 +11,15 @@ import numpy as np
 from torch import Tensor
 
 from torchcache2.core import values
-from torchcache2.datasets.arrays import Numbers, NumpyArray, NumpyScalar
-from torchcache2.datasets.images import Image, TVTensor
-from torchcache2.datasets.nodes import (
+from torchcache2.engine.values.arrays import Numbers, NumpyArray, NumpyScalar
+from torchcache2.engine.values.images import Image, TVTensor
+from torchcache2.engine.values.nodes import (
     Column,
     Node,
     Opened,
     Packed,
     Permuted,
+    Placed,
     Unstorable,
     advice,
     listed,
@@ -29,7 +30,7 @@ from torchcache2.files.errors import UnserialisableError
 
 __all__ = ["NODES", "closed", "opened", "thawed"]
 
-NODES: tuple[type[Node], ...] = (Packed, Permuted, NumpyArray, NumpyScalar, Numbers, Image, TVTensor)
+NODES: tuple[type[Node], ...] = (Packed, Permuted, Placed, NumpyArray, NumpyScalar, Numbers, Image, TVTensor)
 
 
 def opened(value: Any) -> Opened:
@@ -49,7 +50,7 @@ def opened(value: Any) -> Opened:
     if pil is not None and isinstance(value, pil.Image):
         return Image.opened(value)
     try:
-        node = values.opened(value)
+        node = values.opened(value, objects=True)
     except values.NotRebuiltError as error:
         raise Unstorable(str(error), advice(value)) from None
     if node is None or kind in NODES:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from torchcache2.core.arrays import Array
-from torchcache2.datasets.nodes import (
+from torchcache2.engine.values.nodes import (
     Column,
     Node,
     Opened,
@@ -37,6 +37,8 @@ _DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,7}\])?|[
 class NumpyArray(Node):
     """A numpy array; the context is its dtype, or a tuple of that and the order of dimensions in memory."""
 
+    __module__ = "torchcache2.datasets.arrays"  # the name that files have
+
     @classmethod
     def opened(cls, value: Array) -> Opened:
         """The dtype, and the array as one that torch has."""
@@ -51,19 +53,25 @@ class NumpyArray(Node):
     @classmethod
     def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
         """Arrays that own their memory."""
-        (column,) = columns
         name, axes = context if type(context) is tuple else (context, None)
-        data = _of_dtype(column, name)
+        data = cls.batched(name, *columns)
         arrays = [data[i, ...].copy() for i in range(len(data))]
         if axes is None:
             return arrays
         order = inverse(axes, data.ndim - 1)
         return [array.transpose(order) for array in arrays]
 
+    @staticmethod
+    def batched(context: Any, column: Column) -> Array:
+        """One array with a row for each item, which shares memory with the column."""
+        return _of_dtype(column, context)
+
 
 @node_type
 class NumpyScalar(Node):
     """A scalar of numpy; the context is its dtype, or ``U`` or ``S`` for a text or bytes."""
+
+    __module__ = "torchcache2.datasets.arrays"  # the name that files have
 
     @classmethod
     def opened(cls, value: Any) -> Opened:
@@ -96,6 +104,8 @@ class NumpyScalar(Node):
 @node_type
 class Numbers(Node):
     """A list or tuple of numbers of one type; the context says which of the two."""
+
+    __module__ = "torchcache2.datasets.arrays"  # the name that files have
 
     dtypes: ClassVar[dict[type, str]] = {int: "<i8", float: "<f8", bool: "|b1", complex: "<c16"}
 

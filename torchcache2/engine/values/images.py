@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.datasets.arrays import NATIVE
-from torchcache2.datasets.nodes import (
+from torchcache2.engine.values.arrays import NATIVE
+from torchcache2.engine.values.nodes import (
     Column,
     Node,
     Opened,
@@ -33,6 +33,8 @@ _MOST_EMPTY = 1 << 16  # pixels of a side of an image without pixels, as PIL tak
 @node_type
 class Image(Node):
     """An image of PIL; the context is its mode, and the mode of its palette or None."""
+
+    __module__ = "torchcache2.datasets.images"  # the name that files have
 
     steps = (".pixels", ".info", ".palette")
 
@@ -102,6 +104,8 @@ class TVTensor(Node):
 
     The size of the canvas belongs to a sample rather than to its structure, so that it is two leaves.
     """
+
+    __module__ = "torchcache2.datasets.images"  # the name that files have
 
     steps = ("", ".canvas_size[0]", ".canvas_size[1]")
     sizes: ClassVar[dict[str, Any]] = {"tuple": tuple, "list": list, "Size": torch.Size}

@@ -1,0 +1,1 @@
+"""The kinds of values: how samples, and outputs, become rows, and rows become values again."""

@@ -1,0 +1,307 @@
+"""Outputs of a computation as rows, and rows as outputs.
+
+The tensors and arrays of an output have a row for each item, and most of its other values belong to the whole
+batch. But a list or tuple may have an entry for each item, ragged or not. Then an item's row is what is
+outside of such lists, and its entry of each, which is kept as a sample of a dataset is::
+
+    rows = rows_of(output, n, lists, device=device)
+    for positions, part in stored(rows):          # one part for each schema
+        tier.put(keys.take(positions), part)
+
+    parts = [(positions, found(part)) for positions, part in tier.get(keys).parts]
+    output = output_of(joined(parts, n, device=device), device=device)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchcache2.core.arrays import Positions
+from torchcache2.core.gather import with_ordinary_tensors
+from torchcache2.core.private import pytree
+from torchcache2.core.rows import Parts, Rows, UnstorableError, rounded
+from torchcache2.core.schema import Leaf, Schema
+from torchcache2.core.values import (
+    Node,
+    NotRebuiltError,
+    Opened,
+    closed,
+    leaves_of,
+    node_type,
+    opened,
+    opened_or_none,
+    specs_of,
+    taken_apart,
+)
+from torchcache2.engine.values.arrays import Numbers, NumpyArray, NumpyScalar
+from torchcache2.engine.values.images import Image
+from torchcache2.engine.values.nodes import Unstorable
+from torchcache2.engine.values.samples import Samples, from_rows
+
+__all__ = ["ItemRows", "Lists", "entry_parts", "found", "joined", "output_of", "rows_of", "stored"]
+
+_CPU = torch.device("cpu")
+
+
+@node_type
+class Items(Node):
+    """A list or tuple with an entry for each item, which is elsewhere; the context is which of the two."""
+
+
+@node_type
+class Itemised(Node):
+    """A row with such entries: its children are what is outside of the lists, and a tuple of the entries."""
+
+    steps = ("", "")
+
+
+class Lists:
+    """What is known of the lists and tuples in the outputs of calls of one kind.
+
+    A list that is as long as the batch has an entry for each item, or it has that length by chance. One
+    output does not tell; those of two batch sizes do.
+
+    Attributes
+    ----------
+    known : dict of str to bool
+        Whether the list at a path has an entry for each item, as far as that is known.
+    """
+
+    def __init__(self, samples: Samples, known: dict[str, bool]) -> None:
+        self.known, self.samples = known, samples
+
+    def leaves(self, output: Any) -> tuple[dict[str, int], list[Any]]:
+        """The lengths of lists, by path, and the leaves, outside of lists with an entry for each item."""
+        lengths = {}
+
+        def node(value: Any, path: str) -> Opened | None:
+            if type(value) in (list, tuple):
+                lengths[path] = len(value)
+                if self.known.get(path):
+                    return Items, None, []
+            return opened_or_none(value, objects=True)
+
+        return lengths, [leaf for _, leaf in taken_apart(output, node)[0]]
+
+    def unsettled(self, output: Any, count: int) -> list[str]:
+        """The paths of lists of which it is not known what they are, after an output for `count` items."""
+        lengths, _ = self.leaves(output)
+        if count:
+            self.known.update(
+                {path: False for path, n in lengths.items() if n != count and path not in self.known}
+            )
+        return [path for path, n in lengths.items() if 0 < n == count and path not in self.known]
+
+    def settle(self, paths: Collection[str], output: Any, count: int) -> None:
+        """Compare the lists at these paths with those of an output for another number of items."""
+        lengths, _ = self.leaves(output)
+        self.known.update({path: lengths.get(path) == count for path in paths})
+
+    def has_entries(self, value: Any, path: str, count: int) -> bool:
+        """Whether a list in an output for `count` items has an entry for each of them.
+
+        `UnstorableError` if it has another length, or if that is not known, and no tensors show that it has
+        none.
+        """
+        known = self.known.get(path)
+        if known and len(value) != count:
+            raise UnstorableError(f"output{path} has {len(value)} entries for a batch of {count}")
+        if known is None and 0 < len(value) == count and not _is_stack(value, count):
+            raise UnstorableError(
+                f"output{path} has {count} entries, as the batch, and no batch of another size says "
+                "whether it has one for each item"
+            )
+        return bool(known) and count > 0
+
+
+class ItemRows(Rows):
+    """Rows of outputs that have lists with an entry for each item.
+
+    The schema and the columns are those of everything else. `entries` has, for each row, some `Rows` that are
+    never changed, and which of them has the item's entries, one of each list.
+    """
+
+    __slots__ = ("entries",)
+
+    def __init__(
+        self, schema: Schema, columns: Sequence[Tensor], count: int, entries: list[tuple[Rows, int]]
+    ) -> None:
+        super().__init__(schema, columns, count)
+        self.entries = entries
+
+    def take(self, positions: Tensor) -> ItemRows:
+        """A copy of some rows; see `Rows.take`."""
+        rows = super().take(positions)
+        return ItemRows(rows.schema, rows.columns, rows.count, [self.entries[i] for i in positions.tolist()])
+
+    def head(self, count: int) -> ItemRows:
+        """The first `count` rows, without a copy."""
+        return ItemRows(self.schema, [column[:count] for column in self.columns], count, self.entries[:count])
+
+    def by_schema(self) -> Iterator[tuple[Positions, Rows]]:
+        """The entries, one part for each of the `Rows` that have some."""
+        places: dict[int, tuple[Rows, list[int], list[int]]] = {}
+        for position, (rows, i) in enumerate(self.entries):
+            _, positions, which = places.setdefault(id(rows), (rows, [], []))
+            positions.append(position)
+            which.append(i)
+        for rows, positions, which in places.values():
+            yield (
+                np.array(positions, np.int64),
+                rows.take(torch.tensor(which, dtype=torch.int64, device="cpu")),
+            )
+
+    def values(self, device: torch.device) -> list[tuple[Any, ...]]:
+        """The entries of each row, one of each list, in memory of their own."""
+        values: list[Any] = [None] * self.count
+        for positions, rows in self.by_schema():
+            for position, value in zip(positions.tolist(), from_rows(rows, device), strict=True):
+                values[position] = value
+        return values
+
+
+def rows_of(
+    output: Any,
+    count: int,
+    lists: Lists | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> Rows:
+    """The rows of a computation's output; see `Rows.from_pytree`. Without `lists`, no list has entries."""
+    if isinstance(output, Tensor):
+        return Rows.from_pytree(output, count, device=device, dtype=dtype)
+    entries: dict[str, Any] = {}
+
+    def node(value: Any, path: str) -> Opened | None:
+        kind = type(value)
+        if kind is np.ndarray:
+            return _opened_array(value)
+        if kind in (list, tuple) and lists is not None and lists.has_entries(value, path, count):
+            entries[path] = value
+            return Items, kind.__name__, []
+        return opened(value, objects=True)
+
+    rows = Rows.from_pytree(output, count, device=device, dtype=dtype, opened=node)
+    if lists is None or not entries:
+        return rows
+    values = list(zip(*entries.values(), strict=True))
+    batch = lists.samples.to_rows(values if dtype is None else rounded(values, dtype), device)
+    for position, error in batch.refused.items():
+        text = str(error)
+        for i, path in enumerate(entries):
+            text = text.replace(f"sample[{i}]", f"output{path}[{position}]")
+        raise UnstorableError(text)
+    places: list[Any] = [None] * count
+    for positions, part in batch.parts:
+        part = part if dtype is None else _narrowed(part, dtype)
+        for i, position in enumerate(positions.tolist()):
+            places[position] = part, i
+    return ItemRows(rows.schema, rows.columns, count, places)
+
+
+@with_ordinary_tensors
+def output_of(rows: Rows, *, device: torch.device) -> Any:
+    """The output that rows stand for; see `Rows.to_pytree`."""
+    values = rows.values(device) if isinstance(rows, ItemRows) else []
+    numbers = iter(range(len(values[0]) if values else 0))
+
+    def node(kind: Any, context: Any, children: list[Any]) -> Any:
+        if kind is NumpyArray:
+            return NumpyArray.batched(context, children[0])
+        if kind is Items:
+            i = next(numbers)
+            entries = [of_item[i] for of_item in values]
+            return entries if context == "list" else tuple(entries)
+        return closed(kind, context, children)
+
+    return rows.to_pytree(device=device, closed=node)
+
+
+def stored(rows: Rows) -> Parts:
+    """Rows as tiers keep them: positions and rows, one part for each schema."""
+    if not isinstance(rows, ItemRows):
+        return [(np.arange(len(rows)), rows)]
+    parts = []
+    for positions, inner in rows.by_schema():
+        outer = Rows(rows.schema, rows.columns, rows.count).take(torch.from_numpy(positions))
+        structure = pytree.TreeSpec(Itemised, None, [outer.schema.structure, inner.schema.structure])
+        schema = Schema(structure, outer.schema.leaves + inner.schema.leaves)
+        parts.append((positions, Rows(schema, outer.columns + inner.columns, len(positions))))
+    return parts
+
+
+def found(rows: Rows) -> Rows:
+    """Rows of one schema, as tiers have kept them."""
+    if rows.schema.structure.type is not Itemised:
+        return rows
+    outer, inner = specs_of(rows.schema.structure)
+    leaves, columns, split = rows.schema.leaves, rows.columns, outer.num_leaves
+    entries = Rows(Schema(inner, leaves[split:]), columns[split:], rows.count)
+    places = [(entries, i) for i in range(rows.count)]
+    return ItemRows(Schema(outer, leaves[:split]), columns[:split], rows.count, places)
+
+
+def joined(parts: Parts, count: int, *, device: torch.device) -> Rows | None:
+    """One batch of `count` rows of some parts; see `Rows.scatter`. None if they do not stack."""
+    schema = parts[0][1].schema
+    if any(rows.schema != schema for _, rows in parts):
+        return None
+    rows = Rows.scatter(parts, count, device=device)
+    if not isinstance(parts[0][1], ItemRows):
+        return rows
+    entries: list[Any] = [None] * count
+    for positions, part in parts:
+        assert isinstance(part, ItemRows)
+        for position, entry in zip(positions.tolist(), part.entries, strict=True):
+            entries[position] = entry
+    return ItemRows(rows.schema, rows.columns, count, entries)
+
+
+def entry_parts(rows: ItemRows) -> Parts:
+    """The entries of rows, to be compared: nothing is packed, so equal structures have equal schemas."""
+    return list(Samples(packs=False).to_rows(rows.values(_CPU)).parts)
+
+
+def _is_stack(value: Any, count: int) -> bool:
+    """Whether a list has tensors, or arrays, and all have the batch first."""
+    leaves = [leaf for leaf in leaves_of(value, objects=True) if isinstance(leaf, (Tensor, np.ndarray))]
+    return bool(leaves) and all(leaf.ndim and len(leaf) == count for leaf in leaves)
+
+
+def _opened_array(value: Any) -> Opened:
+    try:
+        kind, context, (raw,) = NumpyArray.opened(np.ascontiguousarray(value) if value.ndim else value)
+    except Unstorable as error:
+        raise NotRebuiltError(error.what) from None
+    array = raw.array if raw.array.flags.writeable else raw.array.copy()
+    return kind, context, [torch.from_numpy(array)]
+
+
+def _narrowed(rows: Rows, dtype: torch.dtype) -> Rows:
+    """Rows whose tensors and arrays, which are rounded already, are stored in another dtype."""
+
+    def nodes(spec: pytree.TreeSpec, around: Any) -> Iterator[Any]:
+        if spec.type is None:
+            yield around
+        for child in specs_of(spec) if spec.type is not None else ():
+            yield from nodes(child, spec.type)
+
+    leaves, columns = [], []
+    for leaf, column, around in zip(
+        rows.schema.leaves, rows.columns, nodes(rows.schema.structure, None), strict=True
+    ):
+        if (
+            leaf.kind == "tensor"
+            and leaf.dtype.is_floating_point
+            and around not in (Image, Numbers, NumpyScalar)
+        ):
+            leaf, column = Leaf(leaf.path, leaf.kind, leaf.dtype, dtype, leaf.shape), column.to(dtype)
+        leaves.append(leaf)
+        columns.append(column)
+    return Rows(Schema(rows.schema.structure, tuple(leaves)), columns, rows.count)
