@@ -28,7 +28,8 @@ if _typing.TYPE_CHECKING:
     from torchcache2.datasets.loader import CacheLoader
     from torchcache2.datasets.reserve import get_shm_size
     from torchcache2.datasets.slots import SharedCache
-    from torchcache2.decorator.torchcache import torchcache
+    from torchcache2.decorator.modulecache import ModuleCache
+    from torchcache2.decorator.torchcache import cache_of, torchcache, uncache
     from torchcache2.engine.cache import Cache
     from torchcache2.engine.progress import WarmupStats
     from torchcache2.engine.stats import CacheStats
@@ -46,6 +47,7 @@ __all__ = [
     "Keys",
     "LazyShardDataset",
     "MissingSampleError",
+    "ModuleCache",
     "NotCachedError",
     "OptionError",
     "OutputError",
@@ -55,15 +57,17 @@ __all__ = [
     "UnhashableArgumentError",
     "WarmupStats",
     "__version__",
+    "cache_of",
     "get_shm_size",
     "register_value",
     "set_logger_config",
     "torchcache",
+    "uncache",
 ]
 
 _FILES = {
     "_load_cache": "decorator.modulecache",  # which pickles name
-    "_load_instance": "decorator.instances",
+    "_load_instance": "decorator.wrap",
     "Cache": "engine.cache",
     "CacheLoader": "datasets.loader",
     "CacheSettings": "core.settings",
@@ -72,11 +76,14 @@ _FILES = {
     "DatasetStats": "datasets.counts",
     "Keys": "core.keys",
     "LazyShardDataset": "datasets.lazyshards",
+    "ModuleCache": "decorator.modulecache",
     "SharedCache": "datasets.slots",
     "WarmupStats": "engine.progress",
+    "cache_of": "decorator.torchcache",
     "get_shm_size": "datasets.reserve",
     "register_value": "core.values",
     "torchcache": "decorator.torchcache",
+    "uncache": "decorator.torchcache",
 }
 
 

@@ -7,6 +7,7 @@ import types
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import PIL.Image
 import torch
 from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
@@ -324,6 +325,9 @@ AROUND = {
 def assert_same(a, b, where="value"):
     """Equal in type, content, and every attribute."""
     assert type(a) is type(b), where
+    if isinstance(a, PIL.Image.Image):
+        assert (a.mode, a.size, a.tobytes(), a.info) == (b.mode, b.size, b.tobytes(), b.info), where
+        return
     if isinstance(a, torch.Tensor):
         assert (a.dtype, a.shape, a.requires_grad, a.device) == (b.dtype, b.shape, b.requires_grad, b.device)
         plain = [t.detach().as_subclass(torch.Tensor).contiguous().view(-1) for t in (a, b)]

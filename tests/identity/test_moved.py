@@ -18,7 +18,7 @@ PACKAGE = Path(filesystem.__file__).parents[1]
 RENAMED = {
     "decorator.torchcache": "decorator.facade",
     "decorator.modulecache": "decorator.caching",
-    "decorator.instances": "decorator.objects",
+    "decorator.wrap": "decorator.patching",
     "core.settings": "core.options",
     "core.keys": "core.batchkeys",
     "core.errors": "core.exceptions",

@@ -268,6 +268,136 @@ def test_hooks_that_collect():
     assert len(inner) == 3 and hits(module) == 8 and bypasses(module) == {"state": 12}
 
 
+class Features(nn.Module):
+    """Collects what its layers return, by hooks or by itself."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.net = nn.Sequential(nn.Tanh(), nn.Sigmoid())
+        self.features, self.outputs = [], {}
+        for name, layer in self.net.named_children():
+            layer.register_forward_hook(hook(self, name))
+
+    def keep(self, module, args, output):
+        self.features.append(output)
+
+
+class Cleared(Features):
+    def forward(self, x):
+        self.features.clear()
+        self.outputs.clear()
+        self.net(x)
+        return [*self.features, *self.outputs.values()]
+
+
+class Assigned(Features):
+    def forward(self, x):
+        self.features, self.outputs = [], {}
+        self.net(x)
+        return [*self.features, *self.outputs.values()]
+
+
+class Emptied(Features):
+    def forward(self, x):
+        self.net(x)
+        found = [*self.features, *self.outputs.values()]
+        self.features.clear()
+        self.outputs.clear()
+        return found
+
+
+class Unread(Features):
+    def forward(self, x):
+        self.features.clear()
+        self.outputs.clear()
+        return [self.net(x), torch.tanh(x)][::-1]
+
+
+class Mixed(Features):
+    """What is left of the call before is read."""
+
+    def forward(self, x):
+        count = len(self.features) + len(self.outputs)
+        self.features.clear()
+        self.outputs.clear()
+        self.net(x)
+        return [one + count for one in (*self.features, *self.outputs.values())]
+
+
+class Kept(Features):
+    """What is left of earlier calls may be read."""
+
+    def forward(self, x):
+        self.net(x)
+        return [*self.features, *self.outputs.values()][-2:]
+
+
+def method(module, name):
+    return module.keep
+
+
+def appending(module, name):
+    return lambda layer, args, output: module.features.append(output)
+
+
+def setting(module, name):
+    return lambda layer, args, output: module.outputs.__setitem__(name, output)
+
+
+def naming(module, name):
+    def hook(layer, args, output):
+        module.outputs[name] = output
+
+    return hook
+
+
+HOOKS = [method, appending, setting, naming]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("make", [Cleared, Assigned, Emptied])
+def test_features_that_a_forward_collects_and_returns_are_no_state(make, hook):
+    module = torchcache(make(hook).eval())
+    for x in (X, X, X + 1, X[:2]):
+        first, second = module(x)
+        assert torch.equal(first, x.tanh()) and torch.equal(second, x.tanh().sigmoid())
+    assert bypasses(module) == {} and hits(module) == 6
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("make", [Unread, Mixed, Kept])
+def test_features_that_others_may_read_are_state(make, hook):
+    plain, module = make(hook).eval(), torchcache(make(hook).eval())
+    for x in (X, X + 1, X):
+        assert all(map(torch.equal, module(x), plain(x)))
+        both = [*module.features, *module.outputs.values()], [*plain.features, *plain.outputs.values()]
+        assert len(both[0]) == len(both[1]) and all(map(torch.equal, *both))
+    assert bypasses(module) == {"state": 12}
+
+
+@pytest.mark.parametrize("make", [dict, collections.OrderedDict, lambda: collections.defaultdict(float)])
+def test_features_in_closures_are_no_state(make):
+    found, net = make(), nn.Sequential(nn.Tanh(), nn.Sigmoid())
+
+    def hook(layer, args, output):
+        found[type(layer).__name__] = output
+
+    for layer in net:
+        layer.register_forward_hook(hook)
+
+    @torchcache
+    def function(x):
+        found.clear()
+        net(x)
+        return list(found.values())
+
+    for x in (X, X, X + 1):
+        first, second = function(x)
+        assert torch.equal(first, x.tanh()) and torch.equal(second, x.tanh().sigmoid())
+    # The default of a dict is not its content.
+    assert bool(bypasses(function)) == (type(found) is collections.defaultdict)
+
+
 def test_what_a_hook_and_the_forward_both_change_is_state():
     def count(*args):
         SEEN.append(1)

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.kinds import assert_same
 from tests.helpers.storage import CPU, DTYPES, NAMESPACES, NEVER, found, keys_of, put, rows_of, value_of
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
+from torchcache2.engine.values import outputs
+from torchcache2.engine.values.samples import Samples
 
 
 def settled(tier):
@@ -228,6 +231,23 @@ class TierContract:
             ):
                 assert tokens.shape == (lengths[position], 3) and (tokens == position).all()
                 assert mask.shape == (lengths[position],) and mask.all()
+
+    def test_outputs_with_an_entry_for_each_item(self, tier, settle):
+        lists, names = outputs.Lists(Samples(), {"['e']": True}), list(range(9))
+
+        def output(names):
+            entries = [{"t": torch.arange(n % 3), "a": np.full(n % 2, n, ">i4"), "s": str(n)} for n in names]
+            return {"e": entries, "x": torch.tensor(names), "a": np.array(names) / 2, "s": "b"}
+
+        rows = outputs.rows_of(output(names), len(names), lists, device=CPU)
+        parts = outputs.stored(rows)
+        assert len(parts) == 6  # one of each shape
+        assert sum(tier.put(keys_of([names[i] for i in where]), part) for where, part in parts) == 9
+        settle(tier)
+        for asked in ([4, 8, 0, 4], names):
+            parts = [(where, outputs.found(part)) for where, part in tier.get(keys_of(asked)).parts]
+            together = outputs.joined(parts, len(asked), device=CPU)
+            assert_same(output(asked), outputs.output_of(together, device=CPU))
 
     def test_a_batch_is_one_part_however_it_was_put(self, tier, settle):
         for start in range(0, 40, 8):

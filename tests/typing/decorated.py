@@ -12,7 +12,17 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import assert_type
 
-from torchcache2 import Cache, CacheSettings, CacheStats, Keys, set_logger_config, torchcache
+from torchcache2 import (
+    Cache,
+    CacheSettings,
+    CacheStats,
+    Keys,
+    ModuleCache,
+    cache_of,
+    set_logger_config,
+    torchcache,
+    uncache,
+)
 
 images = torch.zeros(4, 3)
 
@@ -119,6 +129,36 @@ assert_type(torchcache(nn.Linear(3, 5)), nn.Linear)
 assert_type(torchcache()(nn.Linear(3, 5)), nn.Linear)
 assert_type(torchcache(policy="lru")(nn.Linear(3, 5)), nn.Linear)
 assert_type(torchcache(nn.Linear(3, 5)).weight, Tensor)
+assert_type(torchcache(nn.Linear(3, 5), policy="lru", methods="forward"), nn.Linear)
+
+
+# A method, of an object and in the body of a class; and what is known of a cache, where attributes are not.
+
+
+class Embedder:
+    @torchcache
+    def encode(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x * scale
+
+    @torchcache(policy="lru")
+    def decode(self, x: Tensor) -> Tensor:
+        return x
+
+    def plain(self, x: Tensor) -> Tensor:
+        return x
+
+
+embedder = Embedder()
+assert_type(embedder.encode(images, 2.0), Tensor)
+assert_type(embedder.decode(images), Tensor)
+assert_type(torchcache(embedder.plain)(images), Tensor)
+assert_type(torchcache(embedder, methods=("encode", "plain")), Embedder)
+assert_type(torchcache(methods=("encode",))(embedder), Embedder)
+assert_type(cache_of(embedder), ModuleCache)
+assert_type(cache_of(nn.Linear(3, 5)).stats(), CacheStats)
+assert_type(cache_of(embedder).stats(method="encode").hits, int)
+assert_type(uncache(embedder), Embedder)
+embedder.encode("images")  # type: ignore[arg-type]
 
 
 # Options: every one by name, and what it takes.
@@ -155,7 +195,7 @@ torchcache(distributed="nodes")  # type: ignore[call-overload]
 torchcache(policy="fifo")  # type: ignore[call-overload]
 torchcache(shared_args="mask", item_args="texts")
 torchcache(shared_args=5)  # type: ignore[call-overload]
-torchcache(nn.Linear(3, 5), policy="lru")  # type: ignore[call-overload]
+torchcache(methods=5)  # type: ignore[call-overload]
 
 
 # The settings, the engine and what it counts.

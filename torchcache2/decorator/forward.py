@@ -99,7 +99,7 @@ class Computation:
             output = yield from self.forward(self.call.args, self.call.kwargs)
             raise not_stored("batch", output, f"an argument for a part of the batch is {error}") from None
         inputs = Inputs(self.call, args, kwargs, positions, self.bind, self.keys_of)
-        undo = None if is_callers else Undo(self.keeper, self.seen, self.root)
+        undo = None if is_callers else Undo(self.keeper, self.seen, self.root, self.call.objects)
         state = RandomState(self.keeper.generators)
         output = yield from self._run(inputs, state, undo, suspect, len(positions))
         self.ran = [output] if is_callers else []  # until it is known that nothing was changed

@@ -1,17 +1,21 @@
-"""`ModuleCache`: runs the forward of a module, or a function, through a cache or past it."""
+"""`ModuleCache`: runs a function, or a method of a module or another object, through a cache or past it."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
+import threading
 import time
+import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
-from torch import nn
-
 from torchcache2.core.environment import disabled_by_environment
+from torchcache2.core.errors import OptionError
 from torchcache2.core.exits import before_pools_end
 from torchcache2.core.keys import Keys
 from torchcache2.core.logs import logger
@@ -33,6 +37,7 @@ from torchcache2.engine.collective.apart import apart
 from torchcache2.engine.pressure import OwnMemoryError
 from torchcache2.engine.randomness import RandomContexts
 from torchcache2.engine.stack import TierStack
+from torchcache2.engine.stats import CacheStats
 from torchcache2.engine.steps import Steps
 from torchcache2.engine.values.outputs import Lists
 from torchcache2.engine.values.samples import Samples
@@ -49,12 +54,48 @@ _MOST_CONTEXTS = 1000  # of which it is known what lists in their outputs are
 _MANY = 1000  # items that are missed before a hint says why none was found
 
 
-class ModuleCache(Passing):
-    """The cache of one module or function, which `bind` names.
+class _Owner:
+    """What the caches of the methods of one object share: its state is watched once, and named once.
 
-    Caches of one decorator share the `tiers`, the `history` that `explain` compares with, and the results of
-    `probes`.
+    It refers to them weakly: in a cycle of references, their rows would outlive the object for a while.
     """
+
+    def __init__(self, history: History | None) -> None:
+        self.root: Callable[[], Any] = lambda: None
+        self.thread = threading.local()
+        self.history = history
+        self.methods: weakref.WeakValueDictionary[str, ModuleCache] = weakref.WeakValueDictionary()
+        self.last = ""  # the method of the last call
+        self._keepers: dict[tuple[Any, ...], NamespaceKeeper] = {}
+
+    def keeper(self, settings: CacheSettings) -> NamespaceKeeper:
+        """What names the object's state, with options that are in the name."""
+        names = ("persistent_module_hash", "cache_dtype", "distributed", "ignore")
+        options = tuple(getattr(settings, name) for name in names)
+        if options not in self._keepers:
+            keeper = NamespaceKeeper("a cache without a module", settings, self.history)
+            self.history = keeper.history
+            self._keepers[options] = keeper
+        return self._keepers[options]
+
+    def add(self, name: str, cache: ModuleCache) -> None:
+        """Note that a method is cached."""
+        self.methods[name] = cache
+        for keeper in self._keepers.values():
+            if name not in keeper.methods:
+                keeper.methods = {*keeper.methods, name}
+                keeper.reset()
+
+
+class ModuleCache(Passing):
+    """The cache of one module, another object or function, which `bind` names.
+
+    There is one for each method that is cached; of these, an object has the first as its ``cache_instance``,
+    which answers for all of them. Caches of one decorator share the `tiers`, the `history` that `explain`
+    compares with, and the results of `probes`; those `beside` each other are of one object.
+    """
+
+    __module__ = "torchcache2"
 
     def __init__(
         self,
@@ -62,12 +103,17 @@ class ModuleCache(Passing):
         tiers: TierStack | None = None,
         history: History | None = None,
         probes: Probes | None = None,
+        beside: ModuleCache | None = None,
     ) -> None:
+        if beside is not None and tiers is None and settings.shares_tiers_with(beside.settings):
+            tiers = beside._tiers
         super().__init__(bytes(16), settings, tiers=tiers)
-        self._runner = Runner()
+        self._owner: _Owner = beside._owner if beside is not None else _Owner(history)
+        self.kept: list[ModuleCache] = []  # those of other methods, if nothing else refers to them
+        self._runner = Runner(self._owner.thread)
         self._made = now()
-        self._root: Callable[[], Any] = lambda: None
-        self.keeper = NamespaceKeeper("a cache without a module", settings, history)
+        self.method = "forward"
+        self.keeper = self._owner.keeper(settings)
         self._calls: deque[CallSeen] = deque(maxlen=2)
         self._random = RandomContexts()
         self._shapes: dict[bytes, Shapes | None] = {}
@@ -79,22 +125,67 @@ class ModuleCache(Passing):
         self._is_without_grad = False
         self._has_hinted = False
 
-    def bind(self, root: Any, plain: Forward) -> None:
-        """Say what is cached. `plain` is its forward without the cache; of a module, the bound method."""
-        self._root = weakref.ref(root)
-        self.keeper.name = type(root).__name__ if isinstance(root, nn.Module) else root.__name__
+    def bind(
+        self, root: Any, plain: Forward, method: str = "forward", others: Sequence[Forward] = ()
+    ) -> None:
+        """Say what is cached: `plain` is the function, or the bound method of an object, without the cache.
+
+        `others` are methods under the same decorator, which may have the arguments that options name.
+        """
+        self.method, self._others = method, tuple(map(inspect.signature, others))
+        self._owner.root = weakref.ref(root)
+        self.keeper.name = root.__name__ if _is_function(root) else type(root).__name__
         self._read_signature(plain)
         self._runner.bind(plain)
+        if not _is_function(root):
+            self._owner.add(method, self)
 
     def _read_signature(self, plain: Forward) -> None:
-        settings = self.settings
-        self.signature = Signature(plain, shared=settings.shared_args, item_args=settings.item_args)
+        shared, items = (
+            self._own(names, plain) for names in (self.settings.shared_args, self.settings.item_args)
+        )
+        self.signature = Signature(plain, shared=shared, item_args=items, method=self.method)
         self._is_without_grad = turns_grad_off(plain)
+
+    def _own(self, names: Sequence[str], plain: Forward) -> tuple[str, ...]:
+        """Those of the names that no other method has alone."""
+        own = inspect.signature(plain)
+        return tuple(
+            name for name in names if _has(own, name) or not any(_has(other, name) for other in self._others)
+        )
+
+    @property
+    def methods(self) -> Mapping[str, ModuleCache]:
+        """The caches of one object, by the method; that of a function is under ``"forward"``."""
+        return dict(self._owner.methods) or {self.method: self}
+
+    def of(self, method: str | None) -> ModuleCache:
+        """The cache of one method; None is the only one.
+
+        Raises
+        ------
+        OptionError
+            If that method is not cached, or if there are several.
+        """
+        if method is None and len(self.methods) == 1:
+            return self
+        if method is None or method not in self.methods:
+            given = "is not cached" if method else "has to be named"
+            raise OptionError(f"method={method!r}: the method {given}; cached are {', '.join(self.methods)}")
+        return self.methods[method]
 
     @property
     def root(self) -> Any:
-        """The module or function; None if it does not exist any more."""
-        return self._root()
+        """The object or function; None if it does not exist any more."""
+        return self._owner.root()
+
+    def stats(self, method: str | None = None) -> CacheStats:
+        """What the caches of this object have done so far, or that of one method."""
+        chosen = [self.of(method)] if method is not None else self.methods.values()
+        return functools.reduce(_added, [one._stats() for one in chosen])
+
+    def _stats(self) -> CacheStats:
+        return super().stats()
 
     @property
     def module_hash(self) -> str:
@@ -109,16 +200,22 @@ class ModuleCache(Passing):
 
     def refresh(self) -> None:
         """Read the whole module again at the next call; needed after edits that are not noticed."""
-        self.keeper.reset()
+        for cache in self.methods.values():
+            cache.keeper.reset()
 
-    def explain(self) -> str:
+    def explain(self, method: str | None = None) -> str:
         """Why items of the last call may have been misses, one line for each reason.
 
+        The call is the last one of the object, or of one method.
         If the last call was not cached, the first line says why. The namespace is compared with the one that
         this module had before; if this is its first, with that of another module of its class under the same
         decorator; or else with the one that was used last in the cache directory. If the namespace has not
         changed, the arguments of the last two calls are compared. Last comes what `ignore` leaves out.
         """
+        asked = self.of(method) if method is not None else self.methods.get(self._owner.last, self)
+        return asked._explained()
+
+    def _explained(self) -> str:
         self.namespace = self.keeper.look(self._living_root()).namespace
         now, before = self.fingerprint, self.keeper.history.before(self.fingerprint)
         calls, directory, why = list(self._calls), self._tiers.directory, self._why_not_cached()
@@ -142,6 +239,7 @@ class ModuleCache(Passing):
     def call(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
         """The output of ``plain(*args, **kwargs)``."""
         # If the forward calls its own module, only the outermost call is cached.
+        self._owner.last = self.method
         is_passed = self._runner.is_inside or not self.settings.enabled
         if is_passed or is_traced() or disabled_by_environment():
             return (yield plain, args, kwargs)
@@ -242,7 +340,7 @@ class ModuleCache(Passing):
             may_run = functools.partial(self._may_check, root, call, seen, self.fingerprint)
             computation.may_run = may_run
         if self.settings.probe and seen.shards is None:
-            kind = self._probes.kind(keys.group, self.fingerprint, call, self._probed_before)
+            kind = self._probes.kind(keys.group, self.fingerprint, call, self._probed_before, self.method)
             computation.checks = CallChecks(self._probes, kind, keys, may_run)
             computation.checks.lists = Lists(self._samples, kind.lists)
         else:
@@ -326,17 +424,35 @@ class ModuleCache(Passing):
 
     def flush(self) -> None:
         """Return when everything that was computed is as durable as the tiers make it."""
-        super().flush()
-        self._write_probes(self.namespace)
+        for cache in self.methods.values():
+            super(ModuleCache, cache).flush()
+            cache._write_probes(cache.namespace)
+
+    def clear(self) -> None:
+        """Forget every row of this object, on disk too."""
+        for cache in self.methods.values():
+            super(ModuleCache, cache).clear()
 
     def close(self) -> None:
         """Stop caching and let go of the rows in memory; calls compute everything from then on.
 
         What waits to be written is on disk when this returns.
         """
-        if not self._closed:
-            self._write_probes(self.namespace)
-        super().close()
+        for cache in (self, *self.methods.values()):
+            if not cache._closed:
+                cache._write_probes(cache.namespace)
+            super(ModuleCache, cache).close()
+
+    def leave(self) -> None:
+        """Close this cache alone: its method is not cached any more."""
+        if self._owner.methods.get(self.method) is self:
+            del self._owner.methods[self.method]
+        self._write_probes(self.namespace)
+        if any(one._tiers is self._tiers for one in self._owner.methods.values()):
+            self._closed = True  # rows of the other methods have the same namespace
+            self._tiers.leave(self)
+        else:
+            super().close()
 
     def _probed_before(self, namespace: bytes) -> Mapping[str, Any]:
         """What the checks of earlier runs have left in the cache directory."""
@@ -367,36 +483,62 @@ class ModuleCache(Passing):
         )
 
     def _living_root(self) -> Any:
-        root = self._root()
+        root = self.root
         if root is None:
             text = "the module of this cache does not exist any more, or was not called since it was loaded"
             raise ReferenceError(text)
         return root
 
     def _name(self) -> str:
-        return self.keeper.name
+        return self.keeper.name + f".{self.method}" * (self.method != "forward")
 
     def _class(self) -> str:
         root = self.root
-        return qualified_name(type(root) if isinstance(root, nn.Module) else root)
+        return qualified_name(root if _is_function(root) else type(root))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
-        # If the module is copied with it, the copy gets a cache of its own, within the same budget.
-        copy = memo.get(id(self.root)) if isinstance(self.root, nn.Module) else None
+        # If the object is copied with it, the copy gets a cache of its own, within the same budget.
+        copy = None if _is_function(self.root) else memo.get(id(self.root))
         if copy is None:
             return self
-        twin = ModuleCache(self.settings, self._tiers, self.keeper.history, self._probes)
-        twin._root, twin.signature = weakref.ref(copy), self.signature
+        first = memo.get(id(self._owner))  # the copy of another method's cache
+        twin = ModuleCache(self.settings, self._tiers, self.keeper.history, self._probes, first)
+        memo.setdefault(id(self._owner), twin)
+        twin.method, twin._others, twin.signature = self.method, self._others, self.signature
         twin._is_without_grad = self._is_without_grad
         twin.keeper.name = self.keeper.name
+        twin._owner.root = weakref.ref(copy)
+        twin._owner.add(twin.method, twin)
+        twin.kept = deepcopy(self.kept, memo)
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _load_cache, (self.settings,)
+        first = next(iter(self.methods.values()))
+        return _load_cache, (self.settings, None if first is self else first)
 
 
-def _load_cache(settings: CacheSettings) -> ModuleCache:
-    return ModuleCache(settings)
+def _load_cache(settings: CacheSettings, first: ModuleCache | None = None) -> ModuleCache:
+    return ModuleCache(settings, beside=first)
+
+
+def _is_function(root: Any) -> bool:
+    return isinstance(root, types.FunctionType)
+
+
+def _has(signature: inspect.Signature, name: str) -> bool:
+    """Whether a function may get an argument of this name."""
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    return name in signature.parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _added(left: CacheStats, right: CacheStats) -> CacheStats:
+    """What two methods of one object have done; of rows and bytes, they share the counts."""
+    names = ("hits", "misses", "received", "sent", "exchange_seconds", "verified", "mismatched")
+    counts = {name: getattr(left, name) + getattr(right, name) for name in (*names, "seconds_computed")}
+    reasons = {*left.bypasses, *right.bypasses}
+    bypasses = {why: left.bypasses.get(why, 0) + right.bypasses.get(why, 0) for why in sorted(reasons)}
+    saved = None if None in (a := (left.seconds_saved, right.seconds_saved)) else sum(a)  # type: ignore[arg-type]
+    return dataclasses.replace(left, **counts, bypasses=bypasses, seconds_saved=saved)
 
 
 _load_cache.__module__ = "torchcache2"  # the path that pickles name, wherever this file is

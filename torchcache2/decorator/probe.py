@@ -172,7 +172,8 @@ class Probe:
 
     def alone(self, part: Sequence[int], aligned: bool) -> Steps[Any]:
         """The output of some items, computed by themselves; what that has changed is undone."""
-        undo, state = Undo(self.keeper, self.seen, self.root), RandomState(self.keeper.generators)
+        undo = Undo(self.keeper, self.seen, self.root, self.call.objects)
+        state = RandomState(self.keeper.generators)
         try:
             positions = torch.tensor(part, dtype=torch.int64, device="cpu")
             with computed_again():

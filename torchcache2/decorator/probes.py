@@ -110,22 +110,27 @@ class Probes:
         fingerprint: Fingerprint,
         call: BoundCall,
         recall: Callable[[bytes], Mapping[str, Any]],
+        method: str = "forward",
     ) -> Kind:
-        """The kind of a call whose keys have this group.
+        """The kind of a call of a method whose keys have this group.
 
         ``recall(namespace)`` returns what earlier runs have left of `document`.
         """
         kind = self._by_group.get(group)
         if kind is None:
             with self._lock():
-                kind = self._kind(fingerprint, call, recall)
+                kind = self._kind(fingerprint, call, recall, method)
                 if len(self._by_group) >= _MOST_KINDS:
                     self._by_group = {}
                 self._by_group[group] = kind
         return kind
 
     def _kind(
-        self, fingerprint: Fingerprint, call: BoundCall, recall: Callable[[bytes], Mapping[str, Any]]
+        self,
+        fingerprint: Fingerprint,
+        call: BoundCall,
+        recall: Callable[[bytes], Mapping[str, Any]],
+        method: str,
     ) -> Kind:
         namespace = fingerprint.namespace
         if namespace not in self._namespaces:
@@ -133,7 +138,7 @@ class Probes:
                 self._namespaces, self._mixing, self._by_group = {}, {}, {}
             self._namespaces[namespace] = _Namespace(namespace, recall(namespace))
         kinds = self._namespaces[namespace].kinds
-        exact, loose = (_call_structure(call, values=values) for values in (True, False))
+        exact, loose = (_call_structure(call, method, values=values) for values in (True, False))
         name, code = exact.hex(), digest([fingerprint.code, loose])
         mixing, counts = self._mixing.get(code, set()), [0, 0, 0]
         if name in mixing:  # a module that has mixed items once is not checked again when its weights change
@@ -281,8 +286,8 @@ def _names_collectives(kind: type) -> bool:
     )
 
 
-def _call_structure(call: BoundCall, *, values: bool) -> bytes:
-    """A digest of the structure of a call, 16 bytes.
+def _call_structure(call: BoundCall, method: str, *, values: bool) -> bytes:
+    """A digest of the structure of a call of a method, 16 bytes.
 
     With `values`, integers and short texts count, since ``dim=0`` and ``dim=1`` are different computations.
     The values of items' entries never count.
@@ -291,6 +296,7 @@ def _call_structure(call: BoundCall, *, values: bool) -> bytes:
     contents = call.taken | call.aligned_ids
     parts = [f"{name} {_structure(value, values, contents, _DEEPEST)}" for name, value in arguments]
     leaves = [path for path, _ in call.leaves]
+    leaves += [f"() {method}"] * (method != "forward")
     return digest([repr([parts, leaves]).encode("utf-8", "surrogatepass")])
 
 

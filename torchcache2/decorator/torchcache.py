@@ -7,9 +7,11 @@ An instance gets a callable in the place of its forward. Either way the cache of
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
@@ -17,32 +19,91 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from torchcache2.core.errors import DecorationError
+from torchcache2.core.errors import DecorationError, OptionError
 from torchcache2.core.logs import shown
 from torchcache2.core.settings import CacheSettings, Compression, Distributed, MissBatch, Policy
 from torchcache2.core.sizes import Size
-from torchcache2.decorator.classes import decorate_class
-from torchcache2.decorator.decoration import Binding
-from torchcache2.decorator.instances import decorate_instance
 from torchcache2.decorator.modulecache import ModuleCache
-from torchcache2.decorator.tracing import is_exported, with_own_code
-from torchcache2.engine.steps import Steps, run_steps
+from torchcache2.decorator.wrap import (
+    DEFERRED,
+    Binding,
+    CachedMethod,
+    bindings_of,
+    cache_of_object,
+    decorate_class,
+    decorate_function,
+    decorate_method,
+    decorate_object,
+    is_cached_function,
+    methods_of,
+    restore_class,
+    restore_object,
+)
 from torchcache2.identity.encoding import qualified_name
-from torchcache2.identity.marks import ORIGINAL_ATTRIBUTE
+from torchcache2.identity.marks import BINDING, ORIGINAL_ATTRIBUTE
 
-__all__ = ["torchcache"]
+__all__ = ["cache_of", "torchcache", "uncache"]
 
-T = TypeVar("T", bound=Callable[..., Any])
-_DEFERRED = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+T = TypeVar("T")
+_SIGNS: tuple[
+    tuple[Callable[[Any], bool], str], ...
+] = (  # what somebody may decorate, and what to do instead
+    (
+        lambda one: isinstance(one, (str, os.PathLike)),
+        "give a folder as an option, and decorate what computes: "
+        "torchcache(persistent_cache_dir=folder)(model)",
+    ),
+    (
+        lambda one: isinstance(one, (torch.jit.ScriptModule, torch.jit.ScriptFunction)),
+        "its code cannot be followed. Decorate the module before it is scripted, or a function that calls it",
+    ),
+    (
+        lambda one: isinstance(one, (classmethod, staticmethod)),
+        "put @torchcache above a function outside of the class",
+    ),
+    (
+        lambda one: isinstance(one, (property, functools.cached_property)),
+        "it has no arguments that tell items apart. Put @torchcache above a method that computes it",
+    ),
+    (lambda one: isinstance(one, torch.utils.data.DataLoader), "cache its dataset: CachedDataset(dataset)"),
+    (
+        lambda one: isinstance(one, (list, tuple, dict, set)),
+        "decorate each by itself: for model in models: torchcache(model)",
+    ),
+    (
+        lambda one: isinstance(one, type),
+        'name the methods, torchcache(methods=("encode",)), or put @torchcache above them',
+    ),
+    (
+        lambda one: (
+            isinstance(one, torch.utils.data.Dataset)
+            or (hasattr(one, "__getitem__") and hasattr(one, "__len__"))
+        ),
+        "CachedDataset(dataset) caches the samples of a dataset",
+    ),
+    (
+        lambda one: isinstance(one, types.MethodType) and not isinstance(one.__self__, type),
+        'name it, torchcache(object, methods=("encode",)); of a module, decorate the module',
+    ),
+    (
+        lambda one: callable(one) and isinstance(one, (type(len), functools.partial, types.MethodType)),
+        "write a function that calls it, and decorate that",
+    ),
+    (
+        lambda one: callable(one) or hasattr(one, "__dict__"),
+        'name its methods, torchcache(object, methods=("encode",)), or pass one: torchcache(object.encode)',
+    ),
+)
 
 
 @overload
-def torchcache(target: T, /) -> T: ...
+def torchcache(target: T, /, **options: Any) -> T: ...
 
 
 @overload
 def torchcache(
     *,
+    methods: Sequence[str] = ...,
     enabled: bool = True,
     subsample_count: int | None = None,
     persistent: bool | None = None,
@@ -72,10 +133,12 @@ def torchcache(
 
 
 def torchcache(target: Any = None, /, **options: Any) -> Any:
-    """Cache the outputs of a module or function per batch item.
+    """Cache the outputs of a module, method or function per batch item.
 
-    Use it with or without parentheses, on a subclass of `torch.nn.Module`, on a function, or on a
-    module that exists already: ``backbone = torchcache(policy="lru")(backbone)``.
+    Use it with or without parentheses: on a module that exists already, ``torchcache(backbone)``; on a method
+    of any object, ``torchcache(model.encode)``; above a function, above a method in the body of a class, or
+    above a class. What is decorated is patched in place and returned. To decorate it again with other options
+    replaces its cache.
 
     Every tensor argument that is not named in `shared_args` has the batch in its first dimension, and
     so has every tensor of the output; arguments named in `item_args` are sequences with one entry per item.
@@ -84,10 +147,11 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
 
     Parameters
     ----------
-    target : class, function or nn.Module
+    target : nn.Module, method, function or class
         What to cache, if used without parentheses.
     **options
-        The fields of `CacheSettings`:
+        ``methods``: the names of the methods to cache, exactly these; by default that is ``forward``. And the
+        fields of `CacheSettings`:
         `enabled`, `subsample_count`, `persistent`, `persistent_cache_dir`, `persistent_module_hash`,
         `max_memory_cache_size`, `max_persistent_cache_size`, `compression`, `compression_quality`,
         `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`, `item_args`, `ignore`, `probe`,
@@ -96,13 +160,13 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
 
     Returns
     -------
-    class, function or nn.Module
-        A class is patched and returned; a function is wrapped; an instance is patched and returned.
+    nn.Module, method, function or class
+        A class or an object is patched and returned; of a function or method, what takes its place.
 
     Raises
     ------
     DecorationError
-        If `target` is neither a module (class or instance) nor a function.
+        If `target` cannot be cached. The text says what to write instead.
     OptionError
         If there is no such option, or it cannot have this value.
 
@@ -118,26 +182,31 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
     >>> square.cache_instance.stats().misses
     2
     """
+    names = options.pop("methods", None)
+    methods: tuple[str, ...] = (names,) if isinstance(names, str) else ()
+    if isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names):
+        methods = tuple(names)
+    if names is not None and not methods:
+        raise OptionError(f"methods={shown(names)}: expected names of methods, such as ('encode_image',)")
     settings = CacheSettings(**options)
 
     def decorate(target: Any) -> Any:
-        binding = Binding(settings, qualified_name(type(target) if isinstance(target, nn.Module) else target))
-        forward = getattr(target, "forward", target)
-        if any(is_deferred(forward) for is_deferred in _DEFERRED):
-            raise DecorationError(
-                f"torchcache cannot decorate {shown(target)}: calling it returns a coroutine or generator, "
-                "not an output. Decorate what computes the output"
-            )
-        if isinstance(target, type) and issubclass(target, nn.Module):
-            return decorate_class(target, binding)
-        if isinstance(target, nn.Module) and not isinstance(target, torch.jit.ScriptModule):
-            return decorate_instance(target, binding)
-        if isinstance(target, types.FunctionType):
-            return _decorate_function(target, binding)
-        raise DecorationError(
-            f"torchcache cannot decorate {shown(target)}, {_article(target)}: expected a subclass or "
-            "instance of torch.nn.Module, or a plain function"
+        is_module = isinstance(target, nn.Module) or (
+            isinstance(target, type) and issubclass(target, nn.Module)
         )
+        if isinstance(target, (types.MethodType, CachedMethod)):
+            return _decorate_bound(target, settings, methods)
+        if isinstance(target, types.FunctionType) and not methods:
+            return _decorate_function(target, settings)
+        if not (is_module or methods) or isinstance(target, (torch.jit.ScriptModule, types.FunctionType)):
+            raise _refusal(target)
+        named = methods or ("forward",)
+        if isinstance(target, type):
+            return _decorate_class(target, settings, named)
+        if not hasattr(target, "__dict__"):
+            raise _refusal(target)
+        decorate_object(target, Binding(settings, qualified_name(type(target)), named), exactly=True)
+        return target
 
     if target is None:
         return decorate
@@ -147,27 +216,152 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
 torchcache.__module__ = "torchcache2"  # the path that pickles name, wherever this file is
 
 
-def _decorate_function(function: types.FunctionType, binding: Binding) -> Callable[..., Any]:
-    cache = binding.cache(function, function)
-
-    @with_own_code
-    @functools.wraps(function)
-    def cached(*args: Any, **kwargs: Any) -> Any:
-        if is_exported():
-            return function(*args, **kwargs)
-        return run_steps(_call_function, cached, args, kwargs)
-
-    setattr(cached, ORIGINAL_ATTRIBUTE, function)
-    cached.cache_instance = cache  # type: ignore[attr-defined]
-    return cached
+def _decorate_class(cls: type, settings: CacheSettings, methods: tuple[str, ...]) -> type:
+    for name in methods:
+        method = getattr(cls, name, None)
+        if not isinstance(inspect.getattr_static(cls, name, None), types.FunctionType):
+            raise DecorationError(f"torchcache cannot decorate {cls.__name__}: its {name!r} is no method")
+        _check_deferred(method, cls)
+    known: Binding | None = vars(cls).get(BINDING)
+    if known is not None and (known.settings, known.methods) != (settings, methods):
+        restore_class(cls)
+        known = None
+    return cls if known is not None else decorate_class(cls, Binding(settings, qualified_name(cls), methods))
 
 
-def _call_function(wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps[Any]:
-    # Both are read at each call: a notebook that reloads the function in place gives the wrapper others.
-    cache: ModuleCache = getattr(wrapper, "cache_instance")  # noqa: B009
-    return (yield from cache.call(getattr(wrapper, ORIGINAL_ATTRIBUTE), args, kwargs))
+def _check_deferred(function: Any, target: Any) -> None:
+    if any(is_deferred(function) for is_deferred in DEFERRED):
+        raise DecorationError(
+            f"torchcache cannot decorate {shown(target)}: calling it returns a coroutine or generator, "
+            "not an output. Decorate what computes the output"
+        )
 
 
-def _article(target: object) -> str:
+def _decorate_function(function: types.FunctionType, settings: CacheSettings) -> Callable[..., Any]:
+    if is_cached_function(function):
+        cache = vars(function).get("cache_instance")
+        before = cache.settings if cache is not None else getattr(vars(function)[BINDING], "settings", None)
+        if before == settings:
+            return function
+        if cache is not None:
+            cache.close()
+        function = getattr(function, ORIGINAL_ATTRIBUTE)
+    _check_deferred(function, function)
+    binding = Binding(settings, qualified_name(function))
+    if _is_in_class_body(function):
+        parameters = list(inspect.signature(function).parameters.values())
+        if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
+            raise _refusal(staticmethod(function))
+        return decorate_method(function, function.__name__, binding)
+    return decorate_function(function, binding)
+
+
+def _is_in_class_body(function: types.FunctionType) -> bool:
+    """Whether a function is being defined in the body of a class, which is not there yet."""
+    *path, name = function.__qualname__.split(".")
+    if not path or path[-1] == "<locals>":
+        return False
+    scope: Any = sys.modules.get(function.__module__)
+    for part in path:
+        scope = getattr(scope, part, None)
+    return getattr(scope, name, None) is not function
+
+
+def _decorate_bound(method: Any, settings: CacheSettings, methods: tuple[str, ...]) -> Callable[..., Any]:
+    obj, name = method.__self__, method.__name__
+    is_call = isinstance(obj, nn.Module) and name in ("__call__", "_wrapped_call_impl")
+    if methods or isinstance(obj, type) or is_call or getattr(obj, name, None) != method:
+        raise _refusal(method)
+    decorate_object(obj, Binding(settings, qualified_name(type(obj)), (name,)), exactly=False)
+    cached = methods_of(obj).get(name)
+    return cached.holding() if cached is not None else method  # else its class is decorated
+
+
+def _refusal(target: Any) -> DecorationError:
+    """The error for what cannot be cached, which says what to write instead."""
+    advice = "expected a module, a method of an object, a function or a class"
+    for is_such, instead in _SIGNS:
+        if is_such(target):
+            advice = instead
+            break
     name = type(target).__name__
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+    article = "an" if name[0].lower() in "aeiou" else "a"
+    return DecorationError(f"torchcache cannot decorate {shown(target)}, {article} {name}: {advice}")
+
+
+def uncache(target: T, /) -> T:
+    """Give a module, object, method, function or class back what it was before `torchcache`, and return it.
+
+    Rows in memory are let go; those on disk stay, and are found when the same is cached again.
+
+    Parameters
+    ----------
+    target : nn.Module, object, method, function or class
+        What was decorated, or a method of it. Of a function, the plain one is returned: assign it.
+
+    Raises
+    ------
+    DecorationError
+        If it is not cached, or its class is.
+    """
+    cached: Any = target
+    if isinstance(cached, type) and bindings_of(cached):
+        restore_class(cached)
+        return target
+    if is_cached_function(cached) and (cache := vars(cached).get("cache_instance")) is not None:
+        cache.close()
+        return getattr(cached, ORIGINAL_ATTRIBUTE)  # type: ignore[no-any-return]
+    is_bound = isinstance(cached, (types.MethodType, CachedMethod))
+    obj, known = (
+        (cached.__self__ if is_bound else cached),
+        methods_of(cached.__self__ if is_bound else cached),
+    )
+    names = [cached.__name__] if is_bound else list(known)
+    if known and set(names) <= known.keys():
+        restore_object(obj, names)
+        return getattr(obj, names[0]) if is_bound else target
+    is_of_class = not isinstance(obj, (type, types.FunctionType)) and bindings_of(type(obj))
+    why = f"its class is: uncache({type(obj).__name__})" if is_of_class else "torchcache has not decorated it"
+    raise DecorationError(f"{shown(target)} is not cached: {why}")
+
+
+def cache_of(target: Any, /) -> ModuleCache:
+    """The cache of what `torchcache` has decorated, for a type checker too.
+
+    Parameters
+    ----------
+    target : nn.Module, object, method or function
+        Of a method, it is the cache of its object; ``cache_of(model).stats(method="encode")`` asks for one.
+
+    Raises
+    ------
+    DecorationError
+        If it is not cached.
+
+    Examples
+    --------
+    >>> backbone = torchcache(nn.Linear(4, 2)).eval().requires_grad_(False)
+    >>> features = backbone(torch.rand(3, 4))
+    >>> cache_of(backbone).stats().misses
+    3
+    """
+    obj = target.__self__ if isinstance(target, (types.MethodType, CachedMethod)) else target
+    cache = None
+    if not isinstance(obj, type):
+        with contextlib.suppress(AttributeError, DecorationError):
+            cache = getattr(obj, "cache_instance", None) or cache_of_object(obj)
+    if isinstance(cache, ModuleCache):
+        is_left = cache.root is obj and not (methods_of(obj) or bindings_of(type(obj)))  # of a class that was
+        if isinstance(obj, types.FunctionType) or not is_left:
+            return cache
+    why = (
+        "each object of a class has a cache of its own"
+        if isinstance(obj, type)
+        else "decorate it by torchcache"
+    )
+    raise DecorationError(f"{shown(target)} is not cached: {why}")
+
+
+for _function in (uncache, cache_of):
+    _function.__module__ = "torchcache2"
+del _function

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -20,6 +20,7 @@ from torchcache2.core.arrays import Bytes2D
 from torchcache2.core.gather import as_bytes
 from torchcache2.core.private import has_version, version
 from torchcache2.engine.steps import Steps
+from torchcache2.identity.argumentobjects import ObjectSeen
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.entries import argument_leaves
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
@@ -126,9 +127,15 @@ class Inputs:
 
 
 class Undo:
-    """Remembers small buffers, attributes, the content of containers and grad mode, and puts them back."""
+    """Remembers small buffers, attributes, the content of containers and grad mode, and puts them back.
 
-    def __init__(self, keeper: NamespaceKeeper, seen: Seen, root: Any) -> None:
+    So it does for `objects`, which are arguments of the call.
+    """
+
+    def __init__(
+        self, keeper: NamespaceKeeper, seen: Seen, root: Any, objects: Sequence[ObjectSeen] = ()
+    ) -> None:
+        self._of_objects = [Undo(one.keeper, one.seen, one.value) for one in objects]
         self._buffers = [(buffer, buffer.clone()) for buffer in seen.tensors.small_buffers()]
         self._attributes = keeper.attributes(root)
         self._grad = torch.is_grad_enabled()
@@ -140,11 +147,15 @@ class Undo:
                 with torch.inference_mode():  # buffers that were made in this mode can only be written in it
                     buffer.copy_(content)
         self._attributes.restore()
+        for undo in self._of_objects:
+            undo()
         torch.set_grad_enabled(self._grad)
 
     def attributes(self) -> None:
         """Put back the attributes of modules and the grad mode of this thread alone."""
         self._attributes.restore_fields()
+        for undo in self._of_objects:
+            undo.attributes()
         torch.set_grad_enabled(self._grad)
 
 

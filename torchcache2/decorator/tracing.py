@@ -91,10 +91,10 @@ def turns_grad_off(forward: Callable[..., Any]) -> bool:
 
 
 class Runner:
-    """Runs the forward of one module or function, and knows which threads are inside of it."""
+    """Runs a method of an object, or a function, and knows whether this `thread` is inside of the object."""
 
-    def __init__(self) -> None:
-        self._thread = threading.local()
+    def __init__(self, thread: threading.local) -> None:
+        self._thread = thread
         self._call: Callable[..., Any] | None = None
 
     def bind(self, plain: Callable[..., Any]) -> None:
@@ -104,11 +104,11 @@ class Runner:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this thread is inside of the forward already, so that the forward has called itself."""
+        """Whether this thread is inside of the object already, which has called itself."""
         return getattr(self._thread, "is_inside", False)
 
     def run(self, plain: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Steps[Any]:
-        """Run the forward. If it calls its own module, that call runs without the cache too."""
+        """Run the method. If it calls its own object, that call runs without the cache too."""
         self._thread.is_inside = True
         try:
             if self._call is not None and isinstance(plain, types.MethodType):

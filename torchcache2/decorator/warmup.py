@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -39,6 +40,7 @@ class Warmable(Protocol):
 
     settings: CacheSettings
     keeper: NamespaceKeeper
+    method: str
     _bypass: str | None
     _reasons: dict[str, str]
     _closed: bool
@@ -51,6 +53,10 @@ class Warmable(Protocol):
 
     def flush(self) -> None:
         """Make rows durable."""
+        ...
+
+    def of(self, method: str | None) -> Any:
+        """The cache of one method."""
         ...
 
     def join(self) -> AbstractContextManager[None]:
@@ -70,6 +76,7 @@ def warm_up(
     inputs: Callable[[Any], Any] | None = None,
     batch_size: int = 64,
     num_workers: int = 0,
+    method: str | None = None,
 ) -> WarmupStats:
     """Compute the items of a dataset that are not there yet.
 
@@ -96,6 +103,8 @@ def warm_up(
         list of texts as it is.
     batch_size, num_workers : int
         Of the loader that is made for a dataset.
+    method : str, optional
+        The method to call, if several of an object are cached.
 
     Returns
     -------
@@ -122,6 +131,7 @@ def warm_up(
     >>> backbone.cache_instance.stats().hits
     10
     """
+    self = self.of(method)
     with self.join():  # shares may have different numbers of batches, or none, which is an error
         return _warmed_up(self, data, inputs, batch_size, num_workers)
 
@@ -167,16 +177,18 @@ def _warm(
     name = cache._name()
     args, kwargs = _arguments(batch, inputs)
     if progress.batches == 0:
-        _check_arguments(name, root, batch, args, kwargs)
+        _check_arguments(name, root, cache.method, batch, args, kwargs)
     args, kwargs = _moved((args, kwargs), root)
     stops = of_module(cache.keeper, root, is_without_grad=True)
     if stops := [stop for stop in stops if stop.reason != "lazy"]:  # the first call makes such parameters
         raise BypassError.all_of(stops).as_error(name)
     for is_last in (False, True):  # the first call may set something up, and not be cached for that
-        if isinstance(root, nn.Module):
+        if isinstance(root, types.FunctionType):
+            output = run_steps(cache.call, root, args, kwargs)
+        elif isinstance(root, nn.Module) and cache.method == "forward":
             output = root(*args, **kwargs)
         else:
-            output = run_steps(cache.call, root, args, kwargs)
+            output = getattr(root, cache.method)(*args, **kwargs)
         reason = cache._bypass
         if reason is None:
             progress.update(_stored_bytes(output, cache.settings.cache_dtype))
@@ -201,12 +213,12 @@ def _arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[A
 
 
 def _check_arguments(
-    name: str, root: Any, batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    name: str, root: Any, method: str, batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise if the arguments are not those of the module; a hook may change them before its forward."""
-    if getattr(root, PRE_HOOKS, None):
+    """Raise if the arguments are not those of the method; a hook may change them before a forward."""
+    if getattr(root, PRE_HOOKS, None) and method == "forward":
         return
-    signature = inspect.signature(getattr(root, "forward", root))
+    signature = inspect.signature(getattr(root, method, root))
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:

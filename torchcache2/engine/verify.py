@@ -49,9 +49,8 @@ def leaf_differences(
     The tolerance is the precision to this `power`: 0.5 is the square root.
     """
     count = len(old)
-    fresh = fresh.laid_out_as(old.schema)
-    found = {}
-    for leaf, left, right in zip(old.schema.leaves, old.columns, fresh.columns, strict=True):
+    found, columns = {}, fresh.laid_out_as(old.schema).columns
+    for leaf, left, right in zip(old.schema.leaves, old.columns, columns, strict=True):
         sides = (left.reshape(count, -1).cpu(), right.reshape(count, -1).cpu())
         found[leaf.path] = _column_differences(*sides, leaf, dtypes, power).numpy()
     if isinstance(old, ItemRows) and isinstance(fresh, ItemRows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections import UserDict
@@ -128,21 +129,29 @@ class BoundCall:
 class Signature:
     """Names the arguments of a forward; that of a module is a bound method.
 
+    `method` is the name of the method, as arguments of two methods of an object may be equal.
     `shared` are parameters whose tensors belong to the whole batch, and `item_args` have one entry per item.
     An `OptionError` is raised if one of these is no parameter.
     """
 
     def __init__(
-        self, function: Callable[..., Any], *, shared: Iterable[str], item_args: Iterable[str] = ()
+        self,
+        function: Callable[..., Any],
+        *,
+        shared: Iterable[str],
+        item_args: Iterable[str] = (),
+        method: str = "forward",
     ) -> None:
+        self._head = [b"()", method.encode()] if method != "forward" else []
         self._signature = inspect.signature(function)
         parameters = list(self._signature.parameters.values())
         self._shared, self._item_args = tuple(shared), tuple(item_args)
         self._keepers = ObjectKeepers()
+        self._renamed: dict[str, Any] = {}  # what parameters are called now, by older names of them
         if inspect.ismethod(function):
             self._elsewhere = "keep other objects as attributes of the module"
         elif parameters and parameters[0].name == "self":
-            self._elsewhere = "decorate the class, not its method: calls of its instances are then cached"
+            self._elsewhere = "decorate the method in the body of its class, or of one object: object.method"
         else:
             self._elsewhere = "have the function close over other objects"
         self._variadic = None
@@ -166,10 +175,16 @@ class Signature:
         names = [parameter.name for parameter in parameters]
         for option, given in (("shared_args", self._shared), ("item_args", self._item_args)):
             for name in given:
-                if name not in names and self._keywords is None:
+                if name in names:
+                    continue
+                if (new := _new_name(function, name)) in names:
+                    self._renamed[name] = new
+                elif self._keywords is None:
                     raise OptionError(
-                        f"{option}: forward has no parameter {name!r}; it has {', '.join(names)}"
+                        f"{option}: {method} has no parameter {name!r}; it has {', '.join(names)}"
                     )
+        self._shared += tuple(self._renamed[name] for name in self._shared if name in self._renamed)
+        self._item_args += tuple(self._renamed[name] for name in self._item_args if name in self._renamed)
         if self._variadic in self._item_args:
             raise OptionError(f"item_args: *{self._variadic} is not one sequence with one entry per item")
 
@@ -188,7 +203,10 @@ class Signature:
             If an argument is of a subclass of Tensor, or has no data.
         """
         if kwargs or len(args) > len(self._positional) or len(args) < self._required:
-            arguments: Mapping[str, Any] = self._signature.bind(*args, **kwargs).arguments
+            named = {self._renamed.get(name, name): value for name, value in kwargs.items()}
+            if len(named) < len(kwargs):
+                raise TypeError("an argument by both of its names")
+            arguments: Mapping[str, Any] = self._signature.bind(*args, **named).arguments
         else:
             arguments = dict(zip(self._positional, args, strict=False))
         # Where something else is the batch, an array may belong to all of it.
@@ -227,7 +245,7 @@ class Signature:
     ) -> tuple[ArgumentEncoder, list[bytes]]:
         """What is batched among named arguments, and the bytes of the rest."""
         encoder = ArgumentEncoder(self._elsewhere, self._keepers, takes_arrays=takes_arrays)
-        parts: list[bytes] = []
+        parts = [*self._head]
         for name, parameter in self._signature.parameters.items():
             value = arguments.get(name, _MISSING)
             if value is _MISSING and name in self._defaults:
@@ -268,3 +286,17 @@ class Signature:
             return ValueEncoder().encode(parameter.default, parameter.name)
         except UnencodableError:
             return _DEFAULT
+
+
+def _new_name(function: Any, name: str) -> Any:
+    """The parameter that a wrapper passes an argument of an older name to; None if it has none.
+
+    The wrapper has a dict of such names, as sentence-transformers has ``{"sentences": "inputs"}``.
+    """
+    while function is not None:
+        for cell in getattr(function, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # the cell is empty
+                if isinstance(cell.cell_contents, dict) and name in cell.cell_contents:
+                    return cell.cell_contents[name]
+        function = getattr(function, "__wrapped__", None)
+    return None

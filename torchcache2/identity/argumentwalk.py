@@ -115,10 +115,12 @@ class ArgumentEncoder(ValueEncoder):
         return path.encode()
 
     def other(self, value: Any, path: str) -> bytes:
-        """Read modules, functions, and objects that keep their state in attributes, as closures are read."""
+        """Read modules, functions, tokenizers and other objects that compute, as closures are read.
+
+        Objects that cannot be called may be data, such as what a model keeps for its next call.
+        """
         is_code = isinstance(value, (torch.nn.Module, types.FunctionType, types.MethodType))
-        is_object = has_plain_state(value) and type(value) is not object and not is_plain_sequence(value)
-        if self._is_in_entry or not (is_code or is_object):
+        if self._is_in_entry or not (is_code or (callable(value) and has_plain_state(value))):
             return super().other(value, path)
         found = self._keepers.look(value, path)
         self.objects.append(found)

@@ -15,6 +15,7 @@ from torch import nn
 
 from torchcache2.identity import sourcecode
 from torchcache2.identity.compiled import CompiledTexts, names_in
+from torchcache2.identity.containers import MUTABLE
 from torchcache2.identity.encoding import public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.installed import InstalledCode
 from torchcache2.identity.marks import (
@@ -203,7 +204,7 @@ class CodeWalk(NameWalk):
         known = self._labels.get(id(function))
         if known is not None:
             if id(function) in self._uses_of_methods:  # it has another name too, or is called without one
-                self.uses.add(self._uses_of_methods[id(function)], *method)
+                self.uses.add(self._in_hook(self._uses_of_methods[id(function)]), *method)
             return known
         reference = self.label(function, f"function {_short_name(function)}")
         name = function.__name__
@@ -226,8 +227,8 @@ class CodeWalk(NameWalk):
                 token = self.unreadable(function, f"{path or name} (no source)")
                 source = sourcecode.instructions(function.__code__) + token.hex()
             uses = self._texts.once(uses_of, function.__code__, source)
-            if self.in_hook:
-                uses = uses._replace(assigned=set(), added=set())
+            uses = self._in_hook(uses)
+            self._note_refilled(function, uses)
             self.uses.add(uses, *method)
             if method:
                 self._uses_of_methods[id(function)] = uses
@@ -246,6 +247,18 @@ class CodeWalk(NameWalk):
             self.scopes += [(vars(function), *item) for item in own_attributes(function).items()]
         self.parts[reference.decode()] = b"".join(map(sized, parts))
         return reference
+
+    def _in_hook(self, uses: Uses) -> Uses:
+        return uses._replace(collected=uses.assigned | uses.added) if self.in_hook else uses
+
+    def _note_refilled(self, function: types.FunctionType, uses: Uses) -> None:
+        """Note the containers that a function clears and then reads: hooks may fill them for it."""
+        captured = {name: value for name, _, value in _cells_of(function)}
+        code = function.__code__
+        for name in set(uses.refilled).difference(code.co_varnames, code.co_cellvars):
+            value = captured.get(name, function.__globals__.get(name))
+            if isinstance(value, MUTABLE):
+                self.refilled[id(value)] = value
 
     def _defaults(self, function: types.FunctionType) -> bytes:
         """Bytes of the defaults of an installed function: all, if a function has made it; else plain ones."""
@@ -271,7 +284,7 @@ class CodeWalk(NameWalk):
         for name, cell, value in _cells_of(function):
             if self.ignores(value, name):
                 continue
-            if is_left_out := uses.only_writes(name, value):
+            if is_left_out := self.only_writes(uses, name, value):
                 self.leave_out(name, value)
                 if name in uses.assigned:
                     self.written_cells.append(cell)

@@ -17,7 +17,6 @@ from types import CellType
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 __all__ = ["MUTABLE", "Attributes", "Contents", "alike", "content", "size_of"]
 
@@ -103,13 +102,14 @@ class Contents:
 class Attributes:
     """The content of modules and their containers, other containers, globals and closures, to be put back.
 
+    The root may be another object with a ``__dict__``.
     It is put back into the same objects: a forward that sets itself up when it first runs may set a flag, and
     add a hook to the dict of hooks.
     """
 
     def __init__(
         self,
-        modules: Iterable[nn.Module],
+        modules: Iterable[Any],
         containers: Iterable[Any] = (),
         variables: Iterable[tuple[Mapping[str, Any], str]] = (),
         cells: Iterable[CellType] = (),

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
-
 from torchcache2.identity.modulewalk import Fingerprint
 from torchcache2.identity.readable import INNER
 
@@ -62,7 +60,7 @@ def differences_of_state(before: Fingerprint, now: Fingerprint) -> list[str]:
 
 
 def changes(
-    before: Fingerprint, now: Fingerprint, containers: Mapping[str, str], module: nn.Module | None
+    before: Fingerprint, now: Fingerprint, containers: Mapping[str, str], module: Any
 ) -> dict[str, str]:
     """What code has changed between two fingerprints of a function, or of this module, each with its path.
 
@@ -86,7 +84,7 @@ def changes(
     return lines
 
 
-def of_root(module: nn.Module | None, path: str) -> str:
+def of_root(module: Any, path: str) -> str:
     """The path of an attribute, with ``self`` before one of this module."""
     name = re.split(r"[.\[]", path, maxsplit=1)[0]
     return f"self.{path}" if module is not None and name in dir(module) else path

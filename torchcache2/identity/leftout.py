@@ -87,6 +87,12 @@ _TABLE = (
     LeftOut("diffusers", "FrozenDict", ("_name_or_path",), _PLACE),
     LeftOut("peft", "PeftConfigMixin", ("base_model_name_or_path",), _PLACE),
     LeftOut(
+        "sentence_transformers",
+        "Transformer",
+        ("_prompt_length_mapping",),
+        "a memo of what its tokenizer makes of prompts",
+    ),
+    LeftOut(
         "torch",
         "RemovableHandle",
         ("id", "hooks_dict_ref", "extra_dict_ref"),

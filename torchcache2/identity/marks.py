@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
     "ADDED_ATTRIBUTE",
     "BINDING",
     "INIT_ATTRIBUTE",
+    "METHOD",
     "ORIGINAL_ATTRIBUTE",
     "cache_options",
+    "is_method",
     "is_ours",
     "original",
     "own_attributes",
+    "without_ours",
 ]
 
 ORIGINAL_ATTRIBUTE = "_torchcache_original"  # attribute of a wrapper: what it wraps
 BINDING = "_torchcache_binding"  # attribute of a decorated class: its `Binding`
 ADDED_ATTRIBUTE = "_torchcache_added"  # attribute of what the decorator has added where there was nothing
 INIT_ATTRIBUTE = "_torchcache_init"  # attribute of an instance: its constructor arguments
+METHOD = "method"  # `ADDED_ATTRIBUTE` of the class of what stands in the place of an object's own method
 
 
 def is_ours(value: Any) -> bool:
@@ -37,19 +42,37 @@ def original(value: Any) -> Any:
     return getattr(value, ORIGINAL_ATTRIBUTE, value) if is_ours(value) else value
 
 
+def is_method(value: Any) -> bool:
+    """Whether a value stands in the place of a method of one object."""
+    return getattr(type(value), ADDED_ATTRIBUTE, None) == METHOD and is_ours(value)
+
+
+def without_ours(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of an object as they would be if it were not decorated."""
+    own = {name: original(value) if is_method(value) else value for name, value in fields.items()}
+    return {
+        name: value
+        for name, value in own.items()
+        if name not in ("cache_instance", INIT_ATTRIBUTE) and (value is not None or fields[name] is None)
+    }
+
+
 def cache_options(obj: Any) -> list[Any]:
     """The options of a cached module or function that change what it returns; empty if all are usual."""
-    settings = getattr(vars(obj).get("cache_instance"), "settings", None)
-    if settings is None:
-        settings = getattr(getattr(type(obj), BINDING, None), "settings", None)
-    names = ("cache_dtype", "subsample_count", "persistent_module_hash")
-    ignored = vars(obj).get("torchcache_ignore", getattr(settings, "ignore", None))
-    values = [vars(obj).get(f"torchcache_{name}", getattr(settings, name, None)) for name in names]
-    values += [ignored] if ignored else []
-    return values if any(value is not None for value in values) else []
+    caches = getattr(vars(obj).get("cache_instance"), "methods", {})
+    found = []
+    for method, cache in sorted(caches.items()) or [("forward", getattr(type(obj), BINDING, None))]:
+        settings = getattr(cache, "settings", None)
+        names = ("cache_dtype", "subsample_count", "persistent_module_hash")
+        ignored = vars(obj).get("torchcache_ignore", getattr(settings, "ignore", None))
+        values = [vars(obj).get(f"torchcache_{name}", getattr(settings, name, None)) for name in names]
+        values += [ignored] if ignored else []
+        if any(value is not None for value in values):
+            found += values if method == "forward" else [method, *values]
+    return found
 
 
 def own_attributes(function: types.FunctionType) -> dict[str, Any]:
     """The attributes of a function that the decorator has not put there."""
-    ours = ("__wrapped__", "cache_instance", ORIGINAL_ATTRIBUTE, ADDED_ATTRIBUTE)
+    ours = ("__wrapped__", "cache_instance", ORIGINAL_ATTRIBUTE, ADDED_ATTRIBUTE, BINDING)
     return {name: value for name, value in vars(function).items() if name not in ours}

@@ -10,7 +10,8 @@ import dataclasses
 import functools
 import re
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping
+import types
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
@@ -36,6 +37,7 @@ from torchcache2.core.private import (
 from torchcache2.identity import sourcecode
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.encoding import (
+    CONTAINERS,
     Encoder,
     UnencodableError,
     attributes,
@@ -44,8 +46,8 @@ from torchcache2.identity.encoding import (
     tensor_digest,
     text_bytes,
 )
-from torchcache2.identity.marks import INIT_ATTRIBUTE, cache_options, original
-from torchcache2.identity.objectwalk import ObjectWalk
+from torchcache2.identity.marks import INIT_ATTRIBUTE, cache_options, without_ours
+from torchcache2.identity.objectwalk import ObjectWalk, has_plain_state
 from torchcache2.identity.readable import readable
 from torchcache2.identity.sharded import Shards
 from torchcache2.identity.torchcode import ScriptState, script_code
@@ -54,7 +56,7 @@ from torchcache2.identity.uses import unmangled
 __all__ = ["Fingerprint", "Walk", "argument_digests"]
 
 _FORMAT = 2
-_INTERNAL = {*vars(nn.Module()), INIT_ATTRIBUTE, "cache_instance", REPLICATE}
+_INTERNAL = {*vars(nn.Module()), REPLICATE}
 _COMPILED = (  # attributes that the compiler, and Lightning around it, put on modules and tensors
     *("_dynamo", "_torchdynamo", "_is_torch_compile", "_compiled_call_impl", "_compile_kwargs"),
     *("dynamo_ctx", "get_compiler_config"),
@@ -116,7 +118,8 @@ class Walk(ObjectWalk):
 
     `tokens` and `texts` are as for `ObjectWalk`. A walk inside of another one gets the `labels` of what that
     has met, by id. `shards` says what happens to sharded modules. What the patterns in `ignore` match is left
-    out. With `reads_all`, nothing else is left out for the reason that no code reads it.
+    out. With `reads_all`, nothing else is left out for the reason that no code reads it. `methods` are those
+    of an object that are called: if there are others than forward, or it is no module, all of them count.
     """
 
     def __init__(
@@ -128,19 +131,24 @@ class Walk(ObjectWalk):
         shards: Shards | None = None,
         reads_all: bool = False,
         ignore: Iterable[str] = (),
+        methods: Collection[str] = (),
     ) -> None:
         super().__init__(tokens, texts)
         self.uses.is_dynamic = reads_all
         for text in ignore:
             pattern = re.escape(text).replace(r"\*", ".*").replace(r"\?", ".")
             self.ignore[text] = re.compile(pattern, re.DOTALL)
+        self._plain_root = root if methods and _has_fields_alone(root) else None  # it is read as a module is
+        if set(methods) - {"forward"}:
+            self.uses.root = type(root)
         self.shards = shards if shards is not None else Shards()
         self._is_inner = labels is not None
         self._labels.update(labels or {})
         self.tensors: dict[str, Tensor] = {}  # by path; their content becomes part of the namespace later
         self._tensor_names: dict[int, str] = {}
-        # Every module that was met, the attributes of it that were read, and those that were left out.
-        self.modules: list[tuple[nn.Module, list[str], set[str]]] = []
+        # Every module that was met, the attributes of it that were read, and those that were left out. A root
+        # that is a plain object is among them.
+        self.modules: list[tuple[Any, list[str], set[str]]] = []
         self._attributes: list[_Field] = []
         self.parts["format"] = str(_FORMAT).encode()
         self.parts["root"] = self.encode(root, "")
@@ -160,6 +168,10 @@ class Walk(ObjectWalk):
             for argument in accumulate(place.split("."), "{}.{}".format):
                 self.parts.pop(f"constructor argument {argument}", None)
         self.reads += [(attrgetter("__class__", *sorted(names)), one) for one, names in self.taken.values()]
+
+    def compound(self, value: Any, kind: type, path: str) -> bytes:
+        """Walk a dataclass or another object."""
+        return self._module(value, path) if value is self._plain_root else super().compound(value, kind, path)
 
     def other(self, value: Any, path: str) -> bytes:
         """Walk modules, code and objects."""
@@ -218,7 +230,7 @@ class Walk(ObjectWalk):
         small = [tensor for tensor in walk.tensors.values() if tensor.nbytes <= _SMALL]
         return digest([Fingerprint.of_parts(walk.parts).namespace, *map(tensor_digest, small)])
 
-    def _module(self, module: nn.Module, path: str) -> bytes:
+    def _module(self, module: Any, path: str) -> bytes:
         if id(module) in self._labels:
             return self._labels[id(module)]
         before, self.is_foreign = self.is_foreign, sourcecode.origin(type(module)) == "installed"
@@ -227,8 +239,9 @@ class Walk(ObjectWalk):
         finally:
             self.is_foreign = before
 
-    def _new_module(self, module: nn.Module, path: str) -> bytes:
-        if self.shards.takes(module):
+    def _new_module(self, module: Any, path: str) -> bytes:
+        is_module = isinstance(module, nn.Module)
+        if is_module and self.shards.takes(module):
             return self.label(module, f"module {path}")
         reference = self.label(module, f"module {path}")
         path = reference.decode().removeprefix("module ")  # labels are unique, so this path is unique too
@@ -237,27 +250,28 @@ class Walk(ObjectWalk):
         head = self.klass(kind, path)  # its code says which attributes are read
         if path:
             self._hooks(module, where)
-        for tensors in (parameters_of(module), buffers_of(module)):
+        for tensors in (parameters_of(module), buffers_of(module)) if is_module else ():
             for name, tensor in tensors.items():
                 if tensor is not None and not self.ignores(tensor, f"{where}{name}"):
                     self.parts[f"tensor {where}{name}"] = self.encode(tensor, f"{where}{name}")
-        children = self.without_ignored(dict(modules_of(module).items()), where)
+        submodules = dict(modules_of(module).items()) if is_module else {}
+        children = self.without_ignored(submodules, where)
         for name, child in children.items():
             if child is not None:
                 self.parts[f"child {where}{name}"] = self._module(child, f"{where}{name}")
         # Attributes come after the submodules, so that one that refers to a submodule writes only its label.
         fields = {
             name: value
-            for name, value in sorted(self._made_by_tools(module, path).items())
+            for name, value in sorted(without_ours(self._made_by_tools(module, path)).items())
             if name not in _INTERNAL and not name.startswith(_NOISE)
         }
-        # The root's own forward refers to the cache, which would then refer to itself.
         kept = self.without_ignored(fields, where)
-        names = [name for name in kept if path or name != "forward"]
+        # What stands in the place of the root's own methods refers to the cache, which would refer to itself.
+        names = [name for name in kept if path or fields[name] is vars(module)[name]]
+        names += ["cache_instance"] * bool(path and "cache_instance" in vars(module))
         skipped = fields.keys() - kept.keys()
         self.modules.append((module, names, skipped))
         for name, value in self.without_skipped(kind, kept, path).items():
-            value = original(value) if name == "forward" else value
             field = _Field(kind, name, f"{where}{name}", value, names, skipped)
             self._attributes.append(field)
             self._read_field(field)
@@ -337,6 +351,14 @@ class Walk(ObjectWalk):
             field.read.add(path)
             self.parts[f"attribute {path}"] = self.encode(value, path)
         return bool(new)
+
+
+def _has_fields_alone(value: Any) -> bool:
+    """Whether an object, no module, has all of its state in its ``__dict__``."""
+    odd = (nn.Module, types.FunctionType, *CONTAINERS)
+    if isinstance(value, odd) or type(getattr(value, "__dict__", None)) is not dict:
+        return False
+    return has_plain_state(value) and attributes(value).keys() == vars(value).keys()
 
 
 def _version(tensor: Tensor) -> tuple[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable, Mapping
 from itertools import chain
 from operator import attrgetter
@@ -109,6 +110,7 @@ class NamespaceKeeper:
         self.mistaken: list[bytes] = []
         self.ignored: list[str] = []  # paths of what is left out at the user's word
         self.walks = 0  # how often code and attributes have been read
+        self.methods: set[str] = set()  # those of an object that are called from outside
         self._settings = settings
         # Ranks that call in step can skip such a forward together. Each has other shards, so a name has to
         # stand for the weights.
@@ -184,7 +186,7 @@ class NamespaceKeeper:
     def changed_since(self, seen: Seen, root: Any) -> str | None:
         """What has changed since the module was looked at, by path; None if nothing has."""
         with self._lock():
-            before, watch, module = self.fingerprint, self._watch, _module(root)
+            before, watch, module = self.fingerprint, self._watch, _owner(root)
             found: dict[str, str] = {}
             if seen.tensors.moved() or seen.tensors.generation != seen.generation:
                 names = seen.tensors.moved_names()  # empty if another thread has read them since
@@ -207,7 +209,7 @@ class NamespaceKeeper:
     def attributes(self, root: Any) -> Attributes:
         """The attributes of the module and its submodules, as they are now."""
         with self._lock():
-            module = _module(root)
+            module = _owner(root)
             if self._watch is not None:
                 return self._watch.attributes(module)
             return Attributes([module] if module is not None else [])
@@ -231,7 +233,7 @@ class NamespaceKeeper:
         """Walk the module again if anything but the content of its tensors has changed."""
         if self._lock.was_torn():
             self.reset()
-        module = _module(root)
+        module = _owner(root)
         watch = None if self._tensors.has_lazy or self._facts.not_imported else self._watch
         if watch is not None and watch.same(module) and self._shards.same():
             return
@@ -249,6 +251,7 @@ class NamespaceKeeper:
                 shards=self._shards,
                 ignore=self._settings.ignore,
                 reads_all=self._is_argument,
+                methods=self.methods,
             )
         except ShardedError as stop:
             self._facts, self._sharded = Facts(sharded=str(stop)), stop.part
@@ -271,7 +274,8 @@ class NamespaceKeeper:
         self._tensors = TensorWatch(walk.tensors | self._shards.buffers(), self._tensors)
         self.generators = walk.generators + self._shards.held(GENERATORS)
         self._is_known = False
-        parts = [*[part for part, _, _ in walk.modules], *self._shards.parts()]
+        modules = [part for part, _, _ in walk.modules if isinstance(part, nn.Module)]
+        parts = [*modules, *self._shards.parts()]
         self._facts = Facts(
             self._tensors.has_lazy,
             self._tensors.is_blind and self._settings.persistent_module_hash is None,
@@ -279,7 +283,7 @@ class NamespaceKeeper:
             next(filter(None, map(unsteady, parts)), None),
             any("enable_grad" in name or "grad_enabled" in name for name in walk.parts),
             not_imported=min(walk.not_imported - self._awaited, default=""),
-            unseeded=next(iter(unseeded_draws(walk.functions(), original(root))), None),
+            unseeded=next(iter(unseeded_draws(walk.functions(), original(root), self.methods)), None),
         )
         self._awaited |= walk.not_imported
         for name in sorted(walk.assigned):
@@ -333,11 +337,14 @@ def _nothing() -> None:
 
 def _told(changes: Mapping[str, str]) -> str | None:
     """What has changed, and which option leaves it out; None for no changes."""
-    paths = tuple(dict.fromkeys(filter(None, changes.values())))
+    named = dict.fromkeys(filter(None, changes.values()))
+    inside = tuple([f"{path}{sign}" for path in named for sign in ".["])
+    paths = tuple([path for path in named if not path.startswith(inside)])
     patterns = repr(paths if len(paths) > 1 else "".join(paths))
     advice = f"; if no output depends on it, ignore={patterns} leaves it out of the key" if paths else ""
     return listed(list(changes)) + advice if changes else None
 
 
-def _module(root: Any) -> nn.Module | None:
-    return root if isinstance(root, nn.Module) else None
+def _owner(root: Any) -> Any:
+    """The object whose methods are called; None for a function."""
+    return None if isinstance(root, types.FunctionType) else root

@@ -55,6 +55,7 @@ class NameWalk(Encoder):
         self.written_scopes: list[tuple[Mapping[str, Any], str]] = []
         self.written_cells: list[types.CellType] = []
         self.assigned: set[str] = set()  # the names of all of this
+        self.refilled: dict[int, Any] = {}  # containers, by id, that a function clears and then reads
         self.taken: dict[int, tuple[Any, set[str]]] = {}  # objects of which only some fields are read, by id
         self.not_imported: set[str] = set()  # project modules that code imports as it runs
         self._texts = texts
@@ -117,7 +118,7 @@ class NameWalk(Encoder):
         path = key = name
         if self.ignores(value, path):
             return
-        if is_left_out := uses.only_writes(name, value):
+        if is_left_out := self.only_writes(uses, name, value):
             self.leave_out(name, value)
             if name in uses.assigned:
                 self.written_scopes.append((scope, name))
@@ -153,6 +154,12 @@ class NameWalk(Encoder):
                 self.parts[f"global {where} {owner}"] = self.encode(one, where)
         else:
             self.parts[f"global {path} {owner}"] = self._in_package(inside, value, path)
+
+    def only_writes(self, uses: Uses, name: str, value: Any) -> bool:
+        """Whether nothing depends on the value of a variable, as far as one function uses it."""
+        if id(value) in self.refilled:  # the function that reads it has cleared it before
+            uses = uses._replace(collected=())
+        return uses.only_writes(name, value)
 
     def leave_out(self, name: str, value: Any) -> None:
         """Note a variable or attribute that code only writes, so that its value counts nowhere."""

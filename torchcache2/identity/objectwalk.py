@@ -36,7 +36,14 @@ from torchcache2.identity.encoding import (
     text_bytes,
 )
 from torchcache2.identity.leftout import OwnerWalk, left_out
-from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, is_ours
+from torchcache2.identity.marks import (
+    ADDED_ATTRIBUTE,
+    ORIGINAL_ATTRIBUTE,
+    cache_options,
+    is_method,
+    is_ours,
+    without_ours,
+)
 from torchcache2.identity.readable import INNER, readable
 from torchcache2.identity.torchcode import graph_code, is_operator, script_code
 from torchcache2.identity.uses import is_plain
@@ -169,6 +176,8 @@ class ObjectWalk(OwnerWalk):
         if hasattr(type(value), ADDED_ATTRIBUTE):
             if not is_ours(value):  # somebody's subclass of `Cache` may compute something
                 return self.klass(type(value), path) + self.unreadable(value, path)
+            if is_method(value):
+                return b"z" + self.encode(value.plain(), path)  # with the object whose method it is
             # A wrapper may refer to a cached forward: it counts as the forward that it caches.
             return b"z" + self.encode(getattr(value, ORIGINAL_ATTRIBUTE, None), path)
         if (parts := parts_of_type(value)) is not None:
@@ -263,11 +272,13 @@ class ObjectWalk(OwnerWalk):
             self.reads.append((_parts_of_tokenizer, state["_tokenizer"]))
             text = state["_tokenizer"].to_str()  # "truncation", "padding", "added_tokens", …
             state["_tokenizer"] = text[max(0, text.find('"added_tokens"')) :]
-        state = self.without_skipped(kind, state, path)
+        cached = cache_options(value) if "cache_instance" in state else []
+        state = self.without_skipped(kind, without_ours(state), path)
         if (signs := _SIGNS.get(qualified_name(kind))) is not None:
             self.reads.append((signs, value))
         self._note(value, state, path)
         head = self.klass(kind, path) + self.state(state, path)
+        head += self.encode(cached, path) if cached else b""
         if has_plain_state(value):
             return b"o" + head
         if hasattr(kind, "__next__"):

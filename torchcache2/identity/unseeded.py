@@ -30,13 +30,15 @@ _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")  # these run before any
 _SKIPPED = ("CACHE", "EXTENDED_ARG", "PUSH_NULL", "PRECALL", "KW_NAMES")
 
 
-def unseeded_draws(functions: Iterable[types.FunctionType], root: Any) -> list[str]:
+def unseeded_draws(
+    functions: Iterable[types.FunctionType], root: Any, methods: Iterable[str] = ()
+) -> list[str]:
     """Where project code draws such numbers, for people, such as ``Net.forward names uuid.uuid4``.
 
-    Left out are methods that only constructors call. `root` is what is called itself.
+    Left out are methods that only constructors call. `root` is what is called itself, or its `methods` are.
     """
     waiting = [function for function in functions if sourcecode.origin(function) == "project"]
-    names: set[str] = set()
+    names = set(methods)
     found: dict[str, None] = {}
     while called := [one for one in waiting if one is root or _may_run(one, names)]:
         waiting = [one for one in waiting if not any(one is other for other in called)]

@@ -21,7 +21,8 @@ from torchcache2.identity.compiled import code_objects, names_in, parse
 __all__ = ["UseTable", "Uses", "has_fields", "is_passive", "is_plain", "taken_by", "unmangled", "uses_of"]
 
 _ALL = ""  # in place of an attribute: all of the value is read
-_ADDING = ("add", "append", "appendleft", "clear", "extend", "extendleft", "insert", "subtract", "update")
+_FILLING = ("append", "appendleft", "clear", "extend", "extendleft", "insert", "update", "__setitem__")
+_ADDING = (*_FILLING, "add", "subtract")  # as statements, as those of tensors return something
 # What is read of an object by these is not told by names.
 _DYNAMIC = frozenset(
     (
@@ -52,22 +53,26 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 class Uses(NamedTuple):
     """What a function does with names: ``name`` is a variable, ``.name`` an attribute of any object.
 
-    A variable or attribute that is read after the function itself has assigned it does not count as read.
+    A variable or attribute that is read after the function itself has assigned or cleared it does not count
+    as read.
     """
 
-    reads: dict[
-        str, set[str]
-    ]  # the attributes that are taken of it; with an empty name if it is used otherwise
+    # The attributes that are taken of it; with an empty name if it is used otherwise.
+    reads: dict[str, set[str]]
     assigned: set[str]  # ``global name; name = …``, ``self.name = …``, ``self.name += 1``
     added: set[str]  # ``self.name += 1``, ``name.append(1)``, ``name[key] = …``
     is_dynamic: bool = False  # it reads attributes by computed names
     passes_self: bool = False  # it uses its first argument otherwise than to take attributes of it
     catches: bool = False  # it may go on after an exception, such as that of a key that is missing
+    refilled: Collection[str] = ()  # what it assigns or clears, and reads afterwards
+    collected: Collection[str] = ()  # what it writes as a hook, for whoever reads it later
 
     def only_writes(self, key: str, value: Any) -> bool:
         """Whether nothing depends on the value of a variable or attribute, which is `value` now."""
-        if self.is_dynamic or key in self.reads:
+        if self.is_dynamic or key in self.reads or (key in self.collected and key not in self.refilled):
             return False
+        if f"{key}.clear" in self.added and type(value) not in (list, dict, set, OrderedDict):
+            return False  # some have more than their content, such as a default
         if f"{key}[]" in self.added and (type(value) not in _MAPPINGS or self.catches):
             return False  # whether an element can be written depends on the content
         return is_passive(value) if key in self.added else key in self.assigned
@@ -156,9 +161,10 @@ class _Scan:
         self._outer: set[str] = set()
         self._taken: dict[int, str] = {}  # by id of a node, the attribute that is all that is read of it
         self._written: set[int] = set()  # ids of nodes to which the code only adds
-        self._constant: set[int] = (
-            set()
-        )  # of ``getattr`` with a constant name, and keys that are only written
+        # Ids of ``getattr`` with a constant name, and of keys that are only written.
+        self._constant: set[int] = set()
+        self._cleared: dict[int, str] = {}  # by id of a statement, what it clears
+        self._refilled: set[str] = set()
         self._reads: dict[str, set[str]] = {}
         self._assigned: set[str] = set()
         self._added: set[str] = set()
@@ -173,7 +179,7 @@ class _Scan:
 
     def uses(self) -> Uses:
         flags = self._is_dynamic, self._passes_self, self._catches
-        return Uses(self._reads, self._assigned, self._added, *flags)
+        return Uses(self._reads, self._assigned, self._added, *flags, self._refilled)
 
     def _prepare(self, function: ast.AST) -> None:
         """Note nodes whose use depends on what is around them."""
@@ -199,10 +205,8 @@ class _Scan:
                     self._constant.add(id(node.slice))
             elif isinstance(node, ast.alias):
                 self._is_dynamic |= node.name.rpartition(".")[2] in _DYNAMIC
-            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                called = node.value.func
-                if isinstance(called, ast.Attribute) and called.attr in _ADDING:
-                    self._written.add(id(called.value))
+            elif isinstance(node, (ast.Expr, ast.Lambda)):
+                self._prepare_call(node, node.value if isinstance(node, ast.Expr) else node.body)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
                 name = node.args[1]
                 is_text = isinstance(name, ast.Constant) and isinstance(name.value, str)
@@ -211,6 +215,20 @@ class _Scan:
                     self._taken[id(node.args[0])] = name.value  # type: ignore[attr-defined]
             elif isinstance(node, ast.AugAssign) and isinstance(node.target, (ast.Name, ast.Attribute)):
                 self._added.add(_key(node.target))
+
+    def _prepare_call(self, node: ast.AST, call: ast.expr) -> None:
+        """Note what a call adds to, if it is a statement, or all of a lambda."""
+        called = call.func if isinstance(call, ast.Call) else None
+        names = _ADDING if isinstance(node, ast.Expr) else _FILLING
+        if not isinstance(called, ast.Attribute) or called.attr not in names:
+            return
+        self._written.add(id(called.value))
+        if isinstance(called.value, (ast.Name, ast.Attribute)):
+            if called.attr == "__setitem__":
+                self._added.add(f"{_key(called.value)}[]")
+            is_own = isinstance(called.value, ast.Name) or self._own(called.value) is not None
+            if called.attr == "clear" and is_own:
+                self._cleared[id(node)] = _key(called.value)
 
     def _block(self, statements: list[ast.stmt], assigned: set[str]) -> None:
         for statement in statements:
@@ -266,12 +284,19 @@ class _Scan:
                     self._read(key)
                 elif id(inner) in self._written:
                     self._added.add(key)
-                elif own is None or own not in assigned:
+                elif f"{key}.clear" in assigned and (own is not None or isinstance(inner, ast.Name)):
+                    self._added.add(f"{key}.clear")
+                    self._refilled.add(key)
+                elif own is not None and own in assigned:
+                    self._refilled.add(key)
+                else:
                     self._read(key, self._taken.get(id(inner), _ALL))
         self._assigned |= {own for _, own in stored}
         if isinstance(node, ast.Assign):  # other statements and expressions may not come to it
             targets = {id(inner) for target in node.targets for inner in ast.walk(target)}
             assigned |= {own for place, own in stored if place in targets}
+        elif id(node) in self._cleared:
+            assigned.add(f"{self._cleared[id(node)]}.clear")
 
     def _read(self, key: str, taken: str = _ALL) -> None:
         self._reads.setdefault(key, set()).add(taken)
@@ -305,6 +330,7 @@ class UseTable:
     def __init__(self) -> None:
         self.others: set[str] = set()  # names in code of installed packages, which may read attributes
         self.is_dynamic = False  # whether there is code that nothing is known about
+        self.root: type | None = None  # a class of which any method may be called from outside
         self._codes: list[tuple[Uses, str | None, type | None]] = []
         self._total: tuple[tuple[int, int, bool], Uses, set[type]] | None = None
 
@@ -331,10 +357,10 @@ class UseTable:
         reads: dict[str, set[str]] = {f".{name}": {_ALL} for name in self.others}
         waiting, reached, passing = self._codes, list[Uses](), set[type]()
         while True:
-            due = [one for one in waiting if _is_reached(*one[1:], reads)]
+            due = [one for one in waiting if self._is_reached(*one[1:], reads)]
             if not due:
                 break
-            waiting = [one for one in waiting if not _is_reached(*one[1:], reads)]
+            waiting = [one for one in waiting if not self._is_reached(*one[1:], reads)]
             for uses, _, owner in due:
                 reached.append(uses)
                 for key, taken in uses.reads.items():
@@ -347,13 +373,16 @@ class UseTable:
             set().union(*[uses.added for uses in reached]),
             self.is_dynamic or any(uses.is_dynamic for uses in reached),
             catches=any(uses.catches for uses in reached),
+            refilled=set().union(*[uses.refilled for uses in reached]),
+            collected=set().union(*[uses.collected for uses in reached]),
         ), passing
 
-
-def _is_reached(name: str | None, owner: type | None, reads: Collection[str]) -> bool:
-    """Whether the forward may call a function, or a method of a class."""
-    if name is None or owner is None or not issubclass(owner, nn.Module):
-        return True
-    if name == "__init__":  # what it has made of a module is read, so only another one that it makes matters
-        return any(one in reads for one in (owner.__name__, f".{owner.__name__}", "type", ".__class__"))
-    return name.startswith("__") or hasattr(nn.Module, name) or f".{unmangled(name)}" in reads
+    def _is_reached(self, name: str | None, owner: type | None, reads: Collection[str]) -> bool:
+        """Whether the forward may call a function, or a method of a class."""
+        if name is None or owner is None or not issubclass(owner, nn.Module):
+            return True
+        if name == "__init__":  # what it has made of a module is read, so only another that it makes matters
+            return any(one in reads for one in (owner.__name__, f".{owner.__name__}", "type", ".__class__"))
+        if self.root is not None and issubclass(self.root, owner):
+            return True
+        return name.startswith("__") or hasattr(nn.Module, name) or f".{unmangled(name)}" in reads

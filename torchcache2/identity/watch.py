@@ -46,7 +46,7 @@ class Watch:
     cache is one of them.
     """
 
-    def __init__(self, walk: Walk, root: nn.Module | None) -> None:
+    def __init__(self, walk: Walk, root: Any) -> None:
         self._root: _Fields = _no_fields
         self._root_left_out: set[str] = set()
         self._fields: list[tuple[_Fields, dict[str, Any]]] = []
@@ -59,7 +59,9 @@ class Watch:
             found = [fields.get(name) for name in _ALWAYS[1:]]  # in scripted modules these are no dicts
             contents += [content for content in found if isinstance(content, dict)]
             # Some wrappers of modules, such as those of `torch.compile`, lack some of these.
-            getter = itemgetter(*[name for name in _ALWAYS if name in fields], *names)
+            watched = [*[name for name in _ALWAYS if name in fields], *names]
+            # There are two names at least, so that `itemgetter` always returns a tuple.
+            getter = itemgetter(*watched, watched[0]) if watched else _no_fields
             if module is root:
                 self._root, self._root_left_out = getter, left_out
                 continue
@@ -90,7 +92,7 @@ class Watch:
         self._is_stale = not all(map(is_, self._seen, known))
         self._is_stale |= not all(alike(content(container), before) for container, before, _ in read)
 
-    def same(self, root: nn.Module | None) -> bool:
+    def same(self, root: Any) -> bool:
         """Whether nothing has changed, as far as it is compared at every call."""
         if self._is_stale or self._measure(root) != self._sizes:
             return False
@@ -118,7 +120,7 @@ class Watch:
                 found[path] = "was appended to" if is_appended else "was edited"
         return found
 
-    def attributes(self, root: nn.Module | None) -> Attributes:
+    def attributes(self, root: Any) -> Attributes:
         """The content of modules, containers and variables as it is now, to be put back later."""
         modules = [*self.modules, *([root] if root is not None else [])]
         found = [*self._containers, *self._written]
@@ -130,7 +132,7 @@ class Watch:
         scopes, cells = self._written_variables
         return Attributes(modules, containers, self._scopes + scopes, self._cells + cells)
 
-    def _measure(self, root: nn.Module | None) -> list[int]:
+    def _measure(self, root: Any) -> list[int]:
         """The numbers of attributes, parameters, submodules and hooks, which change when one is added."""
         sizes = list(map(len, self._dicts))
         for fields, left_out in self._left_out:
@@ -140,7 +142,7 @@ class Watch:
             sizes.append(len(fields) - len(self._root_left_out & fields.keys()))
         return sizes
 
-    def _look(self, root: nn.Module | None) -> list[Any]:
+    def _look(self, root: Any) -> list[Any]:
         now = [scope.get(name) for scope, name in self._scopes]
         now += [cell.cell_contents for cell in self._cells]
         if root is not None:

@@ -115,6 +115,8 @@ class Packed(Node):
 class Placed(Node):
     """A tensor on the device of the call; the context is None."""
 
+    __module__ = "torchcache2.datasets.nodes"  # the name that files have
+
 
 @node_type
 class Permuted(Node):

@@ -52,11 +52,14 @@ _CPU = torch.device("cpu")
 class Items(Node):
     """A list or tuple with an entry for each item, which is elsewhere; the context is which of the two."""
 
+    __module__ = "torchcache2.values"  # the name that files have
+
 
 @node_type
 class Itemised(Node):
     """A row with such entries: its children are what is outside of the lists, and a tuple of the entries."""
 
+    __module__ = "torchcache2.values"  # the name that files have
     steps = ("", "")
 
 
@@ -144,17 +147,16 @@ class ItemRows(Rows):
         return ItemRows(self.schema, [column[:count] for column in self.columns], count, self.entries[:count])
 
     def by_schema(self) -> Iterator[tuple[Positions, Rows]]:
-        """The entries, one part for each of the `Rows` that have some."""
+        """The entries, one part for each of the `Rows` that have some, which are not to be changed."""
         places: dict[int, tuple[Rows, list[int], list[int]]] = {}
         for position, (rows, i) in enumerate(self.entries):
             _, positions, which = places.setdefault(id(rows), (rows, [], []))
             positions.append(position)
             which.append(i)
         for rows, positions, which in places.values():
-            yield (
-                np.array(positions, np.int64),
-                rows.take(torch.tensor(which, dtype=torch.int64, device="cpu")),
-            )
+            if which != list(range(rows.count)):
+                rows = rows.take(torch.tensor(which, dtype=torch.int64, device="cpu"))
+            yield np.array(positions, np.int64), rows
 
     def values(self, device: torch.device) -> list[tuple[Any, ...]]:
         """The entries of each row, one of each list, in memory of their own."""

@@ -1,0 +1,767 @@
+"""Methods other than forward: of modules and plain objects, by name, by the bound method, in a class body."""
+
+import copy
+import dataclasses
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.outputs import frozen
+from torchcache2 import DecorationError, ModuleCache, OptionError, cache_of, torchcache, uncache
+
+RUNS = []  # the names of methods that have computed something
+
+
+class Clip(nn.Module):
+    def __init__(self, scale=2.0):
+        super().__init__()
+        self.image = nn.Linear(4, 3)
+        self.text = nn.Linear(4, 2)
+        self.scale = scale
+
+    def forward(self, x):
+        return self.encode_image(x).sum(1), self.encode_text(x).sum(1)
+
+    def encode_image(self, x, factor=1.0):
+        RUNS.append("image")
+        return self.image(x) * self.scale * factor
+
+    def encode_text(self, x):
+        RUNS.append("text")
+        return self.text(x)
+
+
+class Pipeline:
+    """A plain object with a module inside."""
+
+    def __init__(self, shift=1.0):
+        self.encoder = nn.Linear(4, 3).eval().requires_grad_(False)
+        self.shift = shift
+        self.words = ["a"]
+
+    def encode(self, x):
+        RUNS.append("encode")
+        return self.encoder(x) + self.shift + len(self.words)
+
+    def decode(self, x):
+        return self.encoder(x) - self.shift
+
+
+class Embedder:
+    """A plain class with cached methods."""
+
+    def __init__(self, shift=1.0):
+        self.encoder = nn.Linear(4, 3).eval().requires_grad_(False)
+        self.shift = shift
+
+    @torchcache
+    def encode(self, x):
+        RUNS.append("encode")
+        return self.encoder(x) + self.shift
+
+    @torch.no_grad()
+    @torchcache(max_memory_cache_size=1_000_000_000)
+    def decode(self, x):
+        """Decodes."""
+        RUNS.append("decode")
+        return self.encoder(x) - self.shift
+
+    @torchcache
+    @torch.no_grad()
+    def describe(self, x):
+        return self.encoder(x).sum(1)
+
+
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    @torchcache
+    def encode(self, x):
+        RUNS.append("body")
+        return self.fc(x)
+
+    def forward(self, x):
+        return self.encode(x) + 1
+
+
+class Loud(Body):
+    def encode(self, x):
+        return super().encode(x) * 10
+
+
+class Louder(Body):
+    @torchcache
+    def encode(self, x):
+        return super().encode(x) * 100
+
+
+class Same(Body):
+    """Inherits everything."""
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    RUNS.clear()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(5, 4)
+
+
+def texts(log):
+    return [record.getMessage() for record in log]
+
+
+def clip():
+    return frozen(Clip())
+
+
+def calls(obj):
+    stats = cache_of(obj).stats()
+    return stats.hits, stats.misses
+
+
+# Names of methods
+
+
+def test_the_named_methods_are_cached_and_no_others(x):
+    model = clip()
+    plain = model.encode_image(x), model.encode_text(x), model(x)
+    assert torchcache(model, methods=("encode_image", "encode_text")) is model
+    for _ in range(2):
+        assert torch.equal(model.encode_image(x), plain[0])
+        assert torch.equal(model.encode_text(x), plain[1])
+    assert RUNS[4:] == ["image", "text"]
+    stats = model.cache_instance.stats
+    assert (stats().hits, stats().misses) == (10, 10)
+    assert (stats(method="encode_text").hits, stats("encode_text").misses) == (5, 5)
+    assert stats().memory_rows == 10  # one budget
+    with pytest.raises(
+        OptionError, match="'forward': the method is not cached; cached are encode_image, encode_text"
+    ):
+        stats(method="forward")
+    before = len(RUNS)
+    model(x)
+    assert calls(model) == (20, 10) and len(RUNS) == before  # forward runs, and finds what it calls
+
+
+def test_forward_is_cached_if_it_is_named(x):
+    model = torchcache(clip(), methods=("forward", "encode_image"))
+    first = model(x)
+    assert torch.equal(model(x)[0], first[0])
+    assert cache_of(model).stats(method="forward").hits == 5
+    model.encode_image(x)
+    assert cache_of(model).stats("encode_image").misses == 5  # inside of forward it was not cached by itself
+
+
+def test_two_methods_with_equal_arguments_have_rows_of_their_own(x):
+    class Two(nn.Module):
+        def plus(self, x):
+            return x + 1
+
+        def minus(self, x):
+            return x - 1
+
+    model = torchcache(Two().eval(), methods=("plus", "minus"))
+    for _ in range(2):
+        assert torch.equal(model.plus(x), x + 1) and torch.equal(model.minus(x), x - 1)
+
+
+def test_a_method_that_mixes_items_does_not_stop_another(x, log):
+    class Mixed(nn.Module):
+        def mixing(self, x):
+            return x - x.mean(0)
+
+        def single(self, x):
+            return x * 2
+
+    model = torchcache(Mixed().eval(), methods=("mixing", "single"))
+    for _ in range(3):
+        assert torch.equal(model.mixing(x), x - x.mean(0))
+        assert torch.equal(model.single(x), x * 2)
+    assert cache_of(model).stats("mixing").bypasses == {"batch": 15}
+    assert cache_of(model).stats("single").hits >= 5
+    assert sum("Mixed.mixing: not cached" in text for text in texts(log)) == 1
+
+
+@pytest.mark.parametrize(
+    "methods, words",
+    [
+        (("encode",), "'encode': a Named has no method"),
+        (("prop",), "'prop': it is a property. Name the method that it calls"),
+        (("static",), "'static': it is a staticmethod"),
+        (("made",), "'made': it is a classmethod"),
+        (("__call__",), "in the body of Named"),
+        (("later",), "coroutine"),
+    ],
+)
+def test_what_cannot_be_named(methods, words):
+    class Named:
+        @property
+        def prop(self):
+            return lambda x: x
+
+        @staticmethod
+        def static(x):
+            return x
+
+        @classmethod
+        def made(cls, x):
+            return x
+
+        def __call__(self, x):
+            return x
+
+        async def later(self, x):
+            return x
+
+    named = Named()
+    with pytest.raises(DecorationError, match=words):
+        torchcache(named, methods=methods)
+    assert vars(named) == {}
+    for wrong in ((), 3, (3,)):
+        with pytest.raises(OptionError, match="methods="):
+            torchcache(named, methods=wrong)
+
+
+def test_an_option_names_arguments_of_some_of_the_methods():
+    class Texts:
+        def lengths(self, texts):
+            return torch.tensor([[float(len(text))] for text in texts])
+
+        def shifted(self, x, shift):
+            return x + shift
+
+    obj = torchcache(Texts(), methods=("lengths", "shifted"), item_args=("texts",), shared_args=("shift",))
+    for _ in range(2):
+        assert obj.lengths(["a", "bb"]).tolist() == [[1], [2]]
+        assert obj.shifted(torch.ones(3, 2), torch.ones(2)).tolist() == [[2, 2]] * 3
+    assert calls(obj) == (7, 3)
+    with pytest.raises(OptionError, match=r"item_args: .* has no parameter 'text'"):
+        torchcache(Texts(), methods=("lengths", "shifted"), item_args=("text",))
+
+
+# The bound method
+
+
+def test_a_bound_method_is_cached_in_place(x):
+    model = clip()
+    plain = model.encode_image(x)
+    encode = torchcache(model.encode_image)
+    assert torch.equal(encode(x), plain) and torch.equal(model.encode_image(x), plain)
+    assert calls(model) == (5, 5) == calls(encode)
+    assert encode.__name__ == "encode_image" and encode.__self__ is model
+    torchcache(model.encode_text)  # besides, with the same budget and one watch
+    model.encode_text(x)
+    assert calls(model) == (5, 10)
+    assert cache_of(model).stats().memory_rows == 10
+
+
+def test_what_is_returned_keeps_the_object_alive_and_the_object_itself_does_not(x):
+    model = clip()
+    reference, encode = weakref.ref(model), torchcache(model.encode_image)
+    gc.disable()
+    try:
+        del model
+        assert encode(x).shape == (5, 3)
+        del encode
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("make", [Pipeline, Embedder])
+def test_a_plain_object_and_its_rows_are_freed_at_once(make, x):
+    obj = torchcache(make(), methods=("encode", "decode"))
+    obj.encode(x), obj.decode(x)
+    references = [weakref.ref(obj), *map(weakref.ref, obj.cache_instance.methods.values())]
+    gc.disable()
+    try:
+        del obj
+        assert [reference() for reference in references] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_a_cached_function_that_calls_a_cached_method_is_told_its_state(x):
+    pipeline = Pipeline()
+    encode = torchcache(pipeline.encode)
+
+    @torchcache
+    def latents(x):
+        return encode(x) * 2
+
+    for shift in (1.0, 5.0):
+        pipeline.shift = shift
+        assert torch.equal(latents(x), encode(x) * 2)
+    with torch.no_grad():
+        pipeline.encoder.weight.mul_(3)
+    assert torch.equal(latents(x), (pipeline.encoder(x) + 6) * 2)
+
+
+# State
+
+
+def edits():
+    yield "an attribute", lambda one: setattr(one, "shift", 7.0)
+    yield "a list", lambda one: one.words.append("b")
+    yield "a weight", lambda one: one.encoder.weight.data.add_(1)
+    yield "a weight in place", lambda one: one.encoder.bias.add_(1)
+    yield "another module", lambda one: setattr(one, "encoder", nn.Linear(4, 3).requires_grad_(False))
+    yield "a new attribute", lambda one: setattr(one.encoder, "forward", lambda x: x[:, :3])
+
+
+@pytest.mark.parametrize("name, edit", list(edits()), ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize(
+    "decorate", [lambda one: torchcache(one, methods="encode"), lambda one: torchcache(one.encode)]
+)
+def test_edits_of_a_plain_object_are_noticed(name, edit, decorate, x):
+    pipeline = Pipeline()
+    decorate(pipeline)
+    pipeline.encode(x)
+    edit(pipeline)
+    plain = pipeline.encoder(x) + pipeline.shift + len(pipeline.words)
+    assert torch.equal(pipeline.encode(x), plain)
+    assert torch.equal(pipeline.encode(x), plain)
+
+
+def test_training_flags_and_grads_of_modules_inside_count(x, log):
+    pipeline = Pipeline()
+    pipeline.encoder = nn.Sequential(nn.Linear(4, 3), nn.Dropout())
+    torchcache(pipeline.encode)
+    pipeline.encode(x)
+    assert cache_of(pipeline).stats().bypasses == {"grad": 5}
+    pipeline.encoder.requires_grad_(False)
+    pipeline.encode(x)
+    assert cache_of(pipeline).stats().bypasses == {"grad": 5, "training": 5}
+    pipeline.encoder.eval()
+    pipeline.encode(x)
+    pipeline.encode(x)
+    assert calls(pipeline) == (5, 5)
+
+
+def test_an_object_that_changes_itself_is_not_cached(x, log):
+    class Counting:
+        def __init__(self):
+            self.calls = 0
+
+        def encode(self, x):
+            self.calls += 1
+            return x * self.calls
+
+    counting = torchcache(Counting(), methods="encode")
+    for number in range(1, 4):
+        assert torch.equal(counting.encode(x), x * number)
+    assert set(cache_of(counting).stats().bypasses) == {"state"}
+    assert any(
+        "self.calls was assigned: 1 → 2" in text or "self.calls was assigned: 0 → 1" in text
+        for text in texts(log)
+    )
+
+
+def test_what_forward_only_writes_counts_if_a_cached_method_reads_it(x):
+    class Remembers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = 1.0
+
+        def forward(self, x):
+            self.last = float(x.sum())
+            return x
+
+        def scaled(self, x):
+            return x * self.last
+
+    model = torchcache(Remembers().eval(), methods="scaled")
+    for value in (2.0, 3.0):
+        model(torch.full((1,), value))
+        assert torch.equal(model.scaled(x), x * value)
+
+
+def test_a_cached_method_that_draws_unseeded_numbers_is_not_cached(x, log):
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return x
+
+        def encode(self, x):
+            import random
+
+            return x + random.SystemRandom().random()
+
+    model = torchcache(Noisy().eval(), methods="encode")
+    assert not torch.equal(model.encode(x), model.encode(x))
+    assert cache_of(model).stats().bypasses == {"random": 10}
+
+
+def test_explain_names_what_has_changed(x):
+    pipeline = torchcache(Pipeline(), methods=("encode", "decode"))
+    pipeline.encode(x)
+    pipeline.shift = 3.0
+    pipeline.encode(x)
+    assert cache_of(pipeline).explain() == "attribute shift: 1.0 → 3.0"
+    pipeline.decode(x)
+    pipeline.decode(x.double().float())
+    assert cache_of(pipeline).explain() == cache_of(pipeline).explain(method="decode")
+    assert "nothing but the items" in cache_of(pipeline).explain()
+
+
+def test_warmup_of_one_method(x):
+    pipeline = torchcache(Pipeline(), methods=("encode", "decode"))
+    with pytest.raises(
+        OptionError, match="method=None: the method has to be named; cached are encode, decode"
+    ):
+        cache_of(pipeline).warmup(iter([x]))
+    assert cache_of(pipeline).warmup(iter([x]), method="encode").computed == 5
+    pipeline.encode(x)
+    assert cache_of(pipeline).stats("encode").hits == 5
+    model = torchcache(clip(), methods="encode_image")
+    assert cache_of(model).warmup(iter([x])).computed == 5
+
+
+# Rows
+
+
+def run(obj, x, *names):
+    with torch.no_grad():
+        outputs = [getattr(obj, name)(x) for name in names]
+    cache_of(obj).close()
+    return outputs
+
+
+def test_each_way_to_decorate_finds_the_same_rows(tmp_path, x):
+    class Bare(Clip):
+        def __init__(self):
+            super().__init__()
+
+    def decorated(kind, way, options):
+        torch.manual_seed(1)
+        if way == "class":
+            class_ = torchcache(methods=("encode_image", "encode_text"), **options)(kind)
+            return frozen(class_())
+        obj = frozen(kind())
+        if way == "bound":
+            torchcache(obj.encode_image, **options)
+            torchcache(obj.encode_text, **options)
+            return obj
+        return torchcache(obj, methods=way, **options)
+
+    options = {"persistent_cache_dir": tmp_path}
+    ways = [
+        ("encode_image", "encode_text"),
+        ("encode_image",),
+        ("encode_text", "encode_image"),
+        "bound",
+        "class",
+    ]
+    folders = set()
+    for number, way in enumerate(ways):
+        obj = decorated(Bare, way, options)
+        names = [
+            name
+            for name in ("encode_image", "encode_text")
+            if way != ("encode_image",) or name == "encode_image"
+        ]
+        folders.add(cache_of(obj).module_hash)
+        run(obj, x, *names)
+        stats = cache_of(obj).stats()
+        assert (stats.misses == 0) == (number > 0), way
+    assert len(folders) == 1
+
+
+# In the body of a class
+
+
+def test_methods_in_a_class_body(x):
+    first, second = Embedder(), Embedder()
+    for embedder in (first, second, first):
+        assert torch.equal(embedder.encode(x), embedder.encoder(x) + 1)
+        assert torch.equal(embedder.decode(x), embedder.encoder(x) - 1)
+        assert torch.equal(embedder.describe(x), embedder.encoder(x).sum(1))
+    assert RUNS.count("encode") == RUNS.count("decode") == 2
+    assert calls(first) == (15, 15) and calls(second) == (0, 15)
+    stats = [cache_of(one).stats().memory_rows for one in (first, second)]
+    assert stats[0] == stats[1] >= 30  # all methods of all instances share one budget
+    assert Embedder.decode.__doc__ == "Decodes."
+    first.shift = 9.0
+    assert torch.equal(first.encode(x), first.encoder(x) + 9)
+    assert isinstance(cache_of(Embedder()), ModuleCache)  # before the first call too
+
+
+@pytest.mark.parametrize("kind, factor", [(Body, 1), (Same, 1), (Louder, 100)])
+def test_a_method_of_a_module_in_its_class_body(kind, factor, x):
+    module = frozen(kind())
+    for _ in range(2):
+        assert torch.equal(module.encode(x), module.fc(x) * factor)
+    assert RUNS == ["body"] and calls(module) == (5, 5)
+    module(x)
+    assert calls(module) == (10, 5)
+    with torch.no_grad():
+        module.fc.weight.add_(1)
+    assert torch.equal(module.encode(x), module.fc(x) * factor)
+
+
+def test_a_subclass_that_overrides_is_not_mistaken(x):
+    loud = frozen(Loud())
+    for _ in range(2):
+        assert torch.equal(loud.encode(x), loud.fc(x) * 10)
+        assert torch.equal(super(Loud, loud).encode(x), loud.fc(x))
+    assert len(RUNS) == 4
+    louder = frozen(Louder())
+    louder.encode(x)
+    assert torch.equal(super(Louder, louder).encode(x), louder.fc(x))
+
+
+def test_a_dataclass_and_frozen_ones(x):
+    @dataclasses.dataclass(frozen=True)
+    class Scaler:
+        scale: float
+
+        @torchcache
+        def apply(self, x):
+            RUNS.append("apply")
+            return x * self.scale
+
+    for scale in (2.0, 3.0, 2.0):
+        assert torch.equal(Scaler(scale).apply(x), x * scale)
+    assert RUNS == ["apply"] * 2  # equal ones share their rows
+
+
+def test_what_is_no_method_is_an_error_at_the_call(x):
+    class Wrong:
+        @staticmethod
+        @torchcache
+        def static(x):
+            return x
+
+        @classmethod
+        @torchcache
+        def made(cls, x):
+            return x
+
+        @property
+        @torchcache
+        def prop(self):
+            return torch.ones(3)
+
+    for call in (lambda: Wrong.static(x), lambda: Wrong.made(x), lambda: Wrong().prop):
+        with pytest.raises(DecorationError, match="as a function outside of the class"):
+            call()
+    with pytest.raises(DecorationError, match="a staticmethod"):
+
+        class Bare:
+            @torchcache
+            @staticmethod
+            def static(x):
+                return x
+
+    with pytest.raises(DecorationError, match="a property"):
+
+        class Prop:
+            @torchcache
+            @property
+            def prop(self):
+                return 1
+
+
+def test_slots_cannot_be_cached(x):
+    class Slots:
+        __slots__ = ("scale",)
+
+        @torchcache
+        def encode(self, x):
+            return x
+
+    with pytest.raises(DecorationError, match="it has no __dict__"):
+        Slots().encode(x)
+
+
+# Copies
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torchcache(Pipeline(), methods=("encode", "decode")),
+        lambda: torchcache(clip(), methods=("encode_image", "encode_text")),
+        Embedder,
+        lambda: frozen(Body()),
+    ],
+)
+@pytest.mark.parametrize("called", [False, True])
+def test_copies_and_pickles(make, called, x):
+    obj = make()
+    name, module = ("encode_image", "image") if isinstance(obj, Clip) else ("encode", "encoder")
+    module = "fc" if isinstance(obj, Body) else module
+    if called:
+        getattr(obj, name)(x)
+    file = io.BytesIO()
+    torch.save(obj, file)
+    file.seek(0)
+    twins = [copy.deepcopy(obj), pickle.loads(pickle.dumps(obj)), torch.load(file, weights_only=False)]
+    expected = getattr(obj, name)(x)
+    for twin in twins:
+        assert torch.equal(getattr(twin, name)(x), expected)
+        assert cache_of(twin) is not cache_of(obj) and cache_of(twin).root is twin
+        assert cache_of(twin).module_hash == cache_of(obj).module_hash
+        assert list(cache_of(twin).methods) == list(cache_of(obj).methods)
+        with torch.no_grad():
+            getattr(twin, module).weight.mul_(2)
+        assert not torch.equal(getattr(twin, name)(x), expected)
+        assert torch.equal(getattr(obj, name)(x), expected)
+        caches = cache_of(twin).methods.values()
+        assert len({id(cache.keeper) for cache in caches}) == 1
+
+
+def test_what_is_returned_is_pickled_with_its_object(x):
+    encode = torchcache(Pipeline().encode)
+    for twin in (pickle.loads(pickle.dumps(encode)), copy.deepcopy(encode)):
+        assert torch.equal(twin(x), encode(x))
+
+
+# Again, and not any more
+
+
+def test_a_cell_that_runs_twice(x):
+    model = clip()
+    torchcache(model, methods=("encode_image",))
+    cache, method = cache_of(model), model.encode_image
+    assert torchcache(model, methods=("encode_image",)) is model
+    torchcache(model.encode_image)
+    assert cache_of(model) is cache and model.encode_image is method
+    torchcache(model, methods=("encode_text",))  # exactly these
+    model.encode_image(x), model.encode_text(x)
+    assert list(cache_of(model).methods) == ["encode_text"] and calls(model) == (0, 5)
+
+
+def test_other_options_replace_the_cache_and_find_its_rows(tmp_path, x):
+    model, pipeline = clip(), Pipeline()
+    for policy in ("mru", "lru"):
+        torchcache(persistent_cache_dir=tmp_path, policy=policy)(model)
+        torchcache(pipeline.encode, persistent_cache_dir=tmp_path, policy=policy)
+        model(x), pipeline.encode(x)
+        for one in (model, pipeline):
+            assert cache_of(one).settings.policy == policy
+            assert calls(one) == ((0, 5) if policy == "mru" else (5, 0))
+
+
+def test_another_method_stays_when_one_is_decorated_again(x):
+    model = clip()
+    torchcache(model.encode_image)
+    torchcache(model.encode_text)
+    model.encode_image(x), model.encode_text(x)
+    torchcache(model.encode_text, policy="lru")
+    model.encode_image(x), model.encode_text(x)
+    assert cache_of(model).methods["encode_text"].settings.policy == "lru"
+    assert cache_of(model).stats("encode_image").hits == 5
+
+
+def test_a_function_is_decorated_again(x):
+    def double(x):
+        RUNS.append("double")
+        return x * 2
+
+    cached = torchcache(double)
+    assert torchcache(cached) is cached and cache_of(cached) is cached.cache_instance
+    other = torchcache(policy="lru")(cached)
+    assert other is not cached and cache_of(other).settings.policy == "lru"
+    other(x), other(x)
+    assert calls(other) == (5, 5)
+    assert uncache(other) is double
+
+
+def test_a_class_is_decorated_again():
+    @torchcache
+    class Net(nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    assert torchcache(Net) is Net
+    assert torchcache(policy="lru")(Net) is Net
+    assert cache_of(Net()).settings.policy == "lru"
+
+
+def test_uncache_restores_an_object(x):
+    model = clip()
+    own = model.encode_text
+    model.encode_text = lambda x: own(x) + 1
+    fields = dict(vars(model))
+    torchcache(model, methods=("forward", "encode_image", "encode_text"))
+    model.encode_text(x)
+    cache = cache_of(model)
+    assert uncache(model) is model
+    assert vars(model).keys() == fields.keys() and model.encode_text is fields["encode_text"]
+    assert not hasattr(model, "cache_instance")
+    assert cache.explain().startswith("not cached: the cache is closed") or cache.root is model
+    for target in (model, model.encode_image, Clip, Clip.encode_image, 3):
+        with pytest.raises(DecorationError, match="is not cached"):
+            uncache(target)
+        with pytest.raises(DecorationError, match="is not cached"):
+            cache_of(target)
+
+
+def test_uncache_one_method(x):
+    model = clip()
+    torchcache(model, methods=("encode_image", "encode_text"))
+    plain = uncache(model.encode_image)
+    assert plain.__func__ is Clip.encode_image and model.encode_image == plain
+    model.encode_image(x), model.encode_text(x)
+    assert calls(model) == (0, 5)
+    uncache(model.encode_text)
+    assert "cache_instance" not in vars(model)
+
+
+def test_uncache_a_class(x):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.fc(x)
+
+        @torchcache
+        def encode(self, x):
+            return self.fc(x)
+
+    before = {name: value for name, value in vars(Net).items() if name != "encode"}
+    torchcache(Net)
+
+    class Child(Net):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    child = frozen(Child())
+    child(x), child.encode(x)
+    with pytest.raises(DecorationError, match=r"its class is: uncache\(Child\)"):
+        uncache(child)
+    with pytest.raises(DecorationError, match=r"by its base class: uncache\(Net\)"):
+        uncache(Child)
+    with pytest.raises(DecorationError, match=r"Embedder.decode is below another decorator"):
+        uncache(Embedder)
+    assert uncache(Net) is Net
+    assert {name: value for name, value in vars(Net).items() if name != "encode"} == before
+    assert torch.equal(child(x), child.fc(x) + 1)
+    for one in (child, frozen(Net())):
+        with pytest.raises(DecorationError, match="is not cached"):
+            cache_of(one)
+
+
+def test_an_object_of_a_decorated_class_may_have_options_of_its_own(x):
+    embedder = Embedder()
+    embedder.encode(x)
+    torchcache(embedder.encode, policy="lru")
+    assert torch.equal(embedder.encode(x), embedder.encoder(x) + 1)
+    assert cache_of(embedder).methods["encode"].settings.policy == "lru"
+    embedder.decode(x), embedder.decode(x)
+    assert cache_of(embedder).stats("decode").hits == 5
+    uncache(embedder)
+    embedder.encode(x)
+    assert cache_of(embedder).settings.policy == "mru"

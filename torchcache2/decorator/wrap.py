@@ -1,0 +1,544 @@
+"""Where a cached call begins: what stands in the place of a method, of a class or of one object.
+
+A class is patched in place, so that it stays the class it was for `isinstance`, `super` and pickle: functions
+that call the cache of the instance, which is made at the first call, replace its methods. An object gets
+callables in the place of its methods, in its ``__dict__``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import threading
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from torchcache2.core.errors import DecorationError
+from torchcache2.core.locks import ProcessLock
+from torchcache2.core.private import REPLICA_MARK, REPLICATE
+from torchcache2.core.settings import CacheSettings
+from torchcache2.decorator.modulecache import ModuleCache
+from torchcache2.decorator.probes import Probes
+from torchcache2.decorator.tracing import is_exported, is_traced, with_own_code
+from torchcache2.engine.stack import TierStack
+from torchcache2.engine.steps import Steps, run_steps
+from torchcache2.identity.marks import (
+    ADDED_ATTRIBUTE,
+    BINDING,
+    INIT_ATTRIBUTE,
+    METHOD,
+    ORIGINAL_ATTRIBUTE,
+    is_ours,
+)
+from torchcache2.identity.modulewalk import argument_digests
+from torchcache2.identity.namespace import History
+
+__all__ = [
+    "DEFERRED",
+    "Binding",
+    "CachedMethod",
+    "bindings_of",
+    "cache_of_object",
+    "decorate_class",
+    "decorate_function",
+    "decorate_method",
+    "decorate_object",
+    "is_cached_function",
+    "methods_of",
+    "restore_class",
+    "restore_object",
+]
+
+DEFERRED = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+
+_PREFIX = "torchcache_"
+_STARTING = "_torchcache_starting"  # an instance has this attribute while its outermost constructor runs
+
+
+class Binding:
+    """One use of the decorator: its options, and what all of its caches share."""
+
+    def __init__(self, settings: CacheSettings, name: str, methods: tuple[str, ...] = ("forward",)) -> None:
+        self.settings = settings
+        self.name = name
+        self.methods = methods
+        self.tiers = TierStack(settings, name)
+        self.probes = Probes()
+        self.histories: dict[type, History] = {}
+        self.creation = ProcessLock(threading.RLock)
+
+    def settings_of(self, root: Any) -> CacheSettings:
+        """The options, with those that an object or its class overrides."""
+        options: dict[str, Any] = {}
+        if not isinstance(root, types.FunctionType):
+            for scope in (*map(vars, reversed(type(root).__mro__)), vars(root)):
+                options |= {
+                    name.removeprefix(_PREFIX): value
+                    for name, value in scope.items()
+                    if name.startswith(_PREFIX)
+                }
+        return self.settings.replace(options)
+
+    def cache(
+        self,
+        root: Any,
+        plain: Callable[..., Any],
+        method: str = "forward",
+        others: Sequence[Callable[..., Any]] = (),
+        beside: ModuleCache | None = None,
+    ) -> ModuleCache:
+        """A cache for a function, or for a method of an object, `beside` those of its other methods."""
+        settings = self.settings_of(root)
+        tiers: TierStack | None = None
+        if beside is None or not settings.shares_tiers_with(beside.settings):
+            is_shared = settings.shares_tiers_with(self.settings)
+            tiers = self.tiers if is_shared else TierStack(settings, self.name)
+        history = self.histories.setdefault(type(root), History())
+        cache = ModuleCache(settings, tiers, history, self.probes, beside)
+        cache.bind(root, plain, method, others)
+        return cache
+
+
+# Functions
+
+
+def decorate_function(function: types.FunctionType, binding: Binding) -> Callable[..., Any]:
+    """A function that calls the cache of this one."""
+    cache = binding.cache(function, function)
+
+    @with_own_code
+    @functools.wraps(function)
+    def cached(*args: Any, **kwargs: Any) -> Any:
+        if is_exported():
+            return function(*args, **kwargs)
+        return run_steps(_call_function, cached, args, kwargs)
+
+    setattr(cached, ORIGINAL_ATTRIBUTE, function)
+    cached.cache_instance = cache  # type: ignore[attr-defined]
+    return cached
+
+
+def _call_function(wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps[Any]:
+    # Both are read at each call: a notebook that reloads the function in place gives the wrapper others.
+    cache: ModuleCache = getattr(wrapper, "cache_instance")  # noqa: B009
+    return (yield from cache.call(getattr(wrapper, ORIGINAL_ATTRIBUTE), args, kwargs))
+
+
+def is_cached_function(value: Any) -> bool:
+    """Whether a function stands in the place of another one, or of a method of a class."""
+    return isinstance(value, types.FunctionType) and is_ours(value) and hasattr(value, ORIGINAL_ATTRIBUTE)
+
+
+# Classes
+
+
+def decorate_class(cls: Any, binding: Binding) -> Any:
+    """Patch a class and those that will be derived from it, and return it."""
+    setattr(cls, BINDING, binding)
+    setattr(cls, "cache_instance", _CacheAttribute())  # noqa: B010  mypy knows no such attribute
+    _patch_methods(cls)
+    inherited = cls.__dict__.get("__init_subclass__")
+    if hasattr(getattr(inherited, "__func__", None), ADDED_ATTRIBUTE):
+        return cls
+
+    def init_subclass(subclass: type, /, **kwargs: Any) -> None:
+        if inherited is not None:
+            inherited.__get__(None, subclass)(**kwargs)
+        else:
+            super(cls, subclass).__init_subclass__(**kwargs)
+        if hasattr(subclass, BINDING):
+            _patch_methods(subclass)
+
+    setattr(init_subclass, ADDED_ATTRIBUTE, True)
+    setattr(init_subclass, ORIGINAL_ATTRIBUTE, inherited)
+    cls.__init_subclass__ = classmethod(init_subclass)
+    return cls
+
+
+def _patch_methods(cls: Any) -> None:
+    wraps: dict[str, Any] = dict.fromkeys(getattr(cls, BINDING).methods, decorate_method)
+    if issubclass(cls, nn.Module):
+        wraps |= {"__init__": _recording_init, REPLICATE: _cached_replicate}
+    for name, wrap in wraps.items():
+        method = getattr(cls, name, None)
+        if method is None or is_cached_function(method):
+            continue  # it is wrapped already, here or in the base class
+        wrapper = wrap(method, name)
+        setattr(wrapper, ORIGINAL_ATTRIBUTE, method)
+        if name not in cls.__dict__:
+            setattr(wrapper, ADDED_ATTRIBUTE, weakref.ref(cls))
+        setattr(cls, name, wrapper)
+
+
+def restore_class(cls: type) -> None:
+    """Give a class, and those that are derived from it, back the methods that they had.
+
+    `DecorationError` if it is a base class that is decorated, or if another decorator hides ours.
+    """
+    for base in cls.__mro__[1:]:
+        if bindings_of(base):
+            raise DecorationError(f"{cls.__name__} is cached by its base class: uncache({base.__name__})")
+    for name in bindings_of(cls):
+        if not is_cached_function(vars(cls)[name]):
+            raise DecorationError(
+                f"{cls.__name__}.{name} is below another decorator: remove @torchcache there"
+            )
+    _restore(cls)
+
+
+def _restore(cls: Any) -> None:
+    for name, value in list(vars(cls).items()):
+        function = getattr(value, "__func__", value)
+        if name == BINDING or isinstance(value, _CacheAttribute):
+            delattr(cls, name)
+        elif is_cached_function(function) and "cache_instance" not in vars(function):
+            own = getattr(function, ORIGINAL_ATTRIBUTE)
+            if own is None or (name != "__init_subclass__" and ADDED_ATTRIBUTE in vars(function)):
+                delattr(cls, name)
+            else:
+                setattr(cls, name, own)
+    for subclass in cls.__subclasses__():
+        if BINDING not in vars(subclass):
+            _restore(subclass)
+
+
+def decorate_method(
+    function: Callable[..., Any], name: str, binding: Binding | None = None
+) -> Callable[..., Any]:
+    """A function for the body of a class, which calls the cache of the instance.
+
+    Without a `binding`, that of the class counts.
+    """
+
+    # Dynamo compiles this function, so it does no more than it must.
+    @with_own_code
+    @functools.wraps(function)
+    def cached_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_exported():
+            return function(self, *args, **kwargs)
+        return run_steps(_call_method, self, name, cached_method, args, kwargs)
+
+    setattr(cached_method, ORIGINAL_ATTRIBUTE, function)
+    setattr(cached_method, BINDING, binding)
+    return cached_method
+
+
+def _call_method(
+    obj: Any, name: str, wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Steps[Any]:
+    # The original is read at each call: a notebook that reloads the class in place gives the wrapper another.
+    kind = type(obj)
+    plain = types.MethodType(getattr(wrapper, ORIGINAL_ATTRIBUTE), obj)
+    added_to = getattr(wrapper, ADDED_ATTRIBUTE, None)
+    if added_to is not None and (owner := added_to()) is not None:
+        plain = getattr(super(owner, obj), name)  # the base class may have got another one since
+    # The key stands for the method of the object's own class. If a subclass calls this one by `super()`, that
+    # is another computation, which is not cached by itself.
+    if getattr(kind, name, None) is not wrapper and not _is_own(kind, name, wrapper):
+        return (yield plain, args, kwargs)
+    # A traced call makes no cache, as some exporters look for attributes that a call adds.
+    if "cache_instance" not in getattr(obj, "__dict__", ()) and is_traced():
+        return (yield plain, args, kwargs)
+    return (yield from cache_of_object(obj, name).call(plain, args, kwargs))
+
+
+def _is_own(kind: type, name: str, wrapper: Callable[..., Any]) -> bool:
+    """Whether a class has this wrapper as its method, below what else may decorate it."""
+    found = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
+    if not any(wrapper in _layers(value) for value in found):
+        raise DecorationError(
+            f"torchcache cannot cache {wrapper.__qualname__}: it is not called with an object that has it as "
+            "its method. Put @torchcache above the decorators that hide it, and write a staticmethod or "
+            "classmethod as a function outside of the class"
+        )
+    return wrapper in _layers(found[0])
+
+
+def _layers(function: Any) -> Iterator[Any]:
+    """A function, and those that it wraps."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _recording_init(init: Callable[..., None], name: str) -> Callable[..., None]:
+    @functools.wraps(init)
+    def recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if _STARTING in self.__dict__:
+            init(self, *args, **kwargs)
+            return
+        self.__dict__[_STARTING] = True
+        try:
+            _record_arguments(self, init, args, kwargs)
+            init(self, *args, **kwargs)
+        finally:
+            self.__dict__.pop(_STARTING, None)
+
+    return recording_init
+
+
+def _cached_replicate(replicate: Callable[..., nn.Module], name: str) -> Callable[..., nn.Module]:
+    @functools.wraps(replicate)
+    def cached_replicate(self: nn.Module) -> nn.Module:
+        cache_of_object(self)  # the cache is made before the replicas are, so that they share it
+        return replicate(self)
+
+    return cached_replicate
+
+
+def _record_arguments(
+    module: nn.Module, init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    signature = inspect.signature(init)
+    try:
+        bound = signature.bind(module, *args, **kwargs)
+    except TypeError:
+        return  # the constructor itself will raise
+    bound.apply_defaults()
+    _, *names = bound.arguments
+    arguments = {name: bound.arguments[name] for name in names}
+    for name in names:
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name)
+    module.__dict__[INIT_ATTRIBUTE] = argument_digests(arguments)
+
+
+class _CacheAttribute:
+    """``object.cache_instance`` of a decorated class."""
+
+    def __get__(self, obj: Any, owner: type) -> Any:
+        return self if obj is None else cache_of_object(obj)
+
+    def __set__(self, obj: Any, value: object) -> None:
+        raise AttributeError("cache_instance cannot be set")
+
+
+setattr(_CacheAttribute, ADDED_ATTRIBUTE, True)
+
+
+def bindings_of(kind: type) -> dict[str, Binding]:
+    """What has decorated the methods of a class, by name."""
+    found: dict[str, Binding] = {}
+    for base in reversed(kind.__mro__):
+        for name, value in vars(base).items():
+            found.pop(name, None)
+            for ours in _layers(value):
+                if is_cached_function(ours) and BINDING in vars(ours):
+                    found[name] = vars(ours)[BINDING] or getattr(kind, BINDING)
+    return found
+
+
+def cache_of_object(obj: Any, name: str | None = None) -> ModuleCache:
+    """The cache of an object that is decorated, or whose class is; of one of its methods, if it is named.
+
+    `DecorationError` if there is none.
+    """
+    cache = getattr(obj, "__dict__", {}).get("cache_instance")
+    # A replica of `nn.DataParallel` has copies of the weights, and is gone after this call.
+    if cache is None or not (cache.root is obj or getattr(obj, REPLICA_MARK, False)):
+        cache = None
+    elif name is None or cache.method == name:
+        return cache  # type: ignore[no-any-return]
+    found = cache.methods.get(name) if cache is not None else None
+    return found or _make(obj, name)
+
+
+def _make(obj: Any, name: str | None) -> ModuleCache:
+    """Make the caches of the methods that the class of an object has decorated."""
+    kind = type(obj)
+    bindings = bindings_of(kind)
+    if not bindings or not hasattr(obj, "__dict__"):
+        why = "it has no __dict__" if bindings else "decorate it by torchcache"
+        raise DecorationError(f"this {kind.__name__} is not cached: {why}")
+    with next(iter(bindings.values())).creation():
+        first: Any = obj.__dict__.get("cache_instance")
+        first = first if first is not None and first.root is obj else None
+        plains = {method: _plain(obj, method) for method in bindings}
+        for method, binding in bindings.items():
+            if first is None or method not in first.methods:
+                others = [
+                    plains[one] for one, other in bindings.items() if other is binding and one != method
+                ]
+                cache = binding.cache(obj, plains[method], method, others, first)
+                if first is None:
+                    first = obj.__dict__["cache_instance"] = cache
+                else:
+                    first.kept.append(cache)
+        found: ModuleCache = first if name is None else first.methods[name]
+        return found
+
+
+# Objects
+
+
+class CachedMethod:
+    """A method of one object, in whose ``__dict__`` this is. It is copied and pickled as a part of that.
+
+    It refers to the object weakly: with a cycle of references, a model that nobody uses any more would stay
+    in memory until the next garbage collection. One that is given away `holds` it, as a bound method does.
+    """
+
+    def __init__(
+        self, obj: Any, name: str, own: Callable[..., Any] | None, cache: ModuleCache, holds: bool = False
+    ) -> None:
+        self.cache = cache
+        self.own = own  # what the object had as an attribute of this name, if anything
+        self._object = weakref.ref(obj)
+        self._held = obj if holds else None
+        setattr(self, ORIGINAL_ATTRIBUTE, own)
+        function = own or getattr(type(obj), name)
+        self.__name__ = name
+        self.__doc__ = function.__doc__
+        self.__code__ = getattr(function, "__code__", type(self).__call__.__code__)  # torch.export reads it
+        self.__signature__ = inspect.signature(self.plain())
+
+    @property
+    def __self__(self) -> Any:
+        """The object."""
+        obj = self._object()
+        if obj is None:
+            raise ReferenceError(f"the object of this {self.__name__} does not exist any more")
+        return obj
+
+    def plain(self) -> Callable[..., Any]:
+        """The method without the cache."""
+        return self.own or _plain(self.__self__, self.__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output, found or computed."""
+        if is_exported():
+            if self.own is not None:
+                return self.own(*args, **kwargs)
+            obj: Any = self._object()  # Dynamo follows this, but not `plain`
+            return getattr(type(obj), self.__name__)(obj, *args, **kwargs)
+        return run_steps(self._call, args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps[Any]:
+        return (yield from self.cache.call(self.plain(), args, kwargs))
+
+    def replicate(self) -> nn.Module:
+        """A replica of the module for `nn.DataParallel`, with the same caches."""
+        module = self.__self__
+        replica: nn.Module = getattr(type(module), REPLICATE)(module)
+        for name, method in methods_of(module).items():
+            replica.__dict__[name] = CachedMethod(replica, name, method.own, method.cache)
+        return replica
+
+    def holding(self) -> CachedMethod:
+        """The same, for somebody who keeps it without the object."""
+        return CachedMethod(self.__self__, self.__name__, self.own, self.cache, holds=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CachedMethod:
+        obj, own = memo.get(id(self._object())), self.own
+        if obj is None:
+            return self
+        own, cache = copy.deepcopy((own, self.cache), memo)
+        return CachedMethod(obj, self.__name__, own, cache, self._held is not None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load_instance, (self._object(), self.own, self.cache, self.__name__, self._held is not None)
+
+
+setattr(CachedMethod, ADDED_ATTRIBUTE, METHOD)
+
+
+def _load_instance(
+    obj: Any,
+    own: Callable[..., Any] | None,
+    cache: ModuleCache,
+    name: str = "forward",
+    holds: bool = False,
+) -> CachedMethod:
+    cache.bind(obj, own or _plain(obj, name), name)
+    return CachedMethod(obj, name, own, cache, holds)
+
+
+_load_instance.__module__ = "torchcache2"  # the path that pickles name, wherever this file is
+
+
+def _plain(obj: Any, name: str) -> Callable[..., Any]:
+    """The method of an object's class, without the cache."""
+    method = getattr(type(obj), name)
+    if is_cached_function(method):
+        method = getattr(method, ORIGINAL_ATTRIBUTE)
+    return types.MethodType(method, obj)
+
+
+def methods_of(obj: Any) -> dict[str, CachedMethod]:
+    """What stands in the place of methods of an object."""
+    fields = getattr(obj, "__dict__", {})
+    return {name: value for name, value in fields.items() if isinstance(value, CachedMethod)}
+
+
+def decorate_object(obj: Any, binding: Binding, *, exactly: bool) -> None:
+    """Have methods of an object cached: `exactly` those of the binding, or these besides others."""
+    known, settings = methods_of(obj), binding.settings_of(obj)
+    before = {name: method.cache.settings for name, method in known.items()}
+    if not known and (cache := obj.__dict__.get("cache_instance")) is not None and cache.root is obj:
+        before = {name: one.settings for name, one in cache.methods.items()}  # its class is decorated
+    wanted = dict.fromkeys(binding.methods, settings)
+    if before == wanted if exactly else wanted.items() <= before.items():
+        return
+    owns = {name: own_method(obj, name) for name in binding.methods}
+    plains = {name: own or _plain(obj, name) for name, own in owns.items()}
+    caches = {}
+    first = None if exactly else next((known[name].cache for name in known if name not in owns), None)
+    for name, plain in plains.items():
+        others = [other for other in plains.values() if other is not plain]
+        caches[name] = binding.cache(obj, plain, name, others, first)
+        first = first or caches[name]
+    if not known and before:
+        obj.__dict__["cache_instance"].close()
+    restore_object(obj, known if exactly else known.keys() & owns.keys())
+    for name, cache in caches.items():
+        obj.__dict__[name] = CachedMethod(obj, name, owns[name], cache)
+    _refer(obj)
+
+
+def own_method(obj: Any, name: str) -> Any:
+    """What an object has as an attribute of its own in the place of a method; raises if it has none."""
+    own: Any = obj.__dict__.get(name)
+    if isinstance(own, CachedMethod):
+        return own.own
+    kind = type(obj)
+    raw = inspect.getattr_static(kind, name, None)
+    why = ""
+    if own is None and raw is None:
+        why = f"a {kind.__name__} has no method of this name"
+    elif hasattr(type(raw), "__set__"):
+        why = f"it is a {type(raw).__name__}. Name the method that it calls"
+    elif name.startswith("__"):
+        why = f"Python looks it up in the class. Put @torchcache above it in the body of {kind.__name__}"
+    elif own is None and not isinstance(raw, types.FunctionType):
+        why = f"it is a {type(raw).__name__}. Decorate a function that calls it"
+    elif any(is_deferred(own or raw) for is_deferred in DEFERRED):
+        why = "calling it returns a coroutine or generator, not an output. Decorate what computes the output"
+    if why:
+        raise DecorationError(f"torchcache cannot decorate the method {name!r}: {why}")
+    return own
+
+
+def restore_object(obj: Any, names: Collection[str]) -> None:
+    """Give an object back some of the methods that it had."""
+    for name in names:
+        method = obj.__dict__.pop(name)
+        method.cache.leave()
+        if method.own is not None:
+            obj.__dict__[name] = method.own
+    _refer(obj)
+
+
+def _refer(obj: Any) -> None:
+    """Have an object refer to the caches of its methods."""
+    known, fields = list(methods_of(obj).values()), obj.__dict__
+    fields.pop("cache_instance", None)
+    fields.pop(REPLICATE, None)
+    if known:
+        fields["cache_instance"] = known[0].cache
+    if known and isinstance(obj, nn.Module):
+        fields[REPLICATE] = known[0].replicate
