@@ -28,6 +28,7 @@ if _typing.TYPE_CHECKING:
     from torchcache2.datasets.loader import CacheLoader
     from torchcache2.datasets.reserve import get_shm_size
     from torchcache2.datasets.slots import SharedCache
+    from torchcache2.decorator.lazymodule import LazyModule
     from torchcache2.decorator.modulecache import ModuleCache
     from torchcache2.decorator.torchcache import cache_of, torchcache, uncache
     from torchcache2.engine.cache import Cache
@@ -45,6 +46,7 @@ __all__ = [
     "DeviceError",
     "InputError",
     "Keys",
+    "LazyModule",
     "LazyShardDataset",
     "MissingSampleError",
     "ModuleCache",
@@ -75,6 +77,7 @@ _FILES = {
     "CachedDataset": "datasets.dataset",
     "DatasetStats": "datasets.counts",
     "Keys": "core.keys",
+    "LazyModule": "decorator.lazymodule",
     "LazyShardDataset": "datasets.lazyshards",
     "ModuleCache": "decorator.modulecache",
     "SharedCache": "datasets.slots",

@@ -297,8 +297,9 @@ def test_reading_a_dataset_changes_nothing_and_reads_no_sample(name):
 
 @pytest.fixture(scope="module")
 def processes():
-    """What two processes say, with other hash seeds: one, and one that was spawned by a script."""
-    running = [warm.start(Path(sources.__file__), seed="1"), warm.start(Path(sources.__file__), "spawn")]
+    """What two processes say, with other hash seeds: one, and one that has inherited nothing of a script."""
+    script = Path(sources.__file__)
+    running = [warm.start(script, seed="1"), warm.start(script, "forkserver", forks=True)]
     return [json.loads(process.done(timeout=300).out) for process in running]
 
 

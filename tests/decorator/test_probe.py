@@ -604,6 +604,7 @@ def epochs(size, orders):
         yield from positions.split(size)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [3, 4, 8, 12, 16, 64])
 @pytest.mark.parametrize(
     "orders",

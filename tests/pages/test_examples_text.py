@@ -1,5 +1,6 @@
 import asyncio
 import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from tests.helpers.examples import number, run
 
+SOAK = bool(os.environ.get("SOAK"))
 LIBRARY = Path(asyncio.__file__).parent
 SENTENCES, DISTINCT, QUERIES = 100, 67, 5
 
@@ -20,7 +22,9 @@ def passes(text):
     return {name: (int(hits), int(misses)) for name, hits, misses in rows}
 
 
-@pytest.mark.parametrize("arguments", [(), ("--random",)], ids=["found", "random"])
+@pytest.mark.parametrize(
+    "arguments", [(), *[("--random",)] * SOAK], ids=lambda given: "random" if given else "found"
+)
 def test_text_embeddings_are_computed_once_and_are_those_without_the_cache(arguments):
     # 16 does not divide 100: the last batch is a smaller one.
     small = "--sentences", SENTENCES, "--length", 32, "--batch-size", 16, "--library", LIBRARY

@@ -1,4 +1,5 @@
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -32,10 +33,21 @@ def sources(folder=FOLDER):
     return found
 
 
+@functools.cache
+def importing(text):
+    """What imports something in a file, wherever in it that is."""
+    return [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        or (isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")))
+    ]
+
+
 def imports(name, text, files):
     """Names of the files of the package that a file imports, wherever in it that is."""
     package = [NAME, *name.split(".")[:-1]]
-    for node in ast.walk(ast.parse(text)):
+    for node in importing(text):
         if isinstance(node, ast.Import):
             wanted = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -43,10 +55,8 @@ def imports(name, text, files):
             base = ".".join([*base, *filter(None, [node.module])])
             inner = base.removeprefix(f"{NAME}.") + "." if base != NAME else ""
             wanted = [f"{base}.{a.name}" if inner + a.name in files else base for a in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            wanted = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
         else:
-            continue
+            wanted = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
         for target in wanted:
             if target == NAME or str(target).startswith(f"{NAME}."):
                 found = target.removeprefix(NAME).removeprefix(".")

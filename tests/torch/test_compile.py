@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchcache2 import Cache, CacheSettings, Keys, torchcache
+from torchcache2 import Cache, CacheSettings, Keys, LazyModule, torchcache
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -358,3 +358,24 @@ def test_a_padded_batch_whose_output_cannot_be_kept():
     function(X[:4])
     output = function(torch.cat([X[:4], X[5:6] + 1, X[4:]]))
     assert torch.equal(output["y"], torch.cat([X[:4], X[5:6] + 1, X[4:]]) * 2)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_lazy_module_is_loaded_outside_of_graphs(tmp_path, is_cached):
+    path, graphs = tmp_path / "net.pt", Graphs()
+    torch.save(Net().state_dict(), path)
+
+    def load():
+        net = Net()
+        net.load_state_dict(torch.load(path))
+        return net
+
+    lazy = LazyModule(load, files=path)
+    compiled = torch.compile(torchcache(probe=False)(lazy) if is_cached else lazy, backend=graphs)
+    for _ in range(2):
+        assert torch.equal(compiled(X)["out"], Net()(X)["out"])
+        assert lazy.is_loaded and len(graphs.seen[-1]) > 2
+        lazy.unload()
+        compiled(X)
+        assert lazy.is_loaded is not is_cached
+        lazy.cache_instance.clear() if is_cached else None

@@ -19,7 +19,7 @@ from torchcache2.core.errors import OptionError
 from torchcache2.core.intkeys import filled
 from torchcache2.files.directory import CacheDirectory, Contents
 from torchcache2.files.errors import UnreadableError
-from torchcache2.files.filenames import LOCK, MIRROR, TAG
+from torchcache2.files.filenames import TAG, is_ours
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.removal import in_use
 from torchcache2.files.segment import Descriptors, Segment
@@ -234,9 +234,7 @@ def totals(directory: CacheDirectory, contents: list[Contents]) -> dict[str, Any
 
 def _foreign(directory: CacheDirectory, contents: list[Contents]) -> int:
     """Names in the directory and in its namespaces that are not the cache's, and are left alone."""
-    ours = {LOCK, MIRROR, *(one.namespace for one in contents)}
-    names = [info.name for info in directory.fs.listing(directory.path)]
-    count = sum(name not in ours and name != TAG and not name.startswith(TAG + ".") for name in names)
+    count = sum(not is_ours(info) for info in directory.fs.listing(directory.path))
     for one in contents:
         known = {info.name for info in one.files}
         folder = os.path.join(directory.path, one.namespace)

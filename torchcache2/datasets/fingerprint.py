@@ -93,6 +93,8 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
     walk = _walked(dataset)
     tensors = TensorWatch(walk.tensors)
     tensors.refresh()
+    for one in walk.loaded:  # a module that need not be loaded, but is: it may have been edited
+        walk.parts |= {f"loaded {one.path} {name}": data for name, data in one.parts.items()}
     walk.parts["format"] = f"dataset {_FORMAT}, walk {walk.parts['format'].decode()}".encode()
     unread = sorted({*walk.unread, *tensors.unreadable})
     draws = unseeded_draws(walk.functions(), dataset)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchcache2.core.errors import DeviceError
 from torchcache2.core.private import COMPILER_ERRORS
 from torchcache2.decorator.forward import Computation
+from torchcache2.decorator.lazymodule import asked_for
 from torchcache2.engine.batch import ComputeSteps
 from torchcache2.engine.steps import Steps
 from torchcache2.identity.arguments import BoundCall
@@ -35,7 +36,8 @@ def telling(computation: Computation) -> ComputeSteps:
 
     def steps(positions: Tensor) -> Steps[Any]:
         try:
-            return (yield from computation.steps(positions))
+            with asked_for(len(positions), computation.call.batch_size):
+                return (yield from computation.steps(positions))
         except RuntimeError as error:
             batch, weights = _devices(computation.call, computation.root, computation.seen)
             is_apart = batch and weights and batch.isdisjoint(weights)
@@ -72,9 +74,8 @@ def _text(
 
 def _devices(call: BoundCall, root: Any, seen: Seen) -> tuple[set[torch.device], set[torch.device]]:
     """The devices of the batch, and those of the weights."""
-    weights = (
-        chain(root.parameters(), root.buffers()) if isinstance(root, nn.Module) else seen.tensors.tensors
-    )
+    own = chain(root.parameters(), root.buffers()) if isinstance(root, nn.Module) else ()
+    weights = list(own) or seen.tensors.tensors  # a `LazyModule` has none itself
     return {tensor.device for _, tensor in call.leaves}, {tensor.device for tensor in weights}
 
 

@@ -19,7 +19,8 @@ from torchcache2.core.logs import shown
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import NotRebuiltError, has_attributes, leaves_of, mapped
-from torchcache2.decorator.bypass import BypassError, not_stored
+from torchcache2.decorator.bypass import BypassError, not_stored, of_module
+from torchcache2.decorator.lazymodule import lazies_of
 from torchcache2.decorator.probe import Comparison, Forward, Probe
 from torchcache2.decorator.traces import Inputs, Undo
 from torchcache2.engine.batch import Checks, NotStoredError, WholeBatch
@@ -31,6 +32,7 @@ from torchcache2.identity.namespace import NamespaceKeeper, Seen
 __all__ = ["Computation", "Shapes"]
 
 _MOST_KINDS = 10_000
+_CPU = torch.device("cpu")
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -52,6 +54,7 @@ class Computation:
     bind: Callable[[tuple[Any, ...], Mapping[str, Any]], BoundCall]  # for this and the next see `Inputs`
     keys_of: Callable[[BoundCall], Bytes2D]
     settings: CacheSettings
+    walks: int  # of the keeper, before the call
     may_run: Callable[[bool], bool] = lambda is_first: False  # as for `CallChecks`
     has_run: bool = False  # whether it was asked for any item
     ran: list[Any] = dataclasses.field(default_factory=list)  # the output of a forward that may not run again
@@ -65,7 +68,8 @@ class Computation:
     def device(self) -> torch.device:
         """The device of the batch or, if that is no tensor, of the weights."""
         tensors = chain(self.seen.tensors.tensors, self.seen.shards.tensors() if self.seen.shards else ())
-        return self.call.device or next((tensor.device for tensor in tensors), torch.device("cpu"))
+        known = self.call.device or next((tensor.device for tensor in tensors), None)
+        return known or next((lazy.device() for lazy in lazies_of(self.keeper, self.call)), _CPU)
 
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes of the tensors that the forward reads."""
@@ -226,11 +230,24 @@ class Computation:
             found.append(BypassError.because("random", ""))
         if changes := self.keeper.changed_since(self.seen, self.root):
             found.append(BypassError.because("state", f"while the forward ran, {changes}"))
+        elif self.keeper.lazies and self.keeper.walks != self.walks:
+            found += self._look_at_loaded()
+        for one in self.call.objects:
+            found += of_module(one.keeper, one.value, is_without_grad=True) if one.keeper.lazies else []
         if inputs.changed():
             found.append(BypassError.because("input", "the forward changed its input in place"))
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(output, objects=True)):
             found.append(BypassError.because("grad", "the output requires grad"))
         return BypassError.all_of(found) if found else None
+
+    def _look_at_loaded(self) -> list[BypassError]:
+        """Why the output is not stored of modules that the forward has loaded; from now on they are seen."""
+        self.walks, self.seen = self.keeper.walks, self.keeper.look(self.root)
+        stops = of_module(self.keeper, self.root, is_without_grad=True)
+        if self.keeper.generators:  # nobody knows in which state these were
+            why = "a module with generators of its own was loaded in this call"
+            stops.append(BypassError.because("random", why, is_final=False))
+        return stops
 
     def _is_odd(self, shapes: Shapes | None) -> bool:
         """Whether items had outputs of another shape before.

@@ -25,6 +25,7 @@ from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.elsewhere import are_weights_elsewhere, telling
 from torchcache2.decorator.explain import NOTHING_DIFFERS, CallSeen, explained
 from torchcache2.decorator.forward import Computation, Shapes
+from torchcache2.decorator.lazymodule import lazies_of
 from torchcache2.decorator.passing import Forward, Passing
 from torchcache2.decorator.probes import CallChecks, Probes, talks
 from torchcache2.decorator.shortcuts import glance
@@ -298,6 +299,7 @@ class ModuleCache(Passing):
         None if the arguments do not fit the signature: the plain forward then raises the usual error.
         """
         stops = bypass.of_module(self.keeper, root, is_without_grad=self._is_without_grad)
+        walks = self.keeper.walks
         if stops and stops[0].reason in self._reasons and not self._is_strict():
             raise BypassError.all_of(stops)  # what the arguments add has been said
         if self._walks != self.keeper.walks:  # the source has been read again, so defaults may have changed
@@ -335,6 +337,7 @@ class ModuleCache(Passing):
             bind=self.signature.bind,
             keys_of=lambda call: self._keys(seen.namespace, call).data,
             settings=self.settings,
+            walks=walks,
         )
         if seen.shards is None:
             may_run = functools.partial(self._may_check, root, call, seen, self.fingerprint)
@@ -350,15 +353,25 @@ class ModuleCache(Passing):
         return computation
 
     def _may_check(
-        self, root: Any, call: BoundCall, seen: Seen, fingerprint: Fingerprint, is_first: bool
+        self,
+        root: Any,
+        call: BoundCall,
+        seen: Seen,
+        fingerprint: Fingerprint,
+        is_first: bool,
+        is_found: bool = False,
     ) -> bool:
         """Whether the forward can run to check a batch, the first of its kind or a later one.
 
-        Ranks in step share out what is computed, so that one that computes its whole batch delays all.
+        A batch that is all found is not worth loading a module for. Ranks in step share out what is computed,
+        so that one that computes its whole batch delays all.
         """
         if are_weights_elsewhere(call, root, seen) or not (is_first or self._holdings is None):
             return False
-        return not talks(root, fingerprint)
+        loaded = [lazy.module for lazy in lazies_of(self.keeper, call)]
+        if is_found and None in loaded:
+            return False
+        return not any(talks(one, fingerprint) for one in (root, *loaded))
 
     def _keys(self, namespace: bytes, call: BoundCall) -> Keys:
         entries = [*call.entries, *call.aligned]

@@ -199,11 +199,11 @@ class Probes:
 class CallChecks(Checks):
     """The checks of one call; raises `BypassError` if its items are known to depend on their batch.
 
-    ``may_run(is_first)`` says whether the forward can run by itself, for the first batch of a kind or for a
-    later one; it is asked when a check is due.
+    ``may_run(is_first, is_found)`` says whether the forward can run by itself, for the first batch of a kind
+    or for a later one, which is all found or not; it is asked when a check is due.
     """
 
-    def __init__(self, probes: Probes, kind: Kind, keys: Keys, may_run: Callable[[bool], bool]) -> None:
+    def __init__(self, probes: Probes, kind: Kind, keys: Keys, may_run: Callable[[bool, bool], bool]) -> None:
         if not kind.counts:
             raise BypassError.because("batch", "an item's output depends on the rest of its batch")
         self.kind = kind
@@ -226,7 +226,9 @@ class CallChecks(Checks):
             return False
         is_turn = _is_power(counts[what] + 1)
         is_early = what == _MIXED and counts[what] < _ALL_MIXED
-        if not (is_turn or is_early or (found and is_computed_again())) or not self._may_run(not any(counts)):
+        if not (is_turn or is_early or (found and is_computed_again())):
+            return False
+        if not self._may_run(not any(counts), what == _FOUND):
             return False
         self.computes_parts = is_turn and what != _FOUND
         return True

@@ -27,6 +27,7 @@ from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import Counters
 from torchcache2.engine.steps import Steps, run_steps
+from torchcache2.identity.marks import LAZY_ATTRIBUTE
 from torchcache2.identity.namespace import NamespaceKeeper
 
 __all__ = ["warm_up"]
@@ -239,7 +240,8 @@ def _outline(batch: Any) -> str:
 def _moved(arguments: Any, root: Any) -> Any:
     """The arguments, with tensors on the CPU moved to where the first weights of the module are."""
     weights = chain(root.parameters(), root.buffers()) if isinstance(root, nn.Module) else ()
-    device = next((weight.device for weight in weights), _CPU)
+    lazy = getattr(root, "__dict__", {}).get(LAZY_ATTRIBUTE)
+    device = next((weight.device for weight in weights), _CPU) if lazy is None else lazy.device()
     if device.type in ("cpu", "meta"):
         return arguments
 

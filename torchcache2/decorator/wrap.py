@@ -396,6 +396,7 @@ class CachedMethod:
         self.__doc__ = function.__doc__
         self.__code__ = getattr(function, "__code__", type(self).__call__.__code__)  # torch.export reads it
         self.__signature__ = inspect.signature(self.plain())
+        self._evaluates = _evaluates(function, name)
 
     @property
     def __self__(self) -> Any:
@@ -419,6 +420,8 @@ class CachedMethod:
         return run_steps(self._call, args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps[Any]:
+        if self._evaluates and self.__self__.training and not {"pool", "device"} & kwargs.keys():
+            self.__self__.eval()
         return (yield from self.cache.call(self.plain(), args, kwargs))
 
     def replicate(self) -> nn.Module:
@@ -445,6 +448,16 @@ class CachedMethod:
 
 
 setattr(CachedMethod, ADDED_ATTRIBUTE, METHOD)
+
+
+def _evaluates(method: Callable[..., Any], name: str) -> bool:
+    """Whether a method begins with ``self.eval()``, as those of sentence-transformers do.
+
+    A model is made in training mode. With that in its key, the first call of each process would be another
+    one than those after it.
+    """
+    package = str(getattr(method, "__module__", "")).partition(".")[0]
+    return package == "sentence_transformers" and (name.startswith("encode") or name == "predict")
 
 
 def _load_instance(

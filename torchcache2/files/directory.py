@@ -4,6 +4,7 @@
 
     <directory>/CACHEDIR.TAG                                  says that this is a cache, and of which format
     <directory>/.lock                                         held by whoever deletes
+    <directory>/<32 hex>.note                                 see `torchcache2.files.notes`
     <directory>/<namespace, 32 hex>/fingerprint.json          what the namespace stands for
     <directory>/<namespace, 32 hex>/<ulid>.safetensors        segments
     <directory>/<namespace, 32 hex>/<ulid>.safetensors.tmp    a segment that is being written

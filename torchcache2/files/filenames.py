@@ -18,6 +18,8 @@ __all__ = [
     "LOCK",
     "MIRROR",
     "NAMESPACE_NAME",
+    "NOTE",
+    "NOTE_NAME",
     "SEGMENT_NAME",
     "TAG",
     "TAG_TEXT",
@@ -34,6 +36,7 @@ LOCK = ".lock"
 MIRROR = ".mirror"
 FINGERPRINT = "fingerprint.json"
 CORRUPT = ".corrupt"
+NOTE = ".note"
 HEAD = ".head"  # behind the name of a segment that a bucket has
 TAG_TEXT = f"""Signature: 8a477f597d28d172789f06886806bc55
 # This folder is a cache of torchcache2, format {FORMAT_VERSION}. Deleting it loses nothing but time.
@@ -44,7 +47,9 @@ _MOST_DIGITS = 9
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 SEGMENT_NAME = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}" + re.escape(SEGMENT))
 HEAD_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(HEAD))
-_TEMPORARY_TEXT = re.compile(f"({re.escape(FINGERPRINT)}|{re.escape(TAG)})" + r"\.[0-9A-Z]{26}")
+NOTE_NAME = re.compile(NAMESPACE_NAME.pattern + re.escape(NOTE))
+_WHOLE_TEXT = f"({re.escape(FINGERPRINT)}|{re.escape(TAG)}|{NOTE_NAME.pattern})"
+_TEMPORARY_TEXT = re.compile(_WHOLE_TEXT + r"\.[0-9A-Z]{26}")
 _LEFT_OVER = re.compile(f"{SEGMENT_NAME.pattern}({re.escape(TEMPORARY)}|{re.escape(CORRUPT)})")
 
 
@@ -100,7 +105,8 @@ def is_ours(info: FileInfo) -> bool:
     """Whether something in the directory is the cache's own."""
     if info.is_folder:
         return NAMESPACE_NAME.fullmatch(info.name) is not None
-    return info.name in (TAG, LOCK, MIRROR) or _TEMPORARY_TEXT.fullmatch(info.name) is not None
+    is_known = info.name in (TAG, LOCK, MIRROR) or NOTE_NAME.fullmatch(info.name) is not None
+    return is_known or _TEMPORARY_TEXT.fullmatch(info.name) is not None
 
 
 def is_left_over(name: str) -> bool:

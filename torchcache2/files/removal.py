@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from filelock import FileLock
 
 from torchcache2.files.directory import CacheDirectory, Contents
-from torchcache2.files.filenames import FINGERPRINT, TAG, is_ours
+from torchcache2.files.filenames import FINGERPRINT, is_left_over
 from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem, StrangeFileError
 
 __all__ = ["Removal", "claimed", "deleting", "in_use", "remove_leftovers", "remove_namespace"]
@@ -108,10 +108,8 @@ def remove_leftovers(directory: CacheDirectory, namespace: str | None = None) ->
     scanned = directory.scan() if namespace is None else [directory.contents(namespace)]
     found = [(one.namespace, info) for one in scanned for info in one.temporary]
     if namespace is None:
-        tags = [
-            e for e in directory.fs.listing(directory.path) if e.name.startswith(f"{TAG}.") and is_ours(e)
-        ]
-        found += [("", info) for info in tags]
+        above = directory.fs.listing(directory.path)
+        found += [("", info) for info in above if not info.is_folder and is_left_over(info.name)]
     for folder, info in found:
         path = os.path.join(directory.path, folder, info.name)
         with contextlib.suppress(FileNotFoundError, StrangeFileError, PermissionError):

@@ -10,6 +10,7 @@ __all__ = [
     "ADDED_ATTRIBUTE",
     "BINDING",
     "INIT_ATTRIBUTE",
+    "LAZY_ATTRIBUTE",
     "METHOD",
     "ORIGINAL_ATTRIBUTE",
     "cache_options",
@@ -25,6 +26,7 @@ BINDING = "_torchcache_binding"  # attribute of a decorated class: its `Binding`
 ADDED_ATTRIBUTE = "_torchcache_added"  # attribute of what the decorator has added where there was nothing
 INIT_ATTRIBUTE = "_torchcache_init"  # attribute of an instance: its constructor arguments
 METHOD = "method"  # `ADDED_ATTRIBUTE` of the class of what stands in the place of an object's own method
+LAZY_ATTRIBUTE = "_torchcache_lazy"  # attribute of a module that need not be loaded: its `Lazy`
 
 
 def is_ours(value: Any) -> bool:

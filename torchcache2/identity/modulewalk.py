@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 import sys
 import types
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, MutableSet
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from torchcache2.core.private import (
     script_parts,
     version,
 )
+from torchcache2.core.settings import CacheSettings
 from torchcache2.identity import sourcecode
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.encoding import (
@@ -47,17 +49,17 @@ from torchcache2.identity.encoding import (
     text_bytes,
 )
 from torchcache2.identity.leftout import without_captures
-from torchcache2.identity.marks import INIT_ATTRIBUTE, cache_options, without_ours
+from torchcache2.identity.marks import INIT_ATTRIBUTE, LAZY_ATTRIBUTE, cache_options, without_ours
 from torchcache2.identity.objectwalk import ObjectWalk, has_plain_state
 from torchcache2.identity.readable import readable
 from torchcache2.identity.sharded import Shards
 from torchcache2.identity.torchcode import ScriptState, script_code
 from torchcache2.identity.uses import unmangled
 
-__all__ = ["Fingerprint", "Walk", "argument_digests"]
+__all__ = ["Fingerprint", "Lazy", "Loaded", "Walk", "argument_digests"]
 
 _FORMAT = 2
-_INTERNAL = {*vars(nn.Module()), REPLICATE}
+_INTERNAL = {*vars(nn.Module()), LAZY_ATTRIBUTE, REPLICATE}
 _COMPILED = (  # attributes that the compiler, and Lightning around it, put on modules and tensors
     *("_dynamo", "_torchdynamo", "_is_torch_compile", "_compiled_call_impl", "_compile_kwargs"),
     *("dynamo_ctx", "get_compiler_config"),
@@ -66,6 +68,10 @@ _NOISE = ("torchcache_", *_COMPILED)
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
 _SMALL = 1 << 16
 _HOOKS = (PRE_HOOKS, HOOKS)
+_WATCHED = (  # what `Watch` and `NamespaceKeeper` take of a walk, lists of which one may follow another
+    *("modules", "scopes", "cells", "reads", "dicts", "written", "written_scopes", "written_cells"),
+    *("generators", "lazies"),
+)
 _HOOK_FLAGS = ("with_kwargs", "always_called")
 
 
@@ -114,13 +120,50 @@ class _Field:
     is_left_out: bool = False
 
 
+class Lazy(Protocol):
+    """What a walk asks of a module that need not be loaded; see `torchcache2.LazyModule`."""
+
+    loader: Callable[[], nn.Module]
+    module: nn.Module | None  # None: it is not loaded
+    tokens: dict[int, tuple[object, bytes]]  # see `ObjectWalk`
+    watchers: MutableSet[Any]  # the keepers that have walked it: they refer to what is loaded
+
+    def places(self) -> dict[str, int]:
+        """The files that the loader reads: the number of each by its absolute path."""
+        ...
+
+    def content(self, settings: CacheSettings | None) -> bytes:
+        """A digest of what is in these files; if the module is loaded, of those that it was loaded from."""
+        ...
+
+    def device(self) -> torch.device:
+        """Where its weights are, or will be."""
+        ...
+
+    def expected(self, loader: bytes, content: bytes, settings: CacheSettings) -> bytes:
+        """The namespace that a module loaded by this loader from this content had at first."""
+        ...
+
+
+class Loaded(NamedTuple):
+    """A module that was loaded, as a walk has found it."""
+
+    path: str
+    lazy: Lazy
+    loader: bytes  # digests of the loader, and of the content of its files
+    content: bytes
+    parts: dict[str, bytes]
+    names: dict[str, str]  # what a tensor is called in the walk around it → in the module
+
+
 class Walk(ObjectWalk):
     """Everything that a module or function computes with, as named parts.
 
     `tokens` and `texts` are as for `ObjectWalk`. A walk inside of another one gets the `labels` of what that
     has met, by id. `shards` says what happens to sharded modules. What the patterns in `ignore` match is left
     out. With `reads_all`, nothing else is left out for the reason that no code reads it. `methods` are those
-    of an object that are called: if there are others than forward, or it is no module, all of them count.
+    of an object that are called: if there are others than forward, or it is no module, all of them count. The
+    `settings` say where digests of files are remembered.
     """
 
     def __init__(
@@ -130,11 +173,16 @@ class Walk(ObjectWalk):
         texts: CompiledTexts,
         labels: Mapping[int, bytes] | None = None,
         shards: Shards | None = None,
+        settings: CacheSettings | None = None,
         reads_all: bool = False,
         ignore: Iterable[str] = (),
         methods: Collection[str] = (),
     ) -> None:
         super().__init__(tokens, texts)
+        self._settings = settings
+        self.lazies: list[Lazy] = []  # modules that need not be loaded
+        self.loaded: list[Loaded] = []  # those that are
+        self.names_grad = False  # whether code may turn grad mode on by itself
         self.uses.is_dynamic = reads_all
         for text in ignore:
             pattern = re.escape(text).replace(r"\*", ".*").replace(r"\?", ".")
@@ -169,6 +217,7 @@ class Walk(ObjectWalk):
             for argument in accumulate(place.split("."), "{}.{}".format):
                 self.parts.pop(f"constructor argument {argument}", None)
         self.reads += [(attrgetter("__class__", *sorted(names)), one) for one, names in self.taken.values()]
+        self.names_grad |= any("enable_grad" in name or "grad_enabled" in name for name in self.parts)
 
     def compound(self, value: Any, kind: type, path: str) -> bytes:
         """Walk a dataclass or another object."""
@@ -276,6 +325,8 @@ class Walk(ObjectWalk):
             field = _Field(kind, name, f"{where}{name}", value, names, skipped)
             self._attributes.append(field)
             self._read_field(field)
+        if LAZY_ATTRIBUTE in vars(module):
+            self._lazy(vars(module)[LAZY_ATTRIBUTE], path)
         if path and (options := cache_options(module)):
             self.parts[f"cached {path}"] = self.encode(options, path)
         init, unread = vars(module).get(INIT_ATTRIBUTE, ({}, ()))
@@ -288,6 +339,46 @@ class Walk(ObjectWalk):
             self._hooks(module, where)
             self.containers = containers
         return reference
+
+    def _lazy(self, lazy: Lazy, path: str) -> None:
+        """Write down how a module is loaded. If it is, it is watched as any other.
+
+        What the module is counts only if that is not what the loader makes. So it has a walk of its own, in
+        which it is no root, as its hooks run inside of the forward.
+        """
+        where = f"{path}." if path else ""
+        self.lazies.append(lazy)
+        self.reads.append((_module_of, lazy))
+        loader = _LoaderWalk(lazy, self._tokens, self._texts, settings=self._settings)
+        self.parts |= {f"loader {where}{name}": data for name, data in loader.parts.items()}
+        self.unread += loader.unread
+        self._take_over(loader, f"{where}loader")
+        content = lazy.content(self._settings)
+        self.parts[f"files {path}".rstrip()] = content
+        if lazy.module is not None:
+            inner = Walk(
+                (lazy.module,), lazy.tokens, self._texts, shards=self.shards, settings=self._settings
+            )
+            names = self._take_over(inner, path)
+            code = Fingerprint.of_parts(loader.parts).namespace
+            self.loaded.append(Loaded(path, lazy, code, content, inner.parts, names))
+
+    def _take_over(self, inner: Walk, path: str) -> dict[str, str]:
+        """Have what another walk has met watched; the names of its tensors there, by those that they get."""
+        mine: dict[str, str] = {}
+        for name, tensor in inner.tensors.items():
+            mine[name] = f"{path}.{name.removeprefix('[0]').removeprefix('.')}".strip(".")
+            while mine[name] in self.tensors:
+                mine[name] += "'"
+            self.tensors[mine[name]] = tensor
+        for field in _WATCHED:
+            getattr(self, field).extend(getattr(inner, field))
+        self.containers |= inner.containers
+        self.not_imported |= inner.not_imported
+        self.names_grad |= inner.names_grad
+        for one in inner.loaded:
+            self.loaded.append(one._replace(names={mine.pop(name): its for name, its in one.names.items()}))
+        return {theirs: name for name, theirs in mine.items()}
 
     def _hooks(self, module: nn.Module, where: str) -> None:
         before, self.in_hook = self.in_hook, bool(where)
@@ -362,9 +453,27 @@ def _has_fields_alone(value: Any) -> bool:
     return has_plain_state(value) and attributes(value).keys() == vars(value).keys()
 
 
+def _module_of(lazy: Lazy) -> tuple[nn.Module | None]:
+    return (lazy.module,)
+
+
 def _version(tensor: Tensor) -> tuple[str]:
     # The same object as long as it is equal.
     return (sys.intern(str(version(tensor))) if has_version(tensor) else "",)
+
+
+class _LoaderWalk(Walk):
+    """Walks a loader. The path of a file that it reads counts as that file's number: its content counts."""
+
+    def __init__(self, lazy: Lazy, *args: Any, **kwargs: Any) -> None:
+        self._places = lazy.places()
+        super().__init__(lazy.loader, *args, **kwargs)
+
+    def encode(self, value: Any, path: str) -> bytes:
+        """Write down a path as a number."""
+        place = os.path.abspath(value) if isinstance(value, (str, os.PathLike)) and value else None
+        number = self._places.get(place) if isinstance(place, str) else None
+        return super().encode(value, path) if number is None else b"file" + text_bytes(str(number))
 
 
 class _Arguments(Walk):

@@ -22,7 +22,7 @@ from torchcache2.identity.differences import changes, of_root
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.marks import original
 from torchcache2.identity.mixing import UnsteadyLayer, unsteady
-from torchcache2.identity.modulewalk import Fingerprint, Walk
+from torchcache2.identity.modulewalk import Fingerprint, Lazy, Loaded, Walk
 from torchcache2.identity.objectwalk import GENERATORS
 from torchcache2.identity.readable import texts_of
 from torchcache2.identity.sharded import ShardedError, Shards, sharding
@@ -30,7 +30,7 @@ from torchcache2.identity.tensorwatch import TensorWatch
 from torchcache2.identity.unseeded import unseeded_draws
 from torchcache2.identity.watch import Watch
 
-__all__ = ["Facts", "History", "NamespaceKeeper", "Seen"]
+__all__ = ["Facts", "History", "NamespaceKeeper", "Seen", "namespace_of"]
 
 _NONE = bytes(16)
 _MOST_REMEMBERED = 16
@@ -111,6 +111,7 @@ class NamespaceKeeper:
         self.ignored: list[str] = []  # paths of what is left out at the user's word
         self.walks = 0  # how often code and attributes have been read
         self.methods: set[str] = set()  # those of an object that are called from outside
+        self.lazies: list[Lazy] = []  # modules that need not be loaded
         self._settings = settings
         # Ranks that call in step can skip such a forward together. Each has other shards, so a name has to
         # stand for the weights.
@@ -128,6 +129,7 @@ class NamespaceKeeper:
             self._watch: Watch | None = None
             self._sharded: Callable[[], nn.Module | None] = _nothing  # the part for which it is not cached
             self._shards = Shards()
+            self._loaded: list[Loaded] = []
             self._tensors = TensorWatch({})
             self._facts = Facts()
             self._parts: dict[str, bytes] = {}
@@ -249,6 +251,7 @@ class NamespaceKeeper:
                 self._tokens,
                 self._texts,
                 shards=self._shards,
+                settings=self._settings,
                 ignore=self._settings.ignore,
                 reads_all=self._is_argument,
                 methods=self.methods,
@@ -273,6 +276,9 @@ class NamespaceKeeper:
             )
         self._tensors = TensorWatch(walk.tensors | self._shards.buffers(), self._tensors)
         self.generators = walk.generators + self._shards.held(GENERATORS)
+        self.lazies, self._loaded = walk.lazies, walk.loaded
+        for lazy in self.lazies:
+            lazy.watchers.add(self)
         self._is_known = False
         modules = [part for part, _, _ in walk.modules if isinstance(part, nn.Module)]
         parts = [*modules, *self._shards.parts()]
@@ -281,7 +287,7 @@ class NamespaceKeeper:
             self._tensors.is_blind and self._settings.persistent_module_hash is None,
             any("parametrizations" in modules_of(part) for part in parts),
             next(filter(None, map(unsteady, parts)), None),
-            any("enable_grad" in name or "grad_enabled" in name for name in walk.parts),
+            walk.names_grad,
             not_imported=min(walk.not_imported - self._awaited, default=""),
             unseeded=next(iter(unseeded_draws(walk.functions(), original(root), self.methods)), None),
         )
@@ -309,8 +315,13 @@ class NamespaceKeeper:
                 f"cannot read the tensors {listed(self._tensors.unreadable)}: they count as new whenever "
                 "they may have changed, and the cache is good for this process only",
             )
-        parts = dict(self._parts)
-        parts |= {f"weights {path}": data for path, data in self._tensors.digests.items()}
+        parts, digests = dict(self._parts), dict(self._tensors.digests)
+        for one in self._loaded:
+            inner = {one.names[path]: digests.pop(path) for path in one.names.keys() & digests.keys()}
+            namespace = _with_weights(one.parts, inner).namespace
+            if name is None and namespace != one.lazy.expected(one.loader, one.content, self._settings):
+                parts[f"loaded {one.path or 'module'}"] = namespace  # it was edited, or is not what it was
+        parts |= {f"weights {path}": data for path, data in digests.items()}
         values = self._values | {f"weights {path}": text for path, text in self._tensors.forms().items()}
         if name is not None:
             parts = {part: self._parts[part] for part in ("format", "option cache_dtype")}
@@ -329,6 +340,23 @@ class NamespaceKeeper:
 
     def _tell(self, log: Callable[[str, str, str], None], text: str) -> None:
         self._told(text, "%s: %s", self.name, text, log=log)
+
+
+def namespace_of(module: nn.Module, tokens: dict[int, tuple[object, bytes]]) -> bytes:
+    """What a module is now, as 16 bytes; `tokens` as for `ObjectWalk`. `ShardedError` if it is sharded."""
+    walk = Walk((module,), tokens, CompiledTexts())
+    tensors = TensorWatch(walk.tensors)
+    tensors.refresh()
+    digests = dict(tensors.digests)
+    for one in walk.loaded:
+        for name in one.names.keys() & digests.keys():
+            del digests[name]
+    return _with_weights(walk.parts, digests).namespace
+
+
+def _with_weights(walked: Mapping[str, bytes], digests: Mapping[str, bytes]) -> Fingerprint:
+    parts = {name: digest([data]) for name, data in walked.items()}
+    return Fingerprint.of_parts(parts | {f"weights {path}": data for path, data in digests.items()})
 
 
 def _nothing() -> None:

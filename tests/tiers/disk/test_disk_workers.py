@@ -70,16 +70,16 @@ class Slow(Unsynced):
 def test_no_more_waits_than_is_written_in_time(tmp_path, rate):
     tier = DiskTier(tmp_path, codec="none", delay=NEVER, fs=Slow(rate), most_seconds=lambda: 0.3)
     took = []
-    for first in range(0, 100, 20):
-        for name in range(first, first + 20):
+    for first in range(0, 90, 30):  # 2.4 MB, for which the slow one takes 0.8 s
+        for name in range(first, first + 30):
             put(tier, [name], 20_000)
         start = time.monotonic()
         tier.flush()
         took.append(time.monotonic() - start)
-    assert sorted(took)[2] < 0.5, took
+    assert sorted(took)[1] < 0.7, took
     assert min(took) > 0.05 or rate > 3e6
     tier.close()
-    assert sealed_names(tmp_path, range(100), 20_000) == list(range(100))
+    assert sealed_names(tmp_path, range(90), 20_000) == list(range(90))
 
 
 def test_without_a_time_all_may_wait_that_the_queue_allows(tmp_path):

@@ -120,8 +120,15 @@ def check_claims(first, second, some):
     assert first._clients.faults == second._clients.faults == 0
 
 
-def test_a_tier_keeps_rows_on_all_nodes():
-    with cluster(PROGRAMS[0]) as servers, contextlib.closing(RedisTier(Servers.of(servers[1].url))) as tier:
+@pytest.fixture(scope="module")
+def lasting():
+    """A cluster for tests that leave it whole: it takes two seconds until its servers have found together."""
+    with cluster(PROGRAMS[0]) as three:
+        yield three
+
+
+def test_a_tier_keeps_rows_on_all_nodes(lasting):
+    with contextlib.closing(RedisTier(Servers.of(lasting[1].url))) as tier:
         assert storage.put(tier, range(200)) == 200
         tier.flush()
         assert tier.stats().rows == tier.count(storage.NAMESPACES[0]) == 200
@@ -135,11 +142,11 @@ def test_a_tier_keeps_rows_on_all_nodes():
         assert (stats.rows, stats.corrupt, stats.faults) == (0, 0, 0)
 
 
-def test_slots_that_move_are_followed():
+def test_slots_that_move_are_followed(lasting):
     some = untagged(100)
-    with cluster(PROGRAMS[0]) as servers, contextlib.ExitStack() as stack:
-        others = [stack.enter_context(contextlib.closing(server.client())) for server in servers]
-        with connected(servers[0], pause=0.02) as clients:
+    with contextlib.ExitStack() as stack:
+        others = [stack.enter_context(contextlib.closing(server.client())) for server in lasting]
+        with connected(lasting[0], pause=0.02) as clients:
             put(clients, some)
             ids = [other.execute_command("CLUSTER MYID").decode() for other in others]
             slot = binascii.crc_hqx(row_names(some)[0], 0) % 16384

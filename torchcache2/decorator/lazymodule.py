@@ -1,0 +1,402 @@
+"""`LazyModule`: a frozen module that is loaded when it first has to compute something."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import os
+import stat
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from xxhash import xxh3_128
+
+from torchcache2.core.buckets import Bucket
+from torchcache2.core.errors import OptionError
+from torchcache2.core.locks import ProcessLock
+from torchcache2.core.logs import ToldOnce, listed, logger, shown
+from torchcache2.core.settings import CacheSettings
+from torchcache2.engine.randomness import RandomState
+from torchcache2.engine.steps import opaque
+from torchcache2.files.notes import Notes
+from torchcache2.identity.arguments import BoundCall
+from torchcache2.identity.codenames import names_of
+from torchcache2.identity.encoding import digest
+from torchcache2.identity.imports import resolved
+from torchcache2.identity.marks import LAZY_ATTRIBUTE
+from torchcache2.identity.modulewalk import Lazy
+from torchcache2.identity.namespace import NamespaceKeeper, namespace_of
+from torchcache2.identity.sharded import ShardedError
+
+__all__ = ["LazyModule", "asked_for", "lazies_of"]
+
+_RACY = 2.0  # seconds; a file may be written again within one tick of the clock of its file system
+_PIECE = 4 << 20
+_WHY: ContextVar[str] = ContextVar("torchcache2_why", default="it is called past the cache")
+_Status = list[tuple[Any, ...]]
+
+
+@contextlib.contextmanager
+def asked_for(count: int, batch_size: int) -> Iterator[None]:
+    """In this context, modules are loaded because so many items of a batch have to be computed."""
+    token = _WHY.set(f"{count} of {batch_size} items of a call have to be computed")
+    try:
+        yield
+    finally:
+        _WHY.reset(token)
+
+
+def lazies_of(keeper: NamespaceKeeper, call: BoundCall) -> list[Lazy]:
+    """The modules that need not be loaded, of a cached module or function and of the arguments of a call."""
+    return [*keeper.lazies, *[lazy for one in call.objects for lazy in one.keeper.lazies]]
+
+
+class LazyModule(nn.Module):
+    """A module that is loaded when it first has to compute something.
+
+    With a persistent cache, a run that finds all items never loads it. It is the same module for the cache as
+    long as the code of its loader is the same, and the content of the files, wherever they are.
+
+    The module is loaded in the mode of this one, which is that of ``eval()`` at first, and with
+    ``requires_grad_(False)``. Generators of random numbers are then as they were before. Its parameters are
+    not those of this one, nor in its ``state_dict()``: they are in the files.
+
+    Parameters
+    ----------
+    load : callable
+        Returns the module, and takes no argument. What it closes over is part of the key, but for the paths
+        in `files`: it should name each by a variable.
+    files : path or sequence of paths
+        Every file that `load` reads, or folders, of which all files count.
+
+    Raises
+    ------
+    OptionError
+        If `load` is no function, or a file does not exist.
+
+    Examples
+    --------
+    >>> import os, tempfile
+    >>> from torchcache2 import LazyModule, torchcache
+    >>> path = os.path.join(tempfile.mkdtemp(), "encoder.pt")
+    >>> torch.save(nn.Linear(4, 2).state_dict(), path)
+    >>> def load():
+    ...     encoder = nn.Linear(4, 2)
+    ...     encoder.load_state_dict(torch.load(path))
+    ...     return encoder
+    >>> encoder = torchcache(LazyModule(load, files=path))
+    >>> encoder.is_loaded
+    False
+    >>> encoder(torch.rand(3, 4)).shape
+    torch.Size([3, 2])
+    >>> encoder.is_loaded
+    True
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], nn.Module],
+        files: str | os.PathLike[str] | list[str | os.PathLike[str]] | tuple[str | os.PathLike[str], ...],
+    ) -> None:
+        super().__init__()
+        self.training = False
+        if isinstance(load, nn.Module) or not callable(load):
+            raise OptionError(f"load={shown(load)}: expected a function that loads and returns the module")
+        paths = [files] if isinstance(files, (str, os.PathLike)) else list(files)
+        if not paths:
+            raise OptionError(
+                "files is empty: name the files that the loader reads, as their content says which weights "
+                "the module has"
+            )
+        self.__dict__[LAZY_ATTRIBUTE] = _Lazy(load, tuple([os.fspath(path) for path in paths]))
+        self._lazy.status()
+
+    @property
+    def _lazy(self) -> _Lazy:
+        return self.__dict__[LAZY_ATTRIBUTE]  # type: ignore[no-any-return]
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the module is in memory."""
+        return self._lazy.module is not None
+
+    @property
+    def module(self) -> nn.Module:
+        """The module; it is loaded if it is not."""
+        return self._lazy.load("it is asked for")
+
+    def unload(self) -> None:
+        """Free the module. The next miss loads it again; what was edited meanwhile is lost."""
+        self._lazy.unload()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, which is loaded if it is not."""
+        return self._lazy.load(_WHY.get())(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> LazyModule:
+        """Set the mode, of the module too once it is loaded."""
+        super().train(mode)
+        self._lazy.training = mode
+        if self._lazy.module is not None:
+            self._lazy.module.train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LazyModule:
+        """Move or convert the module. A move waits until it is loaded; anything else loads it."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        lazy = self._lazy
+        if lazy.module is not None or not lazy.moves(fn):
+            module: Any = lazy.load("it is converted, as by .half(): do that in the loader")
+            module._apply(fn)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if (
+                name.startswith(("_", "torchcache_")) or name == "cache_instance"
+            ):  # only to see if it is there
+                raise
+            return getattr(self._lazy.load(f"its attribute {name!r} is read"), name)
+
+    def extra_repr(self) -> str:
+        """The files, and whether they are loaded."""
+        return f"files={list(self._lazy.files)}, is_loaded={self.is_loaded}"
+
+
+LazyModule.__module__ = "torchcache2"  # the path that pickles name, wherever this file is
+
+
+class _Lazy:
+    """The loader of a `LazyModule`, and what it has loaded. Safe under threads."""
+
+    def __init__(
+        self,
+        loader: Callable[[], nn.Module],
+        files: tuple[str, ...],
+        training: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        self.loader = loader
+        self.files = files
+        self.module: nn.Module | None = None
+        self.training = training
+        self.tokens: dict[int, tuple[object, bytes]] = {}
+        self.watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = ProcessLock(threading.RLock)
+        self._device = device  # where it is moved when it is loaded
+        self._loaded_from: _Status = []  # the files as they were then
+        self._fresh = b""  # its namespace as it was then
+        self._mode = b""
+        self._read: tuple[_Status, bytes] | None = None  # files and the digest of their content
+        self._expected: dict[bytes, bytes] = {}
+        self._told = ToldOnce()
+        self._has_imported = False
+
+    def places(self) -> dict[str, int]:
+        """See `Lazy`. What the loader imports is imported now, so that its code can be read."""
+        if not self._has_imported:
+            self._has_imported = True
+            scope = getattr(self.loader, "__globals__", {})
+            code = getattr(self.loader, "__code__", None)
+            for name in names_of(code).imports if code is not None else ():
+                for full in resolved(name, scope.get("__package__")):
+                    with contextlib.suppress(Exception):  # the loader itself will raise it
+                        importlib.import_module(full)
+        return {os.path.abspath(path): number for number, path in enumerate(self.files)}
+
+    def status(self) -> _Status:
+        """What the system says of each file; `OptionError` if one does not exist."""
+        found: _Status = []
+        for number, path in enumerate(map(os.path.abspath, self.files)):
+            if not os.path.exists(path):
+                raise OptionError(f"files: {path!r} does not exist")
+            names = _names_in(path) if os.path.isdir(path) else [""]
+            if not names:
+                raise OptionError(f"files: {path!r} is an empty folder")
+            for name in names:
+                place = os.path.join(path, name) if name else path
+                one = os.stat(place)
+                if not stat.S_ISREG(one.st_mode):
+                    raise OptionError(f"files: {place!r} is no regular file")
+                state = one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino, one.st_dev
+                found.append((number, name.replace(os.sep, "/"), place, *state))
+        return found
+
+    def content(self, settings: CacheSettings | None) -> bytes:
+        """See `Lazy`. Of files that change while they are read, or since they were loaded, a random one."""
+        if settings is not None and settings.persistent_module_hash is not None:
+            return b""
+        with self._lock():
+            try:
+                status = self._loaded_from if self.module is not None else self.status()
+                if self._read is not None and self._read[0] == status:
+                    return self._read[1]
+                notes, key = Notes(_folder(settings)), digest([repr(status).encode()])
+                is_recent = time.time() - max(max(one[4:6]) for one in status) / 1e9 < _RACY
+                found = None if is_recent else notes.get(key)
+                if found is None:
+                    found = _digest(status)
+                    if self.status() != status:
+                        found = os.urandom(16)
+                    elif not is_recent:
+                        notes.put(key, found)
+            except (OSError, OptionError):
+                # A file is gone: what is loaded, or was found, is that of the files that were there.
+                return os.urandom(16) if self._read is None else self._read[1]
+            self._read = None if is_recent else (status, found)
+            return found
+
+    def expected(self, loader: bytes, content: bytes, settings: CacheSettings) -> bytes:
+        """See `Lazy`: where there is a folder, all processes expect what the first of them has loaded.
+
+        A loader may make another module each time, as if it leaves weights as they are initialised. Their
+        rows must not meet.
+        """
+        with self._lock():
+            key = digest([b"loaded", loader, content, self._mode])
+            if key not in self._expected:
+                self._expected[key] = Notes(_folder(settings)).put(key, self._fresh)
+            if self._expected[key] != self._fresh:
+                self._told(
+                    self._fresh.hex(),
+                    "the loader of %s has made another module than before: rows of the two are kept apart. "
+                    "Does it set all weights, and read no other file?",
+                    listed(self.files),
+                )
+            return self._expected[key]
+
+    @opaque
+    def load(self, why: str) -> nn.Module:
+        """The module; if it is not loaded, it is now, for a reason that is logged."""
+        module = self.module
+        if module is not None:
+            return module
+        with self._lock():
+            if self.module is not None:
+                return self.module
+            start, random = time.perf_counter(), RandomState([])
+            status = self.status()
+            try:
+                with torch.inference_mode(False):
+                    module = self.loader()
+                if not isinstance(module, nn.Module):
+                    raise OptionError(
+                        f"the loader of {listed(self.files)} returned {shown(module)}, expected a module"
+                    )
+                module.train(self.training).requires_grad_(False)
+                module = module if self._device is None else module.to(self._device)
+            finally:
+                random.restore()
+            self.tokens.clear()
+            try:
+                self._fresh = namespace_of(module, self.tokens)
+            except ShardedError:
+                self._fresh = os.urandom(16)
+            self._loaded_from, self._mode = status, str(self.training).encode()
+            if self.status() != status:
+                logger.warning("%s changed while it was loaded", listed(self.files))
+                self._read = status, os.urandom(16)
+            self.module = module
+            logger.info(
+                "%s was loaded from %s in %.1f s, as %s",
+                *(type(module).__name__, listed(self.files), time.perf_counter() - start, why),
+            )
+            return module
+
+    def unload(self) -> None:
+        """Let go of the module."""
+        with self._lock():
+            self.module = None
+        for keeper in list(self.watchers):
+            keeper.reset()
+
+    def moves(self, fn: Callable[[Tensor], Tensor]) -> bool:
+        """Whether a function moves tensors to a device, or leaves them as they are; notes the device."""
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64):
+            for shape in ((), (2, 2, 2, 2), (2, 2, 2, 2, 2)):
+                tensor = torch.ones(shape, dtype=dtype, device="cpu")
+                moved = fn(tensor)
+                same = moved.dtype == dtype and moved.stride() == tensor.stride()
+                if not same or moved.is_meta or not torch.equal(moved.cpu(), tensor):
+                    return False
+        try:
+            moved = fn(torch.ones((), device="meta")) if moved.device.type == "cpu" else moved
+        except NotImplementedError:  # nothing is moved from there to the CPU
+            self._device = torch.device("cpu")
+        else:
+            self._device = self._device if moved.is_meta else moved.device
+        return True
+
+    def device(self) -> torch.device:
+        """Where the weights are, or will be; where that cannot be known, the module is loaded."""
+        if self.module is None and self._device is None and torch.cuda.device_count() == 0:
+            return torch.device("cpu")
+        if self.module is None and self._device is not None:
+            return self._device
+        module = self.load("a call without tensors does not say on which device its output is")
+        return next((one.device for one in chain(module.parameters(), module.buffers())), torch.device("cpu"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Lazy:
+        twin = _Lazy(self.loader, self.files, self.training, self._device)
+        with self._lock():
+            twin.module = copy.deepcopy(self.module, memo)
+            twin._loaded_from, twin._fresh, twin._mode = self._loaded_from, self._fresh, self._mode
+            twin._read, twin._expected = self._read, dict(self._expected)
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.module is not None and namespace_of(self.module, self.tokens) != self._fresh:
+            raise TypeError(
+                f"the module loaded from {listed(self.files)} was edited, and a pickle would lose the edits: "
+                "make them in the loader, or pickle .module"
+            )
+        return _Lazy, (self.loader, self.files, self.training, self._device)
+
+
+def _names_in(folder: str) -> list[str]:
+    """The files in a folder and in those below it, links followed, by relative name."""
+    found, seen = [], set()
+    for path, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
+        one = os.stat(path)
+        if (one.st_dev, one.st_ino) in seen:
+            folders.clear()  # a link leads back to it
+            continue
+        seen.add((one.st_dev, one.st_ino))
+        found += [os.path.relpath(os.path.join(path, name), folder) for name in names]
+    return sorted(found)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _digest(status: _Status) -> bytes:
+    """A digest of the content of files, and of their names in the folders that were named."""
+    buffer = bytearray(_PIECE)
+    parts = []
+    for number, name, path, *_ in status:
+        hasher = xxh3_128()
+        with open(path, "rb", buffering=0) as file:
+            while size := file.readinto(buffer):
+                hasher.update(memoryview(buffer)[:size])
+        parts += [f"{number} {name}".encode("utf-8", "surrogateescape"), hasher.digest()]
+    return digest(parts)
+
+
+def _folder(settings: CacheSettings | None) -> str | None:
+    """The folder of a cache on this machine; None if it has none that lasts."""
+    if settings is None or not settings.is_persistent:
+        return None
+    place = settings.persistent_cache_dir
+    place = place.local_dir if isinstance(place, Bucket) else place
+    return place if isinstance(place, str) else None
