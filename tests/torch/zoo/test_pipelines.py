@@ -11,14 +11,7 @@ from torch.utils import _pytree as pytree
 from tests.helpers import warm
 from tests.torch.zoo import pipelines
 from tests.torch.zoo.checks import check_same
-from torchcache2 import torchcache
-
-try:
-    from torchcache2 import cache_of
-except ImportError:
-
-    def cache_of(x):
-        return x.cache_instance
+from torchcache2 import cache_of, torchcache
 
 
 pytestmark = [
