@@ -22,6 +22,7 @@ from torchcache2.core.errors import DecorationError
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.private import REPLICA_MARK, REPLICATE
 from torchcache2.core.settings import CacheSettings
+from torchcache2.decorator.lazymodule import LazyModule
 from torchcache2.decorator.modulecache import ModuleCache
 from torchcache2.decorator.probes import Probes
 from torchcache2.decorator.tracing import is_exported, is_traced, with_own_code
@@ -520,6 +521,8 @@ def own_method(obj: Any, name: str) -> Any:
         return own.own
     kind = type(obj)
     raw = inspect.getattr_static(kind, name, None)
+    if own is None and raw is None and isinstance(obj, LazyModule):
+        return obj.method(name)
     why = ""
     if own is None and raw is None:
         why = f"a {kind.__name__} has no method of this name"
