@@ -400,6 +400,7 @@ class CachedMethod:
         self.__doc__ = function.__doc__
         self.__code__ = getattr(function, "__code__", type(self).__call__.__code__)  # torch.export reads it
         self.__signature__ = inspect.signature(self.plain())
+        self._evaluates = _evaluates(function, name)
 
     @property
     def __self__(self) -> Any:
@@ -426,6 +427,8 @@ class CachedMethod:
         return run_steps(self._call, args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps[Any]:
+        if self._evaluates and self.__self__.training and not {"pool", "device"} & kwargs.keys():
+            self.__self__.eval()
         return (yield from self.cache.call(self.plain(), args, kwargs))
 
     def replicate(self) -> nn.Module:
@@ -502,6 +505,16 @@ def _unwatch(module: nn.Module) -> None:
     for name, value in list(module.__dict__.items()):
         if isinstance(value, _WatchedMethod):
             del module.__dict__[name]
+
+
+def _evaluates(method: Callable[..., Any], name: str) -> bool:
+    """Whether a method begins with ``self.eval()``, as those of sentence-transformers do.
+
+    A model is made in training mode. With that in its key, the first call of each process would be another
+    one than those after it.
+    """
+    package = str(getattr(method, "__module__", "")).partition(".")[0]
+    return package == "sentence_transformers" and (name.startswith("encode") or name == "predict")
 
 
 def _load_instance(
