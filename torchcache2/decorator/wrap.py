@@ -25,6 +25,7 @@ from torchcache2.core.locks import ProcessLock
 from torchcache2.core.private import REPLICA_MARK, REPLICATE
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.values import leaves_of
+from torchcache2.decorator.lazymodule import LazyModule
 from torchcache2.decorator.modulecache import ModuleCache
 from torchcache2.decorator.probes import Probes
 from torchcache2.decorator.tracing import is_exported, is_traced, with_own_code
@@ -399,6 +400,7 @@ class CachedMethod:
         self.__doc__ = function.__doc__
         self.__code__ = getattr(function, "__code__", type(self).__call__.__code__)  # torch.export reads it
         self.__signature__ = inspect.signature(self.plain())
+        self._evaluates = _evaluates(function, name)
 
     @property
     def __self__(self) -> Any:
@@ -429,6 +431,8 @@ class CachedMethod:
         return run_steps(self._call, args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps[Any]:
+        if self._evaluates and self.__self__.training and not {"pool", "device"} & kwargs.keys():
+            self.__self__.eval()
         return (yield from self.cache.call(self.plain(), args, kwargs))
 
     def replicate(self) -> nn.Module:
@@ -508,6 +512,16 @@ def _unwatch(module: nn.Module) -> None:
             del module.__dict__[name]
 
 
+def _evaluates(method: Callable[..., Any], name: str) -> bool:
+    """Whether a method begins with ``self.eval()``, as those of sentence-transformers do.
+
+    A model is made in training mode. With that in its key, the first call of each process would be another
+    one than those after it.
+    """
+    package = str(getattr(method, "__module__", "")).partition(".")[0]
+    return package == "sentence_transformers" and (name.startswith("encode") or name == "predict")
+
+
 def _load_instance(
     obj: Any,
     own: Callable[..., Any] | None,
@@ -574,6 +588,8 @@ def own_method(obj: Any, name: str) -> Any:
         return own.own
     kind = type(obj)
     raw = inspect.getattr_static(kind, name, None)
+    if own is None and raw is None and isinstance(obj, LazyModule):
+        return obj.method(name)
     why = ""
     if own is None and raw is None:
         why = f"a {kind.__name__} has no method of this name"
