@@ -38,8 +38,7 @@ from torchcache2.core.values import (
     specs_of,
     taken_apart,
 )
-from torchcache2.engine.values.arrays import Numbers, NumpyArray, NumpyScalar
-from torchcache2.engine.values.images import Image
+from torchcache2.engine.values.kinds import Image, Numbers, NumpyArray, NumpyScalar
 from torchcache2.engine.values.nodes import Unstorable
 from torchcache2.engine.values.samples import Samples, from_rows
 
