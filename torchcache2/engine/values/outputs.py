@@ -276,6 +276,10 @@ def _is_stack(value: Any, count: int) -> bool:
 
 
 def _opened_array(value: Any) -> Opened:
+    if value.dtype.kind in "SU":
+        raise NotRebuiltError(
+            f"an array of {value.dtype}, as wide as the longest text: return a list of texts"
+        )
     try:
         kind, context, (raw,) = NumpyArray.opened(np.ascontiguousarray(value) if value.ndim else value)
     except Unstorable as error:
