@@ -7,6 +7,7 @@ the same if other code names them: the user's own, or that of a package that may
 from __future__ import annotations
 
 import importlib.machinery
+import inspect
 import re
 import types
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from torchcache2.identity.compiled import CompiledTexts, code_objects
 from torchcache2.identity.imports import place_of
 from torchcache2.identity.marks import original
 
-__all__ = ["OwnerWalk", "left_out"]
+__all__ = ["OwnerWalk", "left_out", "without_captures"]
 
 # These packages use such names only to save models and to write about them, not to compute.
 _RELATED = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
@@ -72,6 +73,12 @@ _TABLE = (
     LeftOut("transformers", "PreTrainedConfig", ("_name_or_path",), _PLACE),
     LeftOut("transformers", "PretrainedConfig", ("_name_or_path",), _PLACE),  # before version 5
     LeftOut("transformers", "PreTrainedModel", ("name_or_path",), _PLACE),
+    LeftOut(
+        "transformers",
+        "PreTrainedModel",
+        ("_output_capturing_hooks_installed",),
+        "whether hidden states were asked for before: see `without_captures`",
+    ),
     LeftOut(
         "transformers",
         "PreTrainedTokenizerBase",
@@ -129,6 +136,23 @@ def left_out(kind: type) -> dict[str, LeftOut]:
     return found
 
 
+def without_captures(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
+    """The hooks of a module without those by which transformers collects hidden states.
+
+    It sets them in the first call that asks for these, and they do nothing in others. Set twice, as they may
+    be for a model and one around it, they collect twice, and count.
+    """
+    kept, collected = [], set()
+    for key, hook in hooks.items():
+        if getattr(hook, "__module__", None) == "transformers.utils.output_capturing":
+            what = inspect.getclosurevars(hook).nonlocals.get("key")
+            if what not in collected:
+                collected.add(what)
+                continue
+        kept.append((key, hook))
+    return kept
+
+
 class OwnerWalk(CodeWalk):
     """The part of a walk that knows whose code it reads, and what it leaves out."""
 
@@ -141,7 +165,7 @@ class OwnerWalk(CodeWalk):
 
     def klass(self, kind: type, path: str) -> bytes:
         """Write down a class, and note whose code that is."""
-        before, self.is_foreign = self.is_foreign, self.is_foreign and sourcecode.origin(kind) != "project"
+        before, self.is_foreign = self.is_foreign, self.is_foreign and self.origins.of(kind) != "project"
         try:
             return super().klass(kind, path)
         finally:
@@ -150,7 +174,7 @@ class OwnerWalk(CodeWalk):
     def function(self, function: types.FunctionType, path: str) -> bytes:
         """Write down a function, and note whose code that is."""
         code = original(function).__code__
-        before, self.is_foreign = self.is_foreign, sourcecode.origin(original(function)) != "project"
+        before, self.is_foreign = self.is_foreign, self.origins.of(original(function)) != "project"
         if not self.is_foreign:
             self._code[id(code)] = code
         try:
