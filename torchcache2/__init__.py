@@ -68,7 +68,8 @@ __all__ = [
 ]
 
 _FILES = {
-    "_load_cache": "decorator.modulecache",  # which pickles name
+    "_call_method": "decorator.lazymodule",  # which pickles name
+    "_load_cache": "decorator.modulecache",
     "_load_instance": "decorator.wrap",
     "Cache": "engine.cache",
     "CacheLoader": "datasets.loader",

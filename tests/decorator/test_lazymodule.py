@@ -482,6 +482,25 @@ def test_an_argument_may_be_lazy(path, loads):
     assert bypasses(encode) == {"training": 12}
 
 
+def test_methods_of_what_is_not_loaded(path, tmp_path, loads):
+    def cached():
+        lazy = lazy_net(path)
+        return torchcache(lazy, methods=("halved",), persistent_cache_dir=tmp_path / "cache")
+
+    encoder = cached()
+    assert not loads and encoder.cache_instance.explain()
+    assert_same(encoder.halved(X), plain(path).halved(X))
+    assert loads == ["net"] and (misses(encoder), bypasses(encoder)) == (12, {})
+    encoder.cache_instance.flush()
+    again = cached()
+    assert_same(again.halved(X[:5]), plain(path).halved(X[:5]))
+    assert loads == ["net"] and hits(again) == 5
+    with torch.no_grad():
+        again.module.layer.bias.add_(1)
+    assert_same(again.halved(X), again.module.halved(X))
+    assert misses(again) == 12
+
+
 def test_warmup_loads_it_if_something_is_missing(path, tmp_path, loads):
     folder = tmp_path / "cache"
     assert made(path, folder).cache_instance.warmup(iter([X[:8], X[4:]])).computed == 12
@@ -494,9 +513,20 @@ def test_attributes_and_conversions_load_it(path, loads):
     assert_same(encoder.halved(X), plain(path).halved(X))
     with pytest.raises(AttributeError, match="nonsense"):
         _ = encoder.nonsense
+    for convert, is_move in {
+        (lambda net: net.to("cpu")): True,
+        (lambda net: net.float()): False,
+        (lambda net: net.share_memory()): False,
+        (lambda net: net.to(memory_format=torch.channels_last)): False,
+        (lambda net: net.to_empty(device="meta")): False,
+    }.items():
+        moved = lazy_net(path)
+        convert(moved)
+        assert moved.is_loaded is not is_move
+    loads.clear()
     encoder = made(path)
     encoder.double()
-    assert loads == ["net", "net"] and encoder(X.double()).dtype == torch.float64
+    assert loads == ["net"] and encoder(X.double()).dtype == torch.float64
     encoder.unload()
     encoder.float().to("cpu", torch.float32)
     assert encoder(X).dtype == torch.float32

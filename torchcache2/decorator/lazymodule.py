@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import os
 import stat
@@ -141,6 +142,10 @@ class LazyModule(nn.Module):
         """Call the module, which is loaded if it is not."""
         return self._lazy.load(_WHY.get())(*args, **kwargs)
 
+    def method(self, name: str) -> Callable[..., Any]:
+        """A function that calls a method of the module, which is loaded then if it is not."""
+        return functools.partial(_call_method, self, name)
+
     def train(self, mode: bool = True) -> LazyModule:
         """Set the mode, of the module too once it is loaded."""
         super().train(mode)
@@ -162,9 +167,8 @@ class LazyModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if (
-                name.startswith(("_", "torchcache_")) or name == "cache_instance"
-            ):  # only to see if it is there
+            # Libraries ask whether a module has such attributes.
+            if name.startswith(("_", "torchcache_")) or name == "cache_instance":
                 raise
             return getattr(self._lazy.load(f"its attribute {name!r} is read"), name)
 
@@ -174,6 +178,13 @@ class LazyModule(nn.Module):
 
 
 LazyModule.__module__ = "torchcache2"  # the path that pickles name, wherever this file is
+
+
+def _call_method(module: LazyModule, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    return getattr(module._lazy.load(_WHY.get()), name)(*args, **kwargs)
+
+
+_call_method.__module__ = "torchcache2"
 
 
 class _Lazy:
@@ -333,6 +344,8 @@ class _Lazy:
             moved = fn(torch.ones((), device="meta")) if moved.device.type == "cpu" else moved
         except NotImplementedError:  # nothing is moved from there to the CPU
             self._device = torch.device("cpu")
+        except RuntimeError:  # it does something else
+            return False
         else:
             self._device = self._device if moved.is_meta else moved.device
         return True

@@ -184,6 +184,9 @@ class Encoder:
             return b"l" + self.items([(value.start, path), (value.stop, path), (value.step, path)])
         if isinstance(value, re.Pattern):
             return b"x" + self.items([(value.pattern, path), (value.flags, path)])
+        if kind.__module__ == "_regex" and kind.__name__ == "Pattern":  # of the library regex
+            parts = [(value.pattern, path), (value.flags, path), (value.named_lists, path)]
+            return b"x" + self.items(parts) + self.kind(kind, path)
         if isinstance(value, (datetime.datetime, datetime.time)):
             details = f"{value.isoformat()} {value.fold} {value.tzinfo!r}"
             return b"p" + text_bytes(kind.__name__) + text_bytes(details)

@@ -7,6 +7,7 @@ the same if other code names them: the user's own, or that of a package that may
 from __future__ import annotations
 
 import importlib.machinery
+import inspect
 import re
 import types
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from torchcache2.identity.compiled import CompiledTexts, code_objects
 from torchcache2.identity.imports import place_of
 from torchcache2.identity.marks import original
 
-__all__ = ["OwnerWalk", "left_out"]
+__all__ = ["OwnerWalk", "left_out", "without_captures"]
 
 # These packages use such names only to save models and to write about them, not to compute.
 _RELATED = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
@@ -74,6 +75,12 @@ _TABLE = (
     LeftOut("transformers", "PreTrainedModel", ("name_or_path",), _PLACE),
     LeftOut(
         "transformers",
+        "PreTrainedModel",
+        ("_output_capturing_hooks_installed",),
+        "whether hidden states were asked for before: see `without_captures`",
+    ),
+    LeftOut(
+        "transformers",
         "PreTrainedTokenizerBase",
         (*_TOKENIZER, *[f"init_kwargs.{name}" for name in _TOKENIZER]),
         _PLACE,
@@ -127,6 +134,23 @@ def left_out(kind: type) -> dict[str, LeftOut]:
                 if (rule.package, rule.class_name) == (package, base.__qualname__):
                     found.update(dict.fromkeys(rule.attributes, rule))
     return found
+
+
+def without_captures(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
+    """The hooks of a module without those by which transformers collects hidden states.
+
+    It sets them in the first call that asks for these, and they do nothing in others. Set twice, as they may
+    be for a model and one around it, they collect twice, and count.
+    """
+    kept, collected = [], set()
+    for key, hook in hooks.items():
+        if getattr(hook, "__module__", None) == "transformers.utils.output_capturing":
+            what = inspect.getclosurevars(hook).nonlocals.get("key")
+            if what not in collected:
+                collected.add(what)
+                continue
+        kept.append((key, hook))
+    return kept
 
 
 class OwnerWalk(CodeWalk):

@@ -47,6 +47,7 @@ from torchcache2.identity.encoding import (
     tensor_digest,
     text_bytes,
 )
+from torchcache2.identity.leftout import without_captures
 from torchcache2.identity.marks import INIT_ATTRIBUTE, LAZY_ATTRIBUTE, cache_options, without_ours
 from torchcache2.identity.objectwalk import ObjectWalk, has_plain_state
 from torchcache2.identity.readable import readable
@@ -381,7 +382,7 @@ class Walk(ObjectWalk):
     def _hooks(self, module: nn.Module, where: str) -> None:
         before, self.in_hook = self.in_hook, bool(where)
         for hooks in _HOOKS:
-            for number, (key, hook) in enumerate(vars(module).get(hooks, {}).items()):
+            for number, (key, hook) in enumerate(without_captures(vars(module).get(hooks, {}))):
                 name = f"{where}{hooks}[{number}]"
                 flags = [key in vars(module).get(f"{hooks}_{flag}", ()) for flag in _HOOK_FLAGS]
                 self.parts[f"hook {name}"] = self.encode([hook, *flags], name)
