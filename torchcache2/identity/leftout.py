@@ -139,8 +139,8 @@ def left_out(kind: type) -> dict[str, LeftOut]:
 def without_captures(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
     """The hooks of a module without those by which transformers collects hidden states.
 
-    It sets them in the first call that asks for these, and they do nothing in others. Set twice, as they may be
-    for a model and one around it, they collect twice, and count.
+    It sets them in the first call that asks for these, and they do nothing in others. Set twice, as they may
+    be for a model and one around it, they collect twice, and count.
     """
     kept, collected = [], set()
     for key, hook in hooks.items():

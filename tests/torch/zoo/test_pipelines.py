@@ -13,7 +13,6 @@ from tests.torch.zoo import pipelines
 from tests.torch.zoo.checks import check_same
 from torchcache2 import cache_of, torchcache
 
-
 pytestmark = [
     # peft asks transformers in a way that the newest one has deprecated.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
