@@ -1,6 +1,6 @@
 """Sentence embeddings in one line: `SentenceTransformer.encode`, found again in any order and any list.
 
-``torchcache(model.encode, item_args="sentences")`` caches the method of this model, in place. What comes back
+``torchcache(model.encode, item_args="inputs")`` caches the method of this model, in place. What comes back
 is a numpy array, as without the cache. This script embeds the sentences of one day, and of the next one, on
 which three in four are known already: only the others are computed. A second run finds all of them on disk.
 
@@ -25,15 +25,15 @@ from transformers.utils import logging
 
 from torchcache2 import cache_of, torchcache
 
-# `encode` pads each 32 sentences to the longest of them, and what is found changes which these are: torch may
-# add in another order then. Elements are at most 1, where float32 has steps of 1.2e-7: this allows 16.
+# `encode` pads each 32 sentences to the longest of them, and what is found changes which these are: torch
+# may add in another order then. Elements are at most 1, where float32 has steps of 1.2e-7: 16 of these.
 TOLERANCE = 2e-6
 
 
 def run(model_path: Path, folder: Path, days: list[list[str]]) -> list[np.ndarray]:
     """The embeddings (n, 384) of each day's sentences."""
     model = SentenceTransformer(str(model_path), device="cpu")
-    torchcache(model.encode, item_args="sentences", persistent_cache_dir=folder)
+    torchcache(model.encode, item_args="inputs", persistent_cache_dir=folder)
     embeddings = []
     with cache_of(model) as cache:  # its rows are on disk when it is closed
         for number, sentences in enumerate(days, 1):

@@ -213,11 +213,17 @@ def test_values_are_sent_when_there_are_enough(server):
     with CacheLoader("redis", "test", hosts=server.url, writer_buffer_size=3) as loader:
         loader.get_many([1, 2], str)
         assert loader.get(1, str) == "1" and keys_on(server) == 0
-        loader.get(3, str)
-        deadline = time.monotonic() + 0.9  # after a second they would be sent anyway
-        while keys_on(server) < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        took = []
+        for last in (3, 6, 9):  # after a second they are sent anyway, which a busy machine may take for once
+            loader.get_many(range(last - 2, last + 1), str)
+            start = time.monotonic()
+            while keys_on(server) < last:
+                assert time.monotonic() < start + 10
+                time.sleep(0.005)
+            took.append(time.monotonic() - start)
+            if took[-1] < 0.9:
+                break
+        assert min(took) < 0.9, took
 
 
 def test_a_password_that_is_refused_is_an_error_at_once(server):
@@ -391,7 +397,8 @@ if __name__ == "__main__":
             persistent_workers=bool(persistent), multiprocessing_context=method,
         )
         read(loader)
-        time.sleep(0 if not persistent else 1.2)  # the last samples of a worker are sent after a second
+        while persistent and cached.missing().tolist():  # a worker's last samples are sent after a second
+            time.sleep(0.05)
         read(loader)
         stats = cached.stats()
         assert noted(log).total() == stats.misses == stats.remote_hits == 60, (noted(log), stats)

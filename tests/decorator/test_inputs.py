@@ -331,6 +331,24 @@ def test_a_module_that_the_forward_changes_is_changed_as_without_a_cache():
     assert list(stats(function).bypasses) == ["input"]
 
 
+def test_an_edit_of_a_module_that_leaves_no_sign_is_noticed_some_calls_later():
+    model = torch.nn.Linear(400, 400).requires_grad_(False)
+    x, seen = torch.randn(6, 400), torch.randn(2, 400)
+    function, expected = torchcache(lambda x, model: model(x)), model(x)
+    for _ in range(3):
+        function(seen, model)
+    before = model.weight[390, 390].item()
+    model.weight.data[390, 390] = 5
+    function(x, model)  # its rows are kept as if the weights were those that were read
+    for _ in range(30):
+        found = function(seen, model)
+    assert torch.allclose(found, model(seen), atol=1e-5)
+    model.weight.data[390, 390] = before
+    for _ in range(30):
+        function(seen, model)
+    assert torch.allclose(function(x, model), expected, atol=1e-5)
+
+
 def test_functions_as_arguments_count_by_code_and_closure():
     function, x = torchcache(lambda x, finish: finish(x)), torch.arange(3.0)
     for number in (2, 3, 2):
@@ -423,3 +441,37 @@ def test_a_dict_that_is_changed_otherwise_is_changed_as_without_a_cache(what):
             for pair in zip(given.values(), expected.values(), strict=True)
         )
     assert set(stats(module).bypasses) <= {"input"} and stats(module).hits == 0
+
+
+class Slotted:
+    __slots__ = ("by",)
+
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, x):
+        return x * self.by
+
+
+class Scale:
+    def __init__(self, by):
+        self.by = by
+
+    def scaled(self, x):
+        return x * self.by
+
+
+@pytest.mark.parametrize("make", [Slotted, lambda by: Scale(by).scaled, lambda by: [{"a": Scale(by).scaled}]])
+def test_callables_of_any_kind_are_right(make):
+    def plain(x, scale):
+        return (scale[0]["a"] if isinstance(scale, list) else scale)(x)
+
+    function, x, kept = torchcache(plain), torch.arange(3.0), make(7)
+    for by in (2, 3, 2):
+        assert torch.equal(function(x, make(by)), x * by)
+    assert torch.equal(function(x, kept), x * 7)
+    owner = kept[0]["a"] if isinstance(kept, list) else kept
+    getattr(owner, "__self__", owner).by = 8
+    assert torch.equal(function(x, kept), x * 8)
+    seen = stats(function)
+    assert (seen.hits, seen.bypasses) == ((0, {"argument": 15}) if make is Slotted else (3, {}))

@@ -3,16 +3,29 @@
 import copy
 import dataclasses
 import gc
+import inspect
 import io
+import os
 import pickle
+import subprocess
+import sys
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.outputs import frozen
-from torchcache2 import DecorationError, ModuleCache, OptionError, cache_of, torchcache, uncache
+from torchcache2 import (
+    DecorationError,
+    ModuleCache,
+    NotCachedError,
+    OptionError,
+    cache_of,
+    torchcache,
+    uncache,
+)
 
 RUNS = []  # the names of methods that have computed something
 
@@ -765,3 +778,180 @@ def test_an_object_of_a_decorated_class_may_have_options_of_its_own(x):
     uncache(embedder)
     embedder.encode(x)
     assert cache_of(embedder).settings.policy == "mru"
+
+
+# A module whose forward is never called
+
+
+class Vae(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+        self.saved = ""
+
+    def forward(self, x):
+        return self.encode(x) * 2
+
+    def encode(self, x):
+        return self.tiled(x)
+
+    def tiled(self, x):
+        return self.fc(x)
+
+    def embed(self, texts):
+        return torch.tensor([[float(len(text))] for text in texts])
+
+    def save(self, folder):
+        self.saved = folder
+
+    def describe(self, words):
+        return f"{words} {self.saved}"
+
+    def get_layer(self, number=0):
+        return self.fc
+
+
+def missed(log):
+    return [text for text in texts(log) if "nothing is cached" in text]
+
+
+def test_a_forward_that_is_never_called_is_told_once(x, log):
+    vae = torchcache(frozen(Vae()))
+    vae.save("folder"), vae.describe("a"), vae.get_layer(), vae.get_layer(number=1)
+    assert missed(log) == [] and vae.saved == "folder"
+    cache_of(vae).stats()
+    assert missed(log) == []
+    for _ in range(3):
+        assert torch.equal(vae.encode(x), vae.fc(x))
+    assert missed(log) == []
+    cache_of(vae).stats(), cache_of(vae).explain()
+    (told,) = missed(log)
+    assert "only encode is called; torchcache(model, methods=('encode',)) caches that" in told
+    torchcache(vae, methods=("encode",))
+    vae.encode(x), vae.encode(x)
+    assert calls(vae) == (5, 5)
+    assert set(vars(vae)) - set(vars(Vae())) == {"encode", "cache_instance", "_replicate_for_data_parallel"}
+
+
+@pytest.mark.parametrize("name, argument", [("encode", "x"), ("embed", ["a", "bb"]), ("embed", "ab")])
+def test_strict_raises_at_that_call(name, argument, x):
+    vae = torchcache(frozen(Vae()), strict=True)
+    argument = x if argument == "x" else argument
+    for _ in range(2):
+        with pytest.raises(NotCachedError, match=rf"torchcache\(model, methods=\('{name}',\)\) caches that"):
+            getattr(vae, name)(argument)
+    vae.save("folder")
+    assert torch.equal(vae(x), vae.fc(x) * 2)
+    assert torch.equal(vae.encode(x), vae.fc(x))  # from then on it is as it was
+
+
+def test_a_method_that_calls_forward_is_no_mistake(x, log):
+    class Predicts(Vae):
+        def predict(self, x):
+            return self.encode(x).argmax(1) + self(x).argmax(1)
+
+    model = torchcache(frozen(Predicts()), strict=True)
+    model.predict(x)
+    assert calls(model) == (0, 5) and missed(log) == []
+    assert "predict" not in vars(model) and "encode" not in vars(model)
+
+
+@pytest.mark.skipif("SOAK" not in os.environ, reason="a process of its own; set SOAK=1")
+def test_it_is_told_at_exit(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nfrom torch import nn\nfrom torchcache2 import torchcache\n"
+        "class Vae(nn.Module):\n"
+        "    def encode(self, x):\n        return x\n"
+        "    def forward(self, x):\n        return x\n"
+        "def main(called):\n"
+        "    vae = torchcache(Vae().eval())\n"
+        "    vae.encode(torch.ones(2))\n"
+        "    if called:\n        vae(torch.ones(2))\n"
+        "main(False)\nmain(True)\nprint('end')\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert (done.stdout + done.stderr).count("only encode is called") == 1
+
+
+def test_what_watches_changes_nothing_else(x):
+    plain, vae = frozen(Vae()), torchcache(frozen(Vae()))
+    vae.load_state_dict(plain.state_dict())
+    assert inspect.signature(vae.encode) == inspect.signature(plain.encode)
+    expected = cache_of(vae).module_hash
+    for twin in (copy.deepcopy(vae), pickle.loads(pickle.dumps(vae))):
+        assert twin.encode.__self__ is twin
+        twin.fc = nn.Linear(4, 2)
+        assert twin.encode(x).shape == (5, 2)
+        twin(x)
+        assert "encode" not in vars(twin)
+    compiled = torch.compile(vae.encode, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), plain.encode(x))
+    reference = weakref.ref(vae)
+    vae(x)
+    assert cache_of(vae).module_hash == expected
+    gc.disable()
+    try:
+        del vae, compiled
+        torch.compiler.reset()
+    finally:
+        gc.enable()
+    assert reference() is None or gc.collect() >= 0
+
+
+# torch.compile, replicas, ranks
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torchcache(clip(), methods=("encode_image", "encode_text")), lambda: frozen(Body())]
+)
+def test_compiled_around(make, x):
+    model = make()
+    name = "encode_image" if isinstance(model, Clip) else "encode"
+    plain = getattr(model, name)(x)
+
+    @torch.compile(backend="eager")
+    def both(x):
+        return getattr(model, name)(x) + 1
+
+    for _ in range(3):
+        assert torch.equal(both(x), plain + 1)
+    assert calls(model)[0] >= 15 and sum(calls(model)) == 20
+    other = torch.randn(3, 4)
+    assert torch.equal(both(other), getattr(model, name)(other) + 1)
+    torch.compiler.reset()
+
+
+def test_replicas_have_the_methods_of_their_module(x):
+    model = torchcache(clip(), methods=("encode_image",))
+    model.encode_image(x)
+    (replica,) = (
+        nn.parallel.replicate(model, [torch.device("cpu")])
+        if False
+        else [model._replicate_for_data_parallel()]
+    )
+    assert replica.encode_image.__self__ is replica
+    assert torch.equal(replica.encode_image(x), model.encode_image(x))
+    watched = torchcache(frozen(Vae()))
+    replica = watched._replicate_for_data_parallel()
+    assert replica.encode.__self__ is replica and "encode" not in vars(replica)
+
+
+def test_a_method_inside_of_distributed_data_parallel(x):
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        inside_of_distributed_data_parallel(x)
+    finally:
+        dist.destroy_process_group()
+
+
+def inside_of_distributed_data_parallel(x):
+    model = torchcache(clip(), methods=("encode_image",))
+    for parameter in model.text.parameters():
+        parameter.requires_grad_(True)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    with torch.no_grad():
+        for _ in range(2):
+            wrapped.module.encode_image(x), wrapped(x)
+    assert cache_of(wrapped.module).stats().bypasses == {}
+    assert calls(model) == (15, 5)

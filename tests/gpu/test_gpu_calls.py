@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers import kinds
 from tests.helpers.gloo import run_ranks
 from tests.helpers.outputs import assert_same, bypasses, frozen, hits, misses
 from torchcache2 import DeviceError, torchcache
@@ -37,6 +38,21 @@ def pair(place=None, device=None, **options):
 def some_batches(pool, rounds, size=16):
     for _ in range(rounds):
         yield pool[torch.randint(len(pool), (size,))]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_lists_with_an_entry_for_each_item_come_back_where_they_were(place, device):
+    def ragged(x):
+        lengths = [int(value) % 5 for value in x[:, 0]]
+        pairs = zip(lengths, x, strict=True)
+        entries = [{"t": torch.stack([item] * n).T if n else item[:0], "c": n} for n, item in pairs]
+        return {"e": entries, "a": x.cpu().numpy(), "host": [item.cpu() for item in x], "x": x + 1}
+
+    where = device if place == "device" else place
+    function, pool = torchcache(ragged, memory_cache_device=where), torch.arange(90.0).reshape(30, 3)
+    for batch in some_batches(pool, 10):
+        kinds.assert_same(ragged(batch), function(batch))
+    assert hits(function) > 100 and not bypasses(function)
 
 
 @pytest.mark.parametrize("place", PLACES)

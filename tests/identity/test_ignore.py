@@ -1,5 +1,6 @@
 """`ignore`: what the user leaves out of the key, by path."""
 
+import functools
 import re
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.helpers.outputs import hits
-from torchcache2 import torchcache
+from torchcache2 import cache_of, torchcache
 
 X = torch.arange(1.0, 13.0).view(4, 3)
 SEEN = {}
@@ -198,3 +199,39 @@ def test_brackets_are_no_wildcards():
     module.config["lr"] = 0.2
     calls(module)
     assert cache.stats().hits == 19 and cache.keeper.ignored[0] == "config['lr']"
+
+
+class Embedder:
+    """A plain object with a tokenizer."""
+
+    def __init__(self):
+        self.tokenizer = Tokenizer()
+
+    def encode(self, texts):
+        return torch.tensor([[self.tokenizer(text)] for text in texts])
+
+
+def test_a_memo_of_a_plain_object_is_ignored():
+    plain, ignoring = Embedder(), Embedder()
+    torchcache(plain.encode, item_args="texts")
+    torchcache(ignoring.encode, item_args="texts", ignore=("tokenizer.memo", "tokenizer.calls"))
+    for texts in (["a", "bb"], ["bb", "ccc"]):
+        assert plain.encode(texts).tolist() == ignoring.encode(texts).tolist()
+    assert cache_of(plain.encode).stats().bypasses == {"state": 4}
+    assert cache_of(ignoring.encode).stats().bypasses == {} and cache_of(ignoring.encode).stats().hits == 1
+
+
+class Words(nn.Module):
+    @functools.cache  # noqa: B019
+    def length(self, text):
+        return float(len(text))
+
+    def forward(self, texts):
+        return torch.tensor([[self.length(text)] for text in texts])
+
+
+def test_a_memo_of_functools_needs_no_word():
+    module = torchcache(Words(), item_args="texts")
+    for texts in (["a", "bb"], ["bb", "ccc"]):
+        assert module(texts).tolist() == [[len(text)] for text in texts]
+    assert hits(module) == 1 and module.cache_instance.stats().bypasses == {}

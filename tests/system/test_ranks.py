@@ -176,8 +176,8 @@ def test_a_rank_that_is_killed_in_its_forward_is_not_waited_for(job, tmp_path):
     assert second.out == ""  # it waits
     killed = time.monotonic()
     first.send(signal.SIGKILL)
-    second.until("taken_over", 10)
-    assert time.monotonic() - killed < 1.0
+    second.until("taken_over", 20)
+    assert time.monotonic() - killed < 10.0  # it would be taken for stuck after a minute
     assert first.poll(10) == -signal.SIGKILL
     assert json.loads(second.done().out)["misses"] == 1 + 8
 

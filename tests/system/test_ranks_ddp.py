@@ -17,20 +17,26 @@ folder = ARGUMENTS[0]
 join()
 
 
+class Backbone(nn.Sequential):
+    def encode(self, x):
+        return self(x)
+
+
 def train():
     torch.manual_seed(0)
     items = torch.randn(96, 16)
     dataset = TensorDataset(items, items.abs().argmax(dim=1) % 4)
-    backbone = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 32)).eval().requires_grad_(False)
+    backbone = Backbone(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 32)).eval().requires_grad_(False)
     head = DistributedDataParallel(nn.Linear(32, 4))
-    backbone = torchcache(enabled=bool(folder), persistent_cache_dir=folder or None)(backbone)
+    options = {"enabled": bool(folder), "persistent_cache_dir": folder or None}
+    backbone = torchcache(methods=("encode",), **options)(backbone)
     sampler = DistributedSampler(dataset)
     optimizer = torch.optim.SGD(head.parameters(), lr=0.5)
     losses = []
     for epoch in range(3):
         sampler.set_epoch(epoch)
         for x, labels in DataLoader(dataset, 16, sampler=sampler):
-            loss = F.cross_entropy(head(backbone(x)), labels)
+            loss = F.cross_entropy(head(backbone.encode(x)), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

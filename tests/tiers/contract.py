@@ -1,5 +1,6 @@
 """What every tier does: one suite for all of them."""
 
+import functools
 import threading
 
 import numpy as np
@@ -12,6 +13,17 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.engine.values import outputs
 from torchcache2.engine.values.samples import Samples
+
+
+def fewer(n, test):
+    """A test of which one in n cases runs every day."""
+
+    @pytest.mark.one_in(n)
+    @functools.wraps(test)
+    def run(*args, **options):
+        return test(*args, **options)
+
+    return run
 
 
 def settled(tier):

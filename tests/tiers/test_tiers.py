@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tests.helpers.storage import Unsynced
-from tests.tiers.contract import TierContract
+from tests.tiers.contract import TierContract, fewer
 from torchcache2 import CacheSettings
 from torchcache2.engine.stack import TierStack
 from torchcache2.tiers.base import TierStats
@@ -70,3 +70,6 @@ class TestTiers(TierContract):
         yield one
         for tier in tiers:
             tier.close()
+
+    # Each dtype every day, but not in each kind of tier.
+    test_every_dtype_comes_back_bit_by_bit = fewer(4, TierContract.test_every_dtype_comes_back_bit_by_bit)

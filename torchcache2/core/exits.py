@@ -31,6 +31,13 @@ class AtExit:
         if multiprocessing.process.parent_process() is not None:
             self._finalizer = multiprocessing.util.Finalize(None, function, exitpriority=priority)
 
+    def call(self) -> None:
+        """Call the function now, and not at the end."""
+        function = self._function
+        self.cancel()
+        if function is not None:
+            function()
+
     def cancel(self) -> None:
         """Do not call the function, and drop the reference to it. This may be called several times."""
         if self._function is not None:

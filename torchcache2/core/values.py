@@ -127,7 +127,7 @@ def register_value(cls: type, take_apart: Callable[[Any], Any], rebuild: Callabl
     >>> @torchcache
     ... def detect(images):
     ...     return Boxes(images.sum((1, 2))[:, None] + torch.arange(4.0), size=(8, 8))
-    >>> images = torch.ones(3, 8, 8)
+    >>> images = torch.rand(3, 8, 8)
     >>> detect(images).corners.equal(detect(images).corners), detect.cache_instance.stats().hits
     (True, 3)
     """
@@ -173,19 +173,22 @@ _KNOWN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # as `
 def _functions(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
     """How a class is taken apart and rebuilt that is neither a pytree nor a dataclass."""
     functions = type.__getattribute__(cls, "__dict__").get(_VALUE)
-    return functions if functions is not None else _KNOWN.get(_name(cls))
+    if functions is not None:
+        return functions  # type: ignore[no-any-return]
+    names = (type.__getattribute__(cls, name) for name in ("__module__", "__qualname__"))
+    return _KNOWN.get(".".join(map(str, names)))
 
 
 def _is_mapping(cls: Any) -> bool:
     """Whether a class is like `UserDict`: its objects have nothing but attributes."""
-    return issubclass(cls, collections.UserDict) and _is_of_python(cls)
+    return one_of(collections.UserDict, type.__getattribute__(cls, "__mro__")) and _is_of_python(cls)
 
 
 def is_node(cls: Any) -> bool:
-    """Whether outputs and samples are taken apart where a class is met that has no syntax of its own."""
+    """Whether outputs and samples are taken apart where a class is met; no code of it runs."""
     if is_registered(cls) or is_record(cls) or _is_mapping(cls):
         return True
-    return isinstance(cls, type) and _functions(cls) is not None
+    return _functions(cls) is not None
 
 
 def opened(value: Any, *, objects: bool = False) -> tuple[Any, Any, list[Any]] | None:
@@ -476,12 +479,13 @@ def is_namedtuple(cls: Any) -> bool:
 
 def is_record(cls: Any) -> bool:
     """Whether a class is a dataclass that extends no class of C, as a ``ModelOutput`` extends dicts."""
-    return dataclasses.is_dataclass(cls) and _is_of_python(cls)
+    return static(cls, "__dataclass_fields__") is not None and _is_of_python(cls)
 
 
 def _is_of_python(cls: Any) -> bool:
     is_of_python = 1 << 9
-    return all(base.__flags__ & is_of_python for base in type.__getattribute__(cls, "__mro__")[:-1])
+    bases = type.__getattribute__(cls, "__mro__")[:-1]
+    return all(type.__getattribute__(base, "__flags__") & is_of_python for base in bases)
 
 
 def fields_of(cls: Any) -> list[str] | None:

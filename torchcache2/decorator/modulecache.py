@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -10,13 +11,13 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 from torchcache2.core.environment import disabled_by_environment
-from torchcache2.core.errors import OptionError
-from torchcache2.core.exits import before_pools_end
+from torchcache2.core.errors import NotCachedError, OptionError
+from torchcache2.core.exits import AtExit, before_pools_end
 from torchcache2.core.keys import Keys
 from torchcache2.core.logs import logger
 from torchcache2.core.settings import CacheSettings
@@ -111,6 +112,8 @@ class ModuleCache(Passing):
         super().__init__(bytes(16), settings, tiers=tiers)
         self._owner: _Owner = beside._owner if beside is not None else _Owner(history)
         self.kept: list[ModuleCache] = []  # those of other methods, if nothing else refers to them
+        self.on_first_call: Callable[[Any], None] | None = None  # gets the object
+        self._tell_missed: AtExit | None = None  # that another method was called, and this one never
         self._runner = Runner(self._owner.thread)
         self._made = now()
         self.method = "forward"
@@ -182,6 +185,7 @@ class ModuleCache(Passing):
 
     def stats(self, method: str | None = None) -> CacheStats:
         """What the caches of this object have done so far, or that of one method."""
+        self._tell()
         chosen = [self.of(method)] if method is not None else self.methods.values()
         return functools.reduce(_added, [one._stats() for one in chosen])
 
@@ -213,6 +217,7 @@ class ModuleCache(Passing):
         decorator; or else with the one that was used last in the cache directory. If the namespace has not
         changed, the arguments of the last two calls are compared. Last comes what `ignore` leaves out.
         """
+        self._tell()
         asked = self.of(method) if method is not None else self.methods.get(self._owner.last, self)
         return asked._explained()
 
@@ -241,6 +246,8 @@ class ModuleCache(Passing):
         """The output of ``plain(*args, **kwargs)``."""
         # If the forward calls its own module, only the outermost call is cached.
         self._owner.last = self.method
+        if self.on_first_call is not None:
+            self._begin(self.on_first_call)
         is_passed = self._runner.is_inside or not self.settings.enabled
         if is_passed or is_traced() or disabled_by_environment():
             return (yield plain, args, kwargs)
@@ -248,6 +255,42 @@ class ModuleCache(Passing):
         if not self._has_hinted:
             self._hint()
         return given_back(output, args, kwargs)
+
+    def _begin(self, on_first_call: Callable[[Any], None]) -> None:
+        self.on_first_call = None
+        on_first_call(self.root)
+        if self._tell_missed is not None:
+            self._tell_missed.cancel()
+            self._tell_missed = None
+
+    @contextlib.contextmanager
+    def beside_forward(self) -> Iterator[bool]:
+        """Around a call of another method, which is not cached; whether it is in no other such call."""
+        thread = self._owner.thread
+        is_outermost = not getattr(thread, "is_beside", False)
+        thread.is_beside = True
+        try:
+            yield is_outermost
+        finally:
+            thread.is_beside = not is_outermost
+
+    def miss_forward(self, other: str) -> None:
+        """Note that another method was called, and forward not: that is an error if calls must be cached."""
+        if self.on_first_call is None or not self.settings.enabled or disabled_by_environment():
+            return
+        text = (
+            f"{self._name()}: nothing is cached, as only calls of forward would be, and only {other} is "
+            f"called; torchcache(model, methods=({other!r},)) caches that"
+        )
+        if self._is_strict():
+            raise NotCachedError(text)
+        if self._tell_missed is None:
+            self._tell_missed = AtExit(functools.partial(self._told, "missed", "%s", text), 0)
+
+    def _tell(self) -> None:
+        for cache in self.methods.values():
+            if cache._tell_missed is not None:
+                cache._tell_missed.call()
 
     def _hint(self) -> None:
         """Say once why no item is found, if many have come."""
@@ -522,6 +565,7 @@ class ModuleCache(Passing):
         twin.keeper.name = self.keeper.name
         twin._owner.root = weakref.ref(copy)
         twin._owner.add(twin.method, twin)
+        twin.on_first_call = self.on_first_call
         twin.kept = deepcopy(self.kept, memo)
         return twin
 

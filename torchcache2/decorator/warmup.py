@@ -255,6 +255,8 @@ def _moved(arguments: Any, root: Any) -> Any:
 
 def _stored_bytes(output: Any, cache_dtype: torch.dtype | None) -> int:
     """Bytes of the rows of an output, as they are kept."""
-    leaves = [leaf for leaf in leaves_of(output, objects=True) if isinstance(leaf, Tensor)]
-    dtypes = [cache_dtype if cache_dtype and leaf.is_floating_point() else leaf.dtype for leaf in leaves]
-    return sum(leaf.numel() * dtype.itemsize for leaf, dtype in zip(leaves, dtypes, strict=True))
+    leaves = leaves_of(output, objects=True)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    dtypes = [cache_dtype if cache_dtype and leaf.is_floating_point() else leaf.dtype for leaf in tensors]
+    size = sum(leaf.numel() * dtype.itemsize for leaf, dtype in zip(tensors, dtypes, strict=True))
+    return size + sum(leaf.nbytes for leaf in leaves if isinstance(leaf, np.ndarray))

@@ -16,12 +16,15 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from torchcache2.core.errors import DecorationError
 from torchcache2.core.locks import ProcessLock
 from torchcache2.core.private import REPLICA_MARK, REPLICATE
 from torchcache2.core.settings import CacheSettings
+from torchcache2.core.values import leaves_of
 from torchcache2.decorator.lazymodule import LazyModule
 from torchcache2.decorator.modulecache import ModuleCache
 from torchcache2.decorator.probes import Probes
@@ -409,7 +412,10 @@ class CachedMethod:
 
     def plain(self) -> Callable[..., Any]:
         """The method without the cache."""
-        return self.own or _plain(self.__self__, self.__name__)
+        if self.own is not None:
+            return self.own
+        obj = self._object()
+        return _plain(obj if obj is not None else self.__self__, self.__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output, found or computed."""
@@ -429,6 +435,7 @@ class CachedMethod:
         """A replica of the module for `nn.DataParallel`, with the same caches."""
         module = self.__self__
         replica: nn.Module = getattr(type(module), REPLICATE)(module)
+        _unwatch(replica)
         for name, method in methods_of(module).items():
             replica.__dict__[name] = CachedMethod(replica, name, method.own, method.cache)
         return replica
@@ -442,13 +449,62 @@ class CachedMethod:
         if obj is None:
             return self
         own, cache = copy.deepcopy((own, self.cache), memo)
-        return CachedMethod(obj, self.__name__, own, cache, self._held is not None)
+        return type(self)(obj, self.__name__, own, cache, self._held is not None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _load_instance, (self._object(), self.own, self.cache, self.__name__, self._held is not None)
+        flags = self._held is not None, isinstance(self, _WatchedMethod)
+        return _load_instance, (self._object(), self.own, self.cache, self.__name__, *flags)
 
 
 setattr(CachedMethod, ADDED_ATTRIBUTE, METHOD)
+
+
+class _WatchedMethod(CachedMethod):
+    """A method that is not cached, of a module whose forward is, until that is called.
+
+    Somebody who only calls this one has decorated the wrong method.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the method returns."""
+        obj: Any = self._object()
+        function = getattr(type(obj), self.__name__)
+        if torch.compiler.is_compiling():
+            return function(obj, *args, **kwargs)
+        with self.cache.beside_forward() as is_outermost:
+            output = function(obj, *args, **kwargs)
+        if is_outermost and _has_items(args, kwargs, output):
+            self.cache.miss_forward(self.__name__)
+        return output
+
+
+def _has_items(args: Any, kwargs: Any, output: Any) -> bool:
+    """Whether a call looks as if it computes an output for each item, rather than sets or saves something."""
+    given, arrays = leaves_of((args, kwargs)), (Tensor, np.ndarray)
+    if any(isinstance(leaf, arrays) for leaf in given):
+        return output is not None and not isinstance(output, nn.Module)
+    return any(isinstance(leaf, str) for leaf in given) and any(
+        isinstance(leaf, arrays) for leaf in leaves_of(output)
+    )
+
+
+def _watch(module: nn.Module, cache: ModuleCache) -> None:
+    """Have it noticed if other methods are called, and forward never is."""
+    kind = type(module)
+    for name in dir(kind):
+        raw = inspect.getattr_static(kind, name)
+        is_public = not (name.startswith("_") or hasattr(nn.Module, name) or name in module.__dict__)
+        if is_public and isinstance(raw, types.FunctionType) and not is_cached_function(raw):
+            takes_more = len(inspect.signature(raw).parameters) > 1
+            if takes_more and not str(raw.__module__).startswith("torch."):
+                module.__dict__[name] = _WatchedMethod(module, name, None, cache)
+    cache.on_first_call = _unwatch
+
+
+def _unwatch(module: nn.Module) -> None:
+    for name, value in list(module.__dict__.items()):
+        if isinstance(value, _WatchedMethod):
+            del module.__dict__[name]
 
 
 def _evaluates(method: Callable[..., Any], name: str) -> bool:
@@ -467,7 +523,11 @@ def _load_instance(
     cache: ModuleCache,
     name: str = "forward",
     holds: bool = False,
+    is_watched: bool = False,
 ) -> CachedMethod:
+    if is_watched:
+        cache.on_first_call = _unwatch
+        return _WatchedMethod(obj, name, own, cache)
     cache.bind(obj, own or _plain(obj, name), name)
     return CachedMethod(obj, name, own, cache, holds)
 
@@ -478,7 +538,7 @@ _load_instance.__module__ = "torchcache2"  # the path that pickles name, whereve
 def _plain(obj: Any, name: str) -> Callable[..., Any]:
     """The method of an object's class, without the cache."""
     method = getattr(type(obj), name)
-    if is_cached_function(method):
+    if hasattr(method, ORIGINAL_ATTRIBUTE) and is_cached_function(method):
         method = getattr(method, ORIGINAL_ATTRIBUTE)
     return types.MethodType(method, obj)
 
@@ -486,7 +546,7 @@ def _plain(obj: Any, name: str) -> Callable[..., Any]:
 def methods_of(obj: Any) -> dict[str, CachedMethod]:
     """What stands in the place of methods of an object."""
     fields = getattr(obj, "__dict__", {})
-    return {name: value for name, value in fields.items() if isinstance(value, CachedMethod)}
+    return {name: value for name, value in fields.items() if type(value) is CachedMethod}
 
 
 def decorate_object(obj: Any, binding: Binding, *, exactly: bool) -> None:
@@ -512,6 +572,8 @@ def decorate_object(obj: Any, binding: Binding, *, exactly: bool) -> None:
     for name, cache in caches.items():
         obj.__dict__[name] = CachedMethod(obj, name, owns[name], cache)
     _refer(obj)
+    if isinstance(obj, nn.Module) and "forward" in caches:
+        _watch(obj, caches["forward"])
 
 
 def own_method(obj: Any, name: str) -> Any:
@@ -541,6 +603,8 @@ def own_method(obj: Any, name: str) -> Any:
 
 def restore_object(obj: Any, names: Collection[str]) -> None:
     """Give an object back some of the methods that it had."""
+    if "forward" in names:
+        _unwatch(obj)
     for name in names:
         method = obj.__dict__.pop(name)
         method.cache.leave()

@@ -120,7 +120,8 @@ class ArgumentEncoder(ValueEncoder):
         Objects that cannot be called may be data, such as what a model keeps for its next call.
         """
         is_code = isinstance(value, (torch.nn.Module, types.FunctionType, types.MethodType))
-        if self._is_in_entry or not (is_code or (callable(value) and has_plain_state(value))):
+        is_object = callable(value) and hasattr(value, "__dict__") and has_plain_state(value)
+        if self._is_in_entry or not (is_code or is_object):
             return super().other(value, path)
         found = self._keepers.look(value, path)
         self.objects.append(found)

@@ -56,7 +56,7 @@ class CodeWalk(NameWalk):
     def __init__(self, texts: CompiledTexts) -> None:
         super().__init__(texts)
         self.cells: list[tuple[types.CellType, Any]] = []  # the cells of closures, with their content
-        self._code_of_others = InstalledCode(self.origins)
+        self._code_of_others = InstalledCode(self.origins, texts)
         self._put: set[str] = set()
         self._methods: dict[int, tuple[str, type]] = {}  # by id of a function of a class that is being read
         self._uses_of_methods: dict[int, Uses] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from torchcache2.identity.compiled import names_in
+from torchcache2.identity.compiled import CompiledTexts, names_in
 from torchcache2.identity.sourcecode import Origins
 from torchcache2.identity.uses import taken_by
 
@@ -25,10 +25,10 @@ _LARGEST_REGISTRY = 1000
 class InstalledCode:
     """Follows forwards of installed classes by name, through the methods and functions of their package."""
 
-    def __init__(self, origins: Origins) -> None:
+    def __init__(self, origins: Origins, texts: CompiledTexts) -> None:
         self.found: dict[str, Any] = {}  # the user's code that was met, by the place where it is
         self.registries: list[dict[Any, Any]] = []  # dicts to which more code may be added
-        self._origins = origins
+        self._origins, self._texts = origins, texts
         self._named: dict[int, Any] = {}
         self._scopes: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
         self._reached_by: dict[int, tuple[set[str], list[types.FunctionType]]] = {}
@@ -72,7 +72,7 @@ class InstalledCode:
                     inner for base in one.__mro__ for v in vars(base).values() for inner in _functions(v)
                 ]
                 continue
-            own, scope = taken_by(one.__code__), one.__globals__
+            own, scope = self._texts.once(taken_by, one.__code__), one.__globals__
             names |= own
             found = [scope[name] for name in own & scope.keys()]
             modules = [value for value in found if isinstance(value, types.ModuleType)]

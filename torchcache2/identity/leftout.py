@@ -165,7 +165,7 @@ class OwnerWalk(CodeWalk):
 
     def klass(self, kind: type, path: str) -> bytes:
         """Write down a class, and note whose code that is."""
-        before, self.is_foreign = self.is_foreign, self.is_foreign and sourcecode.origin(kind) != "project"
+        before, self.is_foreign = self.is_foreign, self.is_foreign and self.origins.of(kind) != "project"
         try:
             return super().klass(kind, path)
         finally:
@@ -174,7 +174,7 @@ class OwnerWalk(CodeWalk):
     def function(self, function: types.FunctionType, path: str) -> bytes:
         """Write down a function, and note whose code that is."""
         code = original(function).__code__
-        before, self.is_foreign = self.is_foreign, sourcecode.origin(original(function)) != "project"
+        before, self.is_foreign = self.is_foreign, self.origins.of(original(function)) != "project"
         if not self.is_foreign:
             self._code[id(code)] = code
         try:

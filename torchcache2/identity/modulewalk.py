@@ -36,7 +36,6 @@ from torchcache2.core.private import (
     version,
 )
 from torchcache2.core.settings import CacheSettings
-from torchcache2.identity import sourcecode
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.encoding import (
     CONTAINERS,
@@ -283,7 +282,7 @@ class Walk(ObjectWalk):
     def _module(self, module: Any, path: str) -> bytes:
         if id(module) in self._labels:
             return self._labels[id(module)]
-        before, self.is_foreign = self.is_foreign, sourcecode.origin(type(module)) == "installed"
+        before, self.is_foreign = self.is_foreign, self.origins.of(type(module)) == "installed"
         try:
             return self._new_module(module, path)
         finally:

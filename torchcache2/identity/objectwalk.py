@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from torchcache2.core.private import COMPILED_FROM
-from torchcache2.identity import sourcecode
 from torchcache2.identity.annotations import parts_of_type
 from torchcache2.identity.bulk import UNCOUNTED, Bulk
 from torchcache2.identity.compiled import CompiledTexts
@@ -232,7 +231,7 @@ class ObjectWalk(OwnerWalk):
         """A logger by its name; unreadable if it has more state than the standard library's own."""
         self.dicts.append(vars(value))
         state = {name: item for name, item in vars(value).items() if name not in _LOGGER_FIELDS}
-        head, origin = b"h" + text_bytes(value.name), sourcecode.origin(type(value))
+        head, origin = b"h" + text_bytes(value.name), self.origins.of(type(value))
         if origin == "installed" or (origin == "builtin" and not state):
             return head
         self.watch(value, state)
@@ -253,7 +252,7 @@ class ObjectWalk(OwnerWalk):
         return token + self.klass(type(value), path) + self.state(dict(vars(value)), path)
 
     def _object(self, value: Any, path: str) -> bytes:
-        before, origin = self.is_foreign, sourcecode.origin(type(value))
+        before, origin = self.is_foreign, self.origins.of(type(value))
         self.is_foreign = origin in ("installed", "torch") or (before and origin == "builtin")
         try:
             return self._object_of_class(value, path)
@@ -263,7 +262,7 @@ class ObjectWalk(OwnerWalk):
     def _object_of_class(self, value: Any, path: str) -> bytes:
         kind = type(value)
         state = self.without_ignored(attributes(value), f"{path}.")
-        if hasattr(kind, "__enter__") and sourcecode.origin(kind) == "torch":
+        if hasattr(kind, "__enter__") and self.origins.of(kind) == "torch":
             # Such an attribute is the state that a context manager goes back to, and changes with each use.
             state = {name: item for name, item in state.items() if not name.startswith("prev")}
         self.watch(value, state)
@@ -295,7 +294,7 @@ class ObjectWalk(OwnerWalk):
             parts = [list(part) if hasattr(part, "__next__") else part for part in reduced]
             return b"R" + head + self.encode(parts, path)
         text = repr(value)
-        if sourcecode.origin(kind) != "torch" or _ADDRESS.search(text):
+        if self.origins.of(kind) != "torch" or _ADDRESS.search(text):
             return self.unreadable(value, path)
         return b"r" + head + text_bytes(text)  # such as torch.finfo
 

@@ -11,7 +11,7 @@ import ast
 import re
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ class Uses(NamedTuple):
     """
 
     # The attributes that are taken of it; with an empty name if it is used otherwise.
-    reads: dict[str, set[str]]
+    reads: Mapping[str, Collection[str]]
     assigned: set[str]  # ``global name; name = …``, ``self.name = …``, ``self.name += 1``
     added: set[str]  # ``self.name += 1``, ``name.append(1)``, ``name[key] = …``
     is_dynamic: bool = False  # it reads attributes by computed names
@@ -112,7 +112,7 @@ def has_fields(value: Any, names: set[str]) -> bool:
 
 def unmangled(name: str) -> str:
     """A private name as it stands in the code of its class."""
-    is_mangled = name.startswith("_") and not name.startswith("__") and "__" in name[1:]
+    is_mangled = "__" in name and name.startswith("_") and not name.startswith("__") and "__" in name[1:]
     return "__" + name[1:].partition("__")[2] if is_mangled else name
 
 
@@ -133,18 +133,18 @@ def uses_of(code: types.CodeType, source: str) -> Uses:
 
 def taken_by(code: types.CodeType) -> set[str]:
     """Every name that code takes, and those in its texts."""
-    texts = (text for inner in code_objects(code) for one in inner.co_consts for text in _texts(one))
+    texts = [text for inner in code_objects(code) for one in inner.co_consts for text in _texts(one)]
     return set(map(unmangled, names_in(code).union(texts)))
 
 
 def _texts(constant: object) -> Iterator[str]:
     """The names in a text, as in ``"name"``, ``"name.attribute"`` and ``"{0.name}"``."""
     if isinstance(constant, str):
-        parts = constant.split(".")
         if "{" in constant:
             parts = re.findall(r"\w+", constant)
-        elif not all(part.isidentifier() for part in parts):
-            parts = []
+        else:  # most texts are sentences
+            parts = [] if " " in constant else constant.split(".")
+            parts = parts if all(part.isidentifier() for part in parts) else []
         yield from map(unmangled, parts)
     elif isinstance(constant, (tuple, frozenset)):
         for one in constant:
@@ -332,6 +332,8 @@ class UseTable:
         self.is_dynamic = False  # whether there is code that nothing is known about
         self.root: type | None = None  # a class of which any method may be called from outside
         self._codes: list[tuple[Uses, str | None, type | None]] = []
+        self._counted: set[str] = set()  # of `others`, those that are in `_base`, which has their keys
+        self._base: dict[str, frozenset[str]] = {}
         self._total: tuple[tuple[int, int, bool], Uses, set[type]] | None = None
 
     def add(self, uses: Uses, name: str | None = None, owner: type | None = None) -> None:
@@ -354,7 +356,10 @@ class UseTable:
 
     def _add_up(self) -> tuple[Uses, set[type]]:
         """The uses in code that is reached, and the classes of which a method passes on the object itself."""
-        reads: dict[str, set[str]] = {f".{name}": {_ALL} for name in self.others}
+        new = self.others - self._counted  # there are thousands, and some more each time
+        self._counted |= new
+        self._base |= {f".{name}": frozenset((_ALL,)) for name in new}
+        reads: dict[str, Collection[str]] = dict(self._base)
         waiting, reached, passing = self._codes, list[Uses](), set[type]()
         while True:
             due = [one for one in waiting if self._is_reached(*one[1:], reads)]
@@ -364,7 +369,7 @@ class UseTable:
             for uses, _, owner in due:
                 reached.append(uses)
                 for key, taken in uses.reads.items():
-                    reads.setdefault(key, set()).update(taken)
+                    reads[key] = {*reads.get(key, ()), *taken}
                 if uses.passes_self and owner is not None:
                     passing.add(owner)
         return Uses(

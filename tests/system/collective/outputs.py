@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 
-from tests.helpers import trees
+from tests.helpers import kinds, trees
 from tests.helpers.outputs import assert_same
 from tests.helpers.steps import ITEMS, SOAK, Backbone, case, expected, raises, run_cases
 from torchcache2 import RankError
@@ -64,6 +64,23 @@ def rows_of_a_rounded_dtype(ranks):
     for batch in (mine, others, ITEMS, ITEMS):
         assert_same(net(batch), expected(batch, 0.3).half().float())
     assert set(ranks.times_computed().values()) == {1}
+
+
+def ragged(x):
+    return {"e": [{"t": item[: int(item[0]) % 3] + 1, "s": "a" * int(item[0])} for item in x], "a": x.numpy()}
+
+
+@case(ranks=2)
+def lists_with_an_entry_for_each_item(ranks):
+    ranks.nodes(2)
+    function = ranks.cached(ragged)
+    mine, others = ITEMS[ranks.rank : 12 : 2], ITEMS[1 - ranks.rank : 12 : 2]
+    for batch in (mine, others, ITEMS[:14], ITEMS[:14], ITEMS[3:9]):
+        found = function(batch)
+        kinds.assert_same(ragged(batch), found)
+        found["e"].clear()
+    stats = function.cache_instance.stats()
+    assert ranks.total(stats.sent) > 12 and stats.bypasses == {} and stats.hits >= 6 + 12 + 14 + 6
 
 
 def identical(ranks, nodes):

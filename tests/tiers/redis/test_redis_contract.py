@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers.redis import PROGRAMS, emptied, names
-from tests.tiers.contract import TierContract
+from tests.tiers.contract import TierContract, fewer
 
 KINDS = {f"redis-{name}": (program,) for name, program in zip(names(), PROGRAMS, strict=True)}
 KINDS["redis-3"] = PROGRAMS[:1] * 3
@@ -17,3 +17,6 @@ class TestServers(TierContract):
         servers = emptied(started(*KINDS[request.param]))
         options = {"codec": "brotli"} if request.param == "redis-3" else {}
         return lambda **more: tiers(servers, **options | more)
+
+    # Each dtype every day, but not on each server.
+    test_every_dtype_comes_back_bit_by_bit = fewer(2, TierContract.test_every_dtype_comes_back_bit_by_bit)

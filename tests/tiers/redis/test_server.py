@@ -286,6 +286,6 @@ def family(host):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_program_that_does_nothing_is_given_up(place, monkeypatch):
-    monkeypatch.setattr(guardian, "_PATIENCE", 0.5)  # long enough for its first words
+    monkeypatch.setattr(guardian, "_PATIENCE", 1.0)  # long enough for its first words
     sleeps = fake(place, "sleeps", "#!/bin/sh\necho waiting\nexec sleep 60")
     assert started("", None, [sleeps]) == [[sleeps, "waiting\n"]]

@@ -1,24 +1,12 @@
 """The suite of all tiers, on a folder in front of each kind of bucket: what is flushed is only there."""
 
-import functools
 import itertools
 
 import pytest
 
 from tests.helpers.buckets import SCHEMES, bucket, opened
 from tests.helpers.remote import Behind, Below
-from tests.tiers.contract import TierContract, settled
-
-
-def fewer(n, test):
-    """A test of which one in n cases runs every day."""
-
-    @pytest.mark.one_in(n)
-    @functools.wraps(test)
-    def run(*args, **options):
-        return test(*args, **options)
-
-    return run
+from tests.tiers.contract import TierContract, fewer, settled
 
 
 @pytest.fixture(scope="module", params=SCHEMES)
