@@ -431,7 +431,7 @@ class CachedMethod:
         return run_steps(self._call, args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps[Any]:
-        if self._evaluates and self.__self__.training and not {"pool", "device"} & kwargs.keys():
+        if self._evaluates and self.__self__.training and not kwargs.get("pool"):
             self.__self__.eval()
         return (yield from self.cache.call(self.plain(), args, kwargs))
 
