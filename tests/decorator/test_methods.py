@@ -596,6 +596,18 @@ def test_slots_cannot_be_cached(x):
         Slots().encode(x)
 
 
+@pytest.mark.parametrize(("slot", "lacks"), [("__weakref__", "__dict__"), ("__dict__", "__weakref__")])
+def test_methods_of_objects_with_slots_say_what_these_lack(slot, lacks):
+    class Slots:
+        __slots__ = (slot,)
+
+        def encode(self, x):
+            return x
+
+    with pytest.raises(DecorationError, match=f"it has no {lacks}"):
+        torchcache(Slots().encode)
+
+
 # Copies
 
 
