@@ -87,7 +87,7 @@ def train(folder: Path, options: argparse.Namespace) -> list[float]:
             seconds = time.perf_counter() - start
             print(f"  epoch {epoch}: {seconds:6.2f} s, accuracy {right / len(images):.2f}", flush=True)
         for name in ("get_image_features", "get_text_features"):
-            stats = cache.stats(name)
+            stats = cache.stats(method=name)
             print(f"  {name}: {stats.misses} computed, {stats.hits} found")
     return losses
 

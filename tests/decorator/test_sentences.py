@@ -57,6 +57,7 @@ KINDS = (  # arguments of `encode`; the last two are for tensors, and for a tens
 
 
 def test_encode_computes_each_text_once(plain, model):
+    model.train()  # as it is made; `encode` begins with `eval()`
     encode = torchcache(model.encode, item_args="sentences")
     for number, options in enumerate(KINDS, start=1):
         for texts in (TEXTS[:3], TEXTS[::-1], TEXTS[1:3]):

@@ -232,6 +232,37 @@ def test_where_weights_came_from_is_left_out(installed):
     assert named(make("a")) == named(make("b")) != named(make("c"))
 
 
+def test_hooks_by_which_transformers_collects_hidden_states_are_left_out_unless_they_are_there_twice():
+    def collecting(key):
+        def hook(module, args, output):
+            return print(key)
+
+        hook.__module__ = "transformers.utils.output_capturing"
+        return hook
+
+    def with_hooks(*hooks):
+        net = Outer(Net())
+        for hook in hooks:
+            net.inner.register_forward_hook(hook)
+        return named(net)
+
+    once = with_hooks(collecting("hidden_states"), collecting("attentions"))
+    assert with_hooks() == once != with_hooks(print)
+    assert with_hooks(collecting("hidden_states"), collecting("hidden_states")) != once
+
+
+def test_patterns_of_the_library_regex_count_by_their_text():
+    regex = pytest.importorskip("regex")
+    patterns = [
+        regex.compile(r"[\p{L}]+"),
+        regex.compile(r"[\p{N}]+"),
+        regex.compile(r"[\p{L}]+", regex.IGNORECASE),
+        regex.compile(r"\L<words>", words=["a"]),
+        regex.compile(r"\L<words>", words=["b"]),
+    ]
+    assert len({named(holding(pattern)) for pattern in patterns}) == 5
+
+
 # Graphs.
 
 

@@ -35,6 +35,7 @@ WARNINGS = {
     "accelerate": [],
     "distillation": [],
     "memory": [],
+    "open_clip": [],
     "padding": [],
     "prompts": [],
     "trainer": [TORCH_LOAD],
@@ -69,6 +70,8 @@ CLAIMS[{name!r}](sys.modules["__main__"])
 def ran(request, tmp_path_factory):
     """A page's name and output, and its code's run, whose output is followed by `MARK`."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
+    if name == "open_clip":
+        pytest.importorskip("open_clip")  # of the extra `zoo`
     code, output = code_and_output(name)
     script = folder / "recipe.py"
     script.write_text(code + TAIL.format(mark=MARK, name=name))
@@ -331,6 +334,23 @@ def claims_of_padding(page):
     assert (min(lengths), max(lengths)) == (5, 20)
 
 
+def claims_of_open_clip(page):
+    assert torch.equal(page.embed(page.captions[:8]), page.embed(page.captions[:8]))
+    assert asked(page.model, page.model.encode_image, page.images[:8]) == (0, 8, {})  # not normalised
+
+    @torchcache(item_args="texts")
+    def with_memo(texts):
+        return page.model.encode_text(page.tokenizer(texts))
+
+    counts = [asked(with_memo, with_memo, texts) for texts in (["a zebra"], ["a zebra"], ["a zebra"])]
+    assert counts[0] == (0, 0, {"state": 1}) and counts[2][0] == 1, counts
+    tokens = page.tokenizer(["a cat", "a red cat at sea"])
+    assert tokens.shape == (2, 16)
+
+    made, _, _ = page.open_clip.create_model_and_transforms("RN50", pretrained=None)
+    assert made.training and all(weight.requires_grad for weight in made.parameters())
+
+
 def claims_of_memory(page):
     backbone, batch = page.backbone, page.images[:64]
     namespace = backbone.cache_instance.module_hash
@@ -357,6 +377,7 @@ def claims_of_memory(page):
 
 
 CLAIMS = {
+    "open_clip": claims_of_open_clip,
     "distillation": claims_of_distillation,
     "memory": claims_of_memory,
     "padding": claims_of_padding,

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]
 # What `examples` has runs there every day; some others need libraries of the extra `zoo`.
-DAILY = ("latents", "prompts", "reference", "layers")
+DAILY = ("prompts", "reference", "layers")
 OTHERS = tuple(name for name in pipelines.PIPELINES if name not in DAILY)
 SECOND = "import sys; from tests.torch.zoo.pipelines import main; main(*sys.argv[1:])"
 
