@@ -653,6 +653,20 @@ def test_methods_of_objects_with_slots_say_what_these_lack(slot, lacks):
         torchcache(Slots().encode)
 
 
+def test_another_name_of_a_method_outlives_the_first_call(x):
+    class Named(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+        def encode(self, x):
+            return x * 2
+
+    module = torchcache(Named())
+    module.embed = module.encode
+    module(x)
+    assert torch.equal(module.embed(x), x * 2)
+
+
 # Copies
 
 

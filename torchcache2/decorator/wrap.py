@@ -510,6 +510,8 @@ def _unwatch(module: nn.Module) -> None:
     for name, value in list(module.__dict__.items()):
         if isinstance(value, _WatchedMethod):
             del module.__dict__[name]
+            if name != value.__name__:  # somebody has given it another name besides
+                module.__dict__[name] = _plain(module, value.__name__)
 
 
 def _evaluates(method: Callable[..., Any], name: str) -> bool:
