@@ -413,6 +413,10 @@ class Odd(torch.nn.Module):
         if what == "removes":
             features["y"] = features.pop("x") * 2
             return features
+        if what == "reorders":
+            x = features.pop("x")
+            features["y"], features["x"] = x * 2, x
+            return features
         if what == "returns another":
             features["y"] = features["x"] * 2
             return features["y"] + 1
@@ -423,7 +427,7 @@ class Odd(torch.nn.Module):
         return features
 
 
-@pytest.mark.parametrize("what", ["removes", "returns another", "raises", "writes"])
+@pytest.mark.parametrize("what", ["removes", "reorders", "returns another", "raises", "writes"])
 def test_a_dict_that_is_changed_otherwise_is_changed_as_without_a_cache(what):
     plain, module = Odd(), torchcache(Odd())
     for _ in range(3):

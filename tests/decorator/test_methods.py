@@ -641,6 +641,32 @@ def test_slots_cannot_be_cached(x):
         Slots().encode(x)
 
 
+@pytest.mark.parametrize(("slot", "lacks"), [("__weakref__", "__dict__"), ("__dict__", "__weakref__")])
+def test_methods_of_objects_with_slots_say_what_these_lack(slot, lacks):
+    class Slots:
+        __slots__ = (slot,)
+
+        def encode(self, x):
+            return x
+
+    with pytest.raises(DecorationError, match=f"it has no {lacks}"):
+        torchcache(Slots().encode)
+
+
+def test_another_name_of_a_method_outlives_the_first_call(x):
+    class Named(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+        def encode(self, x):
+            return x * 2
+
+    module = torchcache(Named())
+    module.embed = module.encode
+    module(x)
+    assert torch.equal(module.embed(x), x * 2)
+
+
 # Copies
 
 

@@ -49,7 +49,7 @@ def filling(
             added = {
                 name: value for name, value in copied.items() if name not in given or given[name] is not value
             }
-            is_filled = output is copied and added and given.keys() <= copied.keys()
+            is_filled = output is copied and added and list(copied)[: len(given)] == list(given)
             if not is_filled and (added or list(copied) != list(given)):
                 given.clear()  # it is noticed that this argument has changed
                 given.update(copied)

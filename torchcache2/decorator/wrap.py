@@ -356,9 +356,9 @@ def _make(obj: Any, name: str | None) -> ModuleCache:
     """Make the caches of the methods that the class of an object has decorated."""
     kind = type(obj)
     bindings = bindings_of(kind)
-    if not bindings or not hasattr(obj, "__dict__"):
-        why = "it has no __dict__" if bindings else "decorate it by torchcache"
-        raise DecorationError(f"this {kind.__name__} is not cached: {why}")
+    if not bindings:
+        raise DecorationError(f"this {kind.__name__} is not cached: decorate it by torchcache")
+    _check_slots(obj)
     with next(iter(bindings.values())).creation():
         first: Any = obj.__dict__.get("cache_instance")
         first = first if first is not None and first.root is obj else None
@@ -510,6 +510,8 @@ def _unwatch(module: nn.Module) -> None:
     for name, value in list(module.__dict__.items()):
         if isinstance(value, _WatchedMethod):
             del module.__dict__[name]
+            if name != value.__name__:  # somebody has given it another name besides
+                module.__dict__[name] = _plain(module, value.__name__)
 
 
 def _evaluates(method: Callable[..., Any], name: str) -> bool:
@@ -556,6 +558,7 @@ def methods_of(obj: Any) -> dict[str, CachedMethod]:
 
 def decorate_object(obj: Any, binding: Binding, *, exactly: bool) -> None:
     """Have methods of an object cached: `exactly` those of the binding, or these besides others."""
+    _check_slots(obj)
     known, settings = methods_of(obj), binding.settings_of(obj)
     before = {name: method.cache.settings for name, method in known.items()}
     if not known and (cache := obj.__dict__.get("cache_instance")) is not None and cache.root is obj:
@@ -579,6 +582,12 @@ def decorate_object(obj: Any, binding: Binding, *, exactly: bool) -> None:
     _refer(obj)
     if isinstance(obj, nn.Module) and "forward" in caches:
         _watch(obj, caches["forward"])
+
+
+def _check_slots(obj: Any) -> None:
+    if not (hasattr(obj, "__dict__") and type(obj).__weakrefoffset__):
+        lacks = "__weakref__" if hasattr(obj, "__dict__") else "__dict__"
+        raise DecorationError(f"this {type(obj).__name__} cannot be cached: it has no {lacks}")
 
 
 def own_method(obj: Any, name: str) -> Any:
