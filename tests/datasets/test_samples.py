@@ -24,11 +24,10 @@ from tests.helpers.storage import DTYPES, NAMESPACES, key_of
 from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
-from torchcache2.engine.values.images import Image
+from torchcache2.engine.values.kinds import Image
 from torchcache2.engine.values.nodes import Packed, Unstorable
-from torchcache2.engine.values.packed import pack
+from torchcache2.engine.values.packed import pack, unpack
 from torchcache2.engine.values.samples import Samples, from_rows
-from torchcache2.engine.values.unpacked import unpack
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnreadableError
 from torchcache2.files.schemajson import schema_from_json, schema_to_json
 from torchcache2.tiers.memory.tier import MemoryTier

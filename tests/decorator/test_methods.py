@@ -208,16 +208,20 @@ def test_a_method_that_mixes_items_does_not_stop_another(x, log):
 @pytest.mark.parametrize(
     "methods, words",
     [
-        (("encode",), "'encode': a Named has no method"),
+        (("encode",), "'encode': Named has no method"),
         (("prop",), "'prop': it is a property. Name the method that it calls"),
         (("static",), "'static': it is a staticmethod"),
         (("made",), "'made': it is a classmethod"),
         (("__call__",), "in the body of Named"),
         (("later",), "coroutine"),
+        (("part",), r"'part': it is a module. Decorate that: torchcache\(model.part\)"),
     ],
 )
 def test_what_cannot_be_named(methods, words):
     class Named:
+        def __init__(self):
+            self.part = nn.Linear(2, 2)
+
         @property
         def prop(self):
             return lambda x: x
@@ -437,6 +441,66 @@ def test_warmup_of_one_method(x):
     assert cache_of(pipeline).stats("encode").hits == 5
     model = torchcache(clip(), methods="encode_image")
     assert cache_of(model).warmup(iter([x])).computed == 5
+
+
+class Parts:
+    """One cached method calls another; so does that of an object around it."""
+
+    def __init__(self):
+        self.shift = 1.0
+
+    def first(self, x):
+        return x + self.shift
+
+    def second(self, x):
+        return self.first(x) * 2
+
+
+class Around:
+    def __init__(self, parts):
+        self.parts = parts
+
+    def third(self, x):
+        return self.parts.second(x)
+
+
+class ModuleParts(nn.Module):
+    first, second, shift = Parts.first, Parts.second, 1.0
+
+    def forward(self, x):
+        return self.second(x)
+
+
+@pytest.mark.parametrize("kind", [Parts, ModuleParts])
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_method_that_is_replaced_is_noticed(kind, is_inside, x):
+    parts = torchcache(kind(), methods=("first", "second"))
+    call = torchcache(Around(parts).third) if is_inside else parts.second
+    for _ in range(2):
+        assert torch.equal(call(x), (x + 1) * 2)
+    parts.first = lambda x: x - 5.0
+    assert torch.equal(call(x), (x - 5) * 2)
+    parts.first = lambda x: x - 6.0
+    assert torch.equal(call(x), (x - 6) * 2)
+
+
+@pytest.mark.parametrize("kind", [Parts, ModuleParts])
+def test_what_is_put_in_an_object_changes_no_key(kind, x):
+    hashes = set()
+    for decorate in (
+        lambda one: one,
+        lambda one: torchcache(one, methods="first"),
+        lambda one: torchcache(one, methods=("second", "first")),
+        lambda one: uncache(torchcache(one, methods="first")),
+    ):
+        around = torchcache(Around(decorate(kind())), methods="third")
+        around.third(x)
+        hashes.add(cache_of(around).module_hash)
+    assert len(hashes) == 1
+    other = torchcache(
+        Around(torchcache(kind(), methods="first", cache_dtype=torch.bfloat16)), methods="third"
+    )
+    assert cache_of(other).module_hash not in hashes
 
 
 # Rows
@@ -887,16 +951,22 @@ def test_what_watches_changes_nothing_else(x):
         assert "encode" not in vars(twin)
     compiled = torch.compile(vae.encode, backend="eager", fullgraph=True)
     assert torch.equal(compiled(x), plain.encode(x))
-    reference = weakref.ref(vae)
+    assert torchcache(frozen(Vae())).encode(x).shape == (5, 3)  # it holds the module, as before
     vae(x)
     assert cache_of(vae).module_hash == expected
+    reference = weakref.ref(vae)
+    torch.compiler.reset()
     gc.disable()
     try:
-        del vae, compiled
-        torch.compiler.reset()
+        del vae, compiled, twin
+        assert reference() is None
     finally:
         gc.enable()
-    assert reference() is None or gc.collect() >= 0
+
+
+def test_a_method_without_its_object_says_what_to_do(x):
+    with pytest.raises(ReferenceError, match=r"keep it, or what torchcache\(object.encode\) returns"):
+        torchcache(Pipeline(), methods="encode").encode(x)
 
 
 # torch.compile, replicas, ranks

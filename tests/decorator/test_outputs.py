@@ -381,6 +381,33 @@ def test_an_empty_batch():
             assert_same(forward(ITEMS[batch]), function(ITEMS[batch])), name
 
 
+def test_an_output_that_contains_itself_is_not_kept(log):
+    def forward(x):
+        parent = Plain(x)
+        parent.y = Plain(x, parent)
+        return parent
+
+    function = torchcache(forward)
+    for _ in range(2):
+        found = function(ITEMS)
+        assert found.y.y is found and torch.equal(found.x, ITEMS * 2)
+    assert bypasses(function) == {"output": 24}
+    (message,) = warnings_of(log)
+    assert "contains itself" in message
+
+
+def test_an_array_of_texts_is_as_wide_as_the_longest_of_its_batch(log):
+    def forward(x):
+        return np.array(["é" * (int(item[0]) // 4 % 3) for item in x])
+
+    function = torchcache(forward)
+    for batch in ([0, 1, 2], [0, 3], [2, 0], [0, 1, 2]):
+        assert_same(forward(ITEMS[batch]), function(ITEMS[batch]))
+    assert bypasses(function) == {"output": 10}
+    (message,) = warnings_of(log)
+    assert "output is an array of <U2, as wide as the longest text: return a list" in message
+
+
 def test_an_engine_without_a_decorator_keeps_arrays():
     cache = Cache(bytes(16))
     keys = Keys(bytes(16), np.arange(64, dtype=np.uint8).reshape(4, 16))

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 
 import pytest
 import torch
@@ -99,7 +100,19 @@ def counting(x):
     return x * 2 + 0 * COUNT
 
 
-@pytest.mark.parametrize("function", [closure(), with_global, counting], ids=["closure", "dict", "number"])
+SPACE = types.SimpleNamespace(calls=0, scale=1.0)
+
+
+@torchcache(ignore="SPACE.calls")
+def in_namespace(x):
+    SPACE.calls += 1
+    return x * 2 + 0 * SPACE.calls + 0 * len(vars(SPACE))
+
+
+FUNCTIONS = {"closure": closure(), "dict": with_global, "number": counting, "namespace": in_namespace}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_variables_are_ignored_by_their_names(function):
     for _ in range(3):
         assert torch.equal(function(X), X * 2)

@@ -152,7 +152,9 @@ class Computation:
         inputs = Inputs(self.call, self.call.args, self.call.kwargs, positions, self.bind, self.keys_of)
         state = RandomState(self.keeper.generators)
         was_random = self.random.is_suspect(self.context)
-        output = mapped(_waited, (yield from self.forward(inputs.args, inputs.kwargs)), objects=True)
+        output = yield from self.forward(inputs.args, inputs.kwargs)
+        with contextlib.suppress(RecursionError):  # it is not kept, and returned as it is
+            output = mapped(_waited, output, objects=True)
         self.ran = [output]
         stop = self._trace(inputs, state, False, output)
         if stop is None and was_random:
@@ -236,7 +238,12 @@ class Computation:
             found += of_module(one.keeper, one.value, is_without_grad=True) if one.keeper.lazies else []
         if inputs.changed():
             found.append(BypassError.because("input", "the forward changed its input in place"))
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(output, objects=True)):
+        try:
+            leaves = leaves_of(output, objects=True)
+        except RecursionError:
+            found.append(BypassError.because("output", "the output contains itself, or is nested too deep"))
+            leaves = []
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             found.append(BypassError.because("grad", "the output requires grad"))
         return BypassError.all_of(found) if found else None
 

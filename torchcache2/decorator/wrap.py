@@ -407,7 +407,11 @@ class CachedMethod:
         """The object."""
         obj = self._object()
         if obj is None:
-            raise ReferenceError(f"the object of this {self.__name__} does not exist any more")
+            name = self.__name__
+            raise ReferenceError(
+                f"the object of this {name} does not exist any more: keep it, or what "
+                f"torchcache(object.{name}) returns, which holds it"
+            )
         return obj
 
     def plain(self) -> Callable[..., Any]:
@@ -462,7 +466,8 @@ setattr(CachedMethod, ADDED_ATTRIBUTE, METHOD)
 class _WatchedMethod(CachedMethod):
     """A method that is not cached, of a module whose forward is, until that is called.
 
-    Somebody who only calls this one has decorated the wrong method.
+    Somebody who only calls this one has decorated the wrong method. It holds the module, as a bound method
+    does: it is there only until the first call of forward.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -497,7 +502,7 @@ def _watch(module: nn.Module, cache: ModuleCache) -> None:
         if is_public and isinstance(raw, types.FunctionType) and not is_cached_function(raw):
             takes_more = len(inspect.signature(raw).parameters) > 1
             if takes_more and not str(raw.__module__).startswith("torch."):
-                module.__dict__[name] = _WatchedMethod(module, name, None, cache)
+                module.__dict__[name] = _WatchedMethod(module, name, None, cache, holds=True)
     cache.on_first_call = _unwatch
 
 
@@ -527,7 +532,7 @@ def _load_instance(
 ) -> CachedMethod:
     if is_watched:
         cache.on_first_call = _unwatch
-        return _WatchedMethod(obj, name, own, cache)
+        return _WatchedMethod(obj, name, own, cache, holds)
     cache.bind(obj, own or _plain(obj, name), name)
     return CachedMethod(obj, name, own, cache, holds)
 
@@ -586,8 +591,10 @@ def own_method(obj: Any, name: str) -> Any:
     if own is None and raw is None and isinstance(obj, LazyModule):
         return obj.method(name)
     why = ""
-    if own is None and raw is None:
-        why = f"a {kind.__name__} has no method of this name"
+    if isinstance(getattr(obj, name, None) if raw is None else own, nn.Module):
+        why = f"it is a module. Decorate that: torchcache(model.{name})"
+    elif own is None and raw is None:
+        why = f"{kind.__name__} has no method of this name"
     elif hasattr(type(raw), "__set__"):
         why = f"it is a {type(raw).__name__}. Name the method that it calls"
     elif name.startswith("__"):

@@ -80,6 +80,8 @@ def changes(
             name = of_root(module, at) if is_own else f"{_TITLES.get(kind, kind)} {at}{of}{owner}"
             lines[f"{name} {verb.strip()}"] = at if kind in _NAMED else ""
     for at in containers.keys() - told:  # beside plain values of the same object
+        if any(one.startswith(f"{at.removesuffix('[2]')}.") for one in told if at.endswith("[2]")):
+            continue  # these values, as the object gives them for a pickle
         lines[f"{of_root(module, at)} {containers[at]}"] = at
     return lines
 

@@ -48,7 +48,7 @@ from torchcache2.identity.encoding import (
     text_bytes,
 )
 from torchcache2.identity.leftout import without_captures
-from torchcache2.identity.marks import INIT_ATTRIBUTE, LAZY_ATTRIBUTE, cache_options, without_ours
+from torchcache2.identity.marks import INIT_ATTRIBUTE, LAZY_ATTRIBUTE, cache_options, is_method, without_ours
 from torchcache2.identity.objectwalk import ObjectWalk, has_plain_state
 from torchcache2.identity.readable import readable
 from torchcache2.identity.sharded import Shards
@@ -317,7 +317,9 @@ class Walk(ObjectWalk):
         kept = self.without_ignored(fields, where)
         # What stands in the place of the root's own methods refers to the cache, which would refer to itself.
         names = [name for name in kept if path or fields[name] is vars(module)[name]]
-        names += ["cache_instance"] * bool(path and "cache_instance" in vars(module))
+        if path and "cache_instance" in vars(module):
+            names += ["cache_instance", *[name for name, one in vars(module).items() if is_method(one)]]
+            names = list(dict.fromkeys(names))
         skipped = fields.keys() - kept.keys()
         self.modules.append((module, names, skipped))
         for name, value in self.without_skipped(kind, kept, path).items():

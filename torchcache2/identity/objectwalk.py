@@ -292,6 +292,9 @@ class ObjectWalk(OwnerWalk):
             if not qualified_name(kind).startswith(("tokenizers.", "functools.")):
                 self.opaque.append(path)
             parts = [list(part) if hasattr(part, "__next__") else part for part in reduced]
+            if self.ignore and type(fields := getattr(value, "__dict__", None)) is dict:
+                kept = self.without_ignored(fields, f"{path}.")
+                parts = [kept if part is fields else part for part in parts]
             return b"R" + head + self.encode(parts, path)
         text = repr(value)
         if self.origins.of(kind) != "torch" or _ADDRESS.search(text):

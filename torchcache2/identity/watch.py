@@ -18,6 +18,7 @@ from torch import nn
 
 from torchcache2.core.private import BUFFERS, GLOBAL_HOOKS, HOOKS, MODULES, PARAMETERS, PRE_HOOKS
 from torchcache2.identity.containers import Attributes, Contents, alike, content, size_of
+from torchcache2.identity.marks import is_method
 from torchcache2.identity.modulewalk import Walk
 
 __all__ = ["Watch"]
@@ -49,6 +50,7 @@ class Watch:
     def __init__(self, walk: Walk, root: Any) -> None:
         self._root: _Fields = _no_fields
         self._root_left_out: set[str] = set()
+        self._root_methods: list[str] = []  # that are cached; they refer to the cache, so they are not kept
         self._fields: list[tuple[_Fields, dict[str, Any]]] = []
         self._left_out: list[tuple[dict[str, Any], set[str]]] = []
         self.modules: list[nn.Module] = []
@@ -64,6 +66,7 @@ class Watch:
             getter = itemgetter(*watched, watched[0]) if watched else _no_fields
             if module is root:
                 self._root, self._root_left_out = getter, left_out
+                self._root_methods = [name for name, value in fields.items() if is_method(value)]
                 continue
             self.modules.append(module)
             self._fields.append((getter, fields))
@@ -146,8 +149,10 @@ class Watch:
         now = [scope.get(name) for scope, name in self._scopes]
         now += [cell.cell_contents for cell in self._cells]
         if root is not None:
+            fields = vars(root)
             now.append(type(root))
-            now += self._root(vars(root))
+            now += self._root(fields)
+            now += [type(fields.get(name)) for name in self._root_methods]
         now += map(type, self.modules)
         now += chain.from_iterable([read(value) for read, value in self._reads])
         now += chain.from_iterable([getter(fields) for getter, fields in self._fields])

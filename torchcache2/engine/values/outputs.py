@@ -38,8 +38,7 @@ from torchcache2.core.values import (
     specs_of,
     taken_apart,
 )
-from torchcache2.engine.values.arrays import Numbers, NumpyArray, NumpyScalar
-from torchcache2.engine.values.images import Image
+from torchcache2.engine.values.kinds import Image, Numbers, NumpyArray, NumpyScalar
 from torchcache2.engine.values.nodes import Unstorable
 from torchcache2.engine.values.samples import Samples, from_rows
 
@@ -277,6 +276,10 @@ def _is_stack(value: Any, count: int) -> bool:
 
 
 def _opened_array(value: Any) -> Opened:
+    if value.dtype.kind in "SU":
+        raise NotRebuiltError(
+            f"an array of {value.dtype}, as wide as the longest text: return a list of texts"
+        )
     try:
         kind, context, (raw,) = NumpyArray.opened(np.ascontiguousarray(value) if value.ndim else value)
     except Unstorable as error:

@@ -17,6 +17,7 @@ bytes, unlike the rows of a module's output.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,19 +31,180 @@ from torchcache2.core.errors import OutputError
 from torchcache2.core.gather import with_ordinary_tensors
 from torchcache2.core.private import pytree
 from torchcache2.core.rows import Rows
-from torchcache2.core.schema import Leaf
+from torchcache2.core.schema import BARE, Leaf, Schema
 from torchcache2.core.spare import SpareMemory
 from torchcache2.core.values import specs_of
-from torchcache2.engine.values.flat import NUMBERS, PACKED, Flat, Structure
-from torchcache2.engine.values.nodes import COMMON, Column, Packed, Placed, Raw, Unstorable, bytes_of, listed
-from torchcache2.engine.values.trees import closed
-from torchcache2.engine.values.unpacked import unpack
+from torchcache2.engine.values.kinds import closed, opened, thawed
+from torchcache2.engine.values.nodes import (
+    COMMON,
+    Column,
+    Node,
+    Packed,
+    Permuted,
+    Placed,
+    Raw,
+    Unstorable,
+    bytes_of,
+    dense,
+    listed,
+)
+from torchcache2.engine.values.packed import pack, unpack
 from torchcache2.files.errors import DamagedError, UnreadableError
 
 __all__ = ["SampleRows", "Samples", "from_rows"]
 
 _STRUCTURES = 16  # of one namespace; each is a file of its own on the disk
 _LEAVES = 256
+_ITEMS = 16  # a longer list or tuple is packed, as its length usually differs between samples
+_KEYS = 64
+_DEPTH = 16
+_NUMBERS = {"bool": "|b1", "int": "<i8", "float": "<f8", "complex": "<c16"}  # dtypes of rows, by kind of leaf
+_KINDS: dict[Any, tuple[tuple[str, int], tuple[int]]] = {  # what `_Flat` says of a leaf, and its shape
+    bool: (("bool", 1), (1,)),
+    int: (("int", 1), (8,)),
+    float: (("float", 1), (8,)),
+    complex: (("complex", 1), (16,)),
+    type(None): (("none", 1), (0,)),
+}
+_MAPPINGS = (dict, collections.OrderedDict)
+
+
+class _Flat:
+    """A sample as its leaves.
+
+    Parameters
+    ----------
+    device : torch.device, optional
+        Tensors may be on this device, too.
+    packs : bool
+        Whether values of varying length are bytes; else they are only to be compared.
+
+    Attributes
+    ----------
+    structure : list
+        All but the shapes and values of the leaves, to be compared exactly: a type, a context and a number of
+        children for each node, and a kind and a number of dimensions for each leaf, from the root down.
+    shapes, values : list
+        Of the leaves.
+    """
+
+    __slots__ = ("device", "packs", "shapes", "structure", "values")
+
+    def __init__(self, device: torch.device | None = None, *, packs: bool = True) -> None:
+        self.device, self.packs = device, packs
+        self.structure: list[Any] = []
+        self.shapes: list[Any] = []
+        self.values: list[Any] = []
+
+    def leaf(self, kind: Any, shape: Any, value: Any) -> None:
+        """Add a leaf."""
+        self.structure.append((kind, len(shape)))
+        self.shapes.append(shape)
+        self.values.append(value)
+
+    def packed(self, value: Any) -> None:
+        """Add a value as bytes."""
+        data = pack(value)
+        self.structure.append((Packed, None, 1))
+        self.leaf("bytes", (len(data),), data)
+
+    def add(self, value: Any, depth: int = 0) -> None:
+        """Add a value; `Unstorable` if a part of it is of no known type."""
+        kind = type(value)
+        if kind is Tensor:
+            if not value.is_cpu and value.device == self.device:
+                self.structure.append((Placed, None, 1))
+                value = value.cpu()
+            axes, value = dense(value)
+            if axes is not None:
+                self.structure.append((Permuted, axes, 1))
+            shape = value.shape
+            self.structure.append((value.dtype, len(shape)))
+            self.shapes.append(shape)
+            self.values.append(value)
+        elif kind in _KINDS:
+            if kind is int and not -(2**63) <= value < 2**63:
+                self.packed(value)
+            else:
+                token, shape = _KINDS[kind]
+                self.structure.append(token)
+                self.shapes.append(shape)
+                self.values.append(value)
+        elif kind is str:
+            data = value.encode("utf-8", "surrogatepass")
+            self.leaf("str", (len(data),), data)
+        elif kind is bytes:
+            self.leaf("bytes", (len(value),), value)
+        elif kind is Raw:
+            self.leaf(value.dtype, value.array.shape, value)
+        elif kind is Packed:
+            self.packed(value.context)
+        else:
+            self._node(value, *opened(value), depth)
+
+    def _node(self, value: Any, kind: Any, context: Any, children: Sequence[Any], depth: int) -> None:
+        is_mapping = kind in _MAPPINGS
+        most = _KEYS if is_mapping else _ITEMS
+        is_fixed = not is_mapping or all(type(key) is str for key in context)
+        if self.packs and (len(children) > most or depth >= _DEPTH or not is_fixed):
+            self.packed(value)
+            return
+        self.structure.append((kind, context, len(children)))
+        i = 0
+        try:
+            for child in children:
+                self.add(child, depth + 1)
+                i += 1
+        except Unstorable as error:
+            raise error.inside(_step(kind, context, i)) from None
+
+
+class _Structure:
+    """What samples of one structure have in common.
+
+    Attributes
+    ----------
+    leaves : list of (str, kind)
+        Path and kind of each; the kind of a tensor is its dtype.
+    """
+
+    def __init__(self, tokens: tuple[Any, ...]) -> None:
+        self.leaves: list[tuple[str, Any]] = []
+        self.spec = self._spec(iter(tokens), "")
+
+    def schema(self, shapes: Sequence[Any]) -> Schema:
+        """The schema of rows of these shapes."""
+        leaves = []
+        for (path, kind), shape in zip(self.leaves, shapes, strict=True):
+            if type(kind) is torch.dtype:
+                leaves.append(Leaf(path, "tensor", kind, kind, tuple(shape)))
+            else:
+                leaves.append(Leaf(path, kind, torch.uint8, torch.uint8, shape))
+        return Schema(self.spec, tuple(leaves))
+
+    def _spec(self, tokens: Iterator[Any], path: str) -> pytree.TreeSpec:
+        token = next(tokens)
+        if len(token) == 2:
+            self.leaves.append((path, token[0]))
+            return BARE
+        kind, context, count = token
+        steps = [_step(kind, context, i) for i in range(count)]
+        children = [self._spec(tokens, path + step) for step in steps]
+        return pytree.TreeSpec(kind, list(context) if kind in _MAPPINGS else thawed(context), children)
+
+
+def _step(kind: Any, context: Any, i: int) -> str:
+    """What the path of a leaf says of a child."""
+    if kind in _MAPPINGS:
+        return f"[{context[i]!r}]"
+    if kind is collections.namedtuple:
+        return f".{context._fields[i]}"
+    if isinstance(kind, type) and issubclass(kind, Node):
+        return kind.steps[i]
+    return f"[{i}]"
+
+
+_PACKED = _Structure(((Packed, None, 1), ("bytes", 1)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +235,7 @@ class Samples:
 
     def __init__(self, *, packs: bool = True) -> None:
         self._packs = packs
-        self._structures: dict[Any, Structure] = {}
+        self._structures: dict[Any, _Structure] = {}
         self._spare = SpareMemory()
 
     @with_ordinary_tensors
@@ -96,13 +258,13 @@ class Samples:
         refused = {}
         for position, sample in enumerate(samples):
             try:
-                flat = Flat(device, packs=self._packs)
+                flat = _Flat(device, packs=self._packs)
                 flat.add(sample)
                 structure = self._structure(tuple(flat.structure)) if self._fits(flat) else None
                 if structure is None:
-                    flat = Flat()
+                    flat = _Flat()
                     flat.packed(sample)
-                    structure = PACKED
+                    structure = _PACKED
             except Unstorable as error:
                 refused[position] = OutputError(str(error))
                 continue
@@ -117,14 +279,14 @@ class Samples:
             parts.append((np.array(positions, np.int64), Rows(schema, columns, count)))
         return SampleRows(parts, refused)
 
-    def _fits(self, flat: Flat) -> bool:
+    def _fits(self, flat: _Flat) -> bool:
         return len(flat.values) <= _LEAVES or not self._packs
 
-    def _structure(self, tokens: tuple[Any, ...]) -> Structure | None:
+    def _structure(self, tokens: tuple[Any, ...]) -> _Structure | None:
         """The structure; None if it comes after the first 16."""
         found = self._structures.get(tokens)
         if found is None and (len(self._structures) < _STRUCTURES or not self._packs):
-            found = self._structures[tokens] = Structure(tokens)
+            found = self._structures[tokens] = _Structure(tokens)
         return found
 
 
@@ -173,8 +335,8 @@ def _column(leaf: Leaf, values: Sequence[Any], spare: SpareMemory) -> Tensor:
         else:
             torch.stack(values, out=column)  # type: ignore[arg-type]
         return column
-    if leaf.kind in NUMBERS:
-        numbers = np.array(values, NUMBERS[leaf.kind])
+    if leaf.kind in _NUMBERS:
+        numbers = np.array(values, _NUMBERS[leaf.kind])
         return torch.from_numpy(numbers.view(np.uint8).reshape(count, -1))
     if leaf.shape[0] == 0:
         return torch.empty((count, 0), dtype=torch.uint8, device="cpu")
@@ -189,8 +351,8 @@ def _values(leaf: Leaf, column: Tensor) -> Column:
         return column.movedim(-1, 1) if leaf.channels_last else column
     if leaf.kind == "none":
         return [None] * len(column)
-    if leaf.kind in NUMBERS:
-        raw = column.contiguous().numpy().reshape(-1).view(NUMBERS[leaf.kind])
+    if leaf.kind in _NUMBERS:
+        raw = column.contiguous().numpy().reshape(-1).view(_NUMBERS[leaf.kind])
         return raw.tolist()
     size, data = column.shape[1], column.contiguous().numpy().tobytes()
     parts = [data[i * size : i * size + size] for i in range(len(column))]
