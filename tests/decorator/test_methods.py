@@ -205,6 +205,13 @@ def test_a_method_that_mixes_items_does_not_stop_another(x, log):
     assert sum("Mixed.mixing: not cached" in text for text in texts(log)) == 1
 
 
+def test_a_part_is_no_method():
+    with pytest.raises(
+        DecorationError, match=r"'body': it is a module. Decorate that: torchcache\(model.body\)"
+    ):
+        torchcache(nn.ModuleDict({"body": nn.Linear(2, 2)}), methods="body")
+
+
 @pytest.mark.parametrize(
     "methods, words",
     [
@@ -214,14 +221,10 @@ def test_a_method_that_mixes_items_does_not_stop_another(x, log):
         (("made",), "'made': it is a classmethod"),
         (("__call__",), "in the body of Named"),
         (("later",), "coroutine"),
-        (("part",), r"'part': it is a module. Decorate that: torchcache\(model.part\)"),
     ],
 )
 def test_what_cannot_be_named(methods, words):
     class Named:
-        def __init__(self):
-            self.part = nn.Linear(2, 2)
-
         @property
         def prop(self):
             return lambda x: x
