@@ -38,7 +38,9 @@ napoleon_use_rtype = False
 # Unlike Sphinx's default, messages of exceptions are compared.
 doctest_default_flags = doctest.ELLIPSIS | doctest.DONT_ACCEPT_TRUE_FOR_1
 # What the examples in the docstrings take for granted. The logger may still write to another page's output.
+# Without a name, what a page defines would count as Python's own.
 doctest_global_setup = """
+__name__ = "__main__"
 import numpy as np
 import torch
 from torch import nn

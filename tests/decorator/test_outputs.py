@@ -229,7 +229,7 @@ def test_a_list_that_is_not_known_is_not_kept(log):
         assert_same(forward(ITEMS[:2]), function(ITEMS[:2]))
     assert bypasses(function) == {"output": 4} and misses(function) == 0
     (message,) = warnings_of(log)
-    assert "output[1] has 2 entries, as the batch" in message
+    assert "has 2 entries, as the batch" in message
 
 
 def test_a_list_of_another_length_than_the_batch_is_not_kept(log):

@@ -45,54 +45,24 @@ from torchcache2.identity.marks import BINDING, ORIGINAL_ATTRIBUTE
 __all__ = ["cache_of", "torchcache", "uncache"]
 
 T = TypeVar("T")
-_SIGNS: tuple[
-    tuple[Callable[[Any], bool], str], ...
-] = (  # what somebody may decorate, and what to do instead
+_CALL_IT = "write a function that calls it, and decorate that"
+_INSTEAD: tuple[tuple[Any, str], ...] = (  # what somebody may decorate, and what to write instead
+    ((str, os.PathLike), "decorate what computes: torchcache(persistent_cache_dir=folder)(model)"),
     (
-        lambda one: isinstance(one, (str, os.PathLike)),
-        "give a folder as an option, and decorate what computes: "
-        "torchcache(persistent_cache_dir=folder)(model)",
-    ),
-    (
-        lambda one: isinstance(one, (torch.jit.ScriptModule, torch.jit.ScriptFunction)),
+        (torch.jit.ScriptModule, torch.jit.ScriptFunction),
         "its code cannot be followed. Decorate the module before it is scripted, or a function that calls it",
     ),
+    ((classmethod, staticmethod), "put @torchcache above a function outside of the class"),
     (
-        lambda one: isinstance(one, (classmethod, staticmethod)),
-        "put @torchcache above a function outside of the class",
-    ),
-    (
-        lambda one: isinstance(one, (property, functools.cached_property)),
+        (property, functools.cached_property),
         "it has no arguments that tell items apart. Put @torchcache above a method that computes it",
     ),
-    (lambda one: isinstance(one, torch.utils.data.DataLoader), "cache its dataset: CachedDataset(dataset)"),
-    (
-        lambda one: isinstance(one, (list, tuple, dict, set)),
-        "decorate each by itself: for model in models: torchcache(model)",
-    ),
-    (
-        lambda one: isinstance(one, type),
-        'name the methods, torchcache(methods=("encode",)), or put @torchcache above them',
-    ),
-    (
-        lambda one: (
-            isinstance(one, torch.utils.data.Dataset)
-            or (hasattr(one, "__getitem__") and hasattr(one, "__len__"))
-        ),
-        "CachedDataset(dataset) caches the samples of a dataset",
-    ),
-    (
-        lambda one: isinstance(one, types.MethodType) and not isinstance(one.__self__, type),
-        'name it, torchcache(object, methods=("encode",)); of a module, decorate the module',
-    ),
-    (
-        lambda one: callable(one) and isinstance(one, (type(len), functools.partial, types.MethodType)),
-        "write a function that calls it, and decorate that",
-    ),
-    (
-        lambda one: callable(one) or hasattr(one, "__dict__"),
-        'name its methods, torchcache(object, methods=("encode",)), or pass one: torchcache(object.encode)',
-    ),
+    (torch.utils.data.DataLoader, "cache its dataset: CachedDataset(dataset)"),
+    (torch.utils.data.Dataset, "CachedDataset(dataset) caches the samples of a dataset"),
+    ((list, tuple, dict, set), "decorate each by itself: for model in models: torchcache(model)"),
+    (type, 'name the methods, torchcache(methods=("encode",)), or put @torchcache above them'),
+    (types.MethodType, 'name it, torchcache(object, methods=("encode",)); of a module, decorate the module'),
+    ((type(len), functools.partial), _CALL_IT),
 )
 
 
@@ -279,11 +249,17 @@ def _decorate_bound(method: Any, settings: CacheSettings, methods: tuple[str, ..
 
 def _refusal(target: Any) -> DecorationError:
     """The error for what cannot be cached, which says what to write instead."""
-    advice = "expected a module, a method of an object, a function or a class"
-    for is_such, instead in _SIGNS:
-        if is_such(target):
-            advice = instead
-            break
+    advice = next((text for kind, text in _INSTEAD if isinstance(target, kind)), None)
+    if isinstance(target, types.MethodType) and isinstance(target.__self__, type):
+        advice = _CALL_IT
+    elif advice is None and hasattr(target, "__getitem__") and hasattr(target, "__len__"):
+        advice = "CachedDataset(dataset) caches the samples of a dataset"
+    elif advice is None and hasattr(target, "__dict__"):
+        advice = (
+            'name its methods, torchcache(object, methods=("encode",)), or one: torchcache(object.encode)'
+        )
+    elif advice is None:
+        advice = "expected a module, a method of an object, a function or a class"
     name = type(target).__name__
     article = "an" if name[0].lower() in "aeiou" else "a"
     return DecorationError(f"torchcache cannot decorate {shown(target)}, {article} {name}: {advice}")

@@ -31,7 +31,6 @@ from torchcache2.core.values import (
     NotRebuiltError,
     Opened,
     closed,
-    leaves_of,
     node_type,
     opened,
     opened_or_none,
@@ -107,13 +106,12 @@ class Lists:
     def has_entries(self, value: Any, path: str, count: int) -> bool:
         """Whether a list in an output for `count` items has an entry for each of them.
 
-        `UnstorableError` if it has another length, or if that is not known, and no tensors show that it has
-        none.
+        `UnstorableError` if it has another length, or if that is not known.
         """
         known = self.known.get(path)
         if known and len(value) != count:
             raise UnstorableError(f"output{path} has {len(value)} entries for a batch of {count}")
-        if known is None and 0 < len(value) == count and not _is_stack(value, count):
+        if known is None and 0 < len(value) == count:
             raise UnstorableError(
                 f"output{path} has {count} entries, as the batch, and no batch of another size says "
                 "whether it has one for each item"
@@ -267,12 +265,6 @@ def joined(parts: Parts, count: int, *, device: torch.device) -> Rows | None:
 def entry_parts(rows: ItemRows) -> Parts:
     """The entries of rows, to be compared: nothing is packed, so equal structures have equal schemas."""
     return list(Samples(packs=False).to_rows(rows.values(_CPU)).parts)
-
-
-def _is_stack(value: Any, count: int) -> bool:
-    """Whether a list has tensors, or arrays, and all have the batch first."""
-    leaves = [leaf for leaf in leaves_of(value, objects=True) if isinstance(leaf, (Tensor, np.ndarray))]
-    return bool(leaves) and all(leaf.ndim and len(leaf) == count for leaf in leaves)
 
 
 def _opened_array(value: Any) -> Opened:
