@@ -164,7 +164,7 @@ def train(folder: Path, options: argparse.Namespace) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=3, metavar="N", help="default: %(default)s")
-    parser.add_argument("--images", type=int, default=96, metavar="N", help="default: %(default)s")
+    parser.add_argument("--images", type=int, default=72, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--size", type=int, default=64, metavar="N", help="pixels of a side (default: %(default)s)"
     )

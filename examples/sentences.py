@@ -48,7 +48,7 @@ def run(model_path: Path, folder: Path, days: list[list[str]]) -> list[np.ndarra
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--sentences", type=int, default=400, metavar="N", help="a day (default: %(default)s)"
+        "--sentences", type=int, default=300, metavar="N", help="a day (default: %(default)s)"
     )
     parser.add_argument(
         "--library",

@@ -190,10 +190,17 @@ def test_a_method_that_mixes_items_does_not_stop_another(x, log):
     assert sum("Mixed.mixing: not cached" in text for text in texts(log)) == 1
 
 
+def test_a_part_is_no_method():
+    with pytest.raises(
+        DecorationError, match=r"'body': it is a module. Decorate that: torchcache\(model.body\)"
+    ):
+        torchcache(nn.ModuleDict({"body": nn.Linear(2, 2)}), methods="body")
+
+
 @pytest.mark.parametrize(
     "methods, words",
     [
-        (("encode",), "'encode': a Named has no method"),
+        (("encode",), "'encode': Named has no method"),
         (("prop",), "'prop': it is a property. Name the method that it calls"),
         (("static",), "'static': it is a staticmethod"),
         (("made",), "'made': it is a classmethod"),

@@ -23,6 +23,7 @@ LIBRARIES = (
     "transformers.models.t5.modeling_t5",
     "diffusers.models.autoencoders.autoencoder_kl",
     "diffusers.models.unets.unet_2d_condition",
+    "diffusers.schedulers.scheduling_ddpm",
     "sentence_transformers",
     "transformers.trainer",
     "accelerate",

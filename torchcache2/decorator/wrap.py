@@ -600,8 +600,10 @@ def own_method(obj: Any, name: str) -> Any:
     if own is None and raw is None and isinstance(obj, LazyModule):
         return obj.method(name)
     why = ""
-    if own is None and raw is None:
-        why = f"a {kind.__name__} has no method of this name"
+    if isinstance(getattr(obj, name, None) if raw is None else own, nn.Module):
+        why = f"it is a module. Decorate that: torchcache(model.{name})"
+    elif own is None and raw is None:
+        why = f"{kind.__name__} has no method of this name"
     elif hasattr(type(raw), "__set__"):
         why = f"it is a {type(raw).__name__}. Name the method that it calls"
     elif name.startswith("__"):

@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tests.helpers import warm
+from tests.helpers.examples import LIBRARIES
 from tests.torch.zoo import pipelines
 from tests.torch.zoo.checks import check_same
 from torchcache2 import cache_of, torchcache
@@ -77,7 +78,7 @@ def test_pipelines_are_equal_and_the_second_process_computes_nothing(names, tmp_
         for library in ("torchvision", "timm", "open_clip", "sentence_transformers"):
             pytest.importorskip(library)
     digests = {name: check_first_process(name, tmp_path / name) for name in names}
-    second = warm.run(SECOND, tmp_path, *names, cwd=warm.ROOT)
+    second = warm.run(SECOND, tmp_path, *names, cwd=warm.ROOT, imports=LIBRARIES)
     report = json.loads(second.out)
     assert {name: report[name][2] for name in names} == digests
     for name in names:
