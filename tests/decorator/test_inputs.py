@@ -447,6 +447,18 @@ def test_a_dict_that_is_changed_otherwise_is_changed_as_without_a_cache(what):
     assert set(stats(module).bypasses) <= {"input"} and stats(module).hits == 0
 
 
+def test_a_dict_that_is_put_in_itself_is_the_callers_own():
+    @torchcache
+    def function(given):
+        given["self"] = given
+        return given
+
+    for _ in range(2):
+        given = {"x": torch.ones(2, 2)}
+        assert function(given) is given and given["self"] is given
+    assert stats(function).bypasses == {"input": 4}
+
+
 class Slotted:
     __slots__ = ("by",)
 

@@ -49,10 +49,11 @@ def filling(
             added = {
                 name: value for name, value in copied.items() if name not in given or given[name] is not value
             }
-            is_filled = output is copied and added and list(copied)[: len(given)] == list(given)
+            is_plain = not any(value is copied for value in added.values())
+            is_filled = is_plain and output is copied and added and list(copied)[: len(given)] == list(given)
             if not is_filled and (added or list(copied) != list(given)):
                 given.clear()  # it is noticed that this argument has changed
-                given.update(copied)
+                given.update({name: given if one is copied else one for name, one in copied.items()})
         return {_FILLED: added} if is_filled else given if output is copied else output
 
     return steps
@@ -98,7 +99,10 @@ class Inputs:
 
     def changed(self) -> bool:
         """Whether the forward has changed an argument in place."""
-        leaves = argument_leaves(self.args, self.kwargs)
+        try:
+            leaves = argument_leaves(self.args, self.kwargs)
+        except RecursionError:  # an argument contains itself now
+            return True
         return (
             self._versions() != self._before
             or not (len(leaves) == len(self._leaves) and all(map(is_, leaves, self._leaves)))
