@@ -1038,3 +1038,10 @@ def inside_of_distributed_data_parallel(x):
             wrapped.module.encode_image(x), wrapped(x)
     assert cache_of(wrapped.module).stats().bypasses == {}
     assert calls(model) == (15, 5)
+
+
+def test_a_function_in_a_comprehension_is_no_method():
+    (double,) = [torchcache(lambda x: 2 * x) for _ in range(1)]
+    for _ in range(2):
+        assert double(torch.ones(2, 3)).tolist() == [[2, 2, 2]] * 2
+    assert cache_of(double).stats().hits == 3

@@ -229,7 +229,7 @@ def _decorate_function(function: types.FunctionType, settings: CacheSettings) ->
 def _is_in_class_body(function: types.FunctionType) -> bool:
     """Whether a function is being defined in the body of a class, which is not there yet."""
     *path, name = function.__qualname__.split(".")
-    if not path or path[-1] == "<locals>":
+    if not path or path[-1].startswith("<"):  # as in ``<locals>`` or ``<listcomp>``
         return False
     scope: Any = sys.modules.get(function.__module__)
     for part in path:
