@@ -43,7 +43,10 @@ class UnstorableError(Exception):
     """An output that cannot be stored as rows; the message says why."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"{what}; docs/values.md has what can be kept, and register_value adds to it")
+        super().__init__(
+            f"{what}; return dense tensors, arrays, numbers, texts, or lists, dicts and dataclasses of these. "
+            "For others, see torchcache2.register_value"
+        )
 
 
 class Rows:
