@@ -84,7 +84,7 @@ can-run-pythons: $(BETWEEN:%=$(VENV)-%/installed)
 
 $(VENV)-lowest/installed: pyproject.toml
 	$(firstword $(PYTHONS) $(PYTHON)) -m venv --clear $(VENV)-lowest
-	$(VENV)-lowest/bin/pip install --quiet "torch==2.4.*" "numpy==1.26.*" "transformers<4.50" -e ".[test]"
+	$(VENV)-lowest/bin/pip install --quiet "torch==2.4.*" "numpy==1.26.*" "transformers<4.50" "diffusers<0.34" -e ".[test]"
 	touch $@
 
 # Without the constraints: they are what keeps torch from being the newest.

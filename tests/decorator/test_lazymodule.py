@@ -66,7 +66,7 @@ def later(monkeypatch):
 
 def plain(path):
     net = Net()
-    net.load_state_dict(torch.load(path))
+    net.load_state_dict(torch.load(path, weights_only=True))
     return net.eval().requires_grad_(False)
 
 
@@ -74,7 +74,7 @@ def lazy_net(path, scale=1.0):
     def load():
         note(LOADS_NAME, "net")
         net = Net()
-        net.load_state_dict(torch.load(path))
+        net.load_state_dict(torch.load(path, weights_only=True))
         with torch.no_grad():
             net.layer.weight.mul_(scale)
         return net

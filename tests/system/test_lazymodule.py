@@ -20,7 +20,7 @@ def load():
         log.write("x")
     time.sleep(0.3)
     net = Backbone()
-    net.load_state_dict(torch.load(WEIGHTS))
+    net.load_state_dict(torch.load(WEIGHTS, weights_only=True))
     return net
 
 

@@ -367,7 +367,7 @@ def test_a_lazy_module_is_loaded_outside_of_graphs(tmp_path, is_cached):
 
     def load():
         net = Net()
-        net.load_state_dict(torch.load(path))
+        net.load_state_dict(torch.load(path, weights_only=True))
         return net
 
     lazy = LazyModule(load, files=path)

@@ -91,7 +91,7 @@ class LazyModule(nn.Module):
     >>> torch.save(nn.Linear(4, 2).state_dict(), path)
     >>> def load():
     ...     encoder = nn.Linear(4, 2)
-    ...     encoder.load_state_dict(torch.load(path))
+    ...     encoder.load_state_dict(torch.load(path, weights_only=True))
     ...     return encoder
     >>> encoder = torchcache(LazyModule(load, files=path))
     >>> encoder.is_loaded
