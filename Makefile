@@ -13,6 +13,7 @@ PYTHON ?= python3
 VENV ?= .venv
 QUICK = $(addprefix tests/,core engine decorator/test_decorator.py decorator/test_forward.py identity/test_keys.py)
 NOT_TORCH = system cli tiers/disk project torch/zoo identity/xxh3 core/test_rowcopy.py
+OF_TRANSFORMERS = $(addprefix pages/test_examples_,clip.py latents.py speech.py)  # and diffusers, of today
 # Beside them what needs no accelerator: files, data sets, pages, the memory of the host; and stand-ins for one.
 NOT_GPU = $(NOT_TORCH) core datasets files pages tiers engine/collective engine/test_pressure.py \
 	$(addprefix torch/,test_sharded.py test_sharded_collective.py test_torch_modes.py)
@@ -63,13 +64,13 @@ soak: $(VENV)/test $(VENV)/zoo
 	$(RUN) -m pytest --device cpu tests/gpu
 
 # The builds of torch that a registry has bring CUDA libraries: some gigabytes. The transformers of
-# today do not work with the old one, so neither does the zoo of models, nor does NumPy with its Triton: kernels
+# today do not work with the old one, so neither do the zoo and examples of models, nor does NumPy with its Triton: kernels
 # are tested with the Triton of today. Left out is also what tests processes, files, commands and this repository
 # rather than torch; the code on the pages is run. Google's libraries warn of the old Python.
 lowest: export PYTHONWARNINGS = ignore:You are using a non-supported Python version:FutureWarning
 lowest: $(VENV)-lowest/installed
 	$(VENV)-lowest/bin/python -m pytest $(PARALLEL) -W 'ignore:`torch.utils._pytree._register_pytree_node`:FutureWarning' \
-		-W "$$PYTHONWARNINGS" $(patsubst %,--ignore=tests/%,$(NOT_TORCH))
+		-W "$$PYTHONWARNINGS" $(patsubst %,--ignore=tests/%,$(NOT_TORCH) $(OF_TRANSFORMERS))
 
 newest: $(VENV)-newest/installed
 	$(VENV)-newest/bin/python -m pytest $(PARALLEL) -W "ignore:Guards may run slower" $(OF_TORCH) $(patsubst %,--ignore=tests/%,$(NOT_TORCH))

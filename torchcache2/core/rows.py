@@ -44,8 +44,8 @@ class UnstorableError(Exception):
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"{what}; return dense tensors, arrays, numbers, texts, or lists, dicts and dataclasses of these. "
-            "For others, see torchcache2.register_value"
+            f"{what}; return dense tensors, arrays, numbers, texts, or lists, dicts and dataclasses of "
+            "these. For others, see torchcache2.register_value"
         )
 
 

@@ -472,7 +472,7 @@ class _WatchedMethod(CachedMethod):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the method returns."""
-        obj: Any = self._object()
+        obj: Any = self._held  # Dynamo of torch 2.4 does not follow a weak reference
         function = getattr(type(obj), self.__name__)
         if torch.compiler.is_compiling():
             return function(obj, *args, **kwargs)
