@@ -291,7 +291,7 @@ def test_a_subclass_decorated_with_other_options_has_them():
 
 def scripted():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # it is deprecated
         return torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dis
 import os
 import random
+import re
 import secrets
 import sys
 import types
@@ -70,7 +71,7 @@ def _draws(function: types.FunctionType) -> Iterator[str]:
     if _NAMES.isdisjoint(taken) and (_SYSTEM | _MAKERS).isdisjoint(map(id, reached)):
         return
     for code in code_objects(function.__code__):
-        steps = [step for step in dis.get_instructions(code) if step.opname not in _SKIPPED]
+        steps = list(_steps(code))
         value: Any = None
         module: Any = None
         path = ""
@@ -96,6 +97,17 @@ def _draws(function: types.FunctionType) -> Iterator[str]:
                 yield path
             elif id(value) in _MAKERS and _is_call_without_seed(steps[number + 1 :]):
                 yield f"{path}() without a seed"
+
+
+def _steps(code: types.CodeType) -> Iterator[dis.Instruction]:
+    """The instructions, each of which has one name: Python 3.13 has some with two."""
+    for step in dis.get_instructions(code):
+        names = re.findall("(?:LOAD|STORE)_FAST", step.opname)
+        if len(names) == 2:
+            for name, variable in zip(names, step.argval, strict=True):
+                yield step._replace(opname=name, argval=variable)
+        elif step.opname not in _SKIPPED:
+            yield step
 
 
 def _attribute(value: Any, name: str) -> Any:
