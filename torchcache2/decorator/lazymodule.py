@@ -167,7 +167,7 @@ class LazyModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Libraries ask whether a module has such attributes.
+            # Other libraries only test whether a module has these: that must not load it.
             if name.startswith(("_", "torchcache_")) or name == "cache_instance":
                 raise
             return getattr(self._lazy.load(f"its attribute {name!r} is read"), name)
@@ -262,7 +262,7 @@ class _Lazy:
                     elif not is_recent:
                         notes.put(key, found)
             except (OSError, OptionError):
-                # A file is gone: what is loaded, or was found, is that of the files that were there.
+                # A file was deleted: the digest of the files as they were still names what was loaded.
                 return os.urandom(16) if self._read is None else self._read[1]
             self._read = None if is_recent else (status, found)
             return found

@@ -41,7 +41,7 @@ class ObjectKeepers:
     def look(self, value: Any, path: str) -> ObjectSeen:
         """What an object is now, by its state and code; `UnencodableError` if that cannot be read."""
         keeper = self._keeper(value)
-        # Somebody who passes data in an object of their own may write to it between two calls.
+        # An object of the user's own class may hold data that changes between two calls.
         is_own = sourcecode.origin(type(value)) not in ("installed", "torch")
         if not (isinstance(value, nn.Module) or keeper.notices_all(large=is_own)):
             keeper.distrust_structure()
@@ -65,7 +65,7 @@ class ObjectKeepers:
     def _reference(self, value: Any) -> Callable[[], Any]:
         keepers, key = self._keepers, id(value)
         try:
-            # The keeper of a module keeps its submodules and weights. To take it out needs no lock.
+            # A keeper keeps submodules and weights alive, so it goes with its module. `dict.pop` is atomic.
             return weakref.ref(value, lambda _: keepers.pop(key, None) and None)
         except TypeError:
             return lambda: value

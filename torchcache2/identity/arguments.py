@@ -209,7 +209,7 @@ class Signature:
             arguments: Mapping[str, Any] = self._signature.bind(*args, **named).arguments
         else:
             arguments = dict(zip(self._positional, args, strict=False))
-        # Where something else is the batch, an array may belong to all of it.
+        # An array is a batch only if no tensor and no `item_args` is one: beside these, it may be shared.
         is_told = self._item_args or any(
             isinstance(value, Tensor) and name not in self._shared for name, value in arguments.items()
         )
@@ -275,7 +275,7 @@ class Signature:
         return first_batch_size(others, {k: v for k, v in named.items() if k not in self._shared})
 
     def _encode(self, encoder: ArgumentEncoder, name: str, value: Any, path: str) -> bytes:
-        # A single text is no batch: it belongs to whatever else is one.
+        # A single text has no entries: all items share it.
         has_entries = name in self._item_args and not isinstance(value, (Tensor, str, type(None)))
         return encoder.argument(value, path, is_shared=name in self._shared, has_entries=has_entries)
 

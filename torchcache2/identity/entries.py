@@ -130,7 +130,7 @@ def _column(value: Any) -> _Column | None:
     """How to read a column of a table; None if it is no column, or has categories beside its entries."""
     for column in _COLUMNS:
         kind = getattr(sys.modules.get(column.module), column.name, None)
-        # A subclass of somebody else may have more than these libraries know.
+        # Only the library's own classes: a user's subclass may have state that is not in its entries.
         if kind is not None and isinstance(value, kind) and type(value).__module__.startswith(column.module):
             return None if column.form(value)[0].startswith(("category", "dictionary")) else column
     return None
