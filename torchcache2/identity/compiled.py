@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.process import ProcessLock
 
 __all__ = [
     "CompiledText",
