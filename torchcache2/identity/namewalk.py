@@ -16,8 +16,8 @@ from torchcache2.core.private import OPERATOR_FIELDS
 from torchcache2.identity import sourcecode
 from torchcache2.identity.codenames import IMPORTING, names_of
 from torchcache2.identity.compiled import CompiledTexts, names_in
-from torchcache2.identity.containers import MUTABLE
 from torchcache2.identity.encoding import Encoder, public_module, text_bytes
+from torchcache2.identity.guard import MUTABLE
 from torchcache2.identity.imports import files_of, place_of, resolved
 from torchcache2.identity.torchcode import (
     OPERATOR_NAMESPACES,

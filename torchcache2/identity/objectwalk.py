@@ -25,7 +25,6 @@ from torchcache2.core.private import COMPILED_FROM
 from torchcache2.identity.annotations import parts_of_type
 from torchcache2.identity.bulk import UNCOUNTED, Bulk
 from torchcache2.identity.compiled import CompiledTexts
-from torchcache2.identity.containers import MUTABLE, content
 from torchcache2.identity.encoding import (
     CONTAINERS,
     Encoder,
@@ -34,6 +33,7 @@ from torchcache2.identity.encoding import (
     sized,
     text_bytes,
 )
+from torchcache2.identity.guard import MUTABLE, content
 from torchcache2.identity.leftout import OwnerWalk, left_out
 from torchcache2.identity.marks import (
     ADDED_ATTRIBUTE,
