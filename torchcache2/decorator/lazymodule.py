@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128
 
-from torchcache2.core.buckets import Bucket
 from torchcache2.core.errors import OptionError
-from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce, listed, logger, shown
+from torchcache2.core.places import Bucket
+from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.steps import opaque

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_digest
 
-from torchcache2.core.gather import item_bytes
+from torchcache2.core.memory import item_bytes
 from torchcache2.core.values import attributes
 from torchcache2.identity.xxh3.device import DIGESTS
 

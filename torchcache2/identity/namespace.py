@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce, listed, logger
-from torchcache2.core.modes import autocast_keeps_weights
-from torchcache2.core.private import modules_of
+from torchcache2.core.private import autocast_keeps_weights, modules_of
+from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
 from torchcache2.identity.containers import Attributes
 from torchcache2.identity.differences import changes, of_root

@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeVar
 
 from xxhash import xxh3_128_hexdigest
 
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.process import ProcessLock
 
 __all__ = [
     "CompiledText",
