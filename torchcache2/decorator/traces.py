@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from torchcache2.core.arrays import Bytes2D
+from torchcache2.core.keys import Bytes2D
 from torchcache2.core.private import has_version, version
 from torchcache2.engine.steps import Steps
 from torchcache2.identity.arguments import BoundCall

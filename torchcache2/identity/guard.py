@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchcache2.core.gather import as_bytes
+from torchcache2.core.memory import as_bytes
 from torchcache2.core.private import BUFFERS, GLOBAL_HOOKS, HOOKS, MODULES, PARAMETERS, PRE_HOOKS
 from torchcache2.identity.marks import is_method
 
