@@ -9,6 +9,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import contextlib
 import dis
 import functools
 import importlib.metadata
@@ -36,6 +37,7 @@ __all__ = [
     "CompiledTexts",
     "Origin",
     "Origins",
+    "cells_of",
     "code_objects",
     "defining_module",
     "file_digest",
@@ -248,9 +250,9 @@ class CompiledTexts:
     def have(self, code: types.CodeType, lines: list[str]) -> bool:
         """Whether code is what these lines of its file compile to.
 
-        Tries the statement that the code is in first, as a whole file takes many times as long to compile. The
-        imports above it stay: calls on an imported name compile to other instructions than calls on another
-        global do. Of code in which pytest has rewritten assertions, the file must be older than the process.
+        Tries the statement that the code is in first, as to compile a whole file takes many times as long.
+        The imports above it stay: calls on an imported name compile to other instructions than on another
+        global. Of code in which pytest has rewritten assertions, the file must be older than the process.
         """
         names = [name for inner in code_objects(code) for name in (*inner.co_names, *inner.co_varnames)]
         if any(name.startswith("@py") for name in names):
@@ -326,6 +328,13 @@ def code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from code_objects(constant)
+
+
+def cells_of(function: types.FunctionType) -> Iterator[tuple[str, types.CellType, Any]]:
+    """The variables that a function has captured, with their cells and their values."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # the variable is not assigned yet
+            yield name, cell, cell.cell_contents
 
 
 def names_in(code: types.CodeType) -> set[str]:
