@@ -5,8 +5,8 @@ import weakref
 
 import torch
 
+from torchcache2.core.memory import Runtime
 from torchcache2.core.rowcopy import Chunks
-from torchcache2.core.transfer import Runtime
 
 POISON = 0xA5
 

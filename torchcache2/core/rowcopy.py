@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.arrays import Ordinals
-from torchcache2.core.gather import as_words
+from torchcache2.core.keys import Ordinals
 from torchcache2.core.logs import ToldOnce, logger
-from torchcache2.core.transfer import CUDA, Runtime
+from torchcache2.core.memory import CUDA, Runtime, as_words
 
 __all__ = ["Chunks", "RowCopier"]
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.arrays import Bytes2D
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Bytes2D, Keys
 from torchcache2.core.logs import shown
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory

@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from torchcache2.core.environment import disabled_by_environment
 from torchcache2.core.errors import NotCachedError, OptionError
-from torchcache2.core.exits import AtExit, before_pools_end
 from torchcache2.core.keys import Keys
 from torchcache2.core.logs import logger
-from torchcache2.core.settings import CacheSettings
+from torchcache2.core.process import AtExit, before_pools_end
+from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.decorator import bypass
 from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.elsewhere import are_weights_elsewhere, telling

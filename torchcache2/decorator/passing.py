@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchcache2.core.environment import disabled_by_environment, strict_by_environment
-from torchcache2.core.settings import CacheSettings
+from torchcache2.core.settings import CacheSettings, disabled_by_environment, strict_by_environment
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.decorator.bypass import BypassError
 from torchcache2.decorator.forward import Computation

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.arrays import Bytes2D
-from torchcache2.core.gather import as_bytes
+from torchcache2.core.keys import Bytes2D
+from torchcache2.core.memory import as_bytes
 from torchcache2.core.private import has_version, version
 from torchcache2.engine.steps import Steps
 from torchcache2.identity.argumentobjects import ObjectSeen

@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchcache2.core.environment import disabled_by_environment
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import listed, logger
 from torchcache2.core.private import PRE_HOOKS
-from torchcache2.core.ranks import Place
-from torchcache2.core.settings import CacheSettings
+from torchcache2.core.process import Place
+from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.core.values import leaves_of, mapped
 from torchcache2.decorator.bypass import BypassError, of_module
 from torchcache2.decorator.shares import share_of

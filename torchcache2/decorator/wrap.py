@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from torchcache2.core.errors import DecorationError
-from torchcache2.core.locks import ProcessLock
 from torchcache2.core.private import REPLICA_MARK, REPLICATE
+from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.values import leaves_of
 from torchcache2.decorator.lazymodule import LazyModule

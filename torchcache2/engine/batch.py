@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OutputError
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.rows import Rows, UnstorableError, rounded
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.steps import Steps

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OptionError, OutputError
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.logs import ToldOnce, shown
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import size_text

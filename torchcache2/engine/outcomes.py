@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Positions
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.logs import logger
 from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings

@@ -37,9 +37,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import RankError
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.rows import Parts
 from torchcache2.engine.batch import RefusedError
 from torchcache2.engine.collective.apart import apart

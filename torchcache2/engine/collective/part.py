@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Bytes2D, Positions
+from torchcache2.core.keys import Bytes2D, Positions
 from torchcache2.core.rows import Parts, Rows
 from torchcache2.engine.batch import RefusedError
 from torchcache2.engine.collective.apart import apart

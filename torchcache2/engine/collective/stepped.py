@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from torchcache2.core.arrays import Bytes2D, Positions
 from torchcache2.core.groups import group_of
-from torchcache2.core.keys import Keys
-from torchcache2.core.ranks import Place, place
+from torchcache2.core.keys import Bytes2D, Keys, Positions
+from torchcache2.core.process import Place, place
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.batch import Batch, Hits, Misses, NotStoredError

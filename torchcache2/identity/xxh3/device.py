@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128_digest
 
-from torchcache2.core.gather import item_bytes
 from torchcache2.core.logs import ToldOnce, logger
-from torchcache2.core.transfer import CUDA, Runtime
+from torchcache2.core.memory import CUDA, Runtime, item_bytes
 from torchcache2.identity.xxh3.constants import SHORTEST, secrets
 from torchcache2.identity.xxh3.launch import MOST_ROWS, Places, start
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.transfer import CUDA, Runtime
+from torchcache2.core.memory import CUDA, Runtime
 
 __all__ = ["MOST_ROWS", "Places", "start"]
 

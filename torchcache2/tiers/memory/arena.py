@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Bytes2D, Ordinals, Words
+from torchcache2.core.keys import Bytes2D, Ordinals, Words
+from torchcache2.core.memory import StreamOrder
 from torchcache2.core.rowcopy import RowCopier
-from torchcache2.core.rows import Rows
-from torchcache2.core.schema import Schema
-from torchcache2.core.transfer import StreamOrder
+from torchcache2.core.rows import Rows, Schema
 from torchcache2.tiers.index import KeyIndex
 from torchcache2.tiers.memory.columns import host_column, row_column
 

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.arrays import Ordinals
-from torchcache2.core.gather import gather, write
+from torchcache2.core.keys import Ordinals
+from torchcache2.core.memory import Runtime, gather, write
 from torchcache2.core.rowcopy import Chunks, RowCopier
-from torchcache2.core.transfer import Runtime
 
 __all__ = ["Column", "host_column", "row_column"]
 

@@ -20,10 +20,9 @@ from collections.abc import Callable, Collection, Iterator
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Flags
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Flags, Keys
 from torchcache2.core.rowcopy import RowCopier
-from torchcache2.core.schema import Schema
+from torchcache2.core.rows import Schema
 from torchcache2.core.settings import Policy
 from torchcache2.tiers.memory.arena import Arena
 
