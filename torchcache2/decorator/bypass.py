@@ -64,10 +64,7 @@ REASONS = {
         "its output is random: nothing to do if that is meant, else remove the random operation; or "
         "another thread drew random numbers meanwhile",
     ),
-    "state": Reason(
-        "forward",
-        "if that happens at every call, keep it outside of the forward, as you can a call of .eval()",
-    ),
+    "state": Reason("forward", "if that happens at every call, keep it outside of the forward"),
     "inference": Reason("module", "make or load the module under torch.no_grad() instead"),
     "autocast": Reason("weights", "change weights outside of the autocast context"),
     "input": Reason("forward", "have it work on a copy"),
