@@ -26,6 +26,7 @@ from torch.overrides import has_torch_function
 __all__ = [
     "BATCH_NORMS",
     "BUFFERS",
+    "CAN_TURN_ON",
     "COMPILED_FROM",
     "COMPILER_ERRORS",
     "CUSTOM_OPERATORS",
@@ -76,6 +77,7 @@ __all__ = [
     "pytree",
     "register_before_pools_end",
     "script_parts",
+    "set_compiler",
     "version",
 ]
 
@@ -174,6 +176,15 @@ def leave_out(function: F, *, with_calls: bool) -> F:
     _set_strategy(function.__code__, _FrameStrategy(_FrameAction.SKIP, for_calls))
     vars(function)["_torchdynamo_disable"] = True  # graphs that call the function look for this
     return function
+
+
+def _turn_off(compiler: Any) -> None:
+    """Takes the place of `set_compiler` where torch has none: who calls it is left out with all calls."""
+
+
+# Sets what compiles the functions that this thread calls from now on, or None; returns the one before.
+set_compiler: Callable[[Any], Any] = _first("torch._C._dynamo.eval_frame.set_eval_frame", otherwise=_turn_off)
+CAN_TURN_ON = set_compiler is not _turn_off
 
 
 COMPILED_FROM = "_torchdynamo_orig_callable"  # of a compiled function: else it counts as torch's code

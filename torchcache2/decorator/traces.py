@@ -19,7 +19,6 @@ from torch import Tensor
 from torchcache2.core.keys import Bytes2D
 from torchcache2.core.memory import as_bytes
 from torchcache2.core.private import has_version, version
-from torchcache2.engine.steps import Steps
 from torchcache2.identity.argumentobjects import ObjectSeen
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.entries import argument_leaves
@@ -31,20 +30,20 @@ _FILLED = ("filled by the forward",)  # the key of what was added, in an output 
 
 
 def filling(
-    forward: Callable[[tuple[Any, ...], Mapping[str, Any]], Steps[Any]],
-) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Steps[Any]]:
+    forward: Callable[[tuple[Any, ...], Mapping[str, Any]], Any],
+) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
     """The same forward, but if it adds to its only dict and returns that, its output is what was added."""
 
-    def steps(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
+    def steps(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         given = _only_dict(args, kwargs)
         if given is None:
-            return (yield from forward(args, kwargs))
+            return forward(args, kwargs)
         copied = copy.copy(given)
         own: dict[int, Any] = {id(given): copied}
         output: Any = None
         args = tuple([own.get(id(value), value) for value in args])
         try:
-            output = yield from forward(args, {name: own.get(id(v), v) for name, v in kwargs.items()})
+            output = forward(args, {name: own.get(id(v), v) for name, v in kwargs.items()})
         finally:
             added = {
                 name: value for name, value in copied.items() if name not in given or given[name] is not value

@@ -30,8 +30,8 @@ from torchcache2.decorator.lazymodule import LazyModule
 from torchcache2.decorator.modulecache import ModuleCache
 from torchcache2.decorator.probes import Probes
 from torchcache2.decorator.tracing import is_exported, is_traced, with_own_code
+from torchcache2.engine.running import Compiler, Forward, outside
 from torchcache2.engine.stack import TierStack
-from torchcache2.engine.steps import Steps, run_steps
 from torchcache2.identity.marks import (
     ADDED_ATTRIBUTE,
     BINDING,
@@ -122,17 +122,19 @@ def decorate_function(function: types.FunctionType, binding: Binding) -> Callabl
     def cached(*args: Any, **kwargs: Any) -> Any:
         if is_exported():
             return function(*args, **kwargs)
-        return run_steps(_call_function, cached, args, kwargs)
+        return outside(_call_function, cached, args, kwargs)
 
     setattr(cached, ORIGINAL_ATTRIBUTE, function)
     cached.cache_instance = cache  # type: ignore[attr-defined]
     return cached
 
 
-def _call_function(wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps[Any]:
+def _call_function(
+    compiler: Compiler, wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     # Both are read at each call: a notebook that reloads the function in place gives the wrapper others.
     cache: ModuleCache = getattr(wrapper, "cache_instance")  # noqa: B009
-    return (yield from cache.call(getattr(wrapper, ORIGINAL_ATTRIBUTE), args, kwargs))
+    return cache.call(Forward(getattr(wrapper, ORIGINAL_ATTRIBUTE), compiler), args, kwargs)
 
 
 def is_cached_function(value: Any) -> bool:
@@ -231,7 +233,7 @@ def decorate_method(
     def cached_method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_exported():
             return function(self, *args, **kwargs)
-        return run_steps(_call_method, self, name, cached_method, args, kwargs)
+        return outside(_call_method, self, name, cached_method, args, kwargs)
 
     setattr(cached_method, ORIGINAL_ATTRIBUTE, function)
     setattr(cached_method, BINDING, binding)
@@ -239,17 +241,22 @@ def decorate_method(
 
 
 def _call_method(
-    obj: Any, name: str, wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Steps[Any]:
-    kind, plain = type(obj), _original_method(obj, name, wrapper)
+    compiler: Compiler,
+    obj: Any,
+    name: str,
+    wrapper: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    kind, forward = type(obj), Forward(_original_method(obj, name, wrapper), compiler)
     # The key stands for the method of the object's own class. If a subclass calls this one by `super()`, that
     # is another computation, which is not cached by itself.
     if getattr(kind, name, None) is not wrapper and not _is_own(kind, name, wrapper):
-        return (yield plain, args, kwargs)
+        return forward(*args, **kwargs)
     # A traced call makes no cache, as some exporters look for attributes that a call adds.
     if "cache_instance" not in getattr(obj, "__dict__", ()) and is_traced():
-        return (yield plain, args, kwargs)
-    return (yield from cache_of_object(obj, name).call(plain, args, kwargs))
+        return forward(*args, **kwargs)
+    return cache_of_object(obj, name).call(forward, args, kwargs)
 
 
 def _original_method(obj: Any, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
@@ -438,10 +445,10 @@ class CachedMethod:
                 return self.own(*args, **kwargs)
             obj: Any = self._object()  # Dynamo follows this, but not `plain`
             return getattr(type(obj), self.__name__)(obj, *args, **kwargs)
-        return run_steps(self._call, args, kwargs)
+        return outside(self._call, args, kwargs)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps[Any]:
-        return (yield from self.cache.call(self.plain(), args, kwargs))
+    def _call(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.cache.call(Forward(self.plain(), compiler), args, kwargs)
 
     def replicate(self) -> nn.Module:
         """A replica of the module for `nn.DataParallel`, with the same caches."""
