@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchcache2.identity.bulk import Bulk
-from torchcache2.identity.compiled import CompiledTexts
-from torchcache2.identity.encoding import Encoder
+from torchcache2.identity.encoding import Bulk, Encoder
 from torchcache2.identity.modulewalk import Walk
+from torchcache2.identity.sourcecode import CompiledTexts
 
 Named = collections.namedtuple("Named", "a b")
 

@@ -23,62 +23,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.utils import parametrize
 from torch.overrides import has_torch_function
 
-__all__ = [
-    "BATCH_NORMS",
-    "BUFFERS",
-    "COMPILED_FROM",
-    "COMPILER_ERRORS",
-    "CUSTOM_OPERATORS",
-    "DROPOUTS",
-    "FINALIZERS",
-    "FSDP_MARK",
-    "FSDP_MODULES",
-    "GCS_RETRIED",
-    "GLOBAL_HOOKS",
-    "HOOKS",
-    "MODULES",
-    "OPERATOR_CODE",
-    "OPERATOR_DEFINITION",
-    "OPERATOR_FIELDS",
-    "PARAMETERS",
-    "PRE_HOOKS",
-    "PRODUCT_PRECISION",
-    "REGISTERED_KERNELS",
-    "REPLICATE",
-    "REPLICA_MARK",
-    "S3_CALL",
-    "S3_LISTING",
-    "S3_SESSION",
-    "SCRIPT",
-    "SCRIPT_FIELDS",
-    "SESSIONS",
-    "ScriptParts",
-    "autocast_keeps_weights",
-    "buffers_of",
-    "default_device",
-    "fsdp_policy",
-    "group_store",
-    "group_timeout",
-    "has_version",
-    "in_dispatch_mode",
-    "in_foreign_mode",
-    "in_forward_ad",
-    "in_transform",
-    "is_fx_traced",
-    "is_given_work",
-    "is_jit_traced",
-    "keeps_parametrized",
-    "leave_out",
-    "modes",
-    "modules_of",
-    "parameters_of",
-    "product_precision",
-    "pytree",
-    "register_before_pools_end",
-    "script_parts",
-    "version",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -174,6 +118,15 @@ def leave_out(function: F, *, with_calls: bool) -> F:
     _set_strategy(function.__code__, _FrameStrategy(_FrameAction.SKIP, for_calls))
     vars(function)["_torchdynamo_disable"] = True  # graphs that call the function look for this
     return function
+
+
+def _turn_off(compiler: Any) -> None:
+    """Takes the place of `set_compiler` where torch has none: who calls it is left out with all calls."""
+
+
+# Sets what compiles the functions that this thread calls from now on, or None; returns the one before.
+set_compiler: Callable[[Any], Any] = _first("torch._C._dynamo.eval_frame.set_eval_frame", otherwise=_turn_off)
+CAN_TURN_ON = set_compiler is not _turn_off
 
 
 COMPILED_FROM = "_torchdynamo_orig_callable"  # of a compiled function: else it counts as torch's code

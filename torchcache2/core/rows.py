@@ -41,18 +41,6 @@ from torchcache2.core.values import (
     taken_apart,
 )
 
-__all__ = [
-    "Leaf",
-    "Parts",
-    "Rows",
-    "Schema",
-    "UnstorableError",
-    "merged",
-    "plain_bytes",
-    "rounded",
-    "values_of",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:

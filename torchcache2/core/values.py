@@ -25,32 +25,6 @@ from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import shown
 from torchcache2.core.private import pytree
 
-__all__ = [
-    "BARE",
-    "Node",
-    "Opened",
-    "Opener",
-    "UnstorableError",
-    "attributes",
-    "closed",
-    "fields_of",
-    "has_attributes",
-    "is_key",
-    "is_namedtuple",
-    "is_node",
-    "is_record",
-    "leaves_of",
-    "mapped",
-    "one_of",
-    "opened",
-    "opened_or_none",
-    "rebuilt",
-    "register_value",
-    "same_structure",
-    "specs_of",
-    "taken_apart",
-]
-
 BARE = pytree.tree_flatten(0)[1]  # the structure of a value that is one leaf
 
 _DEEPEST = 100  # nodes inside of each other

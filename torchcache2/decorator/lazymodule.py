@@ -26,12 +26,11 @@ from torchcache2.core.places import Bucket
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.randomness import RandomState
-from torchcache2.engine.steps import opaque
+from torchcache2.engine.running import opaque
 from torchcache2.files.notes import Notes
 from torchcache2.identity.arguments import BoundCall
-from torchcache2.identity.codenames import names_of
+from torchcache2.identity.codenames import names_of, resolved
 from torchcache2.identity.encoding import digest
-from torchcache2.identity.imports import resolved
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
 from torchcache2.identity.modulewalk import Lazy
 from torchcache2.identity.namespace import NamespaceKeeper, namespace_of

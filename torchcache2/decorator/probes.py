@@ -30,9 +30,9 @@ from torchcache2.core.process import ProcessLock
 from torchcache2.decorator.bypass import BypassError
 from torchcache2.engine.batch import Checks, is_computed_again
 from torchcache2.identity.arguments import BoundCall
-from torchcache2.identity.compiled import names_in
 from torchcache2.identity.encoding import digest, qualified_name
 from torchcache2.identity.modulewalk import Fingerprint
+from torchcache2.identity.sourcecode import names_in
 
 __all__ = ["CallChecks", "Kind", "Probes", "talks"]
 

@@ -14,10 +14,9 @@ from typing import Any
 from torch import nn
 
 from torchcache2.identity import sourcecode
-from torchcache2.identity.compiled import CompiledTexts, names_in
-from torchcache2.identity.containers import MUTABLE
 from torchcache2.identity.encoding import public_module, qualified_name, sized, text_bytes
-from torchcache2.identity.installed import InstalledCode
+from torchcache2.identity.guard import MUTABLE
+from torchcache2.identity.libraries import InstalledCode
 from torchcache2.identity.marks import (
     ADDED_ATTRIBUTE,
     ORIGINAL_ATTRIBUTE,
@@ -27,6 +26,7 @@ from torchcache2.identity.marks import (
     own_attributes,
 )
 from torchcache2.identity.namewalk import NameWalk, values_of
+from torchcache2.identity.sourcecode import CompiledTexts, names_in
 from torchcache2.identity.uses import Uses, is_plain, uses_of
 
 __all__ = ["CodeWalk"]

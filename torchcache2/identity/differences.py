@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torchcache2.identity.encoding import INNER
 from torchcache2.identity.modulewalk import Fingerprint
-from torchcache2.identity.readable import INNER
 
 __all__ = ["at_most", "changes", "differences", "differences_of_state", "from_document", "of_root"]
 

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torchcache2.identity import sourcecode
+from torchcache2.identity.codenames import place_of
 from torchcache2.identity.codewalk import CodeWalk
-from torchcache2.identity.compiled import CompiledTexts, code_objects
-from torchcache2.identity.imports import place_of
 from torchcache2.identity.marks import original
+from torchcache2.identity.sourcecode import CompiledTexts, code_objects
 
 __all__ = ["OwnerWalk", "left_out", "without_captures"]
 

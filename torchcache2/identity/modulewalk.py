@@ -36,7 +36,6 @@ from torchcache2.core.private import (
     version,
 )
 from torchcache2.core.settings import CacheSettings
-from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.encoding import (
     CONTAINERS,
     Encoder,
@@ -44,15 +43,16 @@ from torchcache2.identity.encoding import (
     attributes,
     digest,
     qualified_name,
+    readable,
     tensor_digest,
     text_bytes,
 )
 from torchcache2.identity.leftout import without_captures
+from torchcache2.identity.libraries import ScriptState, script_code
 from torchcache2.identity.marks import INIT_ATTRIBUTE, LAZY_ATTRIBUTE, cache_options, is_method, without_ours
 from torchcache2.identity.objectwalk import ObjectWalk, has_plain_state
-from torchcache2.identity.readable import readable
 from torchcache2.identity.sharded import Shards
-from torchcache2.identity.torchcode import ScriptState, script_code
+from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.uses import unmangled
 
 __all__ = ["Fingerprint", "Lazy", "Loaded", "Walk", "argument_digests"]

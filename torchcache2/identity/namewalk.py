@@ -14,18 +14,17 @@ from typing import Any
 
 from torchcache2.core.private import OPERATOR_FIELDS
 from torchcache2.identity import sourcecode
-from torchcache2.identity.codenames import IMPORTING, names_of
-from torchcache2.identity.compiled import CompiledTexts, names_in
-from torchcache2.identity.containers import MUTABLE
+from torchcache2.identity.codenames import IMPORTING, files_of, names_of, place_of, resolved
 from torchcache2.identity.encoding import Encoder, public_module, text_bytes
-from torchcache2.identity.imports import files_of, place_of, resolved
-from torchcache2.identity.torchcode import (
+from torchcache2.identity.guard import MUTABLE
+from torchcache2.identity.libraries import (
     OPERATOR_NAMESPACES,
     definition,
     is_operator,
     operator_name,
     registered_otherwise,
 )
+from torchcache2.identity.sourcecode import CompiledTexts, names_in
 from torchcache2.identity.uses import Uses, UseTable, has_fields, is_plain
 
 __all__ = ["NameWalk", "values_of"]

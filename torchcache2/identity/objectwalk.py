@@ -23,18 +23,21 @@ from torch import Tensor
 
 from torchcache2.core.private import COMPILED_FROM
 from torchcache2.identity.annotations import parts_of_type
-from torchcache2.identity.bulk import UNCOUNTED, Bulk
-from torchcache2.identity.compiled import CompiledTexts
-from torchcache2.identity.containers import MUTABLE, content
 from torchcache2.identity.encoding import (
     CONTAINERS,
+    INNER,
+    UNCOUNTED,
+    Bulk,
     Encoder,
     attributes,
     qualified_name,
+    readable,
     sized,
     text_bytes,
 )
+from torchcache2.identity.guard import MUTABLE, content
 from torchcache2.identity.leftout import OwnerWalk, left_out
+from torchcache2.identity.libraries import graph_code, is_operator, script_code
 from torchcache2.identity.marks import (
     ADDED_ATTRIBUTE,
     ORIGINAL_ATTRIBUTE,
@@ -43,8 +46,7 @@ from torchcache2.identity.marks import (
     is_ours,
     without_ours,
 )
-from torchcache2.identity.readable import INNER, readable
-from torchcache2.identity.torchcode import graph_code, is_operator, script_code
+from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.uses import is_plain
 
 __all__ = ["GENERATORS", "ObjectWalk", "has_plain_state"]

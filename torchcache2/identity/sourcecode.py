@@ -6,42 +6,51 @@ is everything that it names. Code of *installed* packages is covered by its file
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
+import contextlib
 import dis
 import functools
 import importlib.metadata
 import importlib.util
 import inspect
-import io
 import linecache
+import marshal
 import os
+import re
 import sys
 import sysconfig
 import textwrap
 import time
+import tokenize
 import types
-from collections.abc import Iterator
-from typing import Any, Literal
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar
 
 from xxhash import xxh3_128_hexdigest
 
-from torchcache2.identity.compiled import CompiledTexts, is_rewritten, parse
+from torchcache2.core.process import ProcessLock
 
 __all__ = [
+    "CompiledTexts",
     "Origin",
     "Origins",
+    "cells_of",
+    "code_objects",
     "defining_module",
     "file_digest",
-    "file_text",
     "function_source",
     "instructions",
     "is_known_root",
     "is_newer",
     "is_site",
     "loaded_differs",
+    "names_in",
     "origin",
     "package_version",
+    "parse",
 ]
 
 Origin = Literal["project", "installed", "torch", "builtin"]
@@ -50,6 +59,15 @@ _LOADED = time.time()  # an installed file that is older than this has not chang
 _OURS = __name__.partition(".")[0]
 _SITE = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib"))
 _STDLIB = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
+_T = TypeVar("_T")
+_PARSING = ProcessLock()
+_PARSED_AGAIN = 10
+_MOST_TEXTS = 1000
+_MARSHAL_VERSION = 2  # the last in which the bytes do not depend on who else refers to a value
+_BEGINS = re.compile(r"[^\s#)\]}]")  # the first character of a line that begins an outermost statement
+_IMPORTS = re.compile(r"import [\w., ]+(#|$)|from [\w.]+ import ")
+_WORD = re.compile(r"[.'\"](\w+)")
+_FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 _SITE_NAMES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
@@ -132,35 +150,23 @@ def file_digest(path: str) -> str:
         return ""
 
 
-def file_text(file: str) -> str:
-    """The text of a Python file as it is now, which nothing has cached; empty if there is none."""
-    try:
-        with open(file, "rb") as opened:
-            return importlib.util.decode_source(opened.read()) if file.endswith(".py") else ""
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return ""
-
-
-def function_source(function: types.FunctionType, texts: CompiledTexts | None = None) -> str | None:
+def function_source(function: types.FunctionType, texts: CompiledTexts) -> str | None:
     """Source of a function without decorator lines and indentation; None if it cannot be had.
 
-    Of a lambda it is the lambda alone, if there is no other in its line. With `texts`, the source must
-    compile to the code of the function, since a file may have been edited after it was imported.
+    Of a lambda it is the lambda alone, if there is no other in its line. The source must compile to the code
+    of the function, since a file may have been edited after it was imported.
     """
     code = function.__code__
     linecache.checkcache(code.co_filename)
     try:
-        file_lines, start = inspect.findsource(code)
-        if texts is not None and not _is_text_of(code, file_lines, texts):
-            return None
-        return (CompiledTexts() if texts is None else texts).once(_text_at, code, file_lines, start)
+        lines, start = inspect.findsource(code)
+        return texts.once(_text_at, code, lines, start) if texts.have(code, lines) else None
     except (OSError, TypeError, IndentationError, SyntaxError, IndexError):
         return None
 
 
 def _text_at(code: types.CodeType, file_lines: list[str], start: int) -> str | None:
-    lines = inspect.getblock(file_lines[start:])
-    text = textwrap.dedent("".join(lines))
+    text = textwrap.dedent("".join(inspect.getblock(file_lines[start:])))
     try:
         tree = parse(text)
     except SyntaxError:
@@ -170,13 +176,7 @@ def _text_at(code: types.CodeType, file_lines: list[str], start: int) -> str | N
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
         return "".join(text.splitlines(keepends=True)[node.lineno - 1 :])
     lambdas = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
-    if len(lambdas) == 1:
-        return ast.get_source_segment(text, lambdas[0])
-    return text + instructions(code)
-
-
-def _is_text_of(code: types.CodeType, lines: list[str], texts: CompiledTexts) -> bool:
-    return not is_newer(code.co_filename) if is_rewritten(code) else texts.have(code, lines)
+    return ast.get_source_segment(text, lambdas[0]) if len(lambdas) == 1 else text + instructions(code)
 
 
 def loaded_differs(module: types.ModuleType, texts: CompiledTexts) -> bool:
@@ -185,8 +185,12 @@ def loaded_differs(module: types.ModuleType, texts: CompiledTexts) -> bool:
     codes = [code for value in list(vars(module).values()) for code in _codes_of(value, file)]
     if not codes or not file.endswith(".py"):
         return False
-    lines = io.StringIO(file_text(file)).readlines()
-    return not all(_is_text_of(code, lines, texts) for code in codes)
+    try:
+        with tokenize.open(file) as opened:
+            lines = opened.readlines()
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return True
+    return not all(texts.have(code, lines) for code in codes)
 
 
 def _codes_of(value: Any, file: str) -> Iterator[types.CodeType]:
@@ -214,3 +218,140 @@ def instructions(code: types.CodeType) -> str:
         nested = isinstance(step.argval, types.CodeType)
         steps.append(f"{step.opname} {instructions(step.argval) if nested else step.argrepr}")
     return "\n".join(steps)
+
+
+class CompiledTexts:
+    """What texts compile to, and what has been read of code: each is read once, a thousand are remembered."""
+
+    def __init__(self) -> None:
+        self._compiled = functools.lru_cache(_MOST_TEXTS)(_compiled)
+        self._words = functools.lru_cache(_MOST_TEXTS)(_words)
+        self._read: dict[tuple[Callable[..., Any], int], tuple[tuple[Any, ...], Any]] = {}
+
+    def once(self, read: Callable[..., _T], code: types.CodeType, *more: Any) -> _T:
+        """What `read` returns for code, which is called again only if the other arguments have changed."""
+        key = read, id(code)
+        known = self._read.get(key)
+        if known is None or known[0] != (code, *more):
+            if len(self._read) >= _MOST_TEXTS:
+                self._read.clear()
+            known = self._read[key] = (code, *more), read(code, *more)
+        found: _T = known[1]
+        return found
+
+    def words(self, file: str) -> frozenset[str]:
+        """What a file takes by name: attributes, and names that begin a text."""
+        try:
+            status = os.stat(file)
+            return self._words(file, status.st_mtime_ns, status.st_size)
+        except OSError:
+            return frozenset()
+
+    def have(self, code: types.CodeType, lines: list[str]) -> bool:
+        """Whether code is what these lines of its file compile to.
+
+        Tries the statement that the code is in first, as to compile a whole file takes many times as long.
+        The imports above it stay: calls on an imported name compile to other instructions than on another
+        global. Of code in which pytest has rewritten assertions, the file must be older than the process.
+        """
+        names = [name for inner in code_objects(code) for name in (*inner.co_names, *inner.co_varnames)]
+        if any(name.startswith("@py") for name in names):
+            return not is_newer(code.co_filename)
+        first, last = _statement(lines, code.co_firstlineno - 1)
+        data = _marshalled(code)
+        for text in [*_imports(lines[:first]), *lines[first:last]], lines:
+            # Cells of a notebook have the ``__future__`` imports of earlier cells, as the flags say.
+            if data in self._compiled(code.co_filename, "".join(text), code.co_flags & _FUTURE):
+                return True
+        return False
+
+
+def _words(file: str, *_: int) -> frozenset[str]:
+    with open(file, encoding="utf-8", errors="replace") as opened:
+        return frozenset(_WORD.findall(opened.read()))
+
+
+def _statement(lines: list[str], position: int) -> tuple[int, int]:
+    """Where what seems to be the outermost statement around a line begins, and where it ends."""
+    first = min(position, len(lines) - 1)
+    while first > 0 and not _BEGINS.match(lines[first]):
+        first -= 1
+    last = first + 1
+    while last < len(lines) and (lines[last - 1].startswith("@") or not _BEGINS.match(lines[last])):
+        last += 1
+    return max(first, 0), last
+
+
+def _imports(lines: list[str]) -> list[str]:
+    """Lines without those that do not import something for the whole file, as far as that is easily told."""
+    found: list[str] = []
+    is_open = False  # within parentheses
+    for line in lines:
+        is_import = is_open or _IMPORTS.match(line) is not None
+        found.append(line if is_import else "\n")
+        is_open = is_import and (is_open or "(" in line) and ")" not in line
+    return found
+
+
+def _compiled(file: str, text: str, flags: int) -> frozenset[bytes]:
+    """Each code object that a text compiles to, marshalled; none if it does not compile."""
+    flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # as in the cells of a notebook
+    try:
+        with warnings.catch_warnings():  # the first compilation has shown these warnings already
+            warnings.simplefilter("ignore")
+            code = compile(text, file, "exec", flags=flags, dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return frozenset()
+    return frozenset(map(_marshalled, code_objects(code)))
+
+
+def _marshalled(code: types.CodeType) -> bytes:
+    return marshal.dumps(_with_sorted_sets(code), _MARSHAL_VERSION)
+
+
+def _with_sorted_sets(code: types.CodeType) -> types.CodeType:
+    """Code whose sets have an order that does not depend on the process; before Python 3.11, it does."""
+    constants = [
+        _with_sorted_sets(one)
+        if isinstance(one, types.CodeType)
+        else ("set", *sorted(map(repr, one)))
+        if isinstance(one, frozenset)
+        else one
+        for one in code.co_consts
+    ]
+    return code.replace(co_consts=tuple(constants))
+
+
+def code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A code object and those nested in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from code_objects(constant)
+
+
+def cells_of(function: types.FunctionType) -> Iterator[tuple[str, types.CellType, Any]]:
+    """The variables that a function has captured, with their cells and their values."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # the variable is not assigned yet
+            yield name, cell, cell.cell_contents
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """Every name that code takes: of a global, an attribute, or an import."""
+    return {name for inner in code_objects(code) for name in inner.co_names}
+
+
+def parse(text: str) -> ast.Module:
+    """The syntax tree of source code; safe under threads.
+
+    Before Python 3.12, the parser counts its depth for all threads together, and raises a `SystemError` if
+    the count is wrong in the end.
+    """
+    with _PARSING():
+        for _ in range(_PARSED_AGAIN):
+            try:
+                return ast.parse(text)
+            except SystemError:  # code outside of this lock has parsed at the same time
+                pass
+        return ast.parse(text)

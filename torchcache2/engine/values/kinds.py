@@ -27,8 +27,6 @@ from torchcache2.core.values import Node, Opened, UnstorableError, has_attribute
 from torchcache2.files import classnames as classes
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 
-__all__ = ["COMMON", "NODES", "Column", "Raw", "closed", "dense", "listed", "opened"]
-
 Column = Any  # of n values: a list of them, or a tensor (n, *shape) on the CPU
 
 COMMON = frozenset(  # dtypes that torch copies

@@ -39,8 +39,6 @@ from torchcache2.core.values import (
 from torchcache2.engine.values.kinds import NumpyArray, dense
 from torchcache2.engine.values.samples import Samples, from_rows
 
-__all__ = ["ItemRows", "Lists", "entry_parts", "found", "joined", "output_of", "rows_of", "stored"]
-
 
 class Items(Node, module="values"):
     """A list or tuple with an entry for each item, which is elsewhere; the context is which of the two."""

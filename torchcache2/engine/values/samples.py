@@ -56,8 +56,6 @@ from torchcache2.engine.values.kinds import COMMON, Column, Packed, Placed, Raw,
 from torchcache2.files import classnames as classes
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 
-__all__ = ["SampleRows", "Samples", "from_rows", "pack", "unpack"]
-
 _STRUCTURES = 16  # of one namespace; each is a file of its own on the disk
 _LEAVES = 256
 _ITEMS = 16  # a longer list or tuple is packed, as its length usually differs between samples
