@@ -24,7 +24,6 @@ from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.tensors import TensorWatch
 from torchcache2.identity.unsteady import UnsteadyLayer, unseeded_draws, unsteady
 
-__all__ = ["Facts", "History", "NamespaceKeeper", "Seen", "namespace_of"]
 
 _NONE = bytes(16)
 _MOST_REMEMBERED = 16

@@ -28,7 +28,6 @@ from torchcache2.core.private import form_check, has_version, version
 from torchcache2.identity.encoding import UnencodableError, form, tensor_digest
 from torchcache2.identity.xxh3.device import DIGESTS
 
-__all__ = ["TensorWatch"]
 
 _HEAD = 64
 _TINY = 256  # bytes of tensors that are compared whole at every call
