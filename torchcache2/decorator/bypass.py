@@ -1,7 +1,7 @@
 """May this call be cached? Every reason why not, where it is found, and the advice for it.
 
 The checks that need no forward are here, in this order: of the module, of the arguments, of the weights.
-`torchcache2.decorator.forward` checks what the forward did, and `torchcache2.decorator.probes` what is known
+`torchcache2.decorator.forward` checks what the forward did, and `torchcache2.decorator.probe` what is known
 about the items of the module.
 """
 
@@ -21,7 +21,7 @@ from torchcache2.core.errors import (
 )
 from torchcache2.core.logs import shown
 from torchcache2.core.private import keeps_parametrized
-from torchcache2.core.rows import UnstorableError
+from torchcache2.core.values import UnstorableError
 from torchcache2.engine.batch import NotStoredError, RefusedError
 from torchcache2.engine.randomness import RandomContexts
 from torchcache2.identity.arguments import BoundCall, Signature, UncachedArgumentError
