@@ -25,7 +25,6 @@ from torchcache2.core.memory import as_bytes
 from torchcache2.core.private import BUFFERS, GLOBAL_HOOKS, HOOKS, MODULES, PARAMETERS, PRE_HOOKS
 from torchcache2.identity.marks import is_method
 
-
 MUTABLE = (list, dict, set, deque, bytearray, array, np.ndarray)
 
 _DICTS = (PARAMETERS, BUFFERS, MODULES, PRE_HOOKS, HOOKS)  # of every module
