@@ -118,9 +118,8 @@ class NamespaceKeeper:
         """Forget everything that has been read, so that the next look reads it anew."""
         with self._lock():
             self._guard: Guard | None = None
-            self._sharded: Callable[[], nn.Module | None] = lambda: (
-                None
-            )  # the part for which it is not cached
+            # The part for which it is not cached.
+            self._sharded: Callable[[], nn.Module | None] = lambda: None
             self._shards = Shards()
             self._loaded: list[Loaded] = []
             self._tensors = TensorWatch({})

@@ -58,7 +58,7 @@ class _Read:
     def is_at(self, mark: tuple[Any, ...] | None) -> bool:
         """Whether this is about the tensor that has a mark now."""
         is_same = self.storage is not None and mark is not None and self.mark == mark
-        return is_same and not self.storage.expired()  # type: ignore[no-untyped-call, union-attr]
+        return is_same and not self.storage.expired()  # type: ignore[union-attr]
 
     @property
     def size(self) -> int:
