@@ -11,7 +11,6 @@ import torch
 from tests.helpers import storage
 from tests.helpers.storage import CPU, NAMESPACES, keys_of, put, rows_of, warnings_of
 from torchcache2 import Cache, torchcache
-from torchcache2.core.rowcopy import RowCopier
 from torchcache2.core.rows import Rows
 from torchcache2.decorator import modulecache
 from torchcache2.decorator.forward import Computation
@@ -231,8 +230,8 @@ def failing(*args, **kwargs):
     raise OutOfMemory(TEXT)
 
 
-def chunked(row_bytes, limit, device, runtime, copier):
-    return columns._ChunkedColumn(row_bytes, device, copier)
+def chunked(row_bytes, limit, device, runtime, are_remote):
+    return columns._ChunkedColumn(row_bytes, device, runtime)
 
 
 def put_away(tier, names):
@@ -294,7 +293,12 @@ def test_rows_of_a_device_make_room_and_rows_of_the_host_stay():
 def test_copies_and_growth_that_find_no_memory_cost_rows_but_never_lie(monkeypatch, policy):
     chance, budget = np.random.default_rng(0), 300_000
     monkeypatch.setattr(arena, "row_column", chunked)
-    for owner, name in ((RowCopier, "gather"), (RowCopier, "move"), (torch, "empty"), (columns, "write")):
+    for owner, name in (
+        (columns._ChunkedColumn, "gather"),
+        (columns._ChunkedColumn, "move"),
+        (torch, "empty"),
+        (columns, "write"),
+    ):
         monkeypatch.setattr(owner, name, sometimes_failing(getattr(owner, name), chance))
     tier, kept, hits = MemoryTier(budget, policy), 0, 0
     for _ in range(500):

@@ -19,8 +19,8 @@ from torch.utils.data import Dataset
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import shown
 from torchcache2.engine.randomness import state_of
-from torchcache2.identity.containers import MUTABLE, size_of
 from torchcache2.identity.encoding import Encoder, digest, readable, text_bytes, texts_of
+from torchcache2.identity.guard import MUTABLE, size_of
 from torchcache2.identity.modulewalk import Fingerprint, Walk
 from torchcache2.identity.objectwalk import GENERATORS
 from torchcache2.identity.sourcecode import CompiledTexts

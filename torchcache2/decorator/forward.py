@@ -21,10 +21,11 @@ from torchcache2.core.values import NotRebuiltError, has_attributes, leaves_of, 
 from torchcache2.decorator.bypass import BypassError, not_stored, of_module
 from torchcache2.decorator.lazymodule import lazies_of
 from torchcache2.decorator.probe import Comparison, Forward, Probe
-from torchcache2.decorator.traces import Inputs, Undo
+from torchcache2.decorator.traces import Inputs
 from torchcache2.engine.batch import Checks, NotStoredError, WholeBatch
 from torchcache2.engine.randomness import RandomContexts, RandomState
 from torchcache2.identity.arguments import BoundCall
+from torchcache2.identity.guard import Undo
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
 
 __all__ = ["Computation", "Shapes"]
@@ -101,7 +102,7 @@ class Computation:
             output = self.forward(self.call.args, self.call.kwargs)
             raise not_stored("batch", output, f"an argument for a part of the batch is {error}") from None
         inputs = Inputs(self.call, args, kwargs, positions, self.bind, self.keys_of)
-        undo = None if is_callers else Undo(self.keeper, self.seen, self.root, self.call.objects)
+        undo = None if is_callers else self.keeper.undo(self.seen, self.root, self.call.objects)
         state = RandomState(self.keeper.generators)
         output = self._run(inputs, state, undo, suspect, len(positions))
         self.ran = [output] if is_callers else []  # until it is known that nothing was changed

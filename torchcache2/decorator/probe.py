@@ -22,7 +22,6 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.logs import shown
 from torchcache2.core.rows import Rows, UnstorableError
 from torchcache2.core.sizes import is_out_of_memory
-from torchcache2.decorator.traces import Undo
 from torchcache2.engine.batch import computed_again
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.values.outputs import Lists, rows_of
@@ -171,7 +170,7 @@ class Probe:
 
     def alone(self, part: Sequence[int], aligned: bool) -> Any:
         """The output of some items, computed by themselves; what that has changed is undone."""
-        undo = Undo(self.keeper, self.seen, self.root, self.call.objects)
+        undo = self.keeper.undo(self.seen, self.root, self.call.objects)
         state = RandomState(self.keeper.generators)
         try:
             positions = torch.tensor(part, dtype=torch.int64, device="cpu")

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from torchcache2.identity import sourcecode
-from torchcache2.identity.containers import MUTABLE
 from torchcache2.identity.encoding import public_module, qualified_name, sized, text_bytes
+from torchcache2.identity.guard import MUTABLE
 from torchcache2.identity.libraries import InstalledCode
 from torchcache2.identity.marks import (
     ADDED_ATTRIBUTE,

@@ -15,8 +15,8 @@ from typing import Any
 from torchcache2.core.private import OPERATOR_FIELDS
 from torchcache2.identity import sourcecode
 from torchcache2.identity.codenames import IMPORTING, files_of, names_of, place_of, resolved
-from torchcache2.identity.containers import MUTABLE
 from torchcache2.identity.encoding import Encoder, public_module, text_bytes
+from torchcache2.identity.guard import MUTABLE
 from torchcache2.identity.libraries import (
     OPERATOR_NAMESPACES,
     definition,

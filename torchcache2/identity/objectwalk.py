@@ -23,7 +23,6 @@ from torch import Tensor
 
 from torchcache2.core.private import COMPILED_FROM
 from torchcache2.identity.annotations import parts_of_type
-from torchcache2.identity.containers import MUTABLE, content
 from torchcache2.identity.encoding import (
     CONTAINERS,
     INNER,
@@ -36,6 +35,7 @@ from torchcache2.identity.encoding import (
     sized,
     text_bytes,
 )
+from torchcache2.identity.guard import MUTABLE, content
 from torchcache2.identity.leftout import OwnerWalk, left_out
 from torchcache2.identity.libraries import graph_code, is_operator, script_code
 from torchcache2.identity.marks import (
