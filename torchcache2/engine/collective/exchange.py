@@ -73,10 +73,8 @@ from torchcache2.tiers.base import replicas_of
 from torchcache2.tiers.make import job_of
 from torchcache2.tiers.meeting import machine
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # not all builds of torch have it
     from torch.distributed import ProcessGroup
-
-    from torchcache2.engine.outcomes import Outcomes
 
 __all__ = ["Collective", "Exchange", "Holdings", "apart", "is_apart", "is_told"]
 
@@ -662,7 +660,7 @@ class Collective:
         received = self._step(exchange, Part(self.name, self.holdings, Flag.BYPASS, error))
         return contextlib.nullcontext() if received is None else received.context()
 
-    def output(self, exchange: Exchange, cache: Outcomes, batch: Batch) -> Any:
+    def output(self, exchange: Exchange, cache: Any, batch: Batch) -> Any:
         """The output of a batch of a cache, in one step of all ranks."""
         part = _BatchPart(self.name, self.holdings, cache, batch)
         received = self._step(exchange, part)
@@ -684,7 +682,7 @@ class Collective:
 class _BatchPart(Part):
     """The part of a rank in a step that calls with a batch."""
 
-    def __init__(self, name: str, holdings: Holdings, cache: Outcomes, batch: Batch) -> None:
+    def __init__(self, name: str, holdings: Holdings, cache: Any, batch: Batch) -> None:
         super().__init__(name, holdings, Flag(0))
         self.namespace, self.group, self.device = batch.keys.namespace, batch.keys.group, batch.device
         self._cache, self._batch = cache, batch
@@ -711,7 +709,8 @@ class _BatchPart(Part):
 
     def description(self) -> Mapping[str, Any]:
         """What the namespace stands for, as JSON."""
-        return self._cache.description(self.namespace)
+        description: Mapping[str, Any] = self._cache.description(self.namespace)
+        return description
 
     def note(self) -> str:
         """Whether items do not depend on their batch, as far as that is known."""
