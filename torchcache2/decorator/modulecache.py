@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -11,7 +10,7 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -260,17 +259,6 @@ class ModuleCache(Passing):
         if self._tell_missed is not None:
             self._tell_missed.cancel()
             self._tell_missed = None
-
-    @contextlib.contextmanager
-    def beside_forward(self) -> Iterator[bool]:
-        """Around a call of another method, which is not cached; whether it is in no other such call."""
-        thread = self._owner.thread
-        is_outermost = not getattr(thread, "is_beside", False)
-        thread.is_beside = True
-        try:
-            yield is_outermost
-        finally:
-            thread.is_beside = not is_outermost
 
     def miss_forward(self, other: str) -> None:
         """Note that another method was called, and forward not: that is an error if calls must be cached."""
