@@ -173,7 +173,7 @@ class NameWalk(Encoder):
         queue, seen = [(key, value, path)], set()
         while queue:
             key, value, path = queue.pop()
-            names = set() if uses.is_dynamic else set(uses.reads.get(key, ()))
+            names = set() if uses.is_dynamic else uses.read_of(key)
             if not names or id(value) in seen or not has_fields(value, names):
                 found.append((value, path))
                 continue
