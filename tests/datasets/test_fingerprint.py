@@ -45,7 +45,7 @@ from torchcache2.datasets.explain import document, explained_dataset
 from torchcache2.datasets.fingerprint import identify
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.identity.differences import differences, from_document
+from torchcache2.identity.fingerprint import differences, from_document
 
 LONG = image_paths()
 

@@ -14,7 +14,7 @@ from torch import nn
 from torchcache2.identity.bulk import Bulk
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.encoding import Encoder
-from torchcache2.identity.modulewalk import Walk
+from torchcache2.identity.walk import Walk
 
 Named = collections.namedtuple("Named", "a b")
 

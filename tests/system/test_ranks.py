@@ -404,18 +404,6 @@ def test_one_warning_names_what_makes_ranks_differ(job):
             net(batch)
 
     @torchcache(probe=False)
-    class Argument(nn.Module):
-        def __init__(self, gpu):
-            super().__init__()
-
-        def forward(self, x):
-            return x + SHIFT
-
-    SHIFT = 1.0
-    argument = Argument(RANK)
-    argument(ITEMS)
-
-    @torchcache(probe=False)
     def function(x):
         return x + OWN
 
@@ -426,7 +414,6 @@ def test_one_warning_names_what_makes_ranks_differ(job):
     assert [text.partition(". Use the device")[0] for text in texts] == [
         f"__main__.{name}: rank 0 and rank 1 find none of each other's rows. What differs: {what}"
         for name, what in [
-            ("Argument", "constructor argument gpu: 0 → 1"),
             ("AsDevice", "attribute device: cuda:0 → cuda:1"),
             ("AsText", "attribute device: 'cuda:0' → 'cuda:1'"),
             ("InDict", "attribute options['rank']: 0 → 1"),

@@ -22,11 +22,11 @@ from torchcache2.engine.randomness import state_of
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import MUTABLE, size_of
 from torchcache2.identity.encoding import Encoder, digest, text_bytes
-from torchcache2.identity.modulewalk import Fingerprint, Walk
-from torchcache2.identity.objectwalk import GENERATORS
+from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.readable import readable, texts_of
 from torchcache2.identity.tensorwatch import TensorWatch
 from torchcache2.identity.unseeded import unseeded_draws
+from torchcache2.identity.walk import GENERATORS, Walk
 
 __all__ = ["Identity", "check_called", "identify", "identify_prefix", "length_of"]
 
@@ -267,7 +267,9 @@ class _DatasetWalk(Walk):
         """Write down each attribute of an object as a part; the names of these parts."""
         if self._is_listed or len(self.parts) > _MOST_PARTS:
             return super().state(state, path)
-        self._taken.setdefault(f"module {path}", 1)  # a module that is met on this path gets another one
+        self._label_counts.setdefault(
+            f"module {path}", 1
+        )  # a module that is met on this path gets another one
         names, kind = [], "value" if self._is_code else "attribute"
         for name in sorted(state):
             where = f"{path}.{name}" if path else name

@@ -32,7 +32,7 @@ from torchcache2.engine.batch import Checks, is_computed_again
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.compiled import names_in
 from torchcache2.identity.encoding import digest, qualified_name
-from torchcache2.identity.modulewalk import Fingerprint
+from torchcache2.identity.fingerprint import Fingerprint
 
 __all__ = ["CallChecks", "Kind", "Probes", "talks"]
 

@@ -34,12 +34,10 @@ from torchcache2.engine.steps import Steps, run_steps
 from torchcache2.identity.marks import (
     ADDED_ATTRIBUTE,
     BINDING,
-    INIT_ATTRIBUTE,
     METHOD,
     ORIGINAL_ATTRIBUTE,
     is_ours,
 )
-from torchcache2.identity.modulewalk import argument_digests
 from torchcache2.identity.namespace import History
 
 __all__ = [
@@ -61,7 +59,6 @@ __all__ = [
 DEFERRED = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 _PREFIX = "torchcache_"
-_STARTING = "_torchcache_starting"  # an instance has this attribute while its outermost constructor runs
 
 
 class Binding:
@@ -167,7 +164,7 @@ def decorate_class(cls: Any, binding: Binding) -> Any:
 def _patch_methods(cls: Any) -> None:
     wraps: dict[str, Any] = dict.fromkeys(getattr(cls, BINDING).methods, decorate_method)
     if issubclass(cls, nn.Module):
-        wraps |= {"__init__": _recording_init, REPLICATE: _cached_replicate}
+        wraps |= {REPLICATE: _cached_replicate}
     for name, wrap in wraps.items():
         method = getattr(cls, name, None)
         if method is None or is_cached_function(method):
@@ -270,22 +267,6 @@ def _layers(function: Any) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _recording_init(init: Callable[..., None], name: str) -> Callable[..., None]:
-    @functools.wraps(init)
-    def recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if _STARTING in self.__dict__:
-            init(self, *args, **kwargs)
-            return
-        self.__dict__[_STARTING] = True
-        try:
-            _record_arguments(self, init, args, kwargs)
-            init(self, *args, **kwargs)
-        finally:
-            self.__dict__.pop(_STARTING, None)
-
-    return recording_init
-
-
 def _cached_replicate(replicate: Callable[..., nn.Module], name: str) -> Callable[..., nn.Module]:
     @functools.wraps(replicate)
     def cached_replicate(self: nn.Module) -> nn.Module:
@@ -293,23 +274,6 @@ def _cached_replicate(replicate: Callable[..., nn.Module], name: str) -> Callabl
         return replicate(self)
 
     return cached_replicate
-
-
-def _record_arguments(
-    module: nn.Module, init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    signature = inspect.signature(init)
-    try:
-        bound = signature.bind(module, *args, **kwargs)
-    except TypeError:
-        return  # the constructor itself will raise
-    bound.apply_defaults()
-    _, *names = bound.arguments
-    arguments = {name: bound.arguments[name] for name in names}
-    for name in names:
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            arguments |= arguments.pop(name)
-    module.__dict__[INIT_ATTRIBUTE] = argument_digests(arguments)
 
 
 class _CacheAttribute:

@@ -26,7 +26,7 @@ from torchcache2.identity.entries import (
     mapping_state,
 )
 from torchcache2.identity.marks import cache_options
-from torchcache2.identity.objectwalk import has_plain_state
+from torchcache2.identity.walk import has_plain_state
 
 __all__ = ["ArgumentEncoder", "UncachedArgumentError", "batch_size_of"]
 

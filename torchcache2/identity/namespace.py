@@ -18,16 +18,15 @@ from torchcache2.core.private import modules_of
 from torchcache2.core.settings import CacheSettings
 from torchcache2.identity.compiled import CompiledTexts
 from torchcache2.identity.containers import Attributes
-from torchcache2.identity.differences import changes, of_root
 from torchcache2.identity.encoding import digest
+from torchcache2.identity.fingerprint import Fingerprint, changes, of_root
 from torchcache2.identity.marks import original
 from torchcache2.identity.mixing import UnsteadyLayer, unsteady
-from torchcache2.identity.modulewalk import Fingerprint, Lazy, Loaded, Walk
-from torchcache2.identity.objectwalk import GENERATORS
 from torchcache2.identity.readable import texts_of
 from torchcache2.identity.sharded import ShardedError, Shards, sharding
 from torchcache2.identity.tensorwatch import TensorWatch
 from torchcache2.identity.unseeded import unseeded_draws
+from torchcache2.identity.walk import GENERATORS, Lazy, Loaded, Walk
 from torchcache2.identity.watch import Watch
 
 __all__ = ["Facts", "History", "NamespaceKeeper", "Seen", "namespace_of"]

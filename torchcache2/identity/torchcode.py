@@ -22,6 +22,7 @@ from torchcache2.core.private import (
 )
 
 __all__ = [
+    "OPERATORS",
     "OPERATOR_NAMESPACES",
     "ScriptState",
     "definition",
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 _OVERLOAD = type(torch.ops.aten.add.Tensor)
-_OPERATORS = (_OVERLOAD, type(torch.ops.aten.add), OPERATOR_DEFINITION)
+OPERATORS = (_OVERLOAD, type(torch.ops.aten.add), OPERATOR_DEFINITION)
 OPERATOR_NAMESPACES = (type(torch.ops), type(torch.ops.aten), type(torch.ops.higher_order))
 # Kernels for these dispatch keys do not compute outputs.
 _NO_KERNELS = ("Meta", "Autograd", "ADInplace", "Tracer", "Functionalize")
@@ -46,7 +47,7 @@ _PLAIN = (Tensor, type(None), bool, int, float, complex, str, torch.device)
 
 def is_operator(value: Any) -> bool:
     """Whether a value is an operator, or the definition of one."""
-    return isinstance(value, _OPERATORS)
+    return isinstance(value, OPERATORS)
 
 
 def operator_name(value: Any) -> str:

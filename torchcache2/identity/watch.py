@@ -19,7 +19,7 @@ from torch import nn
 from torchcache2.core.private import BUFFERS, GLOBAL_HOOKS, HOOKS, MODULES, PARAMETERS, PRE_HOOKS
 from torchcache2.identity.containers import Attributes, Contents, alike, content, size_of
 from torchcache2.identity.marks import is_method
-from torchcache2.identity.modulewalk import Walk
+from torchcache2.identity.walk import Walk
 
 __all__ = ["Watch"]
 

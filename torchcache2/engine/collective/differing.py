@@ -9,8 +9,7 @@ from torchcache2.core.logs import listed, logger
 from torchcache2.engine.collective.channel import Channel
 from torchcache2.engine.collective.header import Flag, Header
 from torchcache2.engine.collective.part import Part
-from torchcache2.identity.differences import differences, from_document
-from torchcache2.identity.modulewalk import Fingerprint
+from torchcache2.identity.fingerprint import Fingerprint, differences, from_document
 
 __all__ = ["Differing"]
 
