@@ -11,7 +11,7 @@ from tests.benchmarks.peers import torchcache as peer
 from tests.benchmarks.report import at_least, at_most, time_rows
 from tests.benchmarks.timing import interleave, progress, ratio
 from torchcache2 import Keys, torchcache
-from torchcache2.core.gather import empty_bytes
+from torchcache2.core.memory import empty_bytes
 from torchcache2.core.rows import Rows
 from torchcache2.tiers.memory.tier import MemoryTier
 

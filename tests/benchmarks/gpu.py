@@ -11,7 +11,7 @@ from torch import nn
 from tests.benchmarks.report import at_least, at_most, duration, per_item
 from tests.benchmarks.timing import Times, interleave, progress
 from torchcache2 import torchcache
-from torchcache2.core.transfer import to_host
+from torchcache2.core.memory import to_host
 from torchcache2.identity.items import item_keys
 
 NAMESPACE = bytes(16)

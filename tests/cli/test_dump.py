@@ -26,7 +26,7 @@ from tests.helpers.storage import (
 )
 from torchcache2 import CachedDataset
 from torchcache2.cli import dump as dumping
-from torchcache2.core.intkeys import indices_of
+from torchcache2.core.keys import indices_of
 from torchcache2.core.rows import Rows
 from torchcache2.datasets.itemkeys import keys_of as sample_keys
 from torchcache2.engine.values.packed import unpack

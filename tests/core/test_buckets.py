@@ -8,8 +8,8 @@ from multiprocessing.context import set_spawning_popen
 import pytest
 
 from torchcache2 import CachedDataset, CacheSettings
-from torchcache2.core.buckets import Bucket
 from torchcache2.core.errors import OptionError
+from torchcache2.core.places import Bucket
 
 SECRET = "s3cr3t"
 URL = "s3://bucket/folder"

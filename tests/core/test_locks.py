@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.process import ProcessLock
 
 
 @pytest.mark.parametrize("error", [None, KeyError, KeyboardInterrupt])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchcache2.core.ranks import place, ranks_of_each
+from torchcache2.core.process import place, ranks_of_each
 
 
 @pytest.mark.parametrize(

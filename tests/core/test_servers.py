@@ -7,7 +7,7 @@ import pytest
 
 from torchcache2 import CacheSettings
 from torchcache2.core.errors import OptionError
-from torchcache2.core.servers import Server, Servers
+from torchcache2.core.places import Server, Servers
 
 SECRET = "tops3cret"
 ENTRIES = [

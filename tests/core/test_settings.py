@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchcache2 import CacheSettings, OptionError, TorchcacheError, torchcache
-from torchcache2.core.environment import disabled_by_environment
+from torchcache2.core.settings import disabled_by_environment
 from torchcache2.core.sizes import host_memory, parse_size
 
 SIZES = [

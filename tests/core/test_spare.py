@@ -2,7 +2,7 @@ import threading
 
 import torch
 
-from torchcache2.core.spare import SpareMemory
+from torchcache2.core.memory import SpareMemory
 
 SIZE = 1 << 20
 

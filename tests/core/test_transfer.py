@@ -10,9 +10,17 @@ import torch
 from tests.helpers import storage
 from tests.helpers.late import POISON, Late, Streams
 from tests.helpers.storage import NAMESPACES, keys_of
-from torchcache2.core.gather import as_words, empty_bytes, gather
+from torchcache2.core.memory import (
+    Arriving,
+    StreamOrder,
+    as_words,
+    empty_bytes,
+    gather,
+    sent,
+    to_device,
+    to_host,
+)
 from torchcache2.core.rows import Rows
-from torchcache2.core.transfer import Arriving, StreamOrder, sent, to_device, to_host
 from torchcache2.identity.items import item_keys
 from torchcache2.tiers.memory.tier import MemoryTier
 

@@ -13,8 +13,8 @@ from tests.helpers import buckets
 from tests.helpers.datasets import Batched, same, sample_of
 from tests.helpers.storage import segments
 from torchcache2 import CachedDataset, MissingSampleError, OptionError
-from torchcache2.core.buckets import Bucket
-from torchcache2.core.intkeys import int_keys
+from torchcache2.core.keys import int_keys
+from torchcache2.core.places import Bucket
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.remote.tier import RemoteTier

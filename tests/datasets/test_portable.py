@@ -23,7 +23,7 @@ from tests.helpers.storage import segments, warnings_of
 from torchcache2 import CachedDataset, CacheLoader, LazyShardDataset, MissingSampleError, OptionError
 from torchcache2.cli.commands import run as commanded
 from torchcache2.core.errors import NotCachedError
-from torchcache2.core.intkeys import filled, int_keys
+from torchcache2.core.keys import filled, int_keys
 from torchcache2.datasets.folders import ranges_text
 from torchcache2.datasets.itemkeys import keys_of
 from torchcache2.engine.values.samples import Samples

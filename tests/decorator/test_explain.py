@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from torchcache2 import torchcache
-from torchcache2.identity.encoding import Encoder
-from torchcache2.identity.readable import readable
+from torchcache2.identity.encoding import Encoder, readable
 
 X = torch.arange(12.0).view(3, 4)
 

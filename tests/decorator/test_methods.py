@@ -892,8 +892,32 @@ def missed(log):
     return [text for text in texts(log) if "nothing is cached" in text]
 
 
-def test_a_forward_that_is_never_called_is_told_once(x, log):
-    vae = torchcache(frozen(Vae()))
+def decorated(options, *bases):
+    """A frozen module of a class that is decorated."""
+
+    class Decorated(*bases or (Vae,)):
+        def __init__(self):
+            super().__init__()
+            self.tiled(torch.ones(2, 4))
+
+    return frozen(torchcache(Decorated, **options)())
+
+
+MAKERS = {
+    "object": lambda **options: torchcache(frozen(Vae()), **options),
+    "class": lambda **options: decorated(options),
+    "derived": lambda **options: frozen(type("Derived", (type(decorated(options)),), {})()),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def make(request):
+    """Makes a module whose forward is cached."""
+    return MAKERS[request.param]
+
+
+def test_a_forward_that_is_never_called_is_told_once(make, x, log):
+    vae = make()
     vae.save("folder"), vae.describe("a"), vae.get_layer(), vae.get_layer(number=1)
     assert missed(log) == [] and vae.saved == "folder"
     cache_of(vae).stats()
@@ -907,12 +931,13 @@ def test_a_forward_that_is_never_called_is_told_once(x, log):
     torchcache(vae, methods=("encode",))
     vae.encode(x), vae.encode(x)
     assert calls(vae) == (5, 5)
-    assert set(vars(vae)) - set(vars(Vae())) == {"encode", "cache_instance", "_replicate_for_data_parallel"}
+    added = {"encode", "cache_instance", "_replicate_for_data_parallel"}
+    assert set(vars(vae)) - set(vars(Vae())) - {"_torchcache_init"} == added
 
 
 @pytest.mark.parametrize("name, argument", [("encode", "x"), ("embed", ["a", "bb"]), ("embed", "ab")])
-def test_strict_raises_at_that_call(name, argument, x):
-    vae = torchcache(frozen(Vae()), strict=True)
+def test_strict_raises_at_that_call(make, name, argument, x):
+    vae = make(strict=True)
     argument = x if argument == "x" else argument
     for _ in range(2):
         with pytest.raises(NotCachedError, match=rf"torchcache\(model, methods=\('{name}',\)\) caches that"):
@@ -922,12 +947,17 @@ def test_strict_raises_at_that_call(name, argument, x):
     assert torch.equal(vae.encode(x), vae.fc(x))  # from then on it is as it was
 
 
-def test_a_method_that_calls_forward_is_no_mistake(x, log):
-    class Predicts(Vae):
-        def predict(self, x):
-            return self.encode(x).argmax(1) + self(x).argmax(1)
+class Predicts(Vae):
+    def predict(self, x):
+        return self.encode(x).argmax(1) + self(x).argmax(1)
 
-    model = torchcache(frozen(Predicts()), strict=True)
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torchcache(frozen(Predicts()), strict=True), lambda: decorated({"strict": True}, Predicts)],
+)
+def test_a_method_that_calls_forward_is_no_mistake(make, x, log):
+    model = make()
     model.predict(x)
     assert calls(model) == (0, 5) and missed(log) == []
     assert "predict" not in vars(model) and "encode" not in vars(model)
@@ -975,6 +1005,22 @@ def test_what_watches_changes_nothing_else(x):
         assert reference() is None
     finally:
         gc.enable()
+
+
+def test_what_watches_a_class_changes_nothing_else(x):
+    plain, vae = frozen(Vae()), decorated({})
+    vae.load_state_dict(plain.state_dict())
+    kind, expected = type(vae), plain.encode(x)
+    assert inspect.signature(vae.encode) == inspect.signature(plain.encode)
+    for twin in (copy.copy(vae), copy.deepcopy(vae)):
+        assert twin.encode.__self__ is twin and torch.equal(twin.encode(x), expected)
+    for _ in range(2):  # before and after the first call of forward
+        assert torch.equal(torch.compile(vae.encode, backend="eager", fullgraph=True)(x), expected)
+        assert torch.equal(vae(x), expected * 2) and torch.equal(vae.encode(x), expected)
+    assert torch.equal(kind.encode(plain, x), expected)
+    uncache(kind)
+    assert kind.encode is Vae.encode and torch.equal(vae.encode(x), expected)
+    torch.compiler.reset()
 
 
 def test_a_method_without_its_object_says_what_to_do(x):

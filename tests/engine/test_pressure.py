@@ -1,6 +1,5 @@
 """Devices without free memory: the forward's errors are the caller's, and the cache's own are not."""
 
-import contextlib
 import functools
 import gc
 import weakref
@@ -12,12 +11,10 @@ import torch
 from tests.helpers import storage
 from tests.helpers.storage import CPU, NAMESPACES, keys_of, put, rows_of, warnings_of
 from torchcache2 import Cache, torchcache
-from torchcache2.core.rowcopy import RowCopier
 from torchcache2.core.rows import Rows
 from torchcache2.decorator import modulecache
 from torchcache2.decorator.forward import Computation
-from torchcache2.engine.pressure import OwnMemoryError, device_of, told_apart
-from torchcache2.engine.steps import run_steps
+from torchcache2.engine.running import Forward, device_of, is_of_forward
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.tiers.base import replicas_of
 from torchcache2.tiers.memory import arena, columns
@@ -207,66 +204,23 @@ def test_a_function_of_a_batch_is_computed_past_a_cache_without_memory(monkeypat
     assert cache.stats().misses == 3 and len(warnings_of(log)) == 1
 
 
-def test_the_steps_of_a_call_keep_nothing_of_the_calls_before():
+def test_a_forward_without_memory_keeps_nothing_of_its_call():
     def failing():
         tensor = torch.ones(3)
         made.append(weakref.ref(tensor))
         raise (OutOfMemory if len(made) == 1 else ValueError)(TEXT)
 
-    def working():
-        made.append(weakref.ref(tensor := torch.ones(3)))
-        return tensor
-
-    def last():
-        gone.extend(reference() is None for reference in made)
-
-    def steps():
-        for _ in range(2):
-            with contextlib.suppress(OutOfMemory, ValueError):
-                yield failing, (), {}
-        yield working, (), {}
-        yield last, (), {}
-
-    made, gone = [], []
+    made = []
     gc.disable()
     try:
-        run_steps(lambda: told_apart(steps()))
+        for error in (OutOfMemory, ValueError):
+            with pytest.raises(error) as raised:
+                Forward(failing)()
+            assert is_of_forward(raised.value) is (error is OutOfMemory)
+            del raised
+        assert [reference() for reference in made] == [None, None]
     finally:
         gc.enable()
-    assert gone == [True] * 3
-
-
-def test_steps_that_are_told_apart_end_as_they_would_otherwise():
-    def steps():
-        try:
-            yield "a call"
-        except GeneratorExit:
-            ended.append("closed")
-            raise
-        except ValueError as error:
-            return error
-        raise OutOfMemory(TEXT)
-
-    ended = []
-    running = told_apart(steps())
-    assert next(running) == "a call"
-    running.close()
-    assert ended == ["closed"]
-    for error in (KeyboardInterrupt(), OutOfMemory(TEXT)):
-        running = told_apart(steps())
-        next(running)
-        with pytest.raises(type(error)) as raised:
-            running.throw(error)
-        assert raised.value is error
-    running = told_apart(steps())
-    next(running)
-    with pytest.raises(StopIteration) as stop:
-        running.throw(error := ValueError())
-    assert stop.value.value is error
-    running = told_apart(steps())
-    next(running)
-    with pytest.raises(OwnMemoryError):
-        running.send(1)
 
 
 # Tiers, with the device "meta" in the place of an accelerator
@@ -276,8 +230,8 @@ def failing(*args, **kwargs):
     raise OutOfMemory(TEXT)
 
 
-def chunked(row_bytes, limit, device, runtime, copier):
-    return columns._ChunkedColumn(row_bytes, device, copier)
+def chunked(row_bytes, limit, device, runtime, are_remote):
+    return columns._ChunkedColumn(row_bytes, device, runtime)
 
 
 def put_away(tier, names):
@@ -339,7 +293,12 @@ def test_rows_of_a_device_make_room_and_rows_of_the_host_stay():
 def test_copies_and_growth_that_find_no_memory_cost_rows_but_never_lie(monkeypatch, policy):
     chance, budget = np.random.default_rng(0), 300_000
     monkeypatch.setattr(arena, "row_column", chunked)
-    for owner, name in ((RowCopier, "gather"), (RowCopier, "move"), (torch, "empty"), (columns, "write")):
+    for owner, name in (
+        (columns._ChunkedColumn, "gather"),
+        (columns._ChunkedColumn, "move"),
+        (torch, "empty"),
+        (columns, "write"),
+    ):
         monkeypatch.setattr(owner, name, sometimes_failing(getattr(owner, name), chance))
     tier, kept, hits = MemoryTier(budget, policy), 0, 0
     for _ in range(500):

@@ -27,8 +27,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from torchcache2 import OptionError, torchcache
 from torchcache2.core.keys import Keys
-from torchcache2.core.rows import Rows
-from torchcache2.core.schema import BARE, Leaf, Schema
+from torchcache2.core.rows import BARE, Leaf, Rows, Schema
 from torchcache2.files import jsonparts, schemajson
 from torchcache2.files.codec import codec as codec_of
 from torchcache2.files.directory import CacheDirectory

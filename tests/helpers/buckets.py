@@ -14,7 +14,7 @@ import sys
 import urllib.request
 
 from tests.helpers.proxy import Proxy
-from torchcache2.core.buckets import Bucket
+from torchcache2.core.places import Bucket
 
 SCHEMES = ["memory", "file", "s3", "gs"]
 KEY, SECRET = "not-an-id-of-anybody", "not-a-secret-of-anybody"

@@ -6,7 +6,7 @@ import time
 import numpy as np
 
 from torchcache2.core.keys import Keys
-from torchcache2.core.servers import Servers
+from torchcache2.core.places import Servers
 from torchcache2.tiers.redis.clients import Clients
 from torchcache2.tiers.redis.names import row_names
 

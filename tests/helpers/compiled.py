@@ -11,14 +11,11 @@ POINTERS = {torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.
 
 
 class Compiled:
-    """Takes the place of a kernel, and runs what it is compiled to for a compute capability, such as 90.
-
-    Beside the tensors that it is called with, it may touch those in `memory`, whose addresses it is given.
-    """
+    """Takes the place of a kernel, and runs what it is compiled to for a compute capability, such as 90."""
 
     def __init__(self, kernel, capability):
         self.kernel, self.target = kernel, GPUTarget("cuda", capability, 32)
-        self.memory, self.texts, self.runs = [], {}, 0
+        self.texts = {}
 
     def __getitem__(self, grid):
         def run(*arguments, num_warps=4, enable_fp_fusion=False, **constants):
@@ -32,7 +29,6 @@ class Compiled:
                 self.texts[variant] = triton.compile(source, target=self.target, options=options).asm["ptx"]
             tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
             numbers = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
-            Kernel(self.texts[variant]).run(grid[0], numbers, tensors + self.memory)
-            self.runs += 1
+            Kernel(self.texts[variant]).run(grid[0], numbers, tensors)
 
         return run

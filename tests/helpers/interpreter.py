@@ -7,7 +7,7 @@ import contextlib
 
 import torch
 
-from torchcache2.core.transfer import Runtime
+from torchcache2.core.memory import Runtime
 from torchcache2.identity.xxh3.device import DeviceDigests
 
 

@@ -5,8 +5,7 @@ import weakref
 
 import torch
 
-from torchcache2.core.rowcopy import Chunks
-from torchcache2.core.transfer import Runtime
+from torchcache2.core.memory import Runtime
 
 POISON = 0xA5
 
@@ -72,11 +71,3 @@ class Streams(Late):
 
     def current(self, device):
         return contextlib.nullcontext()
-
-
-def chunks_of(rows, lengths):
-    """Copies of uint8 rows in chunks of these lengths."""
-    chunks = Chunks(rows.shape[1], rows.device)
-    for part in rows.split(lengths):
-        chunks.append(part.clone())
-    return chunks

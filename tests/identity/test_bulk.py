@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchcache2.identity.bulk import Bulk
-from torchcache2.identity.compiled import CompiledTexts
-from torchcache2.identity.encoding import Encoder
+from torchcache2.identity.encoding import Bulk, Encoder
+from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.walk import Walk
 
 Named = collections.namedtuple("Named", "a b")

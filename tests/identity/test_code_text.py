@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from torchcache2 import torchcache
-from torchcache2.identity.compiled import CompiledTexts
-from torchcache2.identity.sourcecode import function_source
+from torchcache2.identity.sourcecode import CompiledTexts, function_source
 
 X = torch.rand(2, 3, generator=torch.Generator().manual_seed(3))
 

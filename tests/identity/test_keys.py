@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import warm
-from torchcache2.core.gather import is_channels_last
 from torchcache2.core.keys import Keys
+from torchcache2.core.memory import is_channels_last
 from torchcache2.identity.arguments import Signature
 from torchcache2.identity.items import item_keys
 

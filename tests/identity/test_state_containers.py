@@ -722,9 +722,9 @@ def test_many_and_large_containers_cost_little():
     module.forward_parts = module.parts
     walk = module.cache_instance.keeper
     walk.facts(module)
-    watch = walk._watch
-    assert sum(map(len, watch._small._seen)) < 6000
-    assert sum(map(len, watch._large._seen)) < 12_000
+    guard = walk._guard
+    assert len(guard._elements) < 6000
+    assert 1000 < sum(len(content) for _, _, content in guard._large) < 12_000
 
 
 def test_a_container_that_holds_the_module_does_not_keep_it():

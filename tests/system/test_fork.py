@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers import warm
 from torchcache2 import torchcache
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.process import ProcessLock
 
 SCRIPT = """
 import multiprocessing, sys, threading

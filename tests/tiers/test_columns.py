@@ -10,7 +10,6 @@ import torch
 
 from tests.helpers.late import Streams
 from tests.helpers.storage import found, put
-from torchcache2.core.rowcopy import RowCopier
 from torchcache2.tiers.memory import arena, columns
 from torchcache2.tiers.memory.columns import _ChunkedColumn
 from torchcache2.tiers.memory.tier import MemoryTier
@@ -20,7 +19,7 @@ SMALL = {"_MOST": 4096, "_LARGE": 3000, "_LARGE_UNIT": 1024, "_MOST_UNASKED": 10
 
 
 def column_of(row_bytes):
-    return _ChunkedColumn(row_bytes, CPU, RowCopier(Streams()))
+    return _ChunkedColumn(row_bytes, CPU, Streams())
 
 
 def grow(column, rows):
@@ -79,7 +78,7 @@ def test_single_rows_do_not_make_very_many_chunks():
 
 @pytest.mark.parametrize("row_bytes", [1000, 600_000, 100 << 20])
 def test_chunks_are_what_the_allocator_gives_out(row_bytes):
-    column = _ChunkedColumn(row_bytes, torch.device("meta"), RowCopier())
+    column = _ChunkedColumn(row_bytes, torch.device("meta"), Streams())
     column.grow((200 << 20) // row_bytes)
     sizes = [chunk.untyped_storage().nbytes() for chunk in column.memory]
     assert all(size % (2 << 20 if size >= 10 << 20 else 512) == 0 for size in sizes)
@@ -87,8 +86,8 @@ def test_chunks_are_what_the_allocator_gives_out(row_bytes):
 
 
 def test_work_of_all_streams_on_all_chunks_is_put_in_order(monkeypatch):
-    def chunked(row_bytes, limit, device, runtime, copier):
-        return _ChunkedColumn(row_bytes, device, copier)
+    def chunked(row_bytes, limit, device, runtime, are_remote):
+        return _ChunkedColumn(row_bytes, device, runtime)
 
     monkeypatch.setattr(arena, "row_column", chunked)
     runtime = Streams()

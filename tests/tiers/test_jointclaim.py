@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.redis import RedisServer
 from tests.helpers.storage import found, key_of, keys_of, put, wait_until
-from torchcache2.core.servers import Servers
+from torchcache2.core.places import Servers
 from torchcache2.tiers.base import Claim
 from torchcache2.tiers.jointclaim import JointClaim
 from torchcache2.tiers.redis.clients import Clients

@@ -49,10 +49,10 @@ def growth(request, monkeypatch):
     """Columns that grow in reserved address space, by moving, and by chunks as on an accelerator."""
     if request.param == "chunked":
 
-        def chunked(row_bytes, limit, device, runtime, copier):
+        def chunked(row_bytes, limit, device, runtime, are_remote):
             if row_bytes == 0:
                 return columns_module._NoColumn(device)
-            return columns_module._ChunkedColumn(row_bytes, device, copier)
+            return columns_module._ChunkedColumn(row_bytes, device, runtime)
 
         monkeypatch.setattr(arena_module, "row_column", chunked)
     if request.param == "moved":

@@ -20,8 +20,8 @@ from torchcache2.cli.parameters import Dir as _Dir
 from torchcache2.cli.parameters import Format as _Format
 from torchcache2.cli.parameters import print_bad, print_deleted
 from torchcache2.cli.rmcommand import remove_in_bucket
-from torchcache2.core.buckets import is_url
 from torchcache2.core.errors import OptionError, TorchcacheError
+from torchcache2.core.places import is_url
 from torchcache2.core.version import __version__
 from torchcache2.files.errors import NewerFormatError
 

@@ -18,9 +18,8 @@ import safetensors
 
 from torchcache2.cli.check import Verdict, row_limit, trouble
 from torchcache2.cli.dumpcolumns import Column, Tensors, leaf_columns
-from torchcache2.core.arrays import Array
 from torchcache2.core.errors import OptionError
-from torchcache2.core.intkeys import indices_of
+from torchcache2.core.keys import Array, indices_of
 from torchcache2.core.version import __version__
 from torchcache2.files.directory import CacheDirectory, Contents
 from torchcache2.files.errors import UnreadableError

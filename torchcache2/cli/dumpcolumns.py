@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Array
-from torchcache2.core.schema import Leaf
+from torchcache2.core.keys import Array
+from torchcache2.core.rows import Leaf
 from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.files.layout import DTYPES, nbytes_of
 

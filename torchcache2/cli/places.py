@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from torchcache2.cli.report import existing, matching
-from torchcache2.core.buckets import Bucket, is_url
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import ToldOnce
+from torchcache2.core.places import Bucket, is_url
 from torchcache2.files.directory import CacheDirectory, Contents
 from torchcache2.files.filenames import NAMESPACE_NAME, TAG
 from torchcache2.files.filesystem import FileSystem

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchcache2.cli.check import printable
-from torchcache2.core.arrays import Array
-from torchcache2.core.buckets import is_url
 from torchcache2.core.errors import OptionError
-from torchcache2.core.intkeys import filled
+from torchcache2.core.keys import Array, filled
+from torchcache2.core.places import is_url
 from torchcache2.files.directory import CacheDirectory, Contents
 from torchcache2.files.errors import UnreadableError
 from torchcache2.files.filenames import TAG, is_ours

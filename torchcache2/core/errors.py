@@ -23,6 +23,9 @@ warning.
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 __all__ = [
     "DecorationError",
     "DeviceError",
@@ -35,6 +38,7 @@ __all__ = [
     "TorchcacheError",
     "UnhashableArgumentError",
     "hint",
+    "require",
 ]
 
 
@@ -117,3 +121,17 @@ def hint(value: object) -> str:
     if kind.__name__.endswith("Cache") and kind.__module__.startswith("transformers."):
         return "; pass use_cache=False to have the call cached"
     return ""
+
+
+def require(library: str, extra: str, wanted: str) -> Any:
+    """Import a library that only some options need; an `OptionError` says how to install it.
+
+    `extra` is the extra of this package that installs it, and `wanted` the option as the user has written it.
+    """
+    try:
+        __import__(library)  # unlike `importlib`, it takes no lock if the library is imported already
+        return sys.modules[library]
+    except ImportError as error:
+        raise OptionError(
+            f'{wanted} needs a library that is not installed: pip install "torchcache2[{extra}]" ({error})'
+        ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,17 +11,53 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from torchcache2.core.buckets import Bucket, Secrets
-from torchcache2.core.errors import OptionError
-from torchcache2.core.extras import require
+from torchcache2.core.errors import OptionError, require
 from torchcache2.core.groups import check_group
 from torchcache2.core.logs import shown
-from torchcache2.core.optionnames import check_names
-from torchcache2.core.places import Place, place_of
-from torchcache2.core.servers import Servers
+from torchcache2.core.places import Bucket, Place, Secrets, Servers, place_of
 from torchcache2.core.sizes import Size, free_disk, free_memory, host_memory, parse_size
 
-__all__ = ["CacheSettings"]
+__all__ = ["CacheSettings", "check_names", "disabled_by_environment", "strict_by_environment"]
+
+_OF_TORCHCACHE = {  # options of torchcache 0.6 that do not exist here
+    "zstd_compression": "it is compression='brotli'",
+    "zstd_compression_level": "it is compression_quality",
+    "zstd_compression_threads": "nothing takes its place, as one thread compresses behind the caller's back",
+    "use_mmap_on_load": "nothing takes its place, as files are read and never mapped",
+}
+
+
+def check_names(given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise `OptionError` for the first of the `given` names that is not `known`."""
+    for name in given:
+        if name in _OF_TORCHCACHE:
+            raise OptionError(f"{name} is an option of torchcache 0.6; here {_OF_TORCHCACHE[name]}")
+        if name not in known:
+            close = [option for option in known if len(name) > 1 and name.lower() in option]
+            if not 1 <= len(close) <= 2:
+                # Names that are less alike are not offered, as hardly anybody can have meant them.
+                close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.65)
+            meant = f": did you mean {' or '.join(close)}? The" if close else "; the"
+            raise OptionError(f"unknown option {name!r}{meant} options are {', '.join(known)}")
+
+
+# Environment variables that overrule the options of every cache of a run.
+
+
+def disabled_by_environment() -> bool:
+    """Whether ``TORCHCACHE_DISABLE`` turns caching off for this run."""
+    return _is_on("TORCHCACHE_DISABLE")
+
+
+def strict_by_environment() -> bool:
+    """Whether ``TORCHCACHE_STRICT`` makes calls that cannot be cached errors in this run."""
+    return _is_on("TORCHCACHE_STRICT")
+
+
+def _is_on(variable: str) -> bool:
+    value = os.environ.get(variable)
+    return value is not None and value.strip().lower() not in ("", "0", "false", "no")
+
 
 Policy = Literal["mru", "lru"]
 MissBatch = Literal["exact", "pad"]

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import NotCachedError
-from torchcache2.core.ranks import place
+from torchcache2.core.keys import Positions
+from torchcache2.core.process import place
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size
 from torchcache2.datasets.counts import DatasetStats

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Array
 from torchcache2.core.errors import NotCachedError
-from torchcache2.core.gather import as_bytes
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Array, Keys
+from torchcache2.core.memory import as_bytes
 from torchcache2.datasets.itemkeys import as_index, keys_of
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import SampleStore

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import NotCachedError, OptionError
+from torchcache2.core.keys import Positions
 from torchcache2.core.logs import logger
-from torchcache2.core.ranks import place
+from torchcache2.core.process import place
 from torchcache2.core.sizes import size_text
 from torchcache2.datasets.fetch import Fetcher
 from torchcache2.datasets.folders import kept_in, with_samples

@@ -19,13 +19,12 @@ from torch.utils.data import Dataset
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import shown
 from torchcache2.engine.randomness import state_of
-from torchcache2.identity.compiled import CompiledTexts
-from torchcache2.identity.containers import MUTABLE, size_of
-from torchcache2.identity.encoding import Encoder, digest, text_bytes
+from torchcache2.identity.encoding import Encoder, digest, readable, text_bytes, texts_of
 from torchcache2.identity.fingerprint import Fingerprint
-from torchcache2.identity.readable import readable, texts_of
+from torchcache2.identity.guard import MUTABLE, size_of
+from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.tensorwatch import TensorWatch
-from torchcache2.identity.unseeded import unseeded_draws
+from torchcache2.identity.unsteady import unseeded_draws
 from torchcache2.identity.walk import GENERATORS, Walk
 
 __all__ = ["Identity", "check_called", "identify", "identify_prefix", "length_of"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import MissingSampleError, OptionError
+from torchcache2.core.keys import Positions
 from torchcache2.core.logs import listed
 from torchcache2.core.sizes import size_text
 from torchcache2.files.directory import CacheDirectory, Contents

@@ -1,6 +1,6 @@
 """Keys of samples: 16 bytes for the index of a sample, which is an int, a text or bytes.
 
-Those of ints are in `torchcache2.core.intkeys`. Others are hashed with XXH3-128, behind a byte that says what
+Those of ints are in `torchcache2.core.keys`. Others are hashed with XXH3-128, behind a byte that says what
 they are. The keys are part of the file format: see ``docs/format.md``.
 """
 
@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from torchcache2.core.intkeys import int_keys
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Keys, int_keys
 
 __all__ = ["Index", "as_index", "int_keys", "keys_of"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OptionError
+from torchcache2.core.keys import Positions
 from torchcache2.core.logs import logger
 from torchcache2.core.sizes import Size
 from torchcache2.datasets.dataset import CachedDataset

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Flags, Positions
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Flags, Keys, Positions
 from torchcache2.core.logs import ToldOnce
-from torchcache2.core.ranks import has_ranks
+from torchcache2.core.process import has_ranks
 from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.datasets.itemkeys import int_keys

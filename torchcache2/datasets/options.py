@@ -9,11 +9,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from torchcache2.core.buckets import Bucket, is_url
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import shown
-from torchcache2.core.places import check_unused
-from torchcache2.core.servers import SCHEMES
+from torchcache2.core.places import SCHEMES, Bucket, check_unused, is_url
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import Size, parse_size
 from torchcache2.datasets.serving import Serving

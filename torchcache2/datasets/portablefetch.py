@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import MissingSampleError
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Keys, Positions
 from torchcache2.datasets.fetch import Fetcher
 from torchcache2.datasets.folders import PAUSE, ranges_text
 from torchcache2.datasets.itemkeys import Index, as_index, keys_of

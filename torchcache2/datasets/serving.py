@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from torchcache2.core.errors import OptionError
-from torchcache2.core.servers import Servers
+from torchcache2.core.places import Servers
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size, parse_size
 from torchcache2.tiers.redis.server import one_of, own_servers

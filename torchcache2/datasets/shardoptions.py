@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from torchcache2.core.errors import OptionError
-from torchcache2.core.ranks import Place, place, ranks_of_each
+from torchcache2.core.process import Place, place, ranks_of_each
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import Size, parse_size, size_text
 from torchcache2.datasets.fingerprint import length_of

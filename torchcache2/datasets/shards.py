@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchcache2.core.arrays import Array, Positions
+from torchcache2.core.keys import Array, Positions
 
 __all__ = ["Shard", "permutation"]
 

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.arrays import Array
 from torchcache2.core.errors import OptionError
+from torchcache2.core.keys import Array
 from torchcache2.core.logs import logger
 from torchcache2.core.sizes import size_text
 from torchcache2.datasets.dtypes import checked_dtype, numpy_name

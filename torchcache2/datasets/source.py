@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, StackDataset, Subset
 
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.process import ProcessLock
 from torchcache2.datasets.apart import Apart, share_memory
 from torchcache2.engine.randomness import RandomState
 

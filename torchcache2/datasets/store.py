@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Array, Positions
 from torchcache2.core.errors import OutputError
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Array, Keys, Positions
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows
 from torchcache2.datasets.levels import Levels

@@ -6,9 +6,8 @@ import dataclasses
 import multiprocessing
 from typing import Any
 
-from torchcache2.core.environment import disabled_by_environment
 from torchcache2.core.private import is_given_work
-from torchcache2.core.settings import CacheSettings
+from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.datasets.fingerprint import Identity
 from torchcache2.datasets.levels import Levels
 from torchcache2.datasets.serving import Serving

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.process import ProcessLock
 from torchcache2.tiers.shared.region import Region, is_alive, start_time
 
 __all__ = ["COUNTS", "Tally"]

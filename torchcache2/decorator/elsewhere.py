@@ -18,8 +18,7 @@ from torchcache2.core.errors import DeviceError
 from torchcache2.core.private import COMPILER_ERRORS
 from torchcache2.decorator.forward import Computation
 from torchcache2.decorator.lazymodule import asked_for
-from torchcache2.engine.batch import ComputeSteps
-from torchcache2.engine.steps import Steps
+from torchcache2.engine.batch import Compute
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.namespace import Seen
 
@@ -28,16 +27,16 @@ __all__ = ["are_weights_elsewhere", "telling"]
 _META = {torch.device("meta")}
 
 
-def telling(computation: Computation) -> ComputeSteps:
+def telling(computation: Computation) -> Compute:
     """The steps of a computation; if torch refuses to run it while its weights are elsewhere, they say so.
 
     The forward is run as ever: it may move its weights or its inputs itself.
     """
 
-    def steps(positions: Tensor) -> Steps[Any]:
+    def steps(positions: Tensor) -> Any:
         try:
             with asked_for(len(positions), computation.call.batch_size):
-                return (yield from computation.steps(positions))
+                return computation.steps(positions)
         except RuntimeError as error:
             batch, weights = _devices(computation.call, computation.root, computation.seen)
             is_apart = batch and weights and batch.isdisjoint(weights)

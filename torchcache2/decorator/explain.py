@@ -9,8 +9,8 @@ import torch
 
 from torchcache2.engine.earlier import compared
 from torchcache2.files.directory import CacheDirectory
+from torchcache2.identity.encoding import form, readable, split
 from torchcache2.identity.fingerprint import Fingerprint, at_most
-from torchcache2.identity.readable import form, readable, split
 
 __all__ = ["NOTHING_DIFFERS", "CallSeen", "explained"]
 

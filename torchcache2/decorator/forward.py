@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.arrays import Bytes2D
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Bytes2D, Keys
 from torchcache2.core.logs import shown
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
@@ -22,11 +21,11 @@ from torchcache2.core.values import NotRebuiltError, has_attributes, leaves_of, 
 from torchcache2.decorator.bypass import BypassError, not_stored, of_module
 from torchcache2.decorator.lazymodule import lazies_of
 from torchcache2.decorator.probe import Comparison, Forward, Probe
-from torchcache2.decorator.traces import Inputs, Undo
+from torchcache2.decorator.traces import Inputs
 from torchcache2.engine.batch import Checks, NotStoredError, WholeBatch
 from torchcache2.engine.randomness import RandomContexts, RandomState
-from torchcache2.engine.steps import Steps
 from torchcache2.identity.arguments import BoundCall
+from torchcache2.identity.guard import Undo
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
 
 __all__ = ["Computation", "Shapes"]
@@ -44,7 +43,7 @@ class Computation:
     call: BoundCall
     keys: Keys
     context: bytes  # a digest of the namespace and the arguments that are not batched, 16 bytes
-    forward: Forward  # ``forward(args, kwargs)`` are the steps of the plain forward
+    forward: Forward  # ``forward(args, kwargs)`` runs the plain forward
     root: Any  # the module or function; below its keeper, and what that has seen for this call
     keeper: NamespaceKeeper
     seen: Seen
@@ -76,7 +75,7 @@ class Computation:
         of_shards = self.seen.shards.dtypes() if self.seen.shards else set()
         return self.call.dtypes | self.seen.tensors.dtypes | of_shards
 
-    def steps(self, positions: Tensor) -> Steps[Any]:
+    def steps(self, positions: Tensor) -> Any:
         """The output for the items at some positions (int64, CPU, shape ``(k,)``), or a `WholeBatch`.
 
         Raises
@@ -87,12 +86,12 @@ class Computation:
         self.has_run = True
         if self.is_sharded:
             if not self.ran:
-                yield from self._run_once()
+                self._run_once()
             is_part = len(positions) < self.call.batch_size
             return WholeBatch(self.ran[0]) if is_part else self.ran[0]
         is_whole = len(positions) == self.call.batch_size
         if not (is_whole or self._may_compute_parts()):
-            return (yield from self._whole_batch())
+            return self._whole_batch()
         suspect = self.random.is_suspect(self.context)
         # A forward that may be random runs a second time, and then needs the caller's arguments as they were:
         # so at first it gets a copy of them.
@@ -100,12 +99,12 @@ class Computation:
         try:
             args, kwargs = (self.call.args, self.call.kwargs) if is_callers else self.call.take(positions)
         except NotRebuiltError as error:
-            output = yield from self.forward(self.call.args, self.call.kwargs)
+            output = self.forward(self.call.args, self.call.kwargs)
             raise not_stored("batch", output, f"an argument for a part of the batch is {error}") from None
         inputs = Inputs(self.call, args, kwargs, positions, self.bind, self.keys_of)
-        undo = None if is_callers else Undo(self.keeper, self.seen, self.root, self.call.objects)
+        undo = None if is_callers else self.keeper.undo(self.seen, self.root, self.call.objects)
         state = RandomState(self.keeper.generators)
-        output = yield from self._run(inputs, state, undo, suspect, len(positions))
+        output = self._run(inputs, state, undo, suspect, len(positions))
         self.ran = [output] if is_callers else []  # until it is known that nothing was changed
         try:
             stop = self._trace(inputs, state, suspect, output)
@@ -116,15 +115,15 @@ class Computation:
         self.ran = []
         if stop is not None:
             is_own = stop.reason == "random" and (suspect or threading.active_count() == 1)
-            output = yield from self._run_again(output, undo, state if is_own else None)
+            output = self._run_again(output, undo, state if is_own else None)
             raise NotStoredError(stop.reason, stop.text, output)
-        output = yield from self._with_lists(output, positions)
+        output = self._with_lists(output, positions)
         shapes = self._shapes_of_items(output, len(positions))
         is_odd = self._is_odd(shapes)
         if is_odd and not is_whole:
             if undo is not None:
                 undo()
-            return (yield from self._whole_of_odd(shapes))
+            return self._whole_of_odd(shapes)
         if is_odd or self.checks.computes_parts:
             # The forward may write the output of a part into the memory of this output, so this is copied.
             copied = mapped(_copied, output, objects=True)
@@ -135,7 +134,7 @@ class Computation:
             if is_odd and not self.call.entries:
                 raise not_stored("batch", output, self._odd_text(shapes), cause="shape")
             if self.call.batch_size > 1:
-                output = yield from self._probe(compare, copied)
+                output = self._probe(compare, copied)
         self._remember(shapes)
         return self._own(output, inputs.tensors) if is_whole else output
 
@@ -143,7 +142,7 @@ class Computation:
         """Whether the forward would run for the whole batch, whatever items are asked for."""
         return not self._may_compute_parts()
 
-    def _run_once(self) -> Steps[None]:
+    def _run_once(self) -> None:
         """Compute the output of the whole batch of a forward that other processes run at the same time.
 
         Another run, such as a probe, would wait for them in vain. So calls that were random once stay random.
@@ -152,7 +151,7 @@ class Computation:
         inputs = Inputs(self.call, self.call.args, self.call.kwargs, positions, self.bind, self.keys_of)
         state = RandomState(self.keeper.generators)
         was_random = self.random.is_suspect(self.context)
-        output = yield from self.forward(inputs.args, inputs.kwargs)
+        output = self.forward(inputs.args, inputs.kwargs)
         with contextlib.suppress(RecursionError):  # it is not kept, and returned as it is
             output = mapped(_waited, output, objects=True)
         self.ran = [output]
@@ -161,7 +160,7 @@ class Computation:
             stop = BypassError.because("random", "")
         if stop is not None:
             raise NotStoredError(stop.reason, stop.text, output)
-        output = yield from self._with_lists(output, positions)
+        output = self._with_lists(output, positions)
         shapes = self._shapes_of_items(output, self.call.batch_size)
         if self._is_odd(shapes) and not self.call.entries:
             raise not_stored("batch", output, self._odd_text(shapes), cause="shape")
@@ -178,31 +177,29 @@ class Computation:
         is_known = self.keys.group in self.shapes or self.random.is_suspect(self.context)
         return is_known and not self.checks.computes_parts and not self.call.aligned
 
-    def _whole_batch(self) -> Steps[WholeBatch]:
-        output = yield from self.steps(torch.arange(self.call.batch_size, device="cpu"))
+    def _whole_batch(self) -> WholeBatch:
+        output = self.steps(torch.arange(self.call.batch_size, device="cpu"))
         return WholeBatch(output)
 
-    def _run(
-        self, inputs: Inputs, state: RandomState, undo: Undo | None, suspect: bool, count: int
-    ) -> Steps[Any]:
+    def _run(self, inputs: Inputs, state: RandomState, undo: Undo | None, suspect: bool, count: int) -> Any:
         """Run the forward for `count` items; raises `NotStoredError` if it refuses a part of the batch."""
         try:
             if suspect:
-                return (yield from self._run_disturbed(inputs, state))
-            return (yield from self.forward(inputs.args, inputs.kwargs))
+                return self._run_disturbed(inputs, state)
+            return self.forward(inputs.args, inputs.kwargs)
         except Exception as error:
             if count == self.call.batch_size or is_out_of_memory(error):  # the whole batch would need more
                 raise
             failure = f"the forward of {count} of its {self.call.batch_size} items raises {shown(error)}"
         # If the forward raises for the whole batch too, the caller sees that exception, as without a cache.
-        output = yield from self._run_again(None, undo)
+        output = self._run_again(None, undo)
         raise not_stored("batch", output, failure, cause="raises")
 
-    def _run_disturbed(self, inputs: Inputs, state: RandomState) -> Steps[Any]:
+    def _run_disturbed(self, inputs: Inputs, state: RandomState) -> Any:
         """Run the forward with other random numbers than the caller's, to see whether it draws any."""
         state.disturb()
         try:
-            output = yield from self.forward(inputs.args, inputs.kwargs)
+            output = self.forward(inputs.args, inputs.kwargs)
         except BaseException:
             state.restore()
             raise
@@ -211,7 +208,7 @@ class Computation:
             self.random.clear(self.context)
         return output
 
-    def _run_again(self, output: Any, undo: Undo | None, state: RandomState | None = None) -> Steps[Any]:
+    def _run_again(self, output: Any, undo: Undo | None, state: RandomState | None = None) -> Any:
         """The output of a forward that has run with the caller's own arguments.
 
         That is `output`, if there is no `undo`. Otherwise the forward has run with copies: what it did is
@@ -222,7 +219,7 @@ class Computation:
         if state is not None:
             state.restore()
         undo()
-        return (yield from self.forward(self.call.args, self.call.kwargs))
+        return self.forward(self.call.args, self.call.kwargs)
 
     def _trace(self, inputs: Inputs, state: RandomState, suspect: bool, output: Any) -> BypassError | None:
         """The traces of the forward for which its output must not be stored; None if it has left none."""
@@ -264,10 +261,10 @@ class Computation:
         known = self.shapes.get(self.keys.group)
         return self.settings.probe and None not in (known, shapes) and known != shapes
 
-    def _whole_of_odd(self, shapes: Shapes | None) -> Steps[WholeBatch]:
+    def _whole_of_odd(self, shapes: Shapes | None) -> WholeBatch:
         """Compute the whole batch, after a part of it had outputs of other shapes than items had before."""
         text = self._odd_text(shapes)
-        whole = yield from self._whole_batch()
+        whole = self._whole_batch()
         if self._shapes_of_items(whole.output, self.call.batch_size) != shapes:
             raise not_stored("batch", whole.output, text, cause="shape")
         return whole
@@ -276,11 +273,11 @@ class Computation:
         known = self.shapes.get(self.keys.group)
         return f"items of one shape have outputs of the shapes {known} and {shapes}"
 
-    def _probe(self, compare: Comparison, output: Any) -> Steps[Any]:
+    def _probe(self, compare: Comparison, output: Any) -> Any:
         """Compute parts of the batch by themselves; returns the whole output if items are independent."""
         pads = self.settings.miss_batch == "pad"
         probe = Probe(self.call, self.keys, compare, self.forward, self.keeper, self.seen, self.root, pads)
-        found = yield from probe.dependence()
+        found = probe.dependence()
         if found is not None:
             raise not_stored("batch", output, found.text, cause=found.cause)
         self.checks.is_conclusive = probe.is_conclusive
@@ -309,7 +306,7 @@ class Computation:
 
         return own(output) if isinstance(output, Tensor) else mapped(own, output, objects=True)
 
-    def _with_lists(self, output: Any, positions: Tensor) -> Steps[Any]:
+    def _with_lists(self, output: Any, positions: Tensor) -> Any:
         """The output, after it is known which of its lists have an entry for each item.
 
         If a list is as long as the batch for the first time, one item is computed again, in a batch of
@@ -325,7 +322,7 @@ class Computation:
             part = positions[:1].tolist() * (1 if count > 1 else 2)
             probe = Probe(self.call, self.keys, None, self.forward, self.keeper, self.seen, self.root, False)
             with contextlib.suppress(Exception):  # then it is not known, and such lists are not stored
-                lists.settle(unsettled, (yield from probe.alone(part, bool(self.call.aligned))), len(part))
+                lists.settle(unsettled, probe.alone(part, bool(self.call.aligned)), len(part))
         return output
 
     def _shapes_of_items(self, output: Any, count: int) -> Shapes | None:

@@ -20,18 +20,17 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128
 
-from torchcache2.core.buckets import Bucket
 from torchcache2.core.errors import OptionError
-from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce, listed, logger, shown
+from torchcache2.core.places import Bucket
+from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.randomness import RandomState
-from torchcache2.engine.steps import opaque
+from torchcache2.engine.running import opaque
 from torchcache2.files.notes import Notes
 from torchcache2.identity.arguments import BoundCall
-from torchcache2.identity.codenames import names_of
+from torchcache2.identity.codenames import names_of, resolved
 from torchcache2.identity.encoding import digest
-from torchcache2.identity.imports import resolved
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
 from torchcache2.identity.namespace import NamespaceKeeper, namespace_of
 from torchcache2.identity.sharded import ShardedError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -11,23 +10,22 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from torchcache2.core.environment import disabled_by_environment
 from torchcache2.core.errors import NotCachedError, OptionError
-from torchcache2.core.exits import AtExit, before_pools_end
 from torchcache2.core.keys import Keys
 from torchcache2.core.logs import logger
-from torchcache2.core.settings import CacheSettings
+from torchcache2.core.process import AtExit, before_pools_end
+from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.decorator import bypass
 from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.elsewhere import are_weights_elsewhere, telling
 from torchcache2.decorator.explain import NOTHING_DIFFERS, CallSeen, explained
 from torchcache2.decorator.forward import Computation, Shapes
 from torchcache2.decorator.lazymodule import lazies_of
-from torchcache2.decorator.passing import Forward, Passing
+from torchcache2.decorator.passing import Passing
 from torchcache2.decorator.probes import CallChecks, Probes, talks
 from torchcache2.decorator.shortcuts import glance
 from torchcache2.decorator.traces import filling, given_back
@@ -36,11 +34,10 @@ from torchcache2.decorator.warmup import warm_up
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
 from torchcache2.engine.collective.apart import apart
-from torchcache2.engine.pressure import OwnMemoryError
 from torchcache2.engine.randomness import RandomContexts
+from torchcache2.engine.running import Forward, OwnMemoryError
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import CacheStats
-from torchcache2.engine.steps import Steps
 from torchcache2.engine.values.outputs import Lists
 from torchcache2.engine.values.samples import Samples
 from torchcache2.identity.arguments import BoundCall, Signature
@@ -52,6 +49,7 @@ from torchcache2.identity.namespace import History, NamespaceKeeper, Seen
 __all__ = ["ModuleCache"]
 
 _MOST_CONTEXTS = 1000  # of which it is known what lists in their outputs are
+Plain = Callable[..., Any]
 _MANY = 1000  # items that are missed before a hint says why none was found
 
 
@@ -128,9 +126,7 @@ class ModuleCache(Passing):
         self._is_without_grad = False
         self._has_hinted = False
 
-    def bind(
-        self, root: Any, plain: Forward, method: str = "forward", others: Sequence[Forward] = ()
-    ) -> None:
+    def bind(self, root: Any, plain: Plain, method: str = "forward", others: Sequence[Plain] = ()) -> None:
         """Say what is cached: `plain` is the function, or the bound method of an object, without the cache.
 
         `others` are methods under the same decorator, which may have the arguments that options name.
@@ -143,14 +139,14 @@ class ModuleCache(Passing):
         if not _is_function(root):
             self._owner.add(method, self)
 
-    def _read_signature(self, plain: Forward) -> None:
+    def _read_signature(self, plain: Plain) -> None:
         shared, items = (
             self._own(names, plain) for names in (self.settings.shared_args, self.settings.item_args)
         )
         self.signature = Signature(plain, shared=shared, item_args=items, method=self.method)
         self._is_without_grad = turns_grad_off(plain)
 
-    def _own(self, names: Sequence[str], plain: Forward) -> tuple[str, ...]:
+    def _own(self, names: Sequence[str], plain: Plain) -> tuple[str, ...]:
         """Those of the names that no other method has alone."""
         own = inspect.signature(plain)
         return tuple(
@@ -241,16 +237,17 @@ class ModuleCache(Passing):
         document["probed"] = self._probes.document(namespace)
         return document
 
-    def call(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
-        """The output of ``plain(*args, **kwargs)``."""
+    def call(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The output of ``forward(*args, **kwargs)``."""
         # If the forward calls its own module, only the outermost call is cached.
         self._owner.last = self.method
         if self.on_first_call is not None:
             self._begin(self.on_first_call)
         is_passed = self._runner.is_inside or not self.settings.enabled
         if is_passed or is_traced() or disabled_by_environment():
-            return (yield plain, args, kwargs)
-        output = yield from self._relieved(self._called_with, plain, args, kwargs)
+            return forward(*args, **kwargs)
+        with self._relieved():
+            output = self._called_with(forward, args, kwargs)
         if not self._has_hinted:
             self._hint()
         return given_back(output, args, kwargs)
@@ -261,17 +258,6 @@ class ModuleCache(Passing):
         if self._tell_missed is not None:
             self._tell_missed.cancel()
             self._tell_missed = None
-
-    @contextlib.contextmanager
-    def beside_forward(self) -> Iterator[bool]:
-        """Around a call of another method, which is not cached; whether it is in no other such call."""
-        thread = self._owner.thread
-        is_outermost = not getattr(thread, "is_beside", False)
-        thread.is_beside = True
-        try:
-            yield is_outermost
-        finally:
-            thread.is_beside = not is_outermost
 
     def miss_forward(self, other: str) -> None:
         """Note that another method was called, and forward not: that is an error if calls must be cached."""
@@ -303,20 +289,20 @@ class ModuleCache(Passing):
             text = "%s: none of the first %s items was found; explain() says: %s"
             self._told("hint", text, self._name(), f"{self._counters.misses:,}", why, log=log)
 
-    def _called_with(self, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
+    def _called_with(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         start = time.perf_counter()
         root = self._living_root()
         kind = glance(root, args, kwargs)
         try:
-            computation = self._cacheable(root, plain, args, kwargs, kind)
+            computation = self._cacheable(root, forward, args, kwargs, kind)
         except Exception as error:
             self._stand_by(error)
             raise
         if computation is None:
             with self._stand_by():
-                return (yield from self._runner.run(plain, args, kwargs))
+                return self._runner.run(forward, args, kwargs)
         try:
-            output = yield from self._cached(computation, start)
+            output = self._cached(computation, start)
             self._shortcuts.clear(kind)
             return output
         except BypassError as stop:
@@ -331,10 +317,10 @@ class ModuleCache(Passing):
         if computation.ran:
             return computation.ran[0]
         with apart():  # the other ranks have taken their step
-            return (yield from self._runner.run(plain, args, kwargs))
+            return self._runner.run(forward, args, kwargs)
 
     def _computation(
-        self, root: Any, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, root: Any, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Computation | None:
         """What computes the items of a call; raises if the call cannot be cached.
 
@@ -345,7 +331,7 @@ class ModuleCache(Passing):
         if stops and stops[0].reason in self._reasons and not self._is_strict():
             raise BypassError.all_of(stops)  # what the arguments add has been said
         if self._walks != self.keeper.walks:  # the source has been read again, so defaults may have changed
-            self._read_signature(plain)
+            self._read_signature(forward.function)
             self._walks = self.keeper.walks
         call = bypass.ask_arguments(
             self.signature, args, kwargs, self.keeper, stops, is_without_grad=self._is_without_grad
@@ -364,12 +350,12 @@ class ModuleCache(Passing):
         keys = self._keys(seen.namespace, call)
         if not self.keeper.holds():  # bytes of weights that have come with the keys show an edit
             self._calls.pop()
-            return self._computation(root, plain, args, kwargs)
+            return self._computation(root, forward, args, kwargs)
         computation = Computation(
             call,
             keys,
             context,
-            filling(functools.partial(self._runner.run, plain)),
+            filling(functools.partial(self._runner.run, forward)),
             root=root,
             keeper=self.keeper,
             seen=seen,
@@ -420,10 +406,10 @@ class ModuleCache(Passing):
         count = self.settings.subsample_count
         return item_keys(namespace, call.context, call.leaves, entries, subsample_count=count)
 
-    def _cached(self, computation: Computation, start: float) -> Steps[Any]:
+    def _cached(self, computation: Computation, start: float) -> Any:
         keys, checks = computation.keys, computation.checks
         try:
-            output = yield from self.steps(
+            output = self.output(
                 keys,
                 telling(computation),
                 computation.device,

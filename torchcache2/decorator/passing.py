@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torchcache2.core.environment import disabled_by_environment, strict_by_environment
-from torchcache2.core.settings import CacheSettings
+from torchcache2.core.settings import CacheSettings, disabled_by_environment, strict_by_environment
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.decorator.bypass import BypassError
 from torchcache2.decorator.forward import Computation
 from torchcache2.decorator.shortcuts import Glance, Shortcuts
 from torchcache2.engine.cache import Cache
+from torchcache2.engine.running import Forward
 from torchcache2.engine.stack import TierStack
 from torchcache2.identity.arguments import Signature
 
-__all__ = ["Forward", "Passing"]
-
-Forward = Callable[..., Any]
+__all__ = ["Passing"]
 
 
 class Passing(Cache):
@@ -34,7 +32,7 @@ class Passing(Cache):
     def _cacheable(
         self,
         root: Any,
-        plain: Forward,
+        forward: Forward,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         kind: Glance,
@@ -46,7 +44,7 @@ class Passing(Cache):
             self.count_bypass(reason, self.signature.count(args, kwargs), "")
             return None
         try:
-            return self._computation(root, plain, args, kwargs)
+            return self._computation(root, forward, args, kwargs)
         except BypassError as stop:
             self._step_aside(stop, kind, self.signature.count(args, kwargs))
         except Exception as error:
@@ -56,7 +54,7 @@ class Passing(Cache):
         return None
 
     def _computation(
-        self, root: Any, plain: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, root: Any, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Computation | None:
         """What computes the items of a call; raises `BypassError` if the call cannot be cached."""
         raise NotImplementedError

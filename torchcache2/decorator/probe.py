@@ -22,10 +22,8 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.logs import shown
 from torchcache2.core.rows import Rows, UnstorableError
 from torchcache2.core.sizes import is_out_of_memory
-from torchcache2.decorator.traces import Undo
 from torchcache2.engine.batch import computed_again
 from torchcache2.engine.randomness import RandomState
-from torchcache2.engine.steps import Steps
 from torchcache2.engine.values.outputs import Lists, rows_of
 from torchcache2.engine.verify import leaf_differences
 from torchcache2.identity.arguments import BoundCall
@@ -33,7 +31,7 @@ from torchcache2.identity.namespace import NamespaceKeeper, Seen
 
 __all__ = ["Comparison", "Forward", "Probe"]
 
-Forward = Callable[[Any, Mapping[str, Any]], Steps[Any]]
+Forward = Callable[[Any, Mapping[str, Any]], Any]
 
 _ALIKE = 0.75  # rows from batches of one size differ by less than the precision to this power
 
@@ -151,7 +149,7 @@ class Probe:
     pads: bool  # whether batches are padded to few sizes
     is_conclusive: bool = True  # False if a part could not be computed for lack of memory
 
-    def dependence(self) -> Steps[Difference | None]:
+    def dependence(self) -> Difference | None:
         """How items depend on their batch; None if they do not."""
         aligned = bool(self.call.aligned)
         assert self.compare is not None
@@ -159,25 +157,25 @@ class Probe:
         if found is not None:
             return found
         for part in _parts(self.keys):
-            found = yield from self._difference(part, aligned)
+            found = self._difference(part, aligned)
             if found is not None and aligned:
                 # An argument as long as the batch has one entry per item, or it belongs to the whole batch.
-                found = yield from self._difference(part, False)
+                found = self._difference(part, False)
             if found is not None and found.cause == "raises":
                 # The forward may need its items in the order of the caller, such as the longest first.
-                found = yield from self._difference(sorted(part), aligned)
+                found = self._difference(sorted(part), aligned)
             if found is not None or not self.is_conclusive:
                 return found
         return None
 
-    def alone(self, part: Sequence[int], aligned: bool) -> Steps[Any]:
+    def alone(self, part: Sequence[int], aligned: bool) -> Any:
         """The output of some items, computed by themselves; what that has changed is undone."""
-        undo = Undo(self.keeper, self.seen, self.root, self.call.objects)
+        undo = self.keeper.undo(self.seen, self.root, self.call.objects)
         state = RandomState(self.keeper.generators)
         try:
             positions = torch.tensor(part, dtype=torch.int64, device="cpu")
             with computed_again():
-                return (yield from self.forward(*self.call.take(positions, aligned=aligned)))
+                return self.forward(*self.call.take(positions, aligned=aligned))
         finally:
             # The forward has just run for the whole batch, and has changed at most attributes that it never
             # reads. These are put back. Everything else is put back only if there is no other thread, which
@@ -187,7 +185,7 @@ class Probe:
                 undo()
                 state.restore()
 
-    def _difference(self, part: Sequence[int], aligned: bool) -> Steps[Difference | None]:
+    def _difference(self, part: Sequence[int], aligned: bool) -> Difference | None:
         """How the output of some items differs if they are computed by themselves; None if it does not."""
         count = len(part)
         if self.pads:
@@ -195,7 +193,7 @@ class Probe:
             part = [*part, *[part[-1]] * (size - count)]
         assert self.compare is not None
         try:
-            return self.compare.difference((yield from self.alone(part, aligned)), part)
+            return self.compare.difference(self.alone(part, aligned), part)
         except Exception as error:
             if is_out_of_memory(error):
                 self.is_conclusive = False

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from xxhash import xxh3_64_intdigest
 
 from torchcache2.core.keys import Keys
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.process import ProcessLock
 from torchcache2.decorator.bypass import BypassError
 from torchcache2.engine.batch import Checks, is_computed_again
 from torchcache2.identity.arguments import BoundCall
-from torchcache2.identity.compiled import names_in
 from torchcache2.identity.encoding import digest, qualified_name
 from torchcache2.identity.fingerprint import Fingerprint
+from torchcache2.identity.sourcecode import names_in
 
 __all__ = ["CallChecks", "Kind", "Probes", "talks"]
 

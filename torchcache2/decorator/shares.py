@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from torchcache2.core.errors import OptionError
-from torchcache2.core.ranks import Place
+from torchcache2.core.process import Place
 
 __all__ = ["Share", "share_of"]
 

@@ -1,4 +1,4 @@
-"""The traces of a forward: `Inputs` notices changed arguments, and `Undo` puts the module back.
+"""The arguments of a forward: `Inputs` notices when it has changed them.
 
 A forward that fills the dict that it gets, and returns it, leaves no trace: `filling` gives it a copy, and
 what it has added is its output, which `given_back` puts into the dict of the caller.
@@ -8,43 +8,38 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from operator import is_
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from torchcache2.core.arrays import Bytes2D
-from torchcache2.core.gather import as_bytes
+from torchcache2.core.keys import Bytes2D
 from torchcache2.core.private import has_version, version
-from torchcache2.engine.steps import Steps
-from torchcache2.identity.argumentobjects import ObjectSeen
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.entries import argument_leaves
-from torchcache2.identity.namespace import NamespaceKeeper, Seen
 
-__all__ = ["Inputs", "Undo", "filling", "given_back"]
+__all__ = ["Inputs", "filling", "given_back"]
 
 _FILLED = ("filled by the forward",)  # the key of what was added, in an output that has nothing else
 
 
 def filling(
-    forward: Callable[[tuple[Any, ...], Mapping[str, Any]], Steps[Any]],
-) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Steps[Any]]:
+    forward: Callable[[tuple[Any, ...], Mapping[str, Any]], Any],
+) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
     """The same forward, but if it adds to its only dict and returns that, its output is what was added."""
 
-    def steps(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
+    def steps(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         given = _only_dict(args, kwargs)
         if given is None:
-            return (yield from forward(args, kwargs))
+            return forward(args, kwargs)
         copied = copy.copy(given)
         own: dict[int, Any] = {id(given): copied}
         output: Any = None
         args = tuple([own.get(id(value), value) for value in args])
         try:
-            output = yield from forward(args, {name: own.get(id(v), v) for name, v in kwargs.items()})
+            output = forward(args, {name: own.get(id(v), v) for name, v in kwargs.items()})
         finally:
             added = {
                 name: value for name, value in copied.items() if name not in given or given[name] is not value
@@ -128,43 +123,3 @@ class Inputs:
             return not self._call.is_changed(self._bind(self.args, self.kwargs), self._positions)
         except Exception:  # an argument has changed so that it cannot be put in a key
             return False
-
-
-class Undo:
-    """Remembers small buffers, attributes, the content of containers and grad mode, and puts them back.
-
-    So it does for `objects`, which are arguments of the call.
-    """
-
-    def __init__(
-        self, keeper: NamespaceKeeper, seen: Seen, root: Any, objects: Sequence[ObjectSeen] = ()
-    ) -> None:
-        self._of_objects = [Undo(one.keeper, one.seen, one.value) for one in objects]
-        self._buffers = [(buffer, buffer.clone()) for buffer in seen.tensors.small_buffers()]
-        self._attributes = keeper.attributes(root)
-        self._grad = torch.is_grad_enabled()
-
-    def __call__(self) -> None:
-        """Put back everything."""
-        for buffer, content in self._buffers:
-            if not _is_same(buffer, content):
-                with torch.inference_mode():  # buffers that were made in this mode can only be written in it
-                    buffer.copy_(content)
-        self._attributes.restore()
-        for undo in self._of_objects:
-            undo()
-        torch.set_grad_enabled(self._grad)
-
-    def attributes(self) -> None:
-        """Put back the attributes of modules and the grad mode of this thread alone."""
-        self._attributes.restore_fields()
-        for undo in self._of_objects:
-            undo.attributes()
-        torch.set_grad_enabled(self._grad)
-
-
-def _is_same(buffer: Tensor, content: Tensor) -> bool:
-    try:
-        return torch.equal(as_bytes(buffer[None]), as_bytes(content[None]))
-    except (NotImplementedError, RuntimeError):  # the buffer is sparse, or has no data
-        return True

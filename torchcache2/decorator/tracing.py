@@ -21,7 +21,7 @@ from torchcache2.core.private import (
     is_fx_traced,
     is_jit_traced,
 )
-from torchcache2.engine.steps import Steps
+from torchcache2.engine.running import Forward
 from torchcache2.identity.sourcecode import origin
 
 __all__ = ["Runner", "is_exported", "is_traced", "turns_grad_off", "with_own_code"]
@@ -107,12 +107,14 @@ class Runner:
         """Whether this thread is inside of the object already, which has called itself."""
         return getattr(self._thread, "is_inside", False)
 
-    def run(self, plain: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Steps[Any]:
+    def run(self, forward: Forward, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run the method. If it calls its own object, that call runs without the cache too."""
+        plain = forward.function
         self._thread.is_inside = True
         try:
             if self._call is not None and isinstance(plain, types.MethodType):
-                return (yield self._call, (plain.__func__, plain.__self__, args, kwargs), {})
-            return (yield plain, args, kwargs)
+                call = Forward(self._call, forward.compiler)
+                return call(plain.__func__, plain.__self__, args, kwargs)
+            return forward(*args, **kwargs)
         finally:
             self._thread.is_inside = False

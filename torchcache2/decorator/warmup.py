@@ -13,20 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchcache2.core.environment import disabled_by_environment
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import listed, logger
 from torchcache2.core.private import PRE_HOOKS
-from torchcache2.core.ranks import Place
-from torchcache2.core.settings import CacheSettings
+from torchcache2.core.process import Place
+from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.core.values import leaves_of, mapped
 from torchcache2.decorator.bypass import BypassError, of_module
 from torchcache2.decorator.shares import share_of
 from torchcache2.engine.progress import Progress, WarmupStats
 from torchcache2.engine.randomness import RandomState
+from torchcache2.engine.running import Forward
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import Counters
-from torchcache2.engine.steps import Steps, run_steps
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
 from torchcache2.identity.namespace import NamespaceKeeper
 
@@ -48,8 +47,8 @@ class Warmable(Protocol):
     _counters: Counters
     _tiers: TierStack
 
-    def call(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
-        """The output of ``plain(*args, **kwargs)``."""
+    def call(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The output of ``forward(*args, **kwargs)``."""
         ...
 
     def flush(self) -> None:
@@ -185,7 +184,7 @@ def _warm(
         raise BypassError.all_of(stops).as_error(name)
     for is_last in (False, True):  # the first call may set something up, and not be cached for that
         if isinstance(root, types.FunctionType):
-            output = run_steps(cache.call, root, args, kwargs)
+            output = cache.call(Forward(root), args, kwargs)
         elif isinstance(root, nn.Module) and cache.method == "forward":
             output = root(*args, **kwargs)
         else:

@@ -14,6 +14,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -21,16 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from torchcache2.core.errors import DecorationError
-from torchcache2.core.locks import ProcessLock
 from torchcache2.core.private import REPLICA_MARK, REPLICATE
+from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.values import leaves_of
 from torchcache2.decorator.lazymodule import LazyModule
 from torchcache2.decorator.modulecache import ModuleCache
 from torchcache2.decorator.probes import Probes
 from torchcache2.decorator.tracing import is_exported, is_traced, with_own_code
+from torchcache2.engine.running import Compiler, Forward, outside
 from torchcache2.engine.stack import TierStack
-from torchcache2.engine.steps import Steps, run_steps
 from torchcache2.identity.marks import (
     ADDED_ATTRIBUTE,
     BINDING,
@@ -59,6 +60,8 @@ __all__ = [
 DEFERRED = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 _PREFIX = "torchcache_"
+_STARTING = "_torchcache_starting"  # an instance has this attribute while its outermost constructor runs
+_WATCHED: ContextVar[frozenset[int]] = ContextVar("torchcache2_watched", default=frozenset())
 
 
 class Binding:
@@ -117,17 +120,19 @@ def decorate_function(function: types.FunctionType, binding: Binding) -> Callabl
     def cached(*args: Any, **kwargs: Any) -> Any:
         if is_exported():
             return function(*args, **kwargs)
-        return run_steps(_call_function, cached, args, kwargs)
+        return outside(_call_function, cached, args, kwargs)
 
     setattr(cached, ORIGINAL_ATTRIBUTE, function)
     cached.cache_instance = cache  # type: ignore[attr-defined]
     return cached
 
 
-def _call_function(wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps[Any]:
+def _call_function(
+    compiler: Compiler, wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     # Both are read at each call: a notebook that reloads the function in place gives the wrapper others.
     cache: ModuleCache = getattr(wrapper, "cache_instance")  # noqa: B009
-    return (yield from cache.call(getattr(wrapper, ORIGINAL_ATTRIBUTE), args, kwargs))
+    return cache.call(Forward(getattr(wrapper, ORIGINAL_ATTRIBUTE), compiler), args, kwargs)
 
 
 def is_cached_function(value: Any) -> bool:
@@ -162,9 +167,13 @@ def decorate_class(cls: Any, binding: Binding) -> Any:
 
 
 def _patch_methods(cls: Any) -> None:
-    wraps: dict[str, Any] = dict.fromkeys(getattr(cls, BINDING).methods, decorate_method)
+    methods = getattr(cls, BINDING).methods
+    wraps: dict[str, Any] = {}
     if issubclass(cls, nn.Module):
-        wraps |= {REPLICATE: _cached_replicate}
+        wraps = {"__init__": _starting_init, REPLICATE: _cached_replicate}
+        if "forward" in methods:
+            wraps |= dict.fromkeys(_methods_with_arguments(cls), _watched_method)
+    wraps |= dict.fromkeys(methods, decorate_method)
     for name, wrap in wraps.items():
         method = getattr(cls, name, None)
         if method is None or is_cached_function(method):
@@ -222,7 +231,7 @@ def decorate_method(
     def cached_method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_exported():
             return function(self, *args, **kwargs)
-        return run_steps(_call_method, self, name, cached_method, args, kwargs)
+        return outside(_call_method, self, name, cached_method, args, kwargs)
 
     setattr(cached_method, ORIGINAL_ATTRIBUTE, function)
     setattr(cached_method, BINDING, binding)
@@ -230,22 +239,30 @@ def decorate_method(
 
 
 def _call_method(
-    obj: Any, name: str, wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Steps[Any]:
-    # The original is read at each call: a notebook that reloads the class in place gives the wrapper another.
-    kind = type(obj)
-    plain = types.MethodType(getattr(wrapper, ORIGINAL_ATTRIBUTE), obj)
-    added_to = getattr(wrapper, ADDED_ATTRIBUTE, None)
-    if added_to is not None and (owner := added_to()) is not None:
-        plain = getattr(super(owner, obj), name)  # the base class may have got another one since
+    compiler: Compiler,
+    obj: Any,
+    name: str,
+    wrapper: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    kind, forward = type(obj), Forward(_original_method(obj, name, wrapper), compiler)
     # The key stands for the method of the object's own class. If a subclass calls this one by `super()`, that
     # is another computation, which is not cached by itself.
     if getattr(kind, name, None) is not wrapper and not _is_own(kind, name, wrapper):
-        return (yield plain, args, kwargs)
+        return forward(*args, **kwargs)
     # A traced call makes no cache, as some exporters look for attributes that a call adds.
     if "cache_instance" not in getattr(obj, "__dict__", ()) and is_traced():
-        return (yield plain, args, kwargs)
-    return (yield from cache_of_object(obj, name).call(plain, args, kwargs))
+        return forward(*args, **kwargs)
+    return cache_of_object(obj, name).call(forward, args, kwargs)
+
+
+def _original_method(obj: Any, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """What a wrapper in a class wraps; it is read at each call, as a notebook may reload classes in place."""
+    added_to = getattr(wrapper, ADDED_ATTRIBUTE, None)
+    if added_to is not None and (owner := added_to()) is not None and isinstance(obj, owner):
+        return getattr(super(owner, obj), name)  # type: ignore[no-any-return]
+    return types.MethodType(getattr(wrapper, ORIGINAL_ATTRIBUTE), obj)
 
 
 def _is_own(kind: type, name: str, wrapper: Callable[..., Any]) -> bool:
@@ -265,6 +282,19 @@ def _layers(function: Any) -> Iterator[Any]:
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
+
+
+def _starting_init(init: Callable[..., None], name: str) -> Callable[..., None]:
+    @functools.wraps(init)
+    def starting_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        is_outermost = self.__dict__.setdefault(_STARTING, starting_init) is starting_init
+        try:
+            init(self, *args, **kwargs)
+        finally:
+            if is_outermost:
+                self.__dict__.pop(_STARTING, None)
+
+    return starting_init
 
 
 def _cached_replicate(replicate: Callable[..., nn.Module], name: str) -> Callable[..., nn.Module]:
@@ -337,6 +367,8 @@ def _make(obj: Any, name: str | None) -> ModuleCache:
                     first = obj.__dict__["cache_instance"] = cache
                 else:
                     first.kept.append(cache)
+                if isinstance(obj, nn.Module) and method == "forward":
+                    cache.on_first_call = _unwatch
         found: ModuleCache = first if name is None else first.methods[name]
         return found
 
@@ -364,7 +396,6 @@ class CachedMethod:
         self.__doc__ = function.__doc__
         self.__code__ = getattr(function, "__code__", type(self).__call__.__code__)  # torch.export reads it
         self.__signature__ = inspect.signature(self.plain())
-        self._evaluates = _evaluates(function, name)
 
     @property
     def __self__(self) -> Any:
@@ -392,12 +423,10 @@ class CachedMethod:
                 return self.own(*args, **kwargs)
             obj: Any = self._object()  # Dynamo follows this, but not `plain`
             return getattr(type(obj), self.__name__)(obj, *args, **kwargs)
-        return run_steps(self._call, args, kwargs)
+        return outside(self._call, args, kwargs)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps[Any]:
-        if self._evaluates and self.__self__.training and not kwargs.get("pool"):
-            self.__self__.eval()
-        return (yield from self.cache.call(self.plain(), args, kwargs))
+    def _call(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.cache.call(Forward(self.plain(), compiler), args, kwargs)
 
     def replicate(self) -> nn.Module:
         """A replica of the module for `nn.DataParallel`, with the same caches."""
@@ -440,11 +469,38 @@ class _WatchedMethod(CachedMethod):
         function = getattr(type(obj), self.__name__)
         if torch.compiler.is_compiling():
             return function(obj, *args, **kwargs)
-        with self.cache.beside_forward() as is_outermost:
-            output = function(obj, *args, **kwargs)
-        if is_outermost and _has_items(args, kwargs, output):
-            self.cache.miss_forward(self.__name__)
-        return output
+        return _run_watched(obj, self.__name__, types.MethodType(function, obj), args, kwargs)
+
+
+def _watched_method(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The same for all modules of a class."""
+
+    @with_own_code
+    @functools.wraps(method)
+    def watched_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return method(self, *args, **kwargs)
+        return _run_watched(self, name, _original_method(self, name, watched_method), args, kwargs)
+
+    return watched_method
+
+
+def _run_watched(
+    obj: Any, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    fields, watched = getattr(obj, "__dict__", {}), _WATCHED.get()
+    cache = fields.get("cache_instance")
+    if is_traced() or _STARTING in fields or (cache is not None and cache.on_first_call is None):
+        return method(*args, **kwargs)
+    token = _WATCHED.set(watched | {id(obj)})
+    try:
+        output = method(*args, **kwargs)
+    finally:
+        _WATCHED.reset(token)
+    is_cached = fields.keys() & {"cache_instance"} or bindings_of(type(obj))
+    if is_cached and id(obj) not in watched and _has_items(args, kwargs, output):
+        cache_of_object(obj).miss_forward(name)
+    return output
 
 
 def _has_items(args: Any, kwargs: Any, output: Any) -> bool:
@@ -459,15 +515,21 @@ def _has_items(args: Any, kwargs: Any, output: Any) -> bool:
 
 def _watch(module: nn.Module, cache: ModuleCache) -> None:
     """Have it noticed if other methods are called, and forward never is."""
-    kind = type(module)
+    for name in _methods_with_arguments(type(module)):
+        if name not in module.__dict__:
+            module.__dict__[name] = _WatchedMethod(module, name, None, cache, holds=True)
+    cache.on_first_call = _unwatch
+
+
+def _methods_with_arguments(kind: type) -> Iterator[str]:
+    """The public methods of a class of modules that somebody may mean to be cached."""
     for name in dir(kind):
         raw = inspect.getattr_static(kind, name)
-        is_public = not (name.startswith("_") or hasattr(nn.Module, name) or name in module.__dict__)
+        is_public = not (name.startswith("_") or hasattr(nn.Module, name))
         if is_public and isinstance(raw, types.FunctionType) and not is_cached_function(raw):
             takes_more = len(inspect.signature(raw).parameters) > 1
             if takes_more and not str(raw.__module__).startswith("torch."):
-                module.__dict__[name] = _WatchedMethod(module, name, None, cache, holds=True)
-    cache.on_first_call = _unwatch
+                yield name
 
 
 def _unwatch(module: nn.Module) -> None:
@@ -476,16 +538,6 @@ def _unwatch(module: nn.Module) -> None:
             del module.__dict__[name]
             if name != value.__name__:  # somebody has given it another name besides
                 module.__dict__[name] = _plain(module, value.__name__)
-
-
-def _evaluates(method: Callable[..., Any], name: str) -> bool:
-    """Whether a method begins with ``self.eval()``, as those of sentence-transformers do.
-
-    A model is made in training mode. With that in its key, the first call of each process would be another
-    one than those after it.
-    """
-    package = str(getattr(method, "__module__", "")).partition(".")[0]
-    return package == "sentence_transformers" and (name.startswith("encode") or name == "predict")
 
 
 def _load_instance(

@@ -12,20 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OutputError
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.rows import Rows, UnstorableError, rounded
 from torchcache2.core.settings import CacheSettings
-from torchcache2.engine.steps import Steps
 from torchcache2.engine.values.outputs import Lists, output_of, rows_of
 
 __all__ = [
     "Batch",
     "Checks",
-    "ComputeSteps",
+    "Compute",
     "Hits",
     "Misses",
+    "NotRunError",
     "NotStoredError",
     "RefusedError",
     "WholeBatch",
@@ -33,7 +32,7 @@ __all__ = [
     "is_computed_again",
 ]
 
-ComputeSteps = Callable[[Tensor], Steps[Any]]
+Compute = Callable[[Tensor], Any]
 _AGAIN = ContextVar("torchcache2_again", default=False)
 
 
@@ -78,6 +77,10 @@ class NotStoredError(RefusedError):
 
 class WrongRowsError(NotStoredError):
     """Raised when rows that were found differ from what the forward computes."""
+
+
+class NotRunError(BaseException):
+    """Raised in the place of a forward that may not run; nothing but who has forbidden it handles it."""
 
 
 class WholeBatch:
@@ -179,8 +182,8 @@ class Batch:
     keys : Keys
         Of the n items of the batch.
     compute : callable
-        ``compute(positions)`` are the steps whose result is the output for those items: a pytree whose
-        tensors have shape ``(k, ...)``, for positions of shape ``(k,)``, int64 on the CPU; or a `WholeBatch`.
+        ``compute(positions)`` is the output for those items: a pytree whose tensors have shape
+        ``(k, ...)``, for positions of shape ``(k,)``, int64 on the CPU; or a `WholeBatch`.
     device : torch.device
         The device of the call, on which outputs are returned that were computed there.
     settings : CacheSettings
@@ -207,12 +210,14 @@ class Batch:
         ``is_whole()`` says whether `compute` computes the whole batch whatever it is asked for.
     is_sharded : bool
         Whether the forward of a rank waits for those of other ranks.
+    may_run : bool
+        Whether the forward may run now; if not, `NotRunError` is raised in its place.
     """
 
     def __init__(
         self,
         keys: Keys,
-        compute: ComputeSteps,
+        compute: Compute,
         device: torch.device,
         settings: CacheSettings,
         dtypes: Callable[[], Collection[torch.dtype]],
@@ -229,12 +234,13 @@ class Batch:
         self.whole: Rows | None = None
         self.is_whole: Callable[[], bool] = lambda: False
         self.is_sharded = False
+        self.may_run = True
         self._compute = compute
         self._last: Rows | None = None  # what `compute` has returned last
         self.device = device
         self._pads = settings.miss_batch == "pad"
 
-    def compute(self, positions: Positions) -> Steps[tuple[Any, Rows]]:
+    def compute(self, positions: Positions) -> tuple[Any, Rows]:
         """Compute the items at some positions.
 
         Parameters
@@ -258,7 +264,7 @@ class Batch:
         if self._last is not None:  # the forward may use the memory of these rows again
             self._last.columns = tuple([column.clone() for column in self._last.columns])
         count, padded = len(positions), self._padded(positions)
-        output = yield from self._timed(padded)
+        output = self._timed(padded)
         is_whole = isinstance(output, WholeBatch)
         if is_whole:
             output = output.output
@@ -268,7 +274,7 @@ class Batch:
             rows = rows_of(output, len(padded), self.checks.lists, device=self.device, dtype=self.dtype)
         except (UnstorableError, OutputError) as error:
             if len(padded) < len(self.keys):
-                output = yield from self._timed(np.arange(len(self.keys)))
+                output = self._timed(np.arange(len(self.keys)))
             raise NotStoredError("output", str(error), output, error) from None
         if is_whole:
             self.whole = rows
@@ -278,20 +284,20 @@ class Batch:
         self._last = rows
         return output, rows
 
-    def compute_all(self) -> Steps[Any]:
+    def compute_all(self) -> Any:
         """The output of the whole batch, tensors of shape ``(n, ...)``, computed without the cache."""
         self.misses = len(self.keys)
-        output = yield from self._timed(np.arange(len(self.keys)))
+        output = self._timed(np.arange(len(self.keys)))
         return output if self.dtype is None else rounded(output, self.dtype)
 
-    def output(self, rows: Rows) -> Steps[Any]:
+    def output(self, rows: Rows) -> Any:
         """The output that the n rows of the whole batch stand for, tensors of shape ``(n, ...)``."""
         try:
             return output_of(rows, device=self.device)
         # A value that belongs to the whole batch may differ between rows that come from different batches; or
         # the class of a node may have changed since the rows were written, and refuse its children.
         except Exception:
-            return (yield from self.compute_all())
+            return self.compute_all()
 
     def _padded(self, positions: Positions) -> Positions:
         """The positions to compute: with ``miss_batch="pad"`` a power of two of them, or the whole batch.
@@ -306,11 +312,13 @@ class Batch:
             return np.arange(len(self.keys))
         return np.concatenate([positions, np.repeat(positions[-1:], size - count)])
 
-    def _timed(self, positions: Positions) -> Steps[Any]:
+    def _timed(self, positions: Positions) -> Any:
+        if not self.may_run:
+            raise NotRunError
         start = time.perf_counter()
         try:
             with computed_again(self.is_compared):
-                return (yield from self._compute(torch.from_numpy(positions)))
+                return self._compute(torch.from_numpy(positions))
         finally:
             self.seconds += time.perf_counter() - start
             self.computed += len(positions)

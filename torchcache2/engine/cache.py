@@ -5,36 +5,42 @@ All caches of one budget share a `TierStack`; each keeps the rows of its namespa
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OptionError, OutputError
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.logs import ToldOnce, shown
 from torchcache2.core.settings import CacheSettings
-from torchcache2.core.sizes import size_text
+from torchcache2.core.sizes import is_out_of_memory, size_text
 from torchcache2.core.version import __version__
-from torchcache2.engine.batch import Batch, Checks, ComputeSteps, NotStoredError, WrongRowsError
+from torchcache2.engine.batch import Batch, Checks, Compute, NotStoredError, WrongRowsError
+from torchcache2.engine.collective.known import is_told
 from torchcache2.engine.collective.stepped import SteppedOutcomes
-from torchcache2.engine.pressure import OwnMemoryError, device_of, told_apart
+from torchcache2.engine.running import (
+    Compiler,
+    Forward,
+    OwnMemoryError,
+    device_of,
+    is_of_forward,
+    outside,
+    transparent,
+)
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import CacheStats
-from torchcache2.engine.steps import Steps, run_steps, transparent
 from torchcache2.identity.marks import ADDED_ATTRIBUTE
 
 __all__ = ["Cache", "now"]
 
 _CPU = torch.device("cpu")
 _NOWHERE: Positions = np.empty(0, np.int64)
-Compute = Callable[[Tensor], Any]
 
 
 def now() -> str:
@@ -104,14 +110,13 @@ class Cache(SteppedOutcomes):
         OutputError
             If a computed tensor's first dimension is not the number of positions.
         """
-        return run_steps(self._relieved, self._fetch, keys, compute, device)
+        return outside(self._fetch, keys, compute, device)
 
-    def _fetch(self, keys: Keys, compute: Compute, device: torch.device) -> Steps[Any]:
-        def steps(positions: Tensor) -> Steps[Any]:
-            return (yield compute, (positions,), {})
-
+    def _fetch(self, compiler: Compiler, keys: Keys, compute: Compute, device: torch.device) -> Any:
+        forward = Forward(compute, compiler)
         try:
-            return (yield from self.steps(keys, steps, device))
+            with self._relieved():
+                return self.output(keys, forward, device)
         except NotStoredError as stop:
             if isinstance(stop.error, OutputError):
                 raise stop.error from None
@@ -120,20 +125,21 @@ class Cache(SteppedOutcomes):
             return stop.output
         except OwnMemoryError:
             pass
-        return (yield from steps(torch.from_numpy(np.arange(len(keys)))))
+        with self._relieved():
+            return forward(torch.from_numpy(np.arange(len(keys))))
 
-    def steps(
+    def output(
         self,
         keys: Keys,
-        compute: ComputeSteps,
+        compute: Compute,
         device: torch.device,
         dtypes: Callable[[], Collection[torch.dtype]] = tuple,
         since: float | None = None,
         checks: Checks | None = None,
         is_whole: Callable[[], bool] = lambda: False,
         is_sharded: bool = False,
-    ) -> Steps[Any]:
-        """The steps of `fetch`: yields the calls to make; see `torchcache2.engine.steps`.
+    ) -> Any:
+        """What `fetch` returns, for a `compute` that calls a `Forward`.
 
         ``dtypes()`` are those of the tensors that `compute` reads: comparisons tolerate what the coarsest of
         them rounds. The cost of caching is counted from the time `since` on (of `time.perf_counter`), by
@@ -146,10 +152,13 @@ class Cache(SteppedOutcomes):
         batch = Batch(keys, compute, device, self.settings, dtypes, checks)
         batch.is_whole, batch.is_sharded = is_whole, is_sharded
         try:
-            output = yield from told_apart(self._outcome(batch))
-        except OwnMemoryError as error:
+            output = self._outcome(batch)
+        except Exception as error:
+            # No rank may go on alone if a step of all ranks has ended with the error.
+            if not is_out_of_memory(error) or is_told(error) or is_of_forward(error):
+                raise
             self._do_without(len(keys), error)
-            raise
+            raise OwnMemoryError(error) from None
         self._counters.count(
             hits=len(keys) - batch.misses,
             misses=batch.misses,
@@ -165,10 +174,11 @@ class Cache(SteppedOutcomes):
         text = "%s: there is no memory for the cache's own work, so the items are only computed: %s"
         self._told("own memory", text, self._name(), str(error))
 
-    def _relieved(self, steps: Callable[..., Steps[Any]], *args: Any) -> Steps[Any]:
-        """Run steps. If a device has no memory for a call that they make, the rows that are there go."""
+    @contextlib.contextmanager
+    def _relieved(self) -> Iterator[None]:
+        """Around calls of the forward: if a device has no memory for one, the rows that are there go."""
         try:
-            return (yield from steps(*args))
+            yield
         except torch.cuda.OutOfMemoryError as error:
             freed = self._tiers.give_back(device_of(error))
             if freed:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Positions
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.logs import logger
 from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings
@@ -17,7 +16,6 @@ from torchcache2.engine.batch import Batch, Hits, Misses, NotStoredError, WrongR
 from torchcache2.engine.collective.apart import apart
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import Counters
-from torchcache2.engine.steps import Steps
 from torchcache2.engine.values.outputs import found, joined, stored
 from torchcache2.engine.verify import differences
 from torchcache2.tiers.base import Claim
@@ -43,42 +41,42 @@ class Outcomes:
         """What a namespace of this cache stands for, as JSON, for people and `explain`."""
         raise NotImplementedError
 
-    def _outcome(self, batch: Batch) -> Steps[Any]:
+    def _outcome(self, batch: Batch) -> Any:
         """The output of a batch: find, claim, compute, keep, put together."""
         if self._closed:
-            return (yield from batch.compute_all())
+            return batch.compute_all()
         hits = self._find(batch)
         if hits is not None and hits.is_all(len(batch.keys)):
             assert hits.rows is not None
-            return (yield from batch.output(hits.rows))
+            return batch.output(hits.rows)
         with apart():  # a rank that finds these rows does not run the forward, nor the modules in it
             if hits is None or hits.rows is None or len(hits.positions) < len(batch.keys):
-                return (yield from self._computed(batch, hits))
-            yield from self._checked(self._computed(batch, hits))
-        return (yield from batch.output(hits.rows))
+                return self._computed(batch, hits)
+            self._checked(lambda: self._computed(batch, hits))
+        return batch.output(hits.rows)
 
-    def _checked(self, steps: Steps[Any]) -> Steps[None]:
-        """Take steps that check rows, if the forward can run now: its weights may be elsewhere."""
+    def _checked(self, compute: Callable[[], Any]) -> None:
+        """Compute items to check their rows, if the forward can run now: its weights may be elsewhere."""
         try:
-            yield from steps
+            compute()
         except NotStoredError:
             raise
         except Exception as error:
             logger.debug("%s: rows that were found are not checked: %r", self._name(), error)
 
-    def _computed(self, batch: Batch, hits: Hits | None) -> Steps[Any]:
+    def _computed(self, batch: Batch, hits: Hits | None) -> Any:
         """The output of a batch for which the forward runs."""
         if hits is None:
-            return self._not_stacked((yield from batch.compute_all()))
+            return self._not_stacked(batch.compute_all())
         misses = Misses.of(batch.keys, hits)
         keys = batch.keys.take(misses.distinct)
         claim = self._tiers.claim(keys)
         try:
-            return (yield from self._claimed(batch, hits, misses, keys, claim))
+            return self._claimed(batch, hits, misses, keys, claim)
         finally:
             claim.release()
 
-    def _claimed(self, batch: Batch, hits: Hits, misses: Misses, keys: Keys, claim: Claim) -> Steps[Any]:
+    def _claimed(self, batch: Batch, hits: Hits, misses: Misses, keys: Keys, claim: Claim) -> Any:
         """The output of a batch with misses.
 
         `keys` are those of its distinct misses, and `claim` says which of these are computed here.
@@ -90,29 +88,29 @@ class Outcomes:
         parts: Parts = []
         # If others compute all misses, this call computes none. An empty batch is computed, for its output.
         if len(asked) or not len(claim.others):
-            output, rows = yield from batch.compute(asked)
+            output, rows = batch.compute(asked)
             batch.misses += len(mine)
             is_whole = len(asked) == len(batch.keys) or batch.whole is not None
             if len(hits.checked):
                 text = self._mismatch(batch, hits, asked, rows)
                 if text is not None:
-                    raise (yield from self._distrusted(batch, text, output if is_whole else None))
+                    raise self._distrusted(batch, text, output if is_whole else None)
                 rows = rows.take(torch.from_numpy(np.searchsorted(asked, mine)))
             if is_whole and len(hits.checked) == len(hits.positions):
                 batch.checks.computed_whole()
             self._keep(keys if len(wanted) == len(keys) else keys.take(wanted), rows)
             if len(mine) == len(batch.keys):
-                return output if batch.dtype is None else (yield from batch.output(rows))
+                return output if batch.dtype is None else batch.output(rows)
             if len(wanted) or not len(claim.others):  # else only hits were computed, to be checked
                 parts.append((wanted, rows))
         if len(wanted) < len(keys):
-            parts += yield from self._of_others(batch, misses.distinct, keys, claim)
+            parts += self._of_others(batch, misses.distinct, keys, claim)
         together = parts[0][1] if len(parts) == 1 else joined(parts, len(keys), device=batch.device)
         if together is None:
-            return self._not_stacked((yield from batch.compute_all()))
-        return (yield from self._put_together(batch, hits, misses, together))
+            return self._not_stacked(batch.compute_all())
+        return self._put_together(batch, hits, misses, together)
 
-    def _of_others(self, batch: Batch, distinct: Positions, keys: Keys, claim: Claim) -> Steps[Parts]:
+    def _of_others(self, batch: Batch, distinct: Positions, keys: Keys, claim: Claim) -> Parts:
         """Rows of the misses that others have claimed; those that they give up are computed here.
 
         The misses have these `keys`, and are at the positions `distinct` of the batch.
@@ -130,7 +128,7 @@ class Outcomes:
                 is_gone[positions] = False
             left = np.union1d(left, there[is_gone])
             if len(left):
-                _, rows = yield from batch.compute(distinct[left])
+                _, rows = batch.compute(distinct[left])
                 batch.misses += len(left)
                 self._keep(keys.take(left), rows)
                 parts.append((left, rows))
@@ -170,14 +168,14 @@ class Outcomes:
             f"most at position {hits.checked[worst]} of the batch, by {apart[worst]:.3g}"
         )
 
-    def _distrusted(self, batch: Batch, text: str, output: Any = None) -> Steps[WrongRowsError]:
+    def _distrusted(self, batch: Batch, text: str, output: Any = None) -> WrongRowsError:
         """Drop the namespace: one row was wrong, so none can be trusted. Returns the error to raise.
 
         `output` is that of the whole batch; if it is None, the forward runs for it.
         """
         try:
             if output is None:
-                output = yield from batch.compute_all()
+                output = batch.compute_all()
         finally:
             self._distrust()
             self._drop(batch.keys.namespace)
@@ -198,20 +196,20 @@ class Outcomes:
         """Forget every row of a namespace, on disk too."""
         self._tiers.drop(namespace)
 
-    def _put_together(self, batch: Batch, hits: Hits, misses: Misses, rows: Rows | None) -> Steps[Any]:
+    def _put_together(self, batch: Batch, hits: Hits, misses: Misses, rows: Rows | None) -> Any:
         """The output of the batch in its order: of hits, and of the rows of distinct misses, if any."""
         if len(misses.positions) == 0 or rows is None:
             assert hits.rows is not None
-            return (yield from batch.output(hits.rows))
+            return batch.output(hits.rows)
         if misses.inverse is not None:
             rows = rows.take(torch.from_numpy(misses.inverse))
         if hits.rows is None:
-            return (yield from batch.output(rows))
+            return batch.output(rows)
         parts = [(hits.positions, hits.rows), (misses.positions, rows)]
         together = joined(parts, len(batch.keys), device=batch.device)
         if together is None:
-            return self._not_stacked((yield from batch.compute_all()))
-        return (yield from batch.output(together))
+            return self._not_stacked(batch.compute_all())
+        return batch.output(together)
 
     def _not_stacked(self, output: Any) -> Any:
         """The output of a batch whose rows are of different schemas; a subclass may refuse it."""

@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any, Protocol
 
-from torchcache2.core.ranks import ranks_here
+from torchcache2.core.process import ranks_here
 from torchcache2.core.sizes import size_text
 from torchcache2.engine.stack import TierStack
 

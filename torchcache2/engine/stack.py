@@ -12,9 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Flags
-from torchcache2.core.keys import Keys
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.keys import Flags, Keys
+from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Parts, Rows, merged
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import median_low
 
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.process import ProcessLock
 from torchcache2.core.sizes import size_text
 
 __all__ = ["CacheStats", "Counters"]

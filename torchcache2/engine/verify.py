@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.modes import product_precision
-from torchcache2.core.rows import Rows
-from torchcache2.core.schema import Leaf
+from torchcache2.core.private import product_precision
+from torchcache2.core.rows import Leaf, Rows
 from torchcache2.engine.values.outputs import ItemRows, entry_parts
 
 __all__ = ["differences", "leaf_differences"]

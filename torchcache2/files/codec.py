@@ -14,8 +14,8 @@ from typing import Any
 import brotli  # type: ignore[import-untyped]
 import numpy as np
 
-from torchcache2.core.arrays import Array, Bytes
-from torchcache2.core.extras import require
+from torchcache2.core.errors import require
+from torchcache2.core.keys import Array, Bytes
 from torchcache2.files.errors import DamagedError
 from torchcache2.files.lanes import Codec, Lane
 

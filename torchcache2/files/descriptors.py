@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.process import ProcessLock
 
 try:
     import resource

@@ -25,8 +25,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from torchcache2.core.buckets import is_url
 from torchcache2.core.errors import OptionError
+from torchcache2.core.places import is_url
 from torchcache2.files.errors import DamagedError
 from torchcache2.files.filenames import (
     CORRUPT,

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from torchcache2.core.arrays import Bytes, Bytes2D
-from torchcache2.core.gather import as_bytes
-from torchcache2.core.keys import Keys
-from torchcache2.core.rows import Rows
-from torchcache2.core.schema import Schema
+from torchcache2.core.keys import Bytes, Bytes2D, Keys
+from torchcache2.core.memory import as_bytes
+from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.codec import Codec, Plain
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.lanes import Lane, lane

@@ -10,7 +10,7 @@ import os
 
 import numpy as np
 
-from torchcache2.core.arrays import Array
+from torchcache2.core.keys import Array
 from torchcache2.files.encode import SEGMENT, TEMPORARY
 from torchcache2.files.errors import DamagedError, TooLargeError
 from torchcache2.files.filenames import HEAD

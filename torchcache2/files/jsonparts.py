@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchcache2.core.schema import Leaf
+from torchcache2.core.rows import Leaf
 from torchcache2.files.errors import DamagedError, UnknownClassError
 
 __all__ = [

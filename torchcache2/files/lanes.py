@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchcache2.core.arrays import Bytes
+from torchcache2.core.keys import Bytes
 from torchcache2.files.errors import DamagedError
 
 __all__ = ["Codec", "Lane", "lane", "lane_of_part"]

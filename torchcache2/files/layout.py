@@ -15,7 +15,7 @@ from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from torchcache2.core.schema import Schema
+from torchcache2.core.rows import Schema
 from torchcache2.files.errors import UnserialisableError
 from torchcache2.files.schemajson import schema_to_json
 

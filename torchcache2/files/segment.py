@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest
 
-from torchcache2.core.arrays import Array
-from torchcache2.core.gather import empty_bytes, moved
-from torchcache2.core.rows import Rows
-from torchcache2.core.schema import Schema
+from torchcache2.core.keys import Array
+from torchcache2.core.memory import empty_bytes, moved
+from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.sizes import check_room
 from torchcache2.files import codec as codecs
 from torchcache2.files.descriptors import Descriptors

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import listed
+from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
 from torchcache2.identity import sourcecode
 from torchcache2.identity.encoding import UnencodableError

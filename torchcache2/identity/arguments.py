@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from torchcache2.core.errors import OptionError
-from torchcache2.core.gather import select
-from torchcache2.core.modes import modes
-from torchcache2.core.transfer import sent
+from torchcache2.core.memory import select, sent
+from torchcache2.core.private import modes
 from torchcache2.core.values import mapped
 from torchcache2.identity.argumentobjects import ObjectKeepers, ObjectSeen
 from torchcache2.identity.argumentwalk import ArgumentEncoder, UncachedArgumentError, batch_size_of

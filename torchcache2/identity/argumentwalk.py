@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchcache2.core.errors import InputError, UnhashableArgumentError, hint
-from torchcache2.core.gather import is_channels_last
+from torchcache2.core.memory import is_channels_last
 from torchcache2.core.values import has_attributes, opened_or_none
 from torchcache2.identity.argumentobjects import ObjectKeepers, ObjectSeen
 from torchcache2.identity.encoding import Encoder, UnencodableError, sized

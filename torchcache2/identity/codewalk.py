@@ -25,13 +25,18 @@ from torch import nn
 
 from torchcache2.core.private import OPERATOR_FIELDS
 from torchcache2.identity import sourcecode
-from torchcache2.identity.codenames import IMPORTING, names_of
-from torchcache2.identity.compiled import CompiledTexts, names_in
-from torchcache2.identity.containers import MUTABLE
+from torchcache2.identity.codenames import IMPORTING, names_of, place_of, resolved
 from torchcache2.identity.encoding import Encoder, public_module, qualified_name, sized, text_bytes
-from torchcache2.identity.imports import place_of, resolved
-from torchcache2.identity.installed import InstalledCode
+from torchcache2.identity.guard import MUTABLE
 from torchcache2.identity.leftout import LeftOut, left_out
+from torchcache2.identity.libraries import (
+    OPERATOR_NAMESPACES,
+    InstalledCode,
+    definition,
+    is_operator,
+    operator_name,
+    registered_otherwise,
+)
 from torchcache2.identity.marks import (
     ADDED_ATTRIBUTE,
     ORIGINAL_ATTRIBUTE,
@@ -40,13 +45,7 @@ from torchcache2.identity.marks import (
     original,
     own_attributes,
 )
-from torchcache2.identity.torchcode import (
-    OPERATOR_NAMESPACES,
-    definition,
-    is_operator,
-    operator_name,
-    registered_otherwise,
-)
+from torchcache2.identity.sourcecode import CompiledTexts, names_in
 from torchcache2.identity.uses import Uses, UseTable, has_fields, is_plain, taken_by, uses_of
 
 __all__ = ["CodeWalk"]

@@ -13,36 +13,45 @@ import datetime
 import decimal
 import enum
 import fractions
+import marshal
 import pathlib
 import re
 import struct
 import types
 import uuid
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128, xxh3_128_digest
 
-from torchcache2.core.gather import item_bytes
+from torchcache2.core.memory import item_bytes
 from torchcache2.core.values import attributes
 from torchcache2.identity.xxh3.device import DIGESTS
 
 __all__ = [
     "CONTAINERS",
+    "INNER",
+    "UNCOUNTED",
+    "Bulk",
     "Encoder",
     "UnencodableError",
     "attributes",
     "digest",
     "dtype_text",
+    "form",
     "public_module",
     "qualified_name",
+    "readable",
     "sized",
+    "split",
     "tensor_digest",
     "text_bytes",
+    "texts_of",
 ]
 
 _OURS = __name__.partition(".")[0]
@@ -280,3 +289,165 @@ _SIMPLE: dict[type, Callable[[Any], bytes]] = {
     bytes: lambda value: b"y" + sized(value),
     bytearray: lambda value: b"Y" + sized(bytes(value)),
 }
+
+
+UNCOUNTED = (str, int, float, bytes)  # so quickly read that a walk may meet any number of them
+_LONG = (list, tuple, dict, set, frozenset, defaultdict, OrderedDict)
+_SHORT = 1000
+_DEEPEST = 10
+_CHUNK = 8192
+# The last version of the format of `marshal` in which it does not matter who else refers to a value. It tells
+# the types of `_PLAIN_TYPES` apart, and has lengths, so that no two values run together.
+_VERSION = 2
+_PLAIN_TYPES = frozenset((type(None), bool, int, float, complex, str, bytes))
+_PATHS = frozenset((pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath))
+_SCALARS = frozenset(np.dtype(code).type for code in "?bBhHiIlLqQefdFDSUMm")  # each is as long as it says
+
+
+class Bulk:
+    """Reads long containers of plain values.
+
+    They may hold paths, scalars of NumPy, and containers of the types `held`. They are read if an `Encoder`
+    would have met more than `least` objects when it had read them one by one.
+    """
+
+    def __init__(self, least: int, held: Collection[type]) -> None:
+        self._least = least
+        self._held = frozenset(held)
+        self._known: dict[int, tuple[Any, bytes]] = {}  # by id, which stays taken as the container is there
+
+    def read(self, value: Any, objects: int) -> bytes | None:
+        """The bytes of the elements of a container; None if these are to be read one by one.
+
+        `objects` says how many have been met before. The bytes differ if a type, a value or the order does,
+        and are the same in every process and version of Python.
+        """
+        if type(value) not in _LONG or len(value) < _SHORT:
+            return None
+        if id(value) not in self._known:
+            elements = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
+            found = self._census(elements)
+            if found is None or objects + found.objects <= self._least:
+                return None
+            if isinstance(value, (set, frozenset)):
+                elements = sorted(marshal.dumps(_stand_in(one), _VERSION) for one in elements)
+            try:
+                data = _digest(elements, has_others=found.has_others)
+            except ValueError:  # a text of 2 GB
+                return None
+            self._known[id(value)] = value, b"in bulk " + struct.pack("<Q", len(value)) + data
+        return self._known[id(value)][1]
+
+    def _census(self, elements: list[Any]) -> _Census | None:
+        """Count elements; None if there is something among them that cannot be read in bulk."""
+        objects, has_others = 0, False
+        for start in range(0, len(elements), _CHUNK):
+            level = elements[start : start + _CHUNK]
+            for _ in range(_DEEPEST):
+                kinds = Counter(map(type, level))
+                others = kinds.keys() - _PLAIN_TYPES - self._held
+                if not others <= _PATHS | _SCALARS:
+                    return None
+                has_others = has_others or bool(others)
+                objects += sum(count for kind, count in kinds.items() if not issubclass(kind, UNCOUNTED))
+                if kinds.keys().isdisjoint(self._held):
+                    break
+                inner = [one for one in level if type(one) in self._held]
+                level = list(chain.from_iterable(inner))
+                level += chain.from_iterable([one.values() for one in inner if type(one) is dict])
+            else:
+                return None  # too deep, or a container that holds itself
+        return _Census(objects, has_others)
+
+
+class _Census(NamedTuple):
+    objects: int  # elements that are not `UNCOUNTED`, and theirs
+    has_others: bool  # paths and scalars of NumPy
+
+
+def _digest(elements: list[Any], *, has_others: bool) -> bytes:
+    hasher = xxh3_128()
+    for start in range(0, len(elements), _CHUNK):
+        chunk = elements[start : start + _CHUNK]
+        data = marshal.dumps([*map(_stand_in, chunk)] if has_others else chunk, _VERSION)
+        hasher.update(struct.pack("<Q", len(data)))
+        hasher.update(data)
+    return hasher.digest()
+
+
+def _stand_in(value: Any) -> Any:
+    """What `marshal` can write in the place of a value: the ellipsis, which is not plain, and what it is."""
+    write = _WRITERS.get(type(value))
+    return value if write is None else write(value)
+
+
+_WRITERS: dict[type, Callable[[Any], Any]] = {
+    tuple: lambda value: tuple(map(_stand_in, value)),
+    list: lambda value: [*map(_stand_in, value)],
+    # A dict as a list, because values that stand in for different keys might be equal.
+    dict: lambda value: (..., "dict", [*map(_stand_in, chain.from_iterable(value.items()))]),
+    **dict.fromkeys(_PATHS, lambda value: (..., type(value).__name__, str(value))),
+    **dict.fromkeys(_SCALARS, lambda value: (..., dtype_text(value), value.tobytes())),
+}
+
+
+INNER = "in "  # before the path of a value inside of an object or dict, among the texts for people
+_MOST_SHOWN = 200
+# A part of a walk with such a name is a single value.
+_PLAIN_PARTS = (
+    *("attribute ", "child ", "closure ", "constructor argument ", "default ", "global ", "option "),
+    *("training", "value "),
+)
+_LABELS = (b"class ", b"function ", b"module ")  # of what has a part of its own
+_SHOWN: dict[bytes, Callable[[bytes], str]] = {
+    b"n": lambda rest: "None",
+    b"b": lambda rest: str(rest == b"1"),
+    b"i": lambda rest: str(int(rest[8:], 16)),
+    b"f": lambda rest: repr(struct.unpack("<d", rest)[0]),
+    b"c": lambda rest: repr(complex(*struct.unpack("<dd", rest))),
+    b"s": lambda rest: repr(rest[8:].decode("utf-8", "surrogatepass")),
+    b"p": lambda rest: split(rest)[1].decode("utf-8", "replace"),
+}
+
+
+def form(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """A dtype and a shape, such as ``float32 (3, 4)``."""
+    return f"{dtype} {tuple(shape)}".removeprefix("torch.")
+
+
+def split(data: bytes) -> list[bytes]:
+    """The parts that were joined behind their lengths."""
+    parts, start = [], 0
+    while start < len(data):
+        (size,) = struct.unpack_from("<Q", data, start)
+        parts.append(data[start + 8 : start + 8 + size])
+        start += 8 + size
+    return parts
+
+
+def readable(data: bytes) -> str | None:
+    """For people, the value that `Encoder` has written as `data`; None if it is long or has no short form."""
+    tag, rest = data[:1], data[1:]
+    if len(data) > _MOST_SHOWN:
+        return None
+    if data.startswith(_LABELS):
+        return data.decode("utf-8", "replace")
+    try:
+        if tag in _SHOWN:
+            return _SHOWN[tag](rest)
+        if tag not in (b"(", b"["):
+            return None
+        parts = split(rest[8:])
+        texts = [text for part in parts if (text := readable(part)) is not None]
+    except (struct.error, ValueError, IndexError):
+        return None  # not what the encoder has written
+    if len(texts) < len(parts):
+        return None
+    listed = ", ".join(texts)
+    return f"[{listed}]" if tag == b"[" else f"({listed},)" if len(texts) == 1 else f"({listed})"
+
+
+def texts_of(parts: Mapping[str, bytes]) -> dict[str, str]:
+    """For people, those parts of a walk that are single values with a short form."""
+    plain = [name for name in parts if name.startswith(_PLAIN_PARTS)]
+    return {name: text for name in plain if (text := readable(parts[name])) is not None}

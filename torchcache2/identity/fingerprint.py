@@ -8,8 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchcache2.identity.encoding import digest
-from torchcache2.identity.readable import INNER
+from torchcache2.identity.encoding import INNER, digest
 
 __all__ = [
     "Fingerprint",

@@ -21,10 +21,8 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_digest
 
-from torchcache2.core.arrays import Bytes2D
-from torchcache2.core.gather import is_channels_last, item_bytes
-from torchcache2.core.keys import Keys
-from torchcache2.core.transfer import to_host
+from torchcache2.core.keys import Bytes2D, Keys
+from torchcache2.core.memory import is_channels_last, item_bytes, to_host
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.xxh3.device import DIGESTS
 

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce, listed, logger
-from torchcache2.core.modes import autocast_keeps_weights
-from torchcache2.core.private import modules_of
+from torchcache2.core.private import autocast_keeps_weights, modules_of
+from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
-from torchcache2.identity.compiled import CompiledTexts
-from torchcache2.identity.containers import Attributes
-from torchcache2.identity.encoding import digest
+from torchcache2.identity.encoding import digest, texts_of
 from torchcache2.identity.fingerprint import Fingerprint, changes, of_root
+from torchcache2.identity.guard import Guard, Undo
 from torchcache2.identity.marks import original
-from torchcache2.identity.mixing import UnsteadyLayer, unsteady
-from torchcache2.identity.readable import texts_of
 from torchcache2.identity.sharded import ShardedError, Shards, sharding
+from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.tensorwatch import TensorWatch
-from torchcache2.identity.unseeded import unseeded_draws
+from torchcache2.identity.unsteady import UnsteadyLayer, unseeded_draws, unsteady
 from torchcache2.identity.walk import GENERATORS, Lazy, Loaded, Walk
-from torchcache2.identity.watch import Watch
 
 __all__ = ["Facts", "History", "NamespaceKeeper", "Seen", "namespace_of"]
 
@@ -125,7 +121,7 @@ class NamespaceKeeper:
     def reset(self) -> None:
         """Forget everything that has been read, so that the next look reads it anew."""
         with self._lock():
-            self._watch: Watch | None = None
+            self._guard: Guard | None = None
             self._sharded: Callable[[], nn.Module | None] = _nothing  # the part for which it is not cached
             self._shards = Shards()
             self._loaded: list[Loaded] = []
@@ -187,7 +183,7 @@ class NamespaceKeeper:
     def changed_since(self, seen: Seen, root: Any) -> str | None:
         """What has changed since the module was looked at, by path; None if nothing has."""
         with self._lock():
-            before, watch, module = self.fingerprint, self._watch, _owner(root)
+            before, guard, module = self.fingerprint, self._guard, _owner(root)
             found: dict[str, str] = {}
             if seen.tensors.moved() or seen.tensors.generation != seen.generation:
                 names = seen.tensors.moved_names()  # empty if another thread has read them since
@@ -195,10 +191,10 @@ class NamespaceKeeper:
                     "a tensor changed": ""
                 }
             if before.namespace == seen.namespace:
-                if watch is not None and watch.same(module) and watch.contents_same():
+                if guard is not None and guard.same(module) and guard.contents_same():
                     return _told(found)
-                containers = {} if watch is None else watch.changed_containers()
-                self._watch = None
+                containers = {} if guard is None else guard.changed_containers()
+                self._guard = None
                 # An assigned value may equal the old one: pruning, for example, assigns weights each time.
                 if self.look(root).namespace == before.namespace:
                     return _told(found)
@@ -207,13 +203,11 @@ class NamespaceKeeper:
                 found |= changes(earlier, before, {}, module)
             return _told(found or {"the module changed": ""})
 
-    def attributes(self, root: Any) -> Attributes:
-        """The attributes of the module and its submodules, as they are now."""
+    def undo(self, seen: Seen, root: Any, objects: Iterable[Any] = ()) -> Undo:
+        """What puts the module back as it is now, and `objects`, each an `ObjectSeen` among the arguments."""
+        others = [one.keeper.undo(one.seen, one.value) for one in objects]
         with self._lock():
-            module = _owner(root)
-            if self._watch is not None:
-                return self._watch.attributes(module)
-            return Attributes([module] if module is not None else [])
+            return Undo(self._guard, _owner(root), seen.tensors.small_buffers(), others)
 
     def distrust_tensors(self) -> None:
         """Have the tensors read again: an optimizer may change them without moving their version counters."""
@@ -222,26 +216,26 @@ class NamespaceKeeper:
 
     def notices_all(self, *, large: bool) -> bool:
         """Whether the next look notices every change; with `large`, also of large containers."""
-        watch = self._watch
-        return watch is None or not (watch.is_opaque or (large and watch.has_large))
+        guard = self._guard
+        return guard is None or not (guard.is_opaque or (large and guard.has_large))
 
     def distrust_structure(self) -> None:
         """Have code and attributes read again."""
         with self._lock():
-            self._watch = None
+            self._guard = None
 
     def _notice_structure(self, root: Any) -> None:
         """Walk the module again if anything but the content of its tensors has changed."""
         if self._lock.was_torn():
             self.reset()
         module = _owner(root)
-        watch = None if self._tensors.has_lazy or self._facts.not_imported else self._watch
-        if watch is not None and watch.same(module) and self._shards.same():
+        guard = None if self._tensors.has_lazy or self._facts.not_imported else self._guard
+        if guard is not None and guard.same(module) and self._shards.same():
             return
         is_sharded = self._facts.sharded is not None
         if is_sharded and (part := self._sharded()) is not None and sharding(part) is not None:
             return
-        self._watch = None  # in case the walk is interrupted
+        self._guard = None  # in case the walk is interrupted
         self.walks += 1
         self._shards = Shards(are_cached=self._caches_sharded)
         try:
@@ -301,7 +295,7 @@ class NamespaceKeeper:
                 f"cannot read {names}: the cache is good for this process only, and changes there are "
                 "not noticed. Keep such objects out of the module, or set persistent_module_hash",
             )
-        self._watch = Watch(walk, module)
+        self._guard = Guard(walk, module)
 
     def _read(self) -> None:
         """Read the tensors, and make the namespace."""

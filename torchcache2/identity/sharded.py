@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchcache2.core.private import FSDP_MARK, FSDP_MODULES, buffers_of, fsdp_policy, parameters_of
-from torchcache2.identity.mixing import UnsteadyLayer, unsteady
+from torchcache2.identity.unsteady import UnsteadyLayer, unsteady
 
 __all__ = ["ShardedError", "Shards", "sharding"]
 

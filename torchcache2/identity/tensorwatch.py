@@ -23,10 +23,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from xxhash import xxh3_64_digest, xxh3_128, xxh3_128_digest
 
+from torchcache2.core.memory import CUDA, Arriving, Runtime
 from torchcache2.core.private import has_version, version
-from torchcache2.core.transfer import CUDA, Arriving, Runtime
-from torchcache2.identity.encoding import UnencodableError, tensor_digest
-from torchcache2.identity.readable import form
+from torchcache2.identity.encoding import UnencodableError, form, tensor_digest
 from torchcache2.identity.xxh3.device import DIGESTS
 
 __all__ = ["TensorWatch"]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from torchcache2.identity.compiled import code_objects, names_in, parse
+from torchcache2.identity.sourcecode import code_objects, names_in, parse
 
 __all__ = ["UseTable", "Uses", "has_fields", "is_plain", "taken_by", "unmangled", "uses_of"]
 

@@ -45,23 +45,26 @@ from torchcache2.core.private import (
     version,
 )
 from torchcache2.core.settings import CacheSettings
-from torchcache2.identity.bulk import UNCOUNTED, Bulk
 from torchcache2.identity.codewalk import CodeWalk
-from torchcache2.identity.compiled import CompiledTexts
-from torchcache2.identity.containers import MUTABLE, content
 from torchcache2.identity.encoding import (
     CONTAINERS,
+    INNER,
+    UNCOUNTED,
+    Bulk,
     Encoder,
     UnencodableError,
     attributes,
     digest,
     qualified_name,
+    readable,
     sized,
     tensor_digest,
     text_bytes,
 )
 from torchcache2.identity.fingerprint import Fingerprint
+from torchcache2.identity.guard import MUTABLE, content
 from torchcache2.identity.leftout import left_out, without_captures
+from torchcache2.identity.libraries import OPERATORS, ScriptState, graph_code, script_code
 from torchcache2.identity.marks import (
     ADDED_ATTRIBUTE,
     LAZY_ATTRIBUTE,
@@ -71,9 +74,8 @@ from torchcache2.identity.marks import (
     is_ours,
     without_ours,
 )
-from torchcache2.identity.readable import INNER, readable
 from torchcache2.identity.sharded import Shards
-from torchcache2.identity.torchcode import OPERATORS, ScriptState, graph_code, script_code
+from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.uses import is_plain, unmangled
 
 __all__ = ["GENERATORS", "Lazy", "Loaded", "Walk", "has_plain_state"]

@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Flags, Positions
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Flags, Keys, Positions
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows
 from torchcache2.files.directory import CacheDirectory

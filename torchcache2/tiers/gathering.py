@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Array
-from torchcache2.core.exits import AtExit
-from torchcache2.core.keys import Keys
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.keys import Array, Keys
+from torchcache2.core.process import AtExit, ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.tiers.base import Found, Tier, TierStats
 from torchcache2.tiers.disk.tier import DiskTier

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchcache2.core.arrays import Ordinals, Words
+from torchcache2.core.keys import Ordinals, Words
 
 __all__ = ["KeyIndex", "KeyTable"]
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from torchcache2.core.arrays import Positions
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Keys, Positions
 from torchcache2.tiers.base import Claim
 
 __all__ = ["JointClaim"]

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from torchcache2.core.buckets import Bucket
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import ToldOnce, logger
-from torchcache2.core.ranks import has_ranks, ranks_here
-from torchcache2.core.servers import Servers
+from torchcache2.core.places import Bucket, Servers
+from torchcache2.core.process import has_ranks, ranks_here
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import size_text
 from torchcache2.files.directory import CacheDirectory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchcache2.core.logs import ToldOnce
-from torchcache2.core.schema import Schema
+from torchcache2.core.rows import Schema
 from torchcache2.files.errors import UnserialisableError
 from torchcache2.files.layout import schema_text
 

@@ -8,13 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Array
-from torchcache2.core.gather import as_bytes
-from torchcache2.core.keys import Keys
-from torchcache2.core.locks import ProcessLock
-from torchcache2.core.rows import Rows
-from torchcache2.core.schema import Schema
-from torchcache2.core.transfer import CUDA, Arriving
+from torchcache2.core.keys import Array, Keys
+from torchcache2.core.memory import CUDA, Arriving, as_bytes
+from torchcache2.core.process import ProcessLock
+from torchcache2.core.rows import Rows, Schema
 
 __all__ = ["OwnRows", "Pending", "Slabs"]
 

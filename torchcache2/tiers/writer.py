@@ -18,8 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 
-from torchcache2.core.exits import AtExit
-from torchcache2.core.locks import holds
+from torchcache2.core.process import AtExit, holds
 from torchcache2.tiers.pace import Pace
 from torchcache2.tiers.unwritten import Pending
 

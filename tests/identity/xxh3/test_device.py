@@ -18,7 +18,7 @@ from torchcache2.identity import encoding, items, namespace, tensorwatch
 from torchcache2.identity.encoding import tensor_digest
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.tensorwatch import TensorWatch
-from torchcache2.identity.xxh3 import device, kernels, launch
+from torchcache2.identity.xxh3 import device, kernels
 
 NAMESPACE = bytes(range(16))
 
@@ -44,10 +44,10 @@ class Counted(Interpreted):
         super().__init__()
         self.started = []
 
-    def _digests(self, places):
-        found = super()._digests(places)
+    def _digests(self, tensor, count):
+        found = super()._digests(tensor, count)
         if found is not None:
-            self.started.append(places.count)
+            self.started.append(count)
         return found
 
 
@@ -106,20 +106,11 @@ def test_weights_have_the_digests_of_the_host(digests):
         assert watch.digests[name] == tensor_digest(tensor, content), name
 
 
-def test_what_says_where_weights_are_is_sent_without_a_wait(digests, monkeypatch):
-    sent = []
-    monkeypatch.setattr(OnHost, "send", lambda self, tensor, device: sent.append(tensor.shape) or tensor)
-    tensors = [torch.randn(size) for size in (500, 900)]
-    assert len(digests.of_tensors(tensors)) == 2 and sent == [(3, 2)]
-
-
-def test_many_weights_are_read_in_groups(digests, monkeypatch):
-    monkeypatch.setattr(device, "_AT_ONCE", 10_000)
-    tensors = [torch.randn(size) for size in (500, 900, 3000, 70, 61, 1200, 40)]
+def test_only_long_weights_are_read_on_the_device(digests):
+    tensors = [torch.randn(size) for size in (500, 70, 0, 1200, 40)]
     found = digests.of_tensors(tensors)
-    assert digests.started == [2, 1, 3] and len(found) == 6
-    for tensor in tensors[:-1]:
-        assert found[id(tensor)] == xxhash.xxh3_128_digest(tensor.numpy().tobytes())
+    expected = {id(t): xxhash.xxh3_128_digest(t.numpy().tobytes()) for t in tensors if t.nbytes > 240}
+    assert found == expected and digests.started == [1] * 3
 
 
 def test_one_folder_serves_runs_on_the_host_and_on_an_accelerator(digests, path, monkeypatch):
@@ -146,7 +137,7 @@ def test_one_folder_serves_runs_on_the_host_and_on_an_accelerator(digests, path,
 def test_kernels_that_differ_from_xxhash_are_not_used(digests, monkeypatch, log):
     x = torch.randn(3, 100)
     right = xxhash.xxh3_128_digest(x[0].numpy().tobytes())
-    start = launch.start
+    start = device.start
     monkeypatch.setattr(device, "start", lambda *args: start(*args) ^ 1)
     assert digests.of_items(x) is None and digests.of_tensors([x]) == {}
     keys = keys_of(x)
@@ -176,7 +167,7 @@ def test_what_goes_wrong_on_the_device_costs_no_call(digests, monkeypatch, log, 
         raise error
 
     x = torch.randn(3, 100)
-    start = launch.start
+    start = device.start
     monkeypatch.setattr(device, "start", failing)
     keys = keys_of(x)
     assert digests.of_tensors([x]) == {} and tensor_digest(x)

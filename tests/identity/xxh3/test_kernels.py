@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.interpreter import Interpreted
-from torchcache2.identity.xxh3 import constants
-from torchcache2.identity.xxh3.launch import Places
+from torchcache2.core.memory import as_words
+from torchcache2.identity.xxh3 import device
 
 DIGESTS = Interpreted()
 SOAK = bool(os.environ.get("SOAK"))
@@ -28,53 +28,41 @@ def expected(rows):
     return [xxhash.xxh3_128_digest(row.numpy().tobytes()) for row in rows]
 
 
-def computed(rows):
-    """The digests of rows that are anywhere; `None` for those that are left to the host."""
-    found = DIGESTS.of_tensors(rows)
-    return [found.get(id(row)) for row in rows]
+def check(rows):
+    """The digests of rows of one size are those of `xxhash`."""
+    assert [row.numpy().tobytes() for row in DIGESTS.of_items(rows)] == expected(rows), len(rows[0])
 
 
-def of_batch(batch):
-    digests = DIGESTS.of_items(batch)
-    return [row.numpy().tobytes() for row in digests]
+def test_sizes():
+    """Those around each multiple of a stripe in two blocks, and of some numbers of blocks."""
+    sizes = {241, *(n + d for n in range(256, 1281, 64) for d in (-1, 0, 1))}
+    sizes |= {n * 1024 + d for n in (2, 3, 15, 16, 17, 33, 68) for d in (-64, 0, 1, 63)}
+    for size in range(241, 4201) if SOAK else sorted(sizes):
+        check(random_bytes(2 * size, size).view(2, size))
 
 
-def test_every_size_up_to_4_200():
-    rows = [random_bytes(size, size) for size in range(1, 4201)]
-    digests = computed(rows)
-    assert digests[:240] == [None] * 240  # these are hashed on the host
-    assert digests[240:] == expected(rows[240:])
-
-
-def test_sizes_around_each_multiple_of_a_block_up_to_70_000():
-    near = range(-66, 67) if SOAK else (-64, -1, 0, 1, 63)
-    rows = [random_bytes(blocks * 1024 + more, more) for blocks in range(1, 69) for more in near]
-    assert computed(rows) == expected(rows)
+def test_short_rows_are_hashed_on_the_host():
+    assert DIGESTS.of_items(random_bytes(480).view(2, 240)) is None
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_each_width_of_words(width):
-    rows = [random_bytes(size - size % width) for size in (241 + width, 1024, 1025 + width, 4096, 20_000)]
-    assert Places.of_rows(rows).variant[1] >= width
-    assert computed(rows) == expected(rows)
-    for row in rows:
-        batch = torch.stack([row, row.flip(0), torch.zeros_like(row)])
-        assert of_batch(batch) == expected(batch)
+    for size in (241 + width, 1024, 1025 + width, 20_000):
+        row = random_bytes(size - size % width)
+        assert as_words(row[None]).element_size() >= width
+        check(torch.stack([row, row.flip(0), torch.zeros_like(row)]))
 
 
-@pytest.mark.parametrize("byte", [0x00, 0x01, 0x7F, 0x80, 0xFF])
-def test_bytes_that_are_all_the_same(byte):
-    rows = [torch.full((size,), byte, dtype=torch.uint8) for size in (241, 1024, 1032, 2048, 17 * 1024)]
-    assert computed(rows) == expected(rows)
+def test_bytes_that_are_all_the_same():
+    for size in (241, 1024, 1032, 2048, 17 * 1024):
+        check(torch.tensor([[0x00], [0x01], [0x7F], [0x80], [0xFF]], dtype=torch.uint8).repeat(1, size))
 
 
 def test_bytes_that_cancel_the_secret_or_fill_the_accumulators():
-    secret = constants._SECRET * 40
-    rows = [torch.frombuffer(bytearray(secret[:size]), dtype=torch.uint8) for size in (248, 1024, 5000)]
-    rows += [0xFF - row for row in rows]
+    secret = torch.frombuffer(bytearray(device._SECRET * 40), dtype=torch.uint8)
     pattern = torch.tensor([0, 0, 0, 0x80] * 5000, dtype=torch.uint8)
-    rows += [pattern[:size].clone() for size in (1024, 1028, 19_999)]
-    assert computed(rows) == expected(rows)
+    for size in (248, 1024, 1028, 5000, 7679):
+        check(torch.stack([secret[:size], 0xFF - secret[:size], pattern[:size]]))
 
 
 @settings(max_examples=100 if SOAK else 15)
@@ -84,8 +72,7 @@ def test_a_batch_of_any_size_and_any_place_in_memory(data):
     count = data.draw(st.integers(1, 9), label="count")
     offset = data.draw(st.integers(0, 9), label="offset")
     memory = random_bytes(offset + count * size, data.draw(st.integers(0, 99), label="seed"))
-    batch = memory[offset:].view(count, size)
-    assert of_batch(batch) == expected(batch)
+    check(memory[offset:].view(count, size))
 
 
 def test_the_kernels_compute_digests_when_they_are_compiled_for_gpus(tmp_path):

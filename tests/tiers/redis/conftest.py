@@ -8,7 +8,7 @@ import pytest
 from tests.helpers import warm
 from tests.helpers.ownserver import Place
 from tests.helpers.redis import PROGRAMS, RedisServer, emptied
-from torchcache2.core.servers import Servers
+from torchcache2.core.places import Servers
 from torchcache2.tiers.redis.tier import RedisTier
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.clients import NAMESPACE, connected, get, keys, put, until, value_of, values
 from tests.helpers.redis import PASSWORD, PROGRAMS, RedisServer, names
 from torchcache2.core.keys import Keys
-from torchcache2.core.servers import Servers
+from torchcache2.core.places import Servers
 from torchcache2.tiers.redis.clients import LOST, Clients
 from torchcache2.tiers.redis.names import claim_names, pattern, row_names
 

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.clients import connected, get, keys, put, until, values
 from tests.helpers.redis import PASSWORD, PROGRAMS, RedisServer, names
 from torchcache2.core.errors import OptionError
-from torchcache2.core.servers import Servers
+from torchcache2.core.places import Servers
 from torchcache2.tiers.redis import health as health_module
 from torchcache2.tiers.redis.clients import LOST
 from torchcache2.tiers.redis.health import Health

@@ -10,7 +10,7 @@ from tests.helpers import storage
 from tests.helpers.clients import NAMESPACE, connected, get, keys, put, until, values
 from tests.helpers.redis import PASSWORD, PROGRAMS, RedisServer, free_port, names
 from torchcache2.core.errors import OptionError
-from torchcache2.core.servers import Server, Servers
+from torchcache2.core.places import Server, Servers
 from torchcache2.tiers.redis.clients import LOST
 from torchcache2.tiers.redis.leases import Leases
 from torchcache2.tiers.redis.names import pattern, row_names

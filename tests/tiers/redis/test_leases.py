@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.redis import RedisServer
 from tests.helpers.storage import NAMESPACES, key_of, keys_of, wait_until
-from torchcache2.core.servers import Servers
+from torchcache2.core.places import Servers
 from torchcache2.tiers.base import Claim
 from torchcache2.tiers.redis.clients import LOST, Clients
 from torchcache2.tiers.redis.leases import LeasedClaim, Leases

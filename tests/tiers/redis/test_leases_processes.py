@@ -16,7 +16,7 @@ LEASE = 1.5  # seconds, though others may have the machine for a while
 WORKER = """
 import os, random, sys, threading, time
 from tests.helpers.storage import keys_of
-from torchcache2.core.servers import Servers
+from torchcache2.core.places import Servers
 from torchcache2.tiers.redis.clients import Clients
 from torchcache2.tiers.redis.leases import Leases
 from torchcache2.tiers.redis.names import row_names

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.helpers.redis import PROGRAMS
 from tests.helpers.storage import NAMESPACES, NEVER, found, keys_of, put
-from torchcache2.core.servers import Servers
+from torchcache2.core.places import Servers
 from torchcache2.tiers.redis.names import row_names
 from torchcache2.tiers.redis.tier import RedisTier
 

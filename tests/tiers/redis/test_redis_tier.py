@@ -503,7 +503,7 @@ def test_a_forked_child_begins_with_nothing_and_its_parent_sends_what_waited(ser
 SENT_AT_EXIT = """
 import multiprocessing, sys
 from tests.helpers.storage import NEVER, put
-from torchcache2.core.servers import Servers
+from torchcache2.core.places import Servers
 from torchcache2.tiers.redis.tier import RedisTier
 
 tier = RedisTier(Servers.of(sys.argv[1], buffer=100), delay=NEVER)

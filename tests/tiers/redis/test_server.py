@@ -17,7 +17,7 @@ import redis
 from tests.helpers.ownserver import answers, client, wait_until
 from tests.helpers.redis import PROGRAMS, names
 from torchcache2.core.errors import OptionError
-from torchcache2.core.servers import Server, Servers
+from torchcache2.core.places import Server, Servers
 from torchcache2.tiers.redis import guardian, ownserver
 from torchcache2.tiers.redis.clients import Clients
 from torchcache2.tiers.redis.configuration import configuration

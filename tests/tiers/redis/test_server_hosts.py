@@ -5,7 +5,7 @@ import os
 import pytest
 
 from torchcache2.core.errors import OptionError
-from torchcache2.core.servers import Server
+from torchcache2.core.places import Server
 from torchcache2.tiers.redis.server import one_of
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers import warm
 from tests.helpers.ownserver import answers, wait_until
-from torchcache2.core.servers import Server, Servers
+from torchcache2.core.places import Server, Servers
 from torchcache2.tiers.redis.holding import hold, let_go
 from torchcache2.tiers.redis.server import own_servers
 from torchcache2.tiers.shared.region import start_time

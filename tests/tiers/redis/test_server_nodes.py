@@ -9,7 +9,7 @@ from tests.helpers import warm
 from tests.helpers.gloo import PREAMBLE
 from tests.helpers.ownserver import answers
 from torchcache2.core.errors import OptionError
-from torchcache2.core.servers import Server
+from torchcache2.core.places import Server
 from torchcache2.tiers.redis import exchange
 from torchcache2.tiers.redis.holding import let_go
 from torchcache2.tiers.redis.ownserver import find_or_start

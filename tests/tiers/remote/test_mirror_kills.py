@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.helpers import warm
 from tests.helpers.buckets import bucket, opened
 from tests.helpers.storage import NAMESPACES, NEVER, Unsynced, found, seal, segments, size_of
-from torchcache2.core.buckets import Bucket
+from torchcache2.core.places import Bucket
 from torchcache2.tiers.disk.awaited import AwaitedUploads
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.remote.mirror import Mirror

@@ -14,7 +14,7 @@ DATA = bytes(range(256)) * 10
 IMPORTS = ("s3fs", "gcsfs.core", "tests.helpers.buckets")  # as other tests have them
 FORKS = """
     import atexit, gc, os, sys
-    from torchcache2.core.buckets import Bucket
+    from torchcache2.core.places import Bucket
     from torchcache2.tiers.remote.objects import Objects
 
     DATA = bytes(range(256)) * 10

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from torchcache2.core.arrays import Bytes2D, Flags, Positions, Words
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Bytes2D, Flags, Keys, Positions, Words
 from torchcache2.engine.collective.header import Header
 
 __all__ = ["Asked"]

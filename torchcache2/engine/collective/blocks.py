@@ -11,11 +11,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from torchcache2.core.arrays import Positions
-from torchcache2.core.gather import as_bytes, empty_bytes, gather_into, select, with_ordinary_tensors
-from torchcache2.core.rows import Rows
-from torchcache2.core.schema import Schema
-from torchcache2.core.transfer import to_device, to_host
+from torchcache2.core.keys import Positions
+from torchcache2.core.memory import (
+    as_bytes,
+    empty_bytes,
+    gather_into,
+    select,
+    to_device,
+    to_host,
+    with_ordinary_tensors,
+)
+from torchcache2.core.rows import Rows, Schema
 
 __all__ = ["block_bytes", "packed", "unpacked"]
 

@@ -37,9 +37,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import RankError
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.rows import Parts
 from torchcache2.engine.batch import RefusedError
 from torchcache2.engine.collective.apart import apart
@@ -53,7 +52,6 @@ from torchcache2.engine.collective.part import Part, Received
 from torchcache2.engine.collective.plan import planned
 from torchcache2.engine.collective.schemas import SchemaTable
 from torchcache2.engine.collective.shipment import Shipment
-from torchcache2.engine.steps import Steps
 from torchcache2.engine.values.outputs import stored
 from torchcache2.identity.encoding import digest
 
@@ -92,7 +90,7 @@ class Exchange:
         self.steps = 0
         self._thread = threading.Lock()
 
-    def step(self, part: Part) -> Steps[Received | None]:
+    def step(self, part: Part) -> Received | None:
         """Take a step with all ranks; returns what it has brought, None if all ranks have left.
 
         Raises
@@ -116,7 +114,7 @@ class Exchange:
                 return Received(lacking=np.arange(len(headers[self.channel.rank].keys)), must_run=True)
             if not any(len(header.keys) for header in headers):
                 return Received()
-            return (yield from self._answered(part, headers, Asked.of(headers, self.channel.rank)))
+            return self._answered(part, headers, Asked.of(headers, self.channel.rank))
 
     @contextlib.contextmanager
     def _taken(self) -> Iterator[None]:
@@ -178,7 +176,7 @@ class Exchange:
                 return headers
             self._holdings.drop(all_dropped)
 
-    def _answered(self, part: Part, headers: list[Header], asked: Asked) -> Steps[Received]:
+    def _answered(self, part: Part, headers: list[Header], asked: Asked) -> Received:
         """Rounds 2 to 4, and "run"."""
         rank, failure = self.channel.rank, None
         has = np.zeros(len(asked), np.uint8)
@@ -204,7 +202,7 @@ class Exchange:
                 mine = asked.mine
                 computed = np.flatnonzero((plan.source[mine] == rank) & ~held[mine].any(axis=1))
                 if len(computed):
-                    rows = yield from part.compute(computed)
+                    rows = part.compute(computed)
                     assert rows is not None
                     own = [(computed[where], one) for where, one in stored(rows)]
                     parts += [(mine[where], one) for where, one in own]

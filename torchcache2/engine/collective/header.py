@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchcache2.core.arrays import Array, Bytes2D
+from torchcache2.core.keys import Array, Bytes2D
 
 __all__ = ["VERSION", "Flag", "Header", "Status", "Told", "are_alike", "out_of_step"]
 

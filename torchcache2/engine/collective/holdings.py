@@ -9,8 +9,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from torchcache2.core.arrays import Flags
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Flags, Keys
 from torchcache2.core.rows import Parts, Rows, merged
 from torchcache2.engine.collective.replicas import Replicas
 from torchcache2.engine.stack import TierStack

@@ -11,13 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Bytes2D, Positions
+from torchcache2.core.keys import Bytes2D, Positions
 from torchcache2.core.rows import Parts, Rows
 from torchcache2.engine.batch import RefusedError
 from torchcache2.engine.collective.apart import apart
 from torchcache2.engine.collective.header import Flag
 from torchcache2.engine.collective.holdings import Holdings
-from torchcache2.engine.steps import Steps
 
 __all__ = ["Part", "Received", "StandBy"]
 
@@ -95,7 +94,7 @@ class Part(Protocol):
         """Whether the output can be made of what is there, without a forward."""
         ...
 
-    def compute(self, positions: Positions) -> Steps[Rows | None]:
+    def compute(self, positions: Positions) -> Rows | None:
         """The rows of some of these keys; they are stored by then. None if nothing was computed."""
         ...
 
@@ -140,7 +139,6 @@ class StandBy:
         """Nothing is needed."""
         return True
 
-    def compute(self, positions: Positions) -> Steps[Rows | None]:
+    def compute(self, positions: Positions) -> Rows | None:
         """Nothing is computed."""
-        yield from ()
         return None

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchcache2.core.arrays import Array, Flags, Positions, Words
+from torchcache2.core.keys import Array, Flags, Positions, Words
 
 __all__ = ["Plan", "planned"]
 

@@ -16,7 +16,7 @@ import torch
 from xxhash import xxh3_128_digest
 
 from torchcache2.core.private import pytree
-from torchcache2.core.schema import Leaf, Schema
+from torchcache2.core.rows import Leaf, Schema
 from torchcache2.engine.collective.channel import Channel
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.schemajson import schema_from_json, schema_to_json

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import RankError
-from torchcache2.core.rows import Parts, Rows
-from torchcache2.core.schema import Schema
+from torchcache2.core.keys import Positions
+from torchcache2.core.rows import Parts, Rows, Schema
 from torchcache2.engine.collective import blocks
 from torchcache2.engine.collective.asked import Asked
 from torchcache2.engine.collective.header import Told

@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from torchcache2.core.arrays import Bytes2D, Positions
 from torchcache2.core.groups import group_of
-from torchcache2.core.keys import Keys
-from torchcache2.core.ranks import Place, place
+from torchcache2.core.keys import Bytes2D, Keys, Positions
+from torchcache2.core.process import Place, place
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
-from torchcache2.engine.batch import Batch, Hits, Misses, NotStoredError
+from torchcache2.engine.batch import Batch, Hits, Misses, NotRunError, NotStoredError
 from torchcache2.engine.collective.apart import apart, is_apart
 from torchcache2.engine.collective.channel import Channel
 from torchcache2.engine.collective.exchange import Exchange
@@ -28,7 +27,6 @@ from torchcache2.engine.collective.part import Received, StandBy
 from torchcache2.engine.collective.registry import shared
 from torchcache2.engine.outcomes import Outcomes
 from torchcache2.engine.stack import TierStack
-from torchcache2.engine.steps import Steps, run_steps
 from torchcache2.engine.values.outputs import found, joined
 
 __all__ = ["SteppedOutcomes"]
@@ -95,7 +93,7 @@ class SteppedOutcomes(Outcomes):
         """Answer in one step of the others; whether there may be more of them."""
         assert self._holdings is not None
         part = StandBy(self._called(), self._holdings, Flag.DONE, device=_CPU)
-        return self._counted(exchange, run_steps(exchange.step, part)) is not None
+        return self._counted(exchange, exchange.step(part)) is not None
 
     def _stand_by(self, error: BaseException | None = None) -> AbstractContextManager[None]:
         """Take part in a step without keys: this rank passes its call by, or raises an error.
@@ -107,7 +105,7 @@ class SteppedOutcomes(Outcomes):
             return contextlib.nullcontext()
         assert self._holdings is not None
         part = StandBy(self._called(), self._holdings, Flag.BYPASS, device=_CPU, error=error)
-        received = self._counted(exchange, run_steps(exchange.step, part))
+        received = self._counted(exchange, exchange.step(part))
         return contextlib.nullcontext() if received is None else received.context()
 
     def _exchange(self) -> Exchange | None:
@@ -124,21 +122,21 @@ class SteppedOutcomes(Outcomes):
         exchange = self._exchange()
         return Place(0, 1) if exchange is None else Place(exchange.channel.rank, exchange.channel.size)
 
-    def _outcome(self, batch: Batch) -> Steps[Any]:
+    def _outcome(self, batch: Batch) -> Any:
         exchange = self._exchange()
         if exchange is None:
-            return (yield from super()._outcome(batch))
+            return super()._outcome(batch)
         if self._closed:
             with self._stand_by():
-                return (yield from batch.compute_all())
+                return batch.compute_all()
         assert self._holdings is not None
         part = _BatchPart(self, batch, self._holdings)
-        received = self._counted(exchange, (yield from exchange.step(part)))
+        received = self._counted(exchange, exchange.step(part))
         assert received is not None  # this rank has not left
         if received.refusal is not None:
             raise received.refusal
         with received.context():
-            return (yield from part.output(received))
+            return part.output(received)
 
     def _counted(self, exchange: Exchange, received: Received | None) -> Received | None:
         seconds, exchange.seconds = exchange.seconds, 0.0
@@ -213,26 +211,27 @@ class _BatchPart:
 
         Rows may not stack, or the output may have values that differ from batch to batch.
         """
-        steps = self.output(received)
+        self._batch.may_run = False
         try:
-            next(steps)
-        except StopIteration as stop:
-            self._whole = stop.value
+            self._whole = self.output(received)
             return True
-        except Exception:  # it is raised again when the output is made after the step
-            pass
-        steps.close()
-        self._batch.misses = self._batch.computed = 0
-        return False
+        except (
+            NotRunError,
+            Exception,
+        ):  # it is raised again when the output is made
+            self._batch.misses = self._batch.computed = 0
+            return False
+        finally:
+            self._batch.may_run = True
 
-    def compute(self, wanted: Positions) -> Steps[Rows]:
+    def compute(self, wanted: Positions) -> Rows:
         """The rows of some of these keys, computed with the hits that are to be checked, and stored."""
         assert self._hits is not None
         batch, cache, hits = self._batch, self._cache, self._hits
         mine = self._misses.distinct[wanted]
         asked = np.union1d(mine, hits.checked) if len(hits.checked) else mine
         self._has_run = True
-        output, rows = yield from batch.compute(asked)
+        output, rows = batch.compute(asked)
         batch.misses += len(mine)
         if len(hits.checked):
             self._is_checked = True
@@ -241,33 +240,33 @@ class _BatchPart:
         if self._wrong is None:
             cache._keep(self._keys.take(wanted), rows)
         if len(mine) == len(batch.keys):
-            self._whole = output if batch.dtype is None else (yield from batch.output(rows))
+            self._whole = output if batch.dtype is None else batch.output(rows)
         return rows
 
-    def output(self, received: Received) -> Steps[Any]:
+    def output(self, received: Received) -> Any:
         """The output of the batch, after a step has brought what this rank did not have."""
         batch, cache, hits, parts = self._batch, self._cache, self._hits, received.parts
         if hits is None:
-            return cache._not_stacked((yield from batch.compute_all()))
+            return cache._not_stacked(batch.compute_all())
         if received.refused is not None:
             reason, text = received.refused
-            raise NotStoredError(reason, text, (yield from batch.compute_all()))
+            raise NotStoredError(reason, text, batch.compute_all())
         if batch.is_checked and not self._has_run and parts and not batch.checks.is_known(received.notes):
             # No rank has probed a batch like this one, so rows of others may depend on their batches.
             received.lacking, parts = np.arange(len(self._keys)), []
         if len(received.lacking) or received.must_run or not len(batch.keys):
-            rows = yield from self.compute(received.lacking)
+            rows = self.compute(received.lacking)
             if len(received.lacking):
                 parts = [*parts, (received.lacking, rows)]
         elif len(hits.checked) and not self._is_checked:
-            yield from cache._checked(self.compute(received.lacking))
+            cache._checked(lambda: self.compute(received.lacking))
         if self._wrong is not None:
-            raise (yield from cache._distrusted(batch, self._wrong))
+            raise cache._distrusted(batch, self._wrong)
         if self._whole is not None:
             return self._whole
         # The rows of others are views of the memory in which they were received, so they are copied.
         parts = [(positions, found(rows)) for positions, rows in parts]
         copied = joined(parts, len(self._keys), device=batch.device) if parts else None
         if parts and copied is None:
-            return cache._not_stacked((yield from batch.compute_all()))
-        return (yield from cache._put_together(batch, hits, self._misses, copied))
+            return cache._not_stacked(batch.compute_all())
+        return cache._put_together(batch, hits, self._misses, copied)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchcache2.core import values
-from torchcache2.core.arrays import Array
+from torchcache2.core.keys import Array
 from torchcache2.core.values import node_type
 from torchcache2.engine.values.nodes import (
     Column,

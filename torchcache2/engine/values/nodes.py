@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from torchcache2.core import values
-from torchcache2.core.arrays import Array
-from torchcache2.core.gather import as_bytes
+from torchcache2.core.keys import Array
+from torchcache2.core.memory import as_bytes
 from torchcache2.core.values import has_attributes, node_type
 from torchcache2.files import classnames as classes
 from torchcache2.files.errors import DamagedError, UnknownClassError

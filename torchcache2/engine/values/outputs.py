@@ -21,11 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.arrays import Positions
-from torchcache2.core.gather import with_ordinary_tensors
+from torchcache2.core.keys import Positions
+from torchcache2.core.memory import with_ordinary_tensors
 from torchcache2.core.private import pytree
-from torchcache2.core.rows import Parts, Rows, UnstorableError, rounded
-from torchcache2.core.schema import Leaf, Schema
+from torchcache2.core.rows import Leaf, Parts, Rows, Schema, UnstorableError, rounded
 from torchcache2.core.values import (
     Node,
     NotRebuiltError,

@@ -26,13 +26,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OutputError
-from torchcache2.core.gather import with_ordinary_tensors
+from torchcache2.core.keys import Positions
+from torchcache2.core.memory import SpareMemory, with_ordinary_tensors
 from torchcache2.core.private import pytree
-from torchcache2.core.rows import Rows
-from torchcache2.core.schema import BARE, Leaf, Schema
-from torchcache2.core.spare import SpareMemory
+from torchcache2.core.rows import BARE, Leaf, Rows, Schema
 from torchcache2.core.values import specs_of
 from torchcache2.engine.values.kinds import closed, opened, thawed
 from torchcache2.engine.values.nodes import (

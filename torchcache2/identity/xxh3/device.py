@@ -7,24 +7,44 @@ kernels cannot be compiled, fail, or differ is left alone from then on, and all 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128_digest
 
-from torchcache2.core.gather import item_bytes
+from torchcache2.core.keys import Array
 from torchcache2.core.logs import ToldOnce, logger
-from torchcache2.core.transfer import CUDA, Runtime
-from torchcache2.identity.xxh3.constants import SHORTEST, secrets
-from torchcache2.identity.xxh3.launch import MOST_ROWS, Places, start
+from torchcache2.core.memory import CUDA, Runtime, as_words, item_bytes
 
-__all__ = ["DIGESTS", "DeviceDigests"]
+__all__ = ["DIGESTS", "DeviceDigests", "secrets", "start"]
 
-_AT_ONCE = 1 << 30  # bytes of tensors: the sums of their blocks take a sixteenth of that
+_SHORTEST = 241  # bytes; shorter inputs have other formulas
+_BLOCK = 1024
+_AHEAD = 16  # blocks whose sums are read at once
 _KNOWN = (250, 1030, 5150, 18_440)  # about the sizes of the rows that are known
+
+# The default secret of the xxHash specification, of which each stripe of a block takes 64 bytes at another
+# place, and the accumulators at the start.
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_PLACES = (
+    *range(0, 128, 8),
+    128,
+    121,
+    11,
+    117,
+)  # of the stripes, scramble, last stripe, halves of the digest
+_START = (
+    *(0x00000000C2B2AE3D, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
+    *(0x85EBCA77C2B2AE63, 0x0000000085EBCA77, 0x27D4EB2F165667C5, 0x000000009E3779B1),
+)
 
 
 class DeviceDigests:
@@ -45,7 +65,7 @@ class DeviceDigests:
         self._runtime = runtime
         self._told = ToldOnce()
         self._refused: set[torch.device] = set()
-        self._right: set[tuple[torch.device, int, bool]] = set()  # variants that agree with `xxhash`
+        self._right: set[tuple[torch.device, int]] = set()  # widths of words that agree with `xxhash`
         self._secrets: dict[torch.device, Tensor] = {}
 
     def of_items(self, tensor: Tensor) -> Tensor | None:
@@ -63,37 +83,22 @@ class DeviceDigests:
             hashed on the host: there are none, they are short or not on an accelerator, or this cannot be
             done there.
         """
-        if not self._may(tensor) or not 0 < SHORTEST * tensor.shape[0] <= tensor.nbytes:
-            return None
-        try:
-            return self._digests(Places.of_array(item_bytes(tensor)))
-        except torch.cuda.OutOfMemoryError:
-            return None
-        except Exception as error:  # Triton, and the compilers below it, raise errors of many kinds
-            self._refuse(tensor.device, error)
-            return None
+        return self._digests(tensor, tensor.shape[0]) if self._may(tensor) else None
 
     def of_tensors(self, tensors: Sequence[Tensor]) -> dict[int, bytes]:
         """The digest of the content of each of some tensors, 16 bytes, by the tensor's id.
 
-        Left out are those that are to be hashed on the host. Waits for the device once for each GiB.
+        Left out are those that are to be hashed on the host. Waits once for each device.
         """
-        here = [tensor for tensor in tensors if self._may(tensor) and tensor.nbytes >= SHORTEST]
-        digests: dict[int, bytes] = {}
-        for device in {tensor.device for tensor in here}:
-            for group in _groups([tensor for tensor in here if tensor.device == device]):
-                try:
-                    rows = [item_bytes(tensor.reshape(1, -1))[0] for tensor in group]
-                    found = self._digests(Places.of_rows(rows, self._runtime))
-                except torch.cuda.OutOfMemoryError:
-                    continue
-                except Exception as error:  # see `of_items`
-                    self._refuse(device, error)
-                    break
-                if found is not None:
-                    contents = found.cpu().numpy()
-                    digests |= {id(t): row.tobytes() for t, row in zip(group, contents, strict=True)}
-        return digests
+        started: dict[torch.device, dict[int, Tensor]] = {}
+        for tensor in filter(self._may, tensors):
+            digest = self._digests(tensor, 1)
+            if digest is not None:
+                started.setdefault(tensor.device, {})[id(tensor)] = digest
+        found: dict[int, bytes] = {}
+        for digests in started.values():
+            found |= zip(digests, map(bytes, torch.cat([*digests.values()]).cpu().numpy()), strict=True)
+        return found
 
     def _may(self, tensor: Tensor) -> bool:
         """Whether a tensor is on an accelerator that has not been refused, and can be read there."""
@@ -105,30 +110,39 @@ class DeviceDigests:
         is_plain = is_dense and type(tensor) in (Tensor, nn.Parameter)
         return is_plain and tensor.device not in self._refused
 
-    def _digests(self, places: Places) -> Tensor | None:
-        device = places.data.device
-        with self._runtime.current(device):
-            if device not in self._secrets:
-                self._secrets[device] = torch.from_numpy(secrets()).to(device)
-            if places.variant not in self._right and not self._check(places):
-                return None
-            return start(places, self._secrets[device], self.tiles)
+    def _digests(self, tensor: Tensor, count: int) -> Tensor | None:
+        """The digests of a tensor as `count` rows; None if they are to be hashed on the host."""
+        if not 0 < _SHORTEST * count <= tensor.nbytes:
+            return None
+        device = tensor.device
+        try:
+            rows = item_bytes(tensor.detach().reshape(count, -1))
+            with self._runtime.current(device):
+                if device not in self._secrets:
+                    self._secrets[device] = torch.from_numpy(secrets()).to(device)
+                is_right = self._is_right(device, as_words(rows).element_size())
+                return start(rows, self._secrets[device], self.tiles) if is_right else None
+        except torch.cuda.OutOfMemoryError:
+            return None
+        except Exception as error:  # Triton, and the compilers below it, raise errors of many kinds
+            self._refused.add(device)
+            hint = (
+                ". Install it with: pip install 'torchcache2[gpu]'" if isinstance(error, ImportError) else ""
+            )
+            self._tell(device, f"{error!r}{hint}")
+            return None
 
-    def _check(self, like: Places) -> bool:
-        """Whether the kernels for places `like` these agree with `xxhash`; otherwise refuses the device."""
-        device, width, is_ragged = like.variant
+    def _is_right(self, device: torch.device, width: int) -> bool:
+        """Whether the kernels agree with `xxhash` about rows of such words; otherwise refuses the device."""
+        if (device, width) in self._right:
+            return True
         # Odd multiples of the width, so that no wider words fit. Nobody's random numbers are used.
         sizes = [size - size % (2 * width) + width for size in _KNOWN]
         known = [np.random.default_rng(size).integers(0, 256, (5, size), np.uint8) for size in sizes]
         there = [torch.from_numpy(rows).to(device) for rows in known]
-        if is_ragged:
-            batches = [Places.of_rows([row for rows in there for row in rows])]
-        else:
-            batches = [Places.of_array(rows) for rows in there]
-        digests = [start(places, self._secrets[device], self.tiles).cpu().numpy() for places in batches]
-        expected = b"".join(xxh3_128_digest(row.tobytes()) for rows in known for row in rows)
-        if b"".join(found.tobytes() for found in digests) == expected:
-            self._right.add(like.variant)
+        found = torch.cat([start(rows, self._secrets[device], self.tiles) for rows in there]).cpu().numpy()
+        if found.tobytes() == b"".join(xxh3_128_digest(row.tobytes()) for rows in known for row in rows):
+            self._right.add((device, width))
             return True
         self._refused.add(device)
         self._told(
@@ -139,28 +153,54 @@ class DeviceDigests:
         )
         return False
 
-    def _refuse(self, device: torch.device, error: Exception) -> None:
-        self._refused.add(device)
-        hint = ". Install it with: pip install 'torchcache2[gpu]'" if isinstance(error, ImportError) else ""
-        self._tell(device, f"{error!r}{hint}")
-
     def _tell(self, device: torch.device, why: str) -> None:
         text = "keys of tensors on %s are computed on the host, to which they are copied: %s"
         self._told(f"host {device}", text, device, why, log=logger.info)
 
 
-def _groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in their order, in groups that are read at once."""
-    group: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if group and (size + tensor.nbytes > _AT_ONCE or len(group) == MOST_ROWS):
-            yield group
-            group, size = [], 0
-        group.append(tensor)
-        size += tensor.nbytes
-    if group:
-        yield group
+def secrets() -> Array:
+    """168 words: 8 for each stripe, the scramble, the last stripe and the halves; and the accumulators."""
+    words = np.frombuffer(b"".join(_SECRET[at : at + 64] for at in _PLACES), "<u8")
+    return np.concatenate([words, np.array(_START, np.uint64)]).astype(np.uint64).view(np.int64)
+
+
+def start(rows: Tensor, secrets: Tensor, tiles: tuple[int, int]) -> Tensor:
+    """Start the kernels on the current stream of the current device, which is that of the rows.
+
+    Parameters
+    ----------
+    rows : Tensor of uint8, shape (n, bytes)
+        Contiguous, of 241 bytes or more.
+    secrets : Tensor of int64, shape (168,)
+    tiles : (int, int)
+        How many blocks, and how many rows, a program takes.
+
+    Returns
+    -------
+    Tensor of uint8, shape (n, 16)
+        The digests, when the kernels are done.
+    """
+    from torchcache2.identity.xxh3 import kernels  # imports Triton, which not everybody has
+
+    if (
+        kernels.INTERPRETED and rows.device.type != "cpu"
+    ):  # it would take addresses there for those of the host
+        raise RuntimeError("TRITON_INTERPRET is set, and Triton's interpreter cannot read that memory")
+    count, size = rows.shape
+    words, blocks = as_words(rows), (size - 1) // _BLOCK  # the last block of a row is not among them
+    sums = torch.empty((count * blocks, 8), dtype=torch.int64, device=rows.device)
+    out = torch.empty((count, 16), dtype=torch.uint8, device=rows.device)
+    # There are only integers. Triton warns of its default for other numbers unless it is told what to do.
+    options: dict[str, Any] = {"enable_fp_fusion": False, "parts": 8 // words.element_size()}
+    if blocks:
+        kernels.block_sums[(-(-count * blocks // tiles[0]),)](
+            *(words, secrets, sums, size, blocks, count * blocks), tile=tiles[0], num_warps=2, **options
+        )
+    kernels.digests[(-(-count // tiles[1]),)](
+        *(words, secrets, sums, out, count, size, blocks),
+        **{"tile": tiles[1], "ahead": _AHEAD, "num_warps": 1, **options},
+    )
+    return out
 
 
 # What a device can do is a fact about the machine, which is found out once in a process.

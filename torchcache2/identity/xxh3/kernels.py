@@ -7,12 +7,11 @@ accumulators depends on its data alone, and only the scramble that follows depen
 `block_sums` reads all blocks of all rows in parallel, at the speed of memory. It leaves 64 bytes for each
 block of 1,024, and `digests` goes through these in order. One long row is as parallel as many short ones.
 
-Rows are either the rows of one array, all of `size` bytes, or they are anywhere: then `table`, int64 of shape
-(3, rows), has the address of each, its size, and how many blocks the rows before it have. Rows are read in
-words of 1, 2, 4 or 8 bytes, and `parts` of them make 64 bits. All numbers are unsigned integers of 64 bits,
-which wrap, but those that say where something is.
+The rows are those of one array, of `size` bytes each, of which `blocks` blocks are whole and not the last.
+They are read in words of 1, 2, 4 or 8 bytes, and `parts` of them make 64 bits. All numbers are unsigned
+integers of 64 bits, which wrap, but those that say where something is.
 
-`secrets` are 168 words, made by `torchcache2.identity.xxh3.constants`.
+`secrets` are the 168 words that `torchcache2.identity.xxh3.device` makes.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -67,48 +66,19 @@ def _to_neighbours(words, tile: tl.constexpr):
     return tl.reshape(tl.join(odd, even), [tile, 8])
 
 
-@triton.jit
-def _row_of(table, rows, block, tile: tl.constexpr, depth: tl.constexpr):
-    """The row of each block, by bisection: the last row that begins at this block or before it."""
-    row = tl.zeros([tile, 1], tl.int64)
-    for level in tl.static_range(depth):
-        further = row + (1 << (depth - 1 - level))
-        begins = tl.load(table + 2 * rows + further, mask=further < rows, other=0)
-        row = tl.where((further < rows) & (begins <= block), further, row)
-    return row
-
-
-@triton.jit(do_not_specialize=["data", "table", "secrets", "sums", "rows", "size", "blocks", "total"])
-def block_sums(
-    data,
-    table,
-    secrets,
-    sums,
-    rows,
-    size,
-    blocks,
-    total,
-    parts: tl.constexpr,
-    tile: tl.constexpr,
-    depth: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["data", "secrets", "sums", "size", "blocks", "total"])
+def block_sums(data, secrets, sums, size, blocks, total, parts: tl.constexpr, tile: tl.constexpr):
     """What each whole block adds to the accumulators of its row: `sums` has shape (total, 8).
 
-    A program takes `tile` blocks. Rows of one array have `blocks` blocks each. If the rows are anywhere,
-    `depth` is at least the binary logarithm of their number plus 1, and otherwise 0.
+    A program takes `tile` blocks of the `total` of all rows.
     """
     block = (tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile))[:, None]
     lane = tl.arange(0, 8)[None, :]
     is_there = block < total
-    if depth == 0:
-        start = data + (block // blocks) * (size // (8 // parts))
-        within = block % blocks
-    else:
-        row = _row_of(table, rows, block, tile, depth)
-        start = tl.load(table + row).to(data.dtype)
-        within = block - tl.load(table + 2 * rows + row)
-    at = start + (within * 128 + lane) * parts
-    own, words = _stripes(at, secrets, lane, 16, is_there, tile, parts)
+    start = data + (block // blocks) * (size // (8 // parts))
+    own, words = _stripes(
+        start + (block % blocks * 128 + lane) * parts, secrets, lane, 16, is_there, tile, parts
+    )
     added = own + _to_neighbours(words, tile)
     tl.store(sums + block * 8 + lane, added.to(tl.int64, bitcast=True), mask=is_there)
 
@@ -133,10 +103,9 @@ def _store_big_endian(at, value, mask):
     tl.store(at + byte, (shifted & 0xFF).to(tl.uint8), mask=mask)
 
 
-@triton.jit(do_not_specialize=["data", "table", "secrets", "sums", "out", "rows", "size", "blocks"])
+@triton.jit(do_not_specialize=["data", "secrets", "sums", "out", "rows", "size", "blocks"])
 def digests(
     data,
-    table,
     secrets,
     sums,
     out,
@@ -146,7 +115,6 @@ def digests(
     parts: tl.constexpr,
     tile: tl.constexpr,
     ahead: tl.constexpr,
-    depth: tl.constexpr,
 ):
     """The digests of rows, from their `block_sums` and what is behind their last whole block.
 
@@ -155,44 +123,35 @@ def digests(
     """
     row = (tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile))[:, None]
     lane = tl.arange(0, 8)[None, :]
-    is_there = row < rows
-    if depth == 0:
-        start = data + row * (size // (8 // parts))
-        length = row * 0 + size
-        first = row * blocks
-    else:
-        start = tl.load(table + row, mask=is_there, other=0).to(data.dtype)
-        length = tl.load(table + rows + row, mask=is_there, other=64)
-        first = tl.load(table + 2 * rows + row, mask=is_there, other=0)
-    whole = (length - 1) // 1024
-
+    is_there = (row < rows) & (lane >= 0)
+    whole = row * 0 + blocks
     accumulators = tl.load(secrets + 160 + lane).to(tl.uint64) + tl.zeros([tile, 8], tl.uint64)
     scramble = tl.load(secrets + 128 + lane).to(tl.uint64)
-    at = sums + first * 8 + lane
-    for done in range(0, tl.max(whole), ahead):
+    at = sums + row * blocks * 8 + lane
+    for done in range(0, blocks, ahead):
         for step in tl.static_range(ahead):
             is_block = is_there & (done + step < whole)
-            added = tl.load(at + step * 8, mask=is_block & (lane >= 0), other=0).to(tl.uint64)
-            mixed = accumulators + added
+            mixed = accumulators + tl.load(at + step * 8, mask=is_block, other=0).to(tl.uint64)
             mixed = (mixed ^ (mixed >> 47) ^ scramble) * 0x9E3779B1
             accumulators = tl.where(is_block, mixed, accumulators)
         at += ahead * 8
 
     # Behind the last whole block: whole stripes, and then the last 64 bytes, which may overlap them.
+    start = data + row * (size // (8 // parts))
+    stripes = (row * 0 + size - 1 - whole * 1024) // 64
     behind = start + (whole * 128 + lane) * parts
-    stripes = (length - 1 - whole * 1024) // 64
-    own, words = _stripes(behind, secrets, lane, stripes, is_there & (lane >= 0), tile, parts)
-    last = _words(start + (length - 64) // (8 // parts) + lane * parts, is_there & (lane >= 0), parts)
+    own, words = _stripes(behind, secrets, lane, stripes, is_there, tile, parts)
+    last = _words(start + (size - 64) // (8 // parts) + lane * parts, is_there, parts)
     own += _products(last, tl.load(secrets + 136 + lane).to(tl.uint64))
     accumulators += own + _to_neighbours(words + last, tile)
 
-    count = tl.sum(length.to(tl.uint64), 1)  # of shape (tile,), as there is one in each row
+    count = tl.zeros([tile], tl.uint64) + size
     low = _folded(accumulators, tl.load(secrets + 144 + lane).to(tl.uint64), tile)
     high = _folded(accumulators, tl.load(secrets + 152 + lane).to(tl.uint64), tile)
     low = _avalanche(low + count * 0x9E3779B185EBCA87)
     high = _avalanche(high + ((count * 0xC2B2AE3D27D4EB4F) ^ 0xFFFFFFFFFFFFFFFF))
-    _store_big_endian(out + row * 16, high, is_there)
-    _store_big_endian(out + row * 16 + 8, low, is_there)
+    _store_big_endian(out + row * 16, high, row < rows)
+    _store_big_endian(out + row * 16 + 8, low, row < rows)
 
 
 INTERPRETED = not isinstance(digests, triton.JITFunction)  # TRITON_INTERPRET=1: it runs on the CPU

@@ -10,8 +10,8 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from torchcache2.core.arrays import Array
 from torchcache2.core.errors import OptionError
+from torchcache2.core.keys import Array
 from torchcache2.files.descriptors import Descriptor
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Collection
 
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.process import ProcessLock
 from torchcache2.files.descriptors import Descriptors
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import Descriptor

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from torchcache2.core.arrays import Array, Ordinals, Words
+from torchcache2.core.keys import Array, Ordinals, Words
 from torchcache2.tiers.index import KeyIndex
 
 __all__ = ["Places"]

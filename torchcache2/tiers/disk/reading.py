@@ -11,10 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Array, Flags, Ordinals, Positions
-from torchcache2.core.keys import Keys
-from torchcache2.core.rows import Rows
-from torchcache2.core.schema import Schema
+from torchcache2.core.keys import Array, Flags, Keys, Ordinals, Positions
+from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import DamagedError
 from torchcache2.files.segment import Columns, Segment, empty_columns, rows_of

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 
-from torchcache2.core.exits import AtExit
+from torchcache2.core.process import AtExit
 from torchcache2.files.filesystem import Descriptor, FileSystem
 
 __all__ = ["Scratch"]

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from torchcache2.core.keys import Keys
-from torchcache2.core.locks import ProcessLock
-from torchcache2.core.rows import Rows
-from torchcache2.core.schema import Schema
+from torchcache2.core.process import ProcessLock
+from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.settings import Policy
 from torchcache2.core.version import __version__
 from torchcache2.files.codec import Codec

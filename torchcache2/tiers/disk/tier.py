@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from torchcache2.core.arrays import Flags
-from torchcache2.core.gather import with_ordinary_tensors
-from torchcache2.core.keys import Keys
-from torchcache2.core.locks import holds
+from torchcache2.core.keys import Flags, Keys
+from torchcache2.core.memory import with_ordinary_tensors
+from torchcache2.core.process import holds
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import Policy
 from torchcache2.files import codec as codecs

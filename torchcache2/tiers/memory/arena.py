@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Bytes2D, Ordinals, Words
-from torchcache2.core.rowcopy import RowCopier
-from torchcache2.core.rows import Rows
-from torchcache2.core.schema import Schema
-from torchcache2.core.transfer import StreamOrder
+from torchcache2.core.keys import Bytes2D, Ordinals, Words
+from torchcache2.core.memory import Runtime, StreamOrder
+from torchcache2.core.rows import Rows, Schema
 from torchcache2.tiers.index import KeyIndex
 from torchcache2.tiers.memory.columns import host_column, row_column
 
@@ -32,8 +30,8 @@ _SLAB = 64 << 20  # a column grows by no more bytes than these at a time, if few
 class Arena:
     """Rows of one schema under their keys, and when each was last used.
 
-    The columns of the output are on `device`, and none will ever exceed `limit` bytes. `copier` copies rows
-    on an accelerator. If rows `are_remote`, they came from it to the host, and are gathered into page-locked
+    The columns of the output are on `device`, and none will ever exceed `limit` bytes. `runtime` is that
+    of the accelerator. If rows `are_remote`, they came from it to the host, and are gathered into page-locked
     memory.
     """
 
@@ -42,16 +40,15 @@ class Arena:
         schema: Schema,
         device: torch.device,
         limit: int,
-        copier: RowCopier,
+        runtime: Runtime,
         *,
         are_remote: bool = False,
     ) -> None:
         self.schema = schema
         self.device = device
-        self._order = StreamOrder(device, copier.runtime)
-        pins = copier.runtime if are_remote else None
+        self._order = StreamOrder(device, runtime)
         sizes = [leaf.row_bytes for leaf in schema.leaves]
-        self._columns = [row_column(size, limit, device, pins, copier) for size in sizes]
+        self._columns = [row_column(size, limit, device, runtime, are_remote) for size in sizes]
         self._keys, self._ticks = host_column(16, limit), host_column(8, limit)
         self._all = [*self._columns, self._keys, self._ticks]
         self._index = KeyIndex(self._key_words())

@@ -12,15 +12,14 @@ import contextlib
 import mmap
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.arrays import Ordinals
-from torchcache2.core.gather import gather, write
-from torchcache2.core.rowcopy import Chunks, RowCopier
-from torchcache2.core.transfer import Runtime
+from torchcache2.core.keys import Ordinals
+from torchcache2.core.memory import Runtime, as_words, gather, write
 
 __all__ = ["Column", "host_column", "row_column"]
 
@@ -169,18 +168,19 @@ class _ReservedColumn(Column):
 class _ChunkedColumn(Column):
     """Rows on a device in chunks that stay where they are: it grows by whole chunks, and shrinks by them."""
 
-    def __init__(self, row_bytes: int, device: torch.device, copier: RowCopier) -> None:
-        super().__init__(row_bytes)
-        self._chunks = Chunks(row_bytes, device)
-        self._copier = copier
+    def __init__(self, row_bytes: int, device: torch.device, runtime: Runtime) -> None:
+        super().__init__(row_bytes, runtime)
+        self._device = device
+        self._chunks: list[Tensor] = []  # contiguous, uint8 of shape (rows, row_bytes)
+        self._starts: Ordinals = np.empty(0, np.int64)  # the number of the first row of each
 
     @property
     def nbytes(self) -> int:
-        return sum(chunk.untyped_storage().nbytes() for chunk in self._chunks.tensors)
+        return sum(chunk.untyped_storage().nbytes() for chunk in self._chunks)
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        return self._chunks.tensors
+        return self._chunks
 
     def cost(self, rows: int) -> int:
         return sum(self._sizes(rows))
@@ -188,32 +188,56 @@ class _ChunkedColumn(Column):
     def grow(self, rows: int) -> None:
         for size in list(self._sizes(rows)):
             count = size // self.row_bytes
-            data = torch.empty(size, dtype=torch.uint8, device=self._chunks.device)
+            data = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._chunks.append(data[: count * self.row_bytes].view(count, self.row_bytes))
-            self.capacity = self._chunks.capacity
+            self._starts = np.append(self._starts, self.capacity)
+            self.capacity += count
 
     def shrink(self, rows: int) -> None:
-        self._chunks.shrink(rows)
-        self.capacity = self._chunks.capacity
+        kept = int(np.searchsorted(self._starts, rows))
+        if kept < len(self._chunks):
+            self.capacity = int(self._starts[kept])
+            del self._chunks[kept:]
+            self._starts = self._starts[:kept]
 
     def gather(self, ordinals: Ordinals) -> Tensor:
-        return self._copier.gather(self._chunks, ordinals)
+        parts = self._by_chunk(ordinals)
+        if len(parts) == 1:
+            ((chunk, _, inside),) = parts
+            return as_words(chunk).index_select(0, inside).view(torch.uint8)
+        picked = torch.empty((len(ordinals), self.row_bytes), dtype=torch.uint8, device=self._device)
+        for chunk, where, inside in parts:
+            as_words(picked).index_copy_(0, where, as_words(chunk).index_select(0, inside))
+        return picked
 
     def write(self, first: int, values: Tensor) -> None:
         last = first + len(values)
         while first < last:
-            number = int(self._chunks.of(np.array(first)))
-            chunk, inside = self._chunks.tensors[number], first - int(self._chunks.starts[number])
+            number = int(np.searchsorted(self._starts, first, side="right")) - 1
+            chunk, inside = self._chunks[number], first - int(self._starts[number])
             count = min(last - first, len(chunk) - inside)
             write(chunk, inside, values[len(values) - (last - first) :][:count])
             first += count
 
     def move(self, source: Ordinals, target: Ordinals) -> None:
-        self._copier.move(self._chunks, source, target)
+        moved = as_words(self.gather(source))
+        for chunk, where, inside in self._by_chunk(target):
+            as_words(chunk).index_copy_(0, inside, moved.index_select(0, where))
+
+    def _by_chunk(self, ordinals: Ordinals) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Each chunk that has some of these rows; on the device, their places among `ordinals` and in it."""
+        assert self._runtime is not None
+        which = np.searchsorted(self._starts, ordinals, side="right") - 1
+        order = np.argsort(which, kind="stable")
+        table = np.stack([order, (ordinals - self._starts[which])[order]])
+        where, inside = self._runtime.send(torch.from_numpy(table), self._device)
+        hit, begins = np.unique(which[order], return_index=True)
+        spans = zip(hit, pairwise([*begins, len(order)]), strict=True)
+        return [(self._chunks[number], where[a:b], inside[a:b]) for number, (a, b) in spans]
 
     def _sizes(self, rows: int) -> Iterator[int]:
         """Bytes of the chunks that make room for so many rows, as the allocator gives them out."""
-        capacity, total, most = self._chunks.capacity, self.nbytes, max(1, _MOST // self.row_bytes)
+        capacity, total, most = self.capacity, self.nbytes, max(1, _MOST // self.row_bytes)
         while capacity < rows:
             size = min(rows - capacity, most) * self.row_bytes
             size = max(size, min(total // _PART, _MOST_UNASKED))
@@ -257,11 +281,11 @@ def host_column(row_bytes: int, limit: int, runtime: Runtime | None = None) -> C
 
 
 def row_column(
-    row_bytes: int, limit: int, device: torch.device, runtime: Runtime | None, copier: RowCopier
+    row_bytes: int, limit: int, device: torch.device, runtime: Runtime, are_remote: bool
 ) -> Column:
-    """A column of rows of any size on any device."""
+    """A column of rows of any size on any device; for `are_remote`, see `Arena`."""
     if row_bytes == 0:
         return _NoColumn(device)
     if device.type == "cpu":
-        return host_column(row_bytes, limit, runtime)
-    return _ChunkedColumn(row_bytes, device, copier)
+        return host_column(row_bytes, limit, runtime if are_remote else None)
+    return _ChunkedColumn(row_bytes, device, runtime)

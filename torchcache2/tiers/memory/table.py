@@ -20,10 +20,9 @@ from collections.abc import Callable, Collection, Iterator
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Flags
-from torchcache2.core.keys import Keys
-from torchcache2.core.rowcopy import RowCopier
-from torchcache2.core.schema import Schema
+from torchcache2.core.keys import Flags, Keys
+from torchcache2.core.memory import Runtime
+from torchcache2.core.rows import Schema
 from torchcache2.core.settings import Policy
 from torchcache2.tiers.memory.arena import Arena
 
@@ -58,13 +57,13 @@ class ArenaTable:
         budget: int,
         policy: Policy,
         in_use: Callable[[], Collection[bytes]] | None,
-        copier: RowCopier,
+        runtime: Runtime,
     ) -> None:
         self.budget = budget
         self.policy = policy
         self.evictions = 0
         self._in_use = in_use
-        self._copier = copier
+        self._runtime = runtime
         self.clear()
 
     def clear(self) -> None:
@@ -115,7 +114,7 @@ class ArenaTable:
                 return None
             _ = self.drop_replicas() or self.drop_unused(namespace)
         schema, _, device = name
-        arena = Arena(schema, device, self.budget, self._copier, are_remote=are_remote)
+        arena = Arena(schema, device, self.budget, self._runtime, are_remote=are_remote)
         self._arenas.setdefault(namespace, {})[name] = arena
         self.measure(arena)
         return arena

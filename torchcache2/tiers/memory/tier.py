@@ -19,16 +19,13 @@ from collections.abc import Callable, Collection
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Flags, Positions
-from torchcache2.core.gather import with_ordinary_tensors
-from torchcache2.core.keys import Keys
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.keys import Flags, Keys, Positions
 from torchcache2.core.logs import ToldOnce
-from torchcache2.core.rowcopy import RowCopier
+from torchcache2.core.memory import CUDA, Arriving, Runtime, with_ordinary_tensors
+from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import is_out_of_memory
-from torchcache2.core.transfer import CUDA, Arriving, Runtime
 from torchcache2.tiers.base import Found, Tier, TierStats, replicas_of
 from torchcache2.tiers.memory.arena import Arena
 from torchcache2.tiers.memory.table import ArenaTable
@@ -81,7 +78,7 @@ class MemoryTier(Tier):
         self._closed = False
         self._dropped: deque[bytes] = deque()
         self._told = ToldOnce()
-        self._arenas = ArenaTable(budget, policy, in_use, RowCopier(runtime))
+        self._arenas = ArenaTable(budget, policy, in_use, runtime)
 
     @with_ordinary_tensors
     def get(self, keys: Keys) -> Found:

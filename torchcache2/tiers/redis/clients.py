@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from torchcache2.core.arrays import Flags, Positions, Words
 from torchcache2.core.errors import OptionError
+from torchcache2.core.keys import Flags, Positions, Words
 from torchcache2.core.logs import ToldOnce
-from torchcache2.core.servers import Server, Servers
+from torchcache2.core.places import Server, Servers
 from torchcache2.tiers.redis.health import Health
 from torchcache2.tiers.redis.lines import Line
 from torchcache2.tiers.redis.pieces import Pieces

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from torchcache2.core.errors import OptionError
-from torchcache2.core.ranks import place, ranks_on_each
-from torchcache2.core.servers import Server
+from torchcache2.core.places import Server
+from torchcache2.core.process import place, ranks_on_each
 
 __all__ = ["listening_address", "servers_of_all"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchcache2.core.logs import ToldOnce
-from torchcache2.core.servers import Server
+from torchcache2.core.places import Server
 from torchcache2.tiers.breaker import Breaker
 
 __all__ = ["Health"]

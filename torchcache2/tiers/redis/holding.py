@@ -7,8 +7,8 @@ import os
 from functools import partial
 from typing import ClassVar
 
-from torchcache2.core.exits import AtExit
-from torchcache2.core.servers import Servers
+from torchcache2.core.places import Servers
+from torchcache2.core.process import AtExit
 from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.tiers.meeting import is_at
 from torchcache2.tiers.redis import guardian

@@ -23,9 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from torchcache2.core.arrays import Flags, Positions, Words
-from torchcache2.core.keys import Keys
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.keys import Flags, Keys, Positions, Words
+from torchcache2.core.process import ProcessLock
 from torchcache2.tiers.base import Claim
 from torchcache2.tiers.redis.clients import LOST, Clients
 from torchcache2.tiers.redis.lease import Abandoned, Lease

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torchcache2.core.servers import Server, require_redis
+from torchcache2.core.places import Server, require_redis
 
 __all__ = ["Line", "read", "send"]
 

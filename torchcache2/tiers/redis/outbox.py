@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from torchcache2.core.arrays import Array, Flags, Positions
-from torchcache2.core.keys import Keys
-from torchcache2.core.locks import ProcessLock, holds
+from torchcache2.core.keys import Array, Flags, Keys, Positions
+from torchcache2.core.process import ProcessLock, holds
 from torchcache2.tiers.base import Signals
 from torchcache2.tiers.disk.catalog import AnySegment
 from torchcache2.tiers.disk.places import Places

@@ -21,7 +21,7 @@ import torch
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import logger
-from torchcache2.core.servers import Server
+from torchcache2.core.places import Server
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size, free_memory, parse_size, size_text
 from torchcache2.files.filesystem import Descriptor

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from torchcache2.core.servers import require_redis
+from torchcache2.core.places import require_redis
 from torchcache2.tiers.redis.health import Health
 from torchcache2.tiers.redis.lines import Line, read, send
 

@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from torchcache2.core.arrays import Positions
 from torchcache2.core.errors import OptionError
-from torchcache2.core.gather import as_bytes
-from torchcache2.core.keys import Keys
-from torchcache2.core.rows import Rows
-from torchcache2.core.schema import Schema
+from torchcache2.core.keys import Keys, Positions
+from torchcache2.core.memory import as_bytes
+from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.codec import codec as codec_of
 from torchcache2.files.errors import DamagedError, UnknownClassError
 from torchcache2.files.lanes import Codec, Lane, lane

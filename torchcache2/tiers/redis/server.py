@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from torchcache2.core.errors import OptionError
-from torchcache2.core.ranks import has_ranks, node_number
-from torchcache2.core.servers import Server, Servers, require_redis
+from torchcache2.core.places import Server, Servers, require_redis
+from torchcache2.core.process import has_ranks, node_number
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size
 from torchcache2.tiers.meeting import JOB, job_name, machine

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from torchcache2.core.arrays import Positions, Words
-from torchcache2.core.servers import Server, require_redis
+from torchcache2.core.keys import Positions, Words
+from torchcache2.core.places import Server, require_redis
 
 __all__ = ["Shares", "Slots"]
 

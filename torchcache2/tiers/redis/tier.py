@@ -14,12 +14,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Flags
-from torchcache2.core.gather import with_ordinary_tensors
-from torchcache2.core.keys import Keys
-from torchcache2.core.rows import Parts, Rows, merged
-from torchcache2.core.schema import Schema
-from torchcache2.core.servers import Servers
+from torchcache2.core.keys import Flags, Keys
+from torchcache2.core.memory import with_ordinary_tensors
+from torchcache2.core.places import Servers
+from torchcache2.core.rows import Parts, Rows, Schema, merged
 from torchcache2.files.codec import codec as codec_of
 from torchcache2.tiers.base import Claim, Found, Signals, Tier, TierStats
 from torchcache2.tiers.disk.reading import read_rows

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from torchcache2.core.buckets import Bucket
-from torchcache2.core.extras import require
+from torchcache2.core.errors import require
+from torchcache2.core.places import Bucket
 from torchcache2.core.private import GCS_RETRIED, S3_CALL, S3_LISTING, S3_SESSION, SESSIONS
 from torchcache2.files.encode import SEGMENT, TEMPORARY
 from torchcache2.files.filesystem import FileInfo

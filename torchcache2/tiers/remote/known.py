@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from torchcache2.core.arrays import Array, Ordinals, Positions
-from torchcache2.core.keys import Keys
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.keys import Array, Keys, Ordinals, Positions
+from torchcache2.core.process import ProcessLock
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import DamagedError, NewerFormatError
 from torchcache2.files.segment import Segment

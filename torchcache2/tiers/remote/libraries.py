@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torchcache2.core.extras import require
+from torchcache2.core.errors import require
 from torchcache2.core.private import FINALIZERS
 
 __all__ = ["AT_ONCE", "CONNECT", "class_of", "keep_finalizers_off", "mtime", "time_limits"]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.process import ProcessLock
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.files.filenames import FINGERPRINT, HEAD, contents_of

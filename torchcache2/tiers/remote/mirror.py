@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 from torch.utils.data import get_worker_info
 
-from torchcache2.core.exits import before_pools_end
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.process import ProcessLock, before_pools_end
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.tiers.remote.mirroring import Mirroring
 from torchcache2.tiers.remote.objects import Objects

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
-from torchcache2.core.exits import AtExit
+from torchcache2.core.process import AtExit
 from torchcache2.files.directory import CacheDirectory, Contents
 from torchcache2.files.filenames import FINGERPRINT
 from torchcache2.tiers.remote.downloads import Downloads

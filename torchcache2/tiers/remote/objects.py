@@ -6,10 +6,10 @@ import errno
 import os
 from collections.abc import Sequence
 
-from torchcache2.core.buckets import Bucket
 from torchcache2.core.errors import OptionError
-from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce
+from torchcache2.core.places import Bucket
+from torchcache2.core.process import ProcessLock
 from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.filenames import TAG, check_format, stated_format
 from torchcache2.files.filesystem import FileInfo

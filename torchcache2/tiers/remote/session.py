@@ -12,9 +12,9 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-from torchcache2.core.buckets import Bucket
-from torchcache2.core.locks import ProcessLock
 from torchcache2.core.logs import ToldOnce
+from torchcache2.core.places import Bucket
+from torchcache2.core.process import ProcessLock
 from torchcache2.tiers.breaker import Breaker
 from torchcache2.tiers.remote.instances import Instance
 from torchcache2.tiers.remote.refusals import Kind, Texts, kind_of

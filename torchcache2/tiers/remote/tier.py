@@ -13,12 +13,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from torchcache2.core.arrays import Flags
-from torchcache2.core.buckets import Bucket
-from torchcache2.core.exits import AtExit
-from torchcache2.core.gather import with_ordinary_tensors
-from torchcache2.core.keys import Keys
-from torchcache2.core.locks import holds
+from torchcache2.core.keys import Flags, Keys
+from torchcache2.core.memory import with_ordinary_tensors
+from torchcache2.core.places import Bucket
+from torchcache2.core.process import AtExit, holds
 from torchcache2.core.rows import Rows
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.tiers.base import Found, Signals, Tier, TierStats

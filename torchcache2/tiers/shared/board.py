@@ -20,7 +20,7 @@ import functools
 
 import numpy as np
 
-from torchcache2.core.arrays import Array
+from torchcache2.core.keys import Array
 from torchcache2.tiers.shared.budget import (
     BUDGET,
     DEAD,

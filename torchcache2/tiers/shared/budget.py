@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchcache2.core.arrays import Array
+from torchcache2.core.keys import Array
 
 __all__ = [
     "BUDGET",

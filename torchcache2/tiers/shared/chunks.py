@@ -19,12 +19,9 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from torchcache2.core.arrays import Array, Positions
-from torchcache2.core.gather import gather, write
-from torchcache2.core.rows import Rows
-from torchcache2.core.schema import Schema
-from torchcache2.core.spare import SpareMemory
-from torchcache2.core.transfer import Runtime
+from torchcache2.core.keys import Array, Positions
+from torchcache2.core.memory import Runtime, SpareMemory, gather, write
+from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.schemajson import schema_from_json, schema_to_json
 from torchcache2.tiers.shared.region import PAGE, pages

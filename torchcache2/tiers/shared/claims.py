@@ -15,8 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from torchcache2.core.arrays import Array, Positions
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Array, Keys, Positions
 from torchcache2.tiers.base import Claim
 from torchcache2.tiers.shared.table import SharedTable
 from torchcache2.tiers.shared.tickets import Ticket

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchcache2.core.arrays import Array, Ordinals, Positions, Words
+from torchcache2.core.keys import Array, Ordinals, Positions, Words
 from torchcache2.tiers.index import KeyTable
 from torchcache2.tiers.shared.region import PAGE, pages
 from torchcache2.tiers.shared.space import Space

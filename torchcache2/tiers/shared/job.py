@@ -14,8 +14,8 @@ import tempfile
 
 import numpy as np
 
-from torchcache2.core.arrays import Array
-from torchcache2.core.ranks import place
+from torchcache2.core.keys import Array
+from torchcache2.core.process import place
 from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.tiers.meeting import JOB, is_at, job_name, machine, own_folder
 from torchcache2.tiers.shared.board import Board

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchcache2.core.logs import listed, logger
-from torchcache2.core.ranks import ranks_here
+from torchcache2.core.process import ranks_here
 from torchcache2.identity.fingerprint import differences_of_state, from_document
 from torchcache2.tiers.shared.job import Job
 from torchcache2.tiers.shared.space import Space

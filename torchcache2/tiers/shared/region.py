@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.arrays import Array
+from torchcache2.core.keys import Array
 
 __all__ = ["PAGE", "Region", "SharingError", "is_alive", "pages", "start_time"]
 

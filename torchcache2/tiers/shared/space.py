@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from torchcache2.core.arrays import Array, Bytes
+from torchcache2.core.keys import Array, Bytes
 from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.region import PAGE, Region, pages
 

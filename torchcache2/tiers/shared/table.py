@@ -27,11 +27,9 @@ import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest
 
-from torchcache2.core.arrays import Array, Flags, Ordinals, Positions, Words
-from torchcache2.core.gather import as_bytes
+from torchcache2.core.keys import Array, Flags, Ordinals, Positions, Words
+from torchcache2.core.memory import Runtime, SpareMemory, as_bytes
 from torchcache2.core.rows import Rows
-from torchcache2.core.spare import SpareMemory
-from torchcache2.core.transfer import Runtime
 from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.chunks import Chunks
 from torchcache2.tiers.shared.index import SharedIndex

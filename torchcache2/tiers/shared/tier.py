@@ -20,14 +20,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from torchcache2.core.arrays import Flags
-from torchcache2.core.gather import with_ordinary_tensors
-from torchcache2.core.keys import Keys
-from torchcache2.core.locks import ProcessLock
+from torchcache2.core.keys import Flags, Keys
 from torchcache2.core.logs import ToldOnce
+from torchcache2.core.memory import CUDA, Runtime, SpareMemory, to_host, with_ordinary_tensors
+from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows
-from torchcache2.core.spare import SpareMemory
-from torchcache2.core.transfer import CUDA, Runtime, to_host
 from torchcache2.files.errors import UnserialisableError
 from torchcache2.tiers.base import Claim, Found, Tier, TierStats, replicas_of
 from torchcache2.tiers.shared.claims import Claims, SharedClaim

@@ -1,4 +1,4 @@
-"""Which code draws random numbers that leave no trace: from the system, or a generator without a seed."""
+"""What makes outputs unsteady: layers that draw or mix the items of a batch, and numbers without a seed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import sys
 import types
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from torch import nn
 
+from torchcache2.core.private import BATCH_NORMS, DROPOUTS
 from torchcache2.identity import sourcecode
-from torchcache2.identity.compiled import code_objects, names_in
+from torchcache2.identity.sourcecode import code_objects, names_in
 
-__all__ = ["unseeded_draws"]
+__all__ = ["UnsteadyLayer", "unseeded_draws", "unsteady"]
 
 _FROM_SYSTEM: list[Any] = [os.urandom, random.SystemRandom, uuid.uuid1, uuid.uuid4]
 _FROM_SYSTEM += [vars(secrets)[name] for name in secrets.__all__ if name != "compare_digest"]
@@ -119,3 +121,36 @@ def _is_call_without_seed(steps: list[dis.Instruction]) -> bool:
     if count and steps[1].opname == "LOAD_CONST" and isinstance(steps[1].argval, tuple):
         steps = steps[1:]  # the name of the argument
     return steps[count].opname.startswith("CALL") and steps[count].arg == count
+
+
+_DYNAMIC = (
+    "torch.ao.nn.quantized.dynamic",
+    "torch.ao.nn.intrinsic.quantized.dynamic",
+    "torch.nn.quantized.dynamic",
+)
+
+
+class UnsteadyLayer(NamedTuple):
+    """The class of a layer, and what makes its output for an item depend on the batch or the call."""
+
+    name: str
+    does: Literal["drops out", "normalises", "scales"]
+
+
+def unsteady(module: nn.Module) -> UnsteadyLayer | None:
+    """What makes the output of a module unsteady now, without its submodules; None if nothing does."""
+    name = type(module).__name__
+    if type(module).__module__.startswith(_DYNAMIC):
+        return UnsteadyLayer(name, "scales")
+    if isinstance(module, BATCH_NORMS):
+        if module.training or module.running_mean is None:
+            return UnsteadyLayer(name, "normalises")
+    elif getattr(module, "training", False):  # frozen scripted modules have no such flag
+        rate = 0.0
+        if isinstance(module, DROPOUTS):
+            rate = module.p
+        elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+            rate = module.dropout
+        if rate > 0:
+            return UnsteadyLayer(name, "drops out")
+    return None

@@ -1,0 +1,372 @@
+"""Memory for rows: fresh and reused blocks, copies of some rows, and copies between a device and the host."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchcache2.core.keys import Array
+
+__all__ = [
+    "CUDA",
+    "Arriving",
+    "Runtime",
+    "SpareMemory",
+    "StreamOrder",
+    "as_bytes",
+    "as_words",
+    "empty_bytes",
+    "empty_rows",
+    "gather",
+    "gather_into",
+    "is_channels_last",
+    "item_bytes",
+    "moved",
+    "select",
+    "sent",
+    "to_device",
+    "to_host",
+    "with_ordinary_tensors",
+    "write",
+]
+
+# Copies between an accelerator and the host, which start together and are waited for once.
+#
+# Copies to and from page-locked ("pinned") host memory run while the host goes on, in the order of the
+# stream that they were started on. Before the event of a copy has passed, its target must not be read, and
+# its source must not be freed: `Arriving` refers to both. Torch's allocator of pinned memory gives out a
+# buffer again only after the copies that read it.
+#
+# Only CUDA is asynchronous here, and ROCm, which torch also calls CUDA. Copies to other devices are waited
+# for.
+#
+# Each device has a current stream of its own in each thread. Torch uses that of the device where the
+# tensors are, whichever device is current; `Runtime.current` is for what does not, such as kernels of
+# Triton.
+
+
+class Runtime:
+    """The functions of an accelerator that are used here: pinned memory, copies that do not wait, events."""
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on the accelerator."""
+        return tensor.device.type == "cuda"
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Fresh page-locked memory; ordinary memory where the system gives no more of it."""
+        try:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+        except RuntimeError:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+    def start_copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy on the current stream of the source's device; does not wait."""
+        with self.current(source.device):
+            target.copy_(source, non_blocking=True)
+
+    def send(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A small tensor of the host on a device; does not wait for what the device has to do before."""
+        if tensor.device.type != "cpu" or not self.has_streams(device):
+            return tensor.to(device)
+        pinned = self.pinned(tensor.shape, tensor.dtype).copy_(tensor)
+        return pinned.to(device, non_blocking=True)
+
+    def has_streams(self, device: torch.device) -> bool:
+        """Whether work on a device runs while the host goes on."""
+        return device.type == "cuda"
+
+    def stream(self, device: torch.device) -> Hashable:
+        """The device's current stream."""
+        return torch.cuda.current_stream(device)
+
+    def current(self, device: torch.device) -> AbstractContextManager[Any]:
+        """A context in which a device is the current one."""
+        return torch.cuda.device(device) if self.has_streams(device) else nullcontext()
+
+    def event(self, device: torch.device) -> Any:
+        """An event that passes when everything is done that was started on the device's current stream."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def wait(self, event: Any, device: torch.device) -> None:
+        """Have the device's current stream wait for an event; the host does not."""
+        torch.cuda.current_stream(device).wait_event(event)
+
+    def keep_for_stream(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor from being reused before all work on the current stream is done."""
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+CUDA = Runtime()
+
+
+class Arriving:
+    """Tensors that are being copied to the host; those that are there already stay as they are."""
+
+    def __init__(self, tensors: Sequence[Tensor], runtime: Runtime = CUDA) -> None:
+        self._sources: list[Tensor] = []
+        self._tensors = []
+        for tensor in tensors:
+            if runtime.owns(tensor):
+                source = tensor.detach().resolve_conj().resolve_neg().contiguous()
+                tensor = runtime.pinned(source.shape, source.dtype)
+                runtime.start_copy(tensor, source)
+                self._sources.append(source)
+            self._tensors.append(tensor if tensor.device.type == "cpu" else tensor.cpu())
+        devices = {source.device for source in self._sources}
+        self._events = [runtime.event(device) for device in devices]
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether all have arrived, so that `wait` returns at once."""
+        return all(event.query() for event in self._events)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are being copied; 0 when all have arrived."""
+        return sum(tensor.nbytes for tensor in self._tensors) if self._events else 0
+
+    def wait(self) -> list[Tensor]:
+        """Wait until all have arrived; returns the tensors on the host."""
+        for event in self._events:
+            event.synchronize()
+        self._events, self._sources = [], []
+        return self._tensors
+
+
+def to_host(tensors: Sequence[Tensor], runtime: Runtime = CUDA) -> list[Tensor]:
+    """The same tensors on the host; waits once for all copies."""
+    return Arriving(tensors, runtime).wait()
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same tensor on a device; from pinned memory, without waiting."""
+    if tensor.device == device:
+        return tensor
+    # `is_pinned` asks the driver, so it is called only if the answer matters.
+    is_async = device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned()
+    return tensor.to(device, non_blocking=is_async)
+
+
+def sent(
+    tensor: Tensor, devices: Iterable[torch.device], runtime: Runtime = CUDA
+) -> dict[torch.device, Tensor]:
+    """A small tensor of the host, such as positions, on each of some devices; waits for none of them."""
+    return {device: runtime.send(tensor, device) for device in set(devices)}
+
+
+class StreamOrder:
+    """Puts the work of several streams on the memory of a device in the order in which it was started.
+
+    It is needed only where there are streams: on the host there is nothing to put in order.
+    """
+
+    def __init__(self, device: torch.device, runtime: Runtime = CUDA) -> None:
+        self._device = device
+        self._runtime = runtime
+        self.is_needed = runtime.has_streams(device)
+        self._last: Any = None
+        self._streams: set[Hashable] = set()  # that the tensors are kept for
+
+    def begin(self, tensors: Iterable[Tensor]) -> None:
+        """Let the current stream use these tensors only after the work that `end` has marked.
+
+        Their memory may be freed while this work runs, and is reused only afterwards.
+        """
+        if self._last is not None:
+            self._runtime.wait(self._last, self._device)
+        stream = self._runtime.stream(self._device)
+        if stream not in self._streams:
+            for tensor in tensors:
+                self._runtime.keep_for_stream(tensor)
+            self._streams.add(stream)
+
+    def renew(self) -> None:
+        """Say that `begin` will be called with other tensors than before."""
+        self._streams.clear()
+
+    def end(self) -> None:
+        """Mark the work that was started until now: later work of any stream comes after it."""
+        self._last = self._runtime.event(self._device)
+
+
+# Memory for rows that are soon copied elsewhere. Blocks of megabytes that come and go between samples that
+# stay for a while leave a heap full of holes: in each worker of a `DataLoader` it grew by 100 MB. A block
+# that stays does not, and its pages are there already.
+
+_LEAST = 128 << 10  # bytes; smaller blocks leave small holes
+_MOST = 4  # blocks of a thread
+
+
+class SpareMemory(threading.local):
+    """Blocks of each thread, which are lent again when nothing has a part of them any more."""
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[Array, weakref.ref[Any]]] = []  # and what is lent of each
+
+    def empty(self, size: int) -> Tensor:
+        """Uint8 ``(size,)`` on the CPU, with anything in it."""
+        if size < _LEAST:
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
+        free = [i for i, (_, lent) in enumerate(self._blocks) if lent() is None]
+        i = free[0] if free else len(self._blocks)
+        block = self._blocks[i][0] if free else None
+        if block is None or len(block) < size:
+            block = np.empty(size, np.uint8)
+        part = block[:size]
+        if i < _MOST:
+            self._blocks[i : i + 1] = [(block, weakref.ref(part))]
+        return torch.from_numpy(part)  # whatever has the tensor's memory has the array
+
+
+# Fresh memory for rows, and copies of some rows of a tensor.
+
+_ALONE = 1 << 20  # one thread copies so many bytes before others have woken up
+_GRAIN = 32_768  # torch uses all threads for each row of so many elements
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_HUGE = 4 << 20  # from so many bytes on, numpy asks for huge pages, with far fewer page faults
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def with_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function outside of inference mode, as tensors made in it could not be written later."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def empty_bytes(size: int, *, runtime: Runtime | None = None, spare: SpareMemory | None = None) -> Tensor:
+    """Fresh uint8 memory on the CPU; cheap to touch for the first time if it is large.
+
+    With a `runtime`, page-locked memory for its accelerator. With `spare`, what that has.
+    """
+    if spare is not None:
+        return spare.empty(size)
+    if runtime is not None:
+        return runtime.pinned((size,), torch.uint8)
+    if size >= _HUGE:
+        return torch.from_numpy(np.empty(size, np.uint8))
+    return torch.empty(size, dtype=torch.uint8, device="cpu")  # a user may have set another default device
+
+
+def empty_rows(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Fresh memory for a column of `count` rows."""
+    if device.type == "cpu":
+        size = count * dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        return empty_bytes(size).view(dtype).view(count, *shape)
+    return torch.empty((count, *shape), dtype=dtype, device=device)
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether torch takes a tensor of 4 or 5 dimensions for one whose channels are last.
+
+    Torch decides by the strides: see `is_channels_last_strides_2d` in `c10/core/MemoryFormat.h`.
+    """
+    memory_format = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    if not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format):
+        return True
+    strides, shape = tensor.stride(), tensor.shape
+    if strides[1] == 0:
+        return False
+    least = 0
+    for d in (1, *range(tensor.dim() - 1, 1, -1), 0):
+        if shape[d] == 0 or strides[d] < least or (d == 0 and least == strides[1]):
+            return False
+        least = strides[d] * max(1, shape[d])
+    return True
+
+
+def select(tensor: Tensor, positions: Tensor) -> Tensor:
+    """The items of a tensor of any dtype at some positions, in the same memory format."""
+    if tensor.dim() in (4, 5) and is_channels_last(tensor):
+        return select(tensor.movedim(1, -1).contiguous(), positions).movedim(-1, 1)
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.requires_grad:
+        picked = gather(as_bytes(tensor.detach()), positions)
+        return picked.view(-1).view(tensor.dtype).view(len(positions), *tensor.shape[1:])
+    return tensor.index_select(0, positions)
+
+
+def gather(data: Tensor, positions: Tensor, **kind: Any) -> Tensor:
+    """Rows of contiguous uint8 ``(n, bytes)`` on the CPU, in fresh memory of a `kind` of `empty_bytes`."""
+    picked = empty_bytes(len(positions) * data.shape[1], **kind).view(len(positions), data.shape[1])
+    gather_into(picked, data, positions)
+    return picked
+
+
+def gather_into(picked: Tensor, data: Tensor, positions: Tensor) -> None:
+    """The same, in memory that begins at a multiple of 8 bytes of its storage.
+
+    If rows have many elements, torch's `index_select` copies each row with all threads. If other processes
+    use the cores too, each such copy may wait for the scheduler. So long rows are copied in pieces.
+    """
+    if picked.numel() <= _ALONE:
+        np.take(data.numpy(), positions.numpy(), axis=0, out=picked.numpy(), mode="clip")
+        return
+    source = as_words(data)
+    words = source.shape[1]
+    pieces = next((n for n in range(1, 257) if words % n == 0 and words // n < _GRAIN), 1)
+    index = (positions[:, None] * pieces + torch.arange(pieces, device="cpu")).view(-1)
+    target = picked.view(-1).view(source.dtype).view(-1, words // pieces)
+    torch.index_select(source.view(-1, words // pieces), 0, index, out=target)
+
+
+def write(data: Tensor, first: int, values: Tensor) -> None:
+    """Copy a column of any dtype over rows of contiguous uint8 ``(n, bytes)``, from row `first` on."""
+    if values.numel():
+        target = data[first : first + values.shape[0]].view(-1).view(values.dtype)
+        target.view(values.shape).copy_(values)
+
+
+def as_bytes(column: Tensor) -> Tensor:
+    """A column as uint8 ``(n, bytes)``; shares memory if it is contiguous."""
+    count = column.shape[0]
+    size = column.numel() // count * column.element_size() if count else 0
+    flat = column.contiguous().view(-1)
+    if flat.stride(0) != 1:  # a single number, which a slice with steps has left
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8).view(count, size)
+
+
+def item_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of each item of a strided tensor of shape ``(n, ...)``, as uint8 ``(n, bytes)``, where it is.
+
+    Shares memory with the tensor if that is contiguous.
+    """
+    return as_bytes(tensor.detach().resolve_conj().resolve_neg())
+
+
+def as_words(data: Tensor) -> Tensor:
+    """Contiguous uint8 ``(n, bytes)`` as the widest words that divide a row; shares memory."""
+    # Memory of other libraries may begin anywhere, and a GPU reads a word at a multiple of its size only.
+    places = data.storage_offset() | data.data_ptr() | data.shape[1]
+    word = next(t for t in _WORDS if places % t.itemsize == 0)
+    return data.view(-1).view(word).view(len(data), data.shape[1] // word.itemsize)
+
+
+def moved(column: Tensor, source: int, target: int) -> Tensor:
+    """A column with a dimension of its rows moved, contiguous."""
+    there = column.movedim(source, target)
+    try:
+        return there.contiguous()
+    except (NotImplementedError, RuntimeError):  # a dtype that torch cannot copy, such as uint4
+        places = list(range(column.dim()))
+        places.insert(target % column.dim(), places.pop(source))
+        raw = as_bytes(column).view(*column.shape, column.element_size())
+        raw = raw.permute(*places, column.dim()).contiguous()
+        return raw.view(-1).view(column.dtype).view(there.shape)

@@ -1,0 +1,217 @@
+"""The process: which rank of a job it is, locks that survive a fork, and what runs when it ends."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures.thread  # noqa: F401  # it registers before `before_pools_end`, which so comes first
+import multiprocessing.process
+import multiprocessing.util
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from torchcache2.core.private import register_before_pools_end
+
+__all__ = [
+    "AtExit",
+    "Place",
+    "ProcessLock",
+    "before_pools_end",
+    "has_ranks",
+    "holds",
+    "node_number",
+    "place",
+    "ranks_here",
+    "ranks_of_each",
+    "ranks_on_each",
+]
+
+# Ranks.
+
+
+class Place(NamedTuple):
+    """The number of this process in its job, and how many there are."""
+
+    rank: int
+    world_size: int
+
+
+def place() -> Place:
+    """As `torch.distributed` says, or if that is not initialised, what starts ranks: RANK and WORLD_SIZE."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    else:
+        rank, world_size = _number("RANK", -1), _number("WORLD_SIZE", 1)
+    if not 0 <= rank < world_size:  # this process is not of the group, or some variables are set, others not
+        rank, world_size = 0, 1
+    return Place(rank, world_size)
+
+
+def has_ranks() -> bool:
+    """Whether this process is one of several ranks, as far as is known now."""
+    distributed = torch.distributed
+    return (
+        _number("LOCAL_WORLD_SIZE", 1) > 1
+        or ("LOCAL_RANK" in os.environ and _number("WORLD_SIZE", 1) > 1)  # Lightning says no more
+        or (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
+    )
+
+
+def ranks_here() -> int:
+    """How many ranks this machine has; at most, where the launcher says how many there are in all."""
+    return max(1, _number("LOCAL_WORLD_SIZE", place().world_size))
+
+
+def ranks_on_each() -> int | None:
+    """How many ranks this machine has as the launcher says; None if it does not."""
+    return _number("LOCAL_WORLD_SIZE", 0) or None
+
+
+def node_number() -> int:
+    """Which machine of the job this is, from 0 on; 0 if nothing says it."""
+    return _number("GROUP_RANK", place().rank // ranks_here())
+
+
+def ranks_of_each(rank: int, world_size: int) -> int | None:
+    """How many ranks each machine has, counted one machine after the other.
+
+    None if that is not known, or if this rank is not where it would be then.
+    """
+    here = _number("LOCAL_WORLD_SIZE", 1 if world_size == 1 else 0)
+    if (
+        here == 0
+        or world_size % here != 0
+        or _number("GROUP_WORLD_SIZE", world_size // here) * here != world_size
+    ):
+        return None
+    machine, local = divmod(rank, here)
+    is_there = _number("GROUP_RANK", machine) == machine and _number("LOCAL_RANK", local) == local
+    return here if is_there else None
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else default
+
+
+# Locks that work in forked processes. A process may fork while another thread of it holds a lock: a
+# `DataLoader` with workers forks at each epoch. The child has the lock, but not the thread that would
+# release it.
+
+
+def holds(lock: Any) -> bool:
+    """Whether this thread holds a lock."""
+    try:
+        threading.Condition(lock).notify()  # it raises if not
+    except RuntimeError:
+        return False
+    return True
+
+
+class ProcessLock:
+    """A lock for each process, used as ``with lock(): …``.
+
+    An interrupt cannot leave it locked, since the lock itself is what ``with`` enters.
+
+    Parameters
+    ----------
+    make : callable
+        `threading.Lock` or `threading.RLock`.
+    """
+
+    def __init__(self, make: Callable[[], Any] = threading.Lock) -> None:
+        self._make = make
+        self._locks = {os.getpid(): make()}
+
+    def __call__(self) -> Any:
+        """The lock of this process."""
+        pid = os.getpid()
+        # `setdefault` is atomic, so that all threads of a child get the same lock.
+        return self._locks.get(pid) or self._locks.setdefault(pid, self._make())
+
+    def if_free(self, function: Callable[[], object]) -> None:
+        """Call a function under the lock, or do nothing if somebody holds it: this never waits.
+
+        It is for work that the garbage collector may start in a thread that holds the lock, and that the
+        holder does otherwise.
+        """
+        lock = self()
+        # After an ordinary call of `acquire`, an interrupt could come before `try`, and the lock would stay
+        # locked. No interrupt comes between `map` and the body of the loop.
+        for is_free in map(lock.acquire, (False,)):
+            if is_free:
+                try:
+                    function()
+                finally:
+                    lock.release()
+
+    def was_torn(self) -> bool:
+        """Whether the parent held its lock when it forked: what the lock protects may then be half changed.
+
+        True at most once in a child. To be called with the lock held.
+        """
+        pid = os.getpid()
+        if len(self._locks) == 1:
+            return False
+        others = [lock for owner, lock in self._locks.items() if owner != pid]
+        self._locks = {pid: self._locks[pid]}
+        return not all(lock.acquire(blocking=False) for lock in others)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ProcessLock, (self._make,)
+
+
+# The end of the process.
+
+
+class AtExit:
+    """Calls a function when the process ends, and keeps it alive until then.
+
+    The function that was registered last is called first, as with `atexit`. A process of `multiprocessing`
+    does not run the handlers of `atexit` but its own finalizers, the one with the highest `priority` first.
+
+    A child of `os.fork` inherits the handlers: the function has to check in which process it is called.
+    """
+
+    def __init__(self, function: Callable[[], None], priority: int) -> None:
+        self._function: Callable[[], None] | None = function
+        atexit.register(function)
+        self._finalizer = None
+        if multiprocessing.process.parent_process() is not None:
+            self._finalizer = multiprocessing.util.Finalize(None, function, exitpriority=priority)
+
+    def call(self) -> None:
+        """Call the function now, and not at the end."""
+        function = self._function
+        self.cancel()
+        if function is not None:
+            function()
+
+    def cancel(self) -> None:
+        """Do not call the function, and drop the reference to it. This may be called several times."""
+        if self._function is not None:
+            atexit.unregister(self._function)
+        if self._finalizer is not None:
+            self._finalizer.cancel()
+        self._function = self._finalizer = None
+
+
+def before_pools_end(method: Callable[[], None]) -> None:
+    """Call a method when the main thread has ended, unless its object is gone; it comes before `AtExit`.
+
+    After that, nothing may be given to a `concurrent.futures` pool any more. `asyncio` looks up the names of
+    hosts in one, so that a network client can make no new connection when the functions of `atexit` run.
+    """
+    reference: weakref.WeakMethod[Any] = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    register_before_pools_end(call)

@@ -1,0 +1,105 @@
+"""How a forward runs: in the graphs of `torch.compile`, while the cache that calls it stays out of them.
+
+A cache that a compiler sees becomes part of its graph: every later call would return the rows of the first
+one. So a cached call begins with `outside`, which turns the compiler off, and a `Forward` turns it on again
+while it runs. A `Forward` also marks its own out-of-memory errors: those of the cache's own work are
+handled in another way, see `OwnMemoryError`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from torchcache2.core.private import CAN_TURN_ON, leave_out, set_compiler
+from torchcache2.core.sizes import is_out_of_memory
+
+__all__ = [
+    "Compiler",
+    "Forward",
+    "OwnMemoryError",
+    "device_of",
+    "is_of_forward",
+    "opaque",
+    "outside",
+    "transparent",
+]
+
+_OF_FORWARD = "_torchcache2_of_forward"
+Compiler = Any  # what torch keeps for a thread in which it compiles
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+def opaque(function: F) -> F:
+    """Have `torch.compile` leave out a function and everything that it calls."""
+    return leave_out(function, with_calls=True)
+
+
+def transparent(function: F) -> F:
+    """Have `torch.compile` leave out a function, but not a `Forward` that it calls."""
+    return leave_out(function, with_calls=not CAN_TURN_ON)
+
+
+@transparent
+def outside(function: Callable[..., T], *args: Any) -> T:
+    """Call ``function(compiler, *args)`` with `torch.compile` turned off.
+
+    The `compiler` is what a `Forward` needs to be compiled; it is None if nothing is compiled now. Where this
+    torch has no way to turn the compiler on again, it is always None, and no forward is compiled.
+    """
+    compiler = set_compiler(None)
+    if compiler is None:
+        return function(None, *args)
+    try:
+        return function(compiler, *args)
+    finally:
+        set_compiler(compiler)
+
+
+class Forward:
+    """A function that a cache calls for its misses, compiled as it would be without the cache."""
+
+    def __init__(self, function: Callable[..., Any], compiler: Compiler = None) -> None:
+        self.function = function
+        self.compiler = compiler
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns."""
+        try:
+            if self.compiler is None:
+                return self.function(*args, **kwargs)
+            set_compiler(self.compiler)
+            try:
+                return self.function(*args, **kwargs)
+            finally:
+                set_compiler(None)
+        except BaseException as error:
+            if is_out_of_memory(error):
+                setattr(error, _OF_FORWARD, True)  # to keep the error would keep the tensors of the call
+            raise
+
+
+class OwnMemoryError(Exception):
+    """Raised when the cache's own work has found no memory: the call is to be made without it.
+
+    `error` is what was raised.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def is_of_forward(error: BaseException) -> bool:
+    """Whether an out-of-memory error was raised by a `Forward`, rather than by the cache's own work."""
+    return hasattr(error, _OF_FORWARD)
+
+
+def device_of(error: torch.cuda.OutOfMemoryError) -> torch.device | None:
+    """The device that has no memory, if the message of the error says so."""
+    found = re.search(r"\bGPU (\d+)", str(error))
+    return None if found is None else torch.device("cuda", int(found[1]))

@@ -1,0 +1,379 @@
+"""`Guard` notices what has changed of code, modules and containers since a walk; `Undo` puts them back.
+
+Attributes, submodules, hooks, globals and closures are compared by identity, in flat lists that functions of
+C go through. So are the elements of containers, plain values among them by type and value; an element that is
+a container is compared by itself. Small containers are compared at every call, larger ones around a forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from array import array
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain, islice
+from operator import attrgetter, getitem, is_, itemgetter
+from types import CellType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchcache2.core.memory import as_bytes
+from torchcache2.core.private import BUFFERS, GLOBAL_HOOKS, HOOKS, MODULES, PARAMETERS, PRE_HOOKS
+from torchcache2.identity.marks import is_method
+
+__all__ = ["MUTABLE", "Guard", "Undo", "content", "size_of"]
+
+MUTABLE = (list, dict, set, deque, bytearray, array, np.ndarray)
+
+_DICTS = (PARAMETERS, BUFFERS, MODULES, PRE_HOOKS, HOOKS)  # of every module
+# In bytes, what is compared of one container, and of all, at every call; and of all around a forward.
+_SMALL, _ALL_SMALL, _LARGE = 13_600, 400_000, 1_050_000
+_ELEMENT, _EMPTY = 200, 800  # an element, or another container, takes as much time as so many bytes
+_MOST_LARGE = 400
+_ENDS = 32  # elements of a container that is too large to be compared whole
+_MOST_COPIED = 1_000_000  # elements
+
+_NUMBERS = (bytearray, array, np.ndarray)  # their content is not kept, as it may be large
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+_DIRECT = (*_MAPPINGS, list, set, deque)  # exactly these are iterated directly, which takes half the time
+_EXACT = (type(None), bool, int, str, bytes)
+_PRINTED = (float, complex)  # 0.0 and -0.0 are equal, but are not the same; with nan it is the reverse
+_MISSING = object()
+
+# How to get the size and the elements of a container, even of a subclass that overrides both.
+_Readers = tuple[Callable[[Any], int], tuple[Callable[[Any], Iterable[Any]], ...]]
+_READERS: dict[type, _Readers] = {
+    list: (list.__len__, (list.__iter__,)),
+    deque: (deque.__len__, (deque.__iter__,)),
+    set: (set.__len__, (set.__iter__,)),
+    OrderedDict: (dict.__len__, (OrderedDict.__iter__, OrderedDict.values)),
+    dict: (dict.__len__, (dict.__iter__, dict.values)),
+    np.ndarray: (attrgetter("size"), (attrgetter("flat"),)),  # of objects
+}
+_Read = tuple[Callable[[Any], Any], list[dict[str, Any]]]
+_values: Callable[[Any], Iterable[Any]] = dict.values
+
+
+class Guard:
+    """What a walk has read of code, attributes, modules and containers.
+
+    The caller passes the root module each time. A reference to its attributes would make a cycle, as the
+    cache is one of them.
+    """
+
+    def __init__(self, walk: Any, root: Any) -> None:
+        self.modules: list[nn.Module] = []
+        self.is_opaque = bool(walk.opaque)
+        self._owners: list[dict[str, Any]] = []  # of attributes, and the name of each
+        self._names: list[str] = []
+        # Modules whose parameters, buffers, submodules or hooks are empty, and those where they are not.
+        self._empty: list[_Read] = [(itemgetter(name), []) for name in _DICTS]
+        self._filled: list[_Read] = [(itemgetter(name), []) for name in _DICTS]
+        self._held = [*GLOBAL_HOOKS]
+        self._dicts = [*walk.dicts]
+        self._left_out: list[tuple[dict[str, Any], set[str]]] = []
+        self._root_names: list[str] = []
+        self._root_methods: list[str] = []  # that are cached; they refer to the cache, so they are not kept
+        self._root_left_out: set[str] = set()
+        for module, names, left_out in walk.modules:
+            fields = vars(module)
+            if module is root:
+                dicts = [name for name in _DICTS if name in fields]
+                self._root_names = [*names, *dicts, *(["training"] if "training" in fields else [])]
+                self._held += [fields[name] for name in dicts if isinstance(fields[name], dict)]
+                self._root_methods = [name for name, value in fields.items() if is_method(value)]
+                self._root_left_out = left_out
+            else:
+                self._add(module, fields, names, left_out)
+        self._scopes = [(scope, name) for scope, name, _ in walk.scopes]
+        self._cells = [cell for cell, _ in walk.cells]
+        self._reads = walk.reads
+        self._written = [container for _, container in walk.written]
+        self._written_variables = walk.written_scopes, walk.written_cells
+        read = [*walk.containers.values()]
+        self._before = [one for one in read if not isinstance(one[0], _NUMBERS)]
+        self._watch_containers([container for container, _, _ in read])
+        self._sizes, seen = self._look(root)
+        self._seen = [*seen]
+        # If something has changed during the walk, its parts are not those of the state that is watched now.
+        known = [value for _, _, value in walk.scopes] + [value for _, value in walk.cells]
+        self._is_stale = not all(map(is_, self._seen, known))
+        self._is_stale |= not all(_has(container, before) for container, before, _ in read)
+
+    def _add(self, module: nn.Module, fields: dict[str, Any], names: list[str], left_out: set[str]) -> None:
+        self.modules.append(module)
+        names = [*names, *(["training"] if "training" in fields else [])]
+        # Some wrappers of modules, such as those of `torch.compile`, lack some dicts; scripts have others.
+        for (_, empty), (_, filled), name in zip(self._empty, self._filled, _DICTS, strict=True):
+            if isinstance(fields.get(name), dict):
+                (filled if fields[name] else empty).append(fields)
+            elif name in fields:
+                names.append(name)
+        self._owners += [fields] * len(names)
+        self._names += names
+        if left_out:
+            self._left_out.append((fields, left_out))
+        else:
+            self._dicts.append(fields)
+
+    def _watch_containers(self, containers: list[Any]) -> None:
+        self._containers = containers
+        ordered = sorted(containers, key=_cost)
+        totals = accumulate(map(_cost, ordered))
+        small = [
+            one
+            for one, total in zip(ordered, totals, strict=True)
+            if total <= _ALL_SMALL and _cost(one) <= _SMALL
+        ]
+        self._direct = [one for one in small if type(one) in _DIRECT]
+        self._mappings = [one for one in self._direct if type(one) in _MAPPINGS]
+        self._others = [(one, content(one)) for one in small if type(one) not in _DIRECT]
+        self._elements = self._small()
+        left = ordered[len(small) :][:_MOST_LARGE]
+        most = [_LARGE if total <= _LARGE else 0 for total in accumulate(map(_cost, left))]
+        self._large = [(one, size, content(one, size)) for one, size in zip(left, most, strict=True)]
+        self.has_large = len(left) > 0
+
+    def same(self, root: Any) -> bool:
+        """Whether nothing has changed, as far as it is compared at every call."""
+        if self._is_stale:
+            return False
+        try:
+            for get, fields in self._empty:
+                if any(map(get, fields)):
+                    return False
+            sizes, now = self._look(root)
+            if sizes != self._sizes or not all(map(is_, now, self._seen)):
+                return False
+            elements = self._small()
+        except Exception:  # an attribute was deleted, has another type, or another thread is changing it
+            return False
+        if not all(map(is_, elements, self._elements)):  # the sizes come first
+            if not _alike(elements, self._elements):
+                return False
+            self._elements = elements
+        return all(_has(one, before) for one, before in self._others)
+
+    def contents_same(self) -> bool:
+        """Whether larger containers have not changed, as far as they are compared."""
+        return all(_has(one, before, size) for one, size, before in self._large)
+
+    def changed_containers(self) -> dict[str, str]:
+        """What has happened to the containers that have changed, by the path on which each was met."""
+        found = {}
+        for container, before, path in self._before:
+            now = _now(container)
+            if not _alike(now, before):
+                is_longer = isinstance(container, (list, deque)) and len(now) > len(before)
+                is_appended = is_longer and _alike(now[: len(before)], before)
+                found[path] = "was appended to" if is_appended else "was edited"
+        return found
+
+    def _look(self, root: Any) -> tuple[list[int], Iterator[Any]]:
+        """The sizes of dicts, and everything that is compared by identity, in a fixed order."""
+        filled = [*chain.from_iterable([map(get, fields) for get, fields in self._filled]), *self._held]
+        sizes = [*map(len, filled), *map(len, self._dicts)]
+        sizes += [len(fields) - len(left_out & fields.keys()) for fields, left_out in self._left_out]
+        found: list[Iterable[Any]] = [
+            [scope.get(name) for scope, name in self._scopes],
+            [cell.cell_contents for cell in self._cells],
+            *[read(value) for read, value in self._reads],
+            map(type, self.modules),
+            map(getitem, self._owners, self._names),
+            *map(_values, filled),
+        ]
+        if root is not None:
+            fields = vars(root)
+            sizes.append(len(fields) - len(self._root_left_out & fields.keys()))
+            found.append((type(root), *map(fields.__getitem__, self._root_names)))
+            found.append([type(fields.get(name)) for name in self._root_methods])
+        return sizes, chain(chain.from_iterable(found), (_MISSING,))
+
+    def _small(self) -> list[Any]:
+        return [
+            *map(len, self._direct),
+            *chain.from_iterable(self._direct),
+            *chain.from_iterable(map(_values, self._mappings)),
+        ]
+
+
+class Undo:
+    """Remembers what a `Guard` has seen, small tensors and grad mode, to put them back into the same objects.
+
+    A forward that sets itself up when it first runs may set a flag, and add a hook to the dict of hooks. The
+    `others` are of arguments of the call.
+    """
+
+    def __init__(
+        self, guard: Guard | None, root: Any, tensors: Iterable[Tensor] = (), others: Sequence[Undo] = ()
+    ) -> None:
+        self._others, self._grad = others, torch.is_grad_enabled()
+        self._tensors = [(tensor, tensor.clone()) for tensor in tensors]
+        modules = [*(guard.modules if guard else ()), *([root] if root is not None else [])]
+        self._fields = [(fields, dict(fields)) for fields in map(vars, modules)]
+        self._contents = [
+            (value, value.copy() if value else None)
+            for _, fields in self._fields
+            for value in fields.values()
+            if type(value) in _DIRECT
+        ]
+        self._variables: list[tuple[Any, str, Any]] = []
+        if guard is not None:
+            own = {id(value) for value, _ in self._contents}
+            found = [*guard._containers, *guard._written]
+            sizes = accumulate(map(size_of, found))
+            few = [one for one, size in zip(found, sizes, strict=True) if size <= _MOST_COPIED]
+            self._contents += [(value, _copied(value)) for value in few if id(value) not in own]
+            scopes, cells = guard._written_variables
+            for scope, name in guard._scopes + scopes:
+                if type(scope) is dict:
+                    self._variables.append((scope, name, scope.get(name, _MISSING)))
+            for cell in guard._cells + cells:
+                with contextlib.suppress(ValueError):  # the cell is empty
+                    self._variables.append((cell, "cell_contents", cell.cell_contents))
+
+    def __call__(self) -> None:
+        """Put back everything, in small steps, as other threads may use these objects."""
+        for tensor, data in self._tensors:
+            if not _is_same(tensor, data):
+                with torch.inference_mode():  # buffers that were made in this mode can only be written in it
+                    tensor.copy_(data)
+        self.attributes()
+        for scope, name, value in self._variables:
+            if isinstance(scope, CellType):
+                setattr(scope, name, value)
+            elif value is _MISSING:
+                scope.pop(name, None)
+            elif scope.get(name, _MISSING) is not value:
+                scope[name] = value
+        for container, before in self._contents:
+            _restore(container, before)
+        for undo in self._others:
+            undo()
+
+    def attributes(self) -> None:
+        """Put back the attributes of modules and the grad mode of this thread alone."""
+        for fields, before in self._fields:
+            _restore_fields(fields, before)
+        for undo in self._others:
+            undo.attributes()
+        torch.set_grad_enabled(self._grad)
+
+
+def size_of(container: Any) -> int:
+    """How many elements a container has; how many bytes, if it is an array of numbers or bytes."""
+    kind = _kind(container)
+    if kind is None:
+        return int(container.nbytes) if isinstance(container, np.ndarray) else memoryview(container).nbytes
+    return _READERS[kind][0](container)
+
+
+def content(container: Any, most: int = _LARGE) -> tuple[Any, ...]:
+    """The content of a container; of one that costs more than `most`, its size and its ends."""
+    kind, is_whole = _kind(container), _cost(container) <= most
+    if kind is None:
+        return _bytes(container) if is_whole else (size_of(container),)
+    length, readers = _READERS[kind]
+    parts = [read(container) for read in readers]
+    if is_whole:
+        return tuple(chain.from_iterable(parts))
+    if kind in (list, dict, deque):
+        parts.append(kind.__reversed__(container))
+    return length(container), *chain.from_iterable(islice(part, _ENDS) for part in parts)
+
+
+def _now(container: Any, most: int = _LARGE) -> tuple[Any, ...]:
+    try:
+        return content(container, most)
+    except RuntimeError:  # another thread is changing it at this moment
+        return (_MISSING,)
+
+
+def _has(container: Any, before: tuple[Any, ...], most: int = _LARGE) -> bool:
+    """Whether a container has the content that it had."""
+    return _alike(_now(container, most), before)
+
+
+def _alike(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether two contents are the same."""
+    return len(left) == len(right) and all(map(_is_like, left, right))
+
+
+def _is_like(left: Any, right: Any) -> bool:
+    """Whether two elements are the same object, or the same plain value."""
+    if left is right:
+        return True
+    kind = type(left)
+    if kind is not type(right):
+        return False
+    return left == right if kind in _EXACT else kind in _PRINTED and repr(left) == repr(right)
+
+
+def _kind(container: Any) -> type | None:
+    """The kind of a container of objects; None if it is an array of numbers or bytes."""
+    kind = type(container)
+    if kind not in _READERS:
+        kind = next((base for base in _READERS if issubclass(kind, base)), bytearray)
+    if kind is bytearray or (kind is np.ndarray and not container.dtype.hasobject):
+        return None
+    return kind
+
+
+def _cost(container: Any) -> int:
+    return _EMPTY + size_of(container) * (1 if _kind(container) is None else _ELEMENT)
+
+
+def _bytes(numbers: Any) -> tuple[Any, ...]:
+    if isinstance(numbers, np.ndarray):
+        return numbers.tobytes(), numbers.dtype, *numbers.shape
+    return (bytes(numbers),)
+
+
+def _copied(container: Any) -> Any:
+    """A copy of the content of a container, for `_restore`; None if it is empty."""
+    kind = _kind(container)
+    if size_of(container) == 0:
+        return None
+    if kind is None or kind is np.ndarray:
+        return copy.copy(container)
+    if kind is OrderedDict:
+        return dict(list(OrderedDict.items(container)))
+    return dict.copy(container) if kind is dict else [*_READERS[kind][1][0](container)]
+
+
+def _restore(container: Any, before: Any) -> None:
+    """Put back the content of a container if it has changed."""
+    if isinstance(container, dict):
+        _restore_fields(container, before or {})
+        if list(container) != list(before or ()):
+            for name in before:
+                container[name] = container.pop(name)  # to the end
+    elif isinstance(container, np.ndarray):
+        if before is not None and _bytes(container) != _bytes(before):
+            container[...] = before
+    elif len(container) != len(before or ()) or not all(map(is_, container, before or ())):
+        if isinstance(container, (set, deque)):
+            container.clear()
+            (container.update if isinstance(container, set) else container.extend)(before or ())
+        else:
+            container[:] = before or ()
+
+
+def _restore_fields(fields: Any, before: dict[Any, Any]) -> None:
+    """Give names their former values."""
+    for name in list(fields.keys() - before.keys()):
+        fields.pop(name, None)
+    for name, value in before.items():
+        if fields.get(name, _MISSING) is not value:
+            fields[name] = value
+
+
+def _is_same(tensor: Tensor, before: Tensor) -> bool:
+    try:
+        return torch.equal(as_bytes(tensor[None]), as_bytes(before[None]))
+    except (NotImplementedError, RuntimeError):  # the tensor is sparse, or has no data
+        return True
