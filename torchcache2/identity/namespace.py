@@ -336,7 +336,7 @@ class NamespaceKeeper:
 
 
 def namespace_of(module: nn.Module, tokens: dict[int, tuple[object, bytes]]) -> bytes:
-    """What a module is now, as 16 bytes; `tokens` as for `ObjectWalk`. `ShardedError` if it is sharded."""
+    """What a module is now, as 16 bytes; `tokens` as for `CodeWalk`. `ShardedError` if it is sharded."""
     walk = Walk((module,), tokens, CompiledTexts())
     tensors = TensorWatch(walk.tensors)
     tensors.refresh()
