@@ -404,6 +404,18 @@ def test_one_warning_names_what_makes_ranks_differ(job):
             net(batch)
 
     @torchcache(probe=False)
+    class Argument(nn.Module):
+        def __init__(self, gpu):
+            super().__init__()
+
+        def forward(self, x):
+            return x + SHIFT
+
+    SHIFT = 1.0
+    argument = Argument(RANK)  # kept nowhere, so that ranks find each other's rows
+    argument(ITEMS)
+
+    @torchcache(probe=False)
     def function(x):
         return x + OWN
 

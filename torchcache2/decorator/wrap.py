@@ -60,7 +60,6 @@ __all__ = [
 DEFERRED = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 _PREFIX = "torchcache_"
-_STARTING = "_torchcache_starting"  # an instance has this attribute while its outermost constructor runs
 _WATCHED: ContextVar[frozenset[int]] = ContextVar("torchcache2_watched", default=frozenset())
 
 
@@ -170,7 +169,7 @@ def _patch_methods(cls: Any) -> None:
     methods = getattr(cls, BINDING).methods
     wraps: dict[str, Any] = {}
     if issubclass(cls, nn.Module):
-        wraps = {"__init__": _starting_init, REPLICATE: _cached_replicate}
+        wraps = {REPLICATE: _cached_replicate}
         if "forward" in methods:
             wraps |= dict.fromkeys(_methods_with_arguments(cls), _watched_method)
     wraps |= dict.fromkeys(methods, decorate_method)
@@ -282,19 +281,6 @@ def _layers(function: Any) -> Iterator[Any]:
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
-
-
-def _starting_init(init: Callable[..., None], name: str) -> Callable[..., None]:
-    @functools.wraps(init)
-    def starting_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        is_outermost = self.__dict__.setdefault(_STARTING, starting_init) is starting_init
-        try:
-            init(self, *args, **kwargs)
-        finally:
-            if is_outermost:
-                self.__dict__.pop(_STARTING, None)
-
-    return starting_init
 
 
 def _cached_replicate(replicate: Callable[..., nn.Module], name: str) -> Callable[..., nn.Module]:
@@ -490,7 +476,7 @@ def _run_watched(
 ) -> Any:
     fields, watched = getattr(obj, "__dict__", {}), _WATCHED.get()
     cache = fields.get("cache_instance")
-    if is_traced() or _STARTING in fields or (cache is not None and cache.on_first_call is None):
+    if is_traced() or (cache is not None and cache.on_first_call is None):
         return method(*args, **kwargs)
     token = _WATCHED.set(watched | {id(obj)})
     try:
@@ -498,9 +484,21 @@ def _run_watched(
     finally:
         _WATCHED.reset(token)
     is_cached = fields.keys() & {"cache_instance"} or bindings_of(type(obj))
-    if is_cached and id(obj) not in watched and _has_items(args, kwargs, output):
+    is_outermost = is_cached and id(obj) not in watched
+    if is_outermost and _has_items(args, kwargs, output) and not _is_being_made(obj):
         cache_of_object(obj).miss_forward(name)
     return output
+
+
+def _is_being_made(obj: Any) -> bool:
+    """Whether a constructor of the object is running: what it calls is no mistake."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__init__" and frame.f_locals.get(code.co_varnames[0]) is obj:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _has_items(args: Any, kwargs: Any, output: Any) -> bool:
