@@ -23,7 +23,7 @@ from torchcache2.identity.encoding import Encoder, digest, readable, text_bytes,
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, size_of
 from torchcache2.identity.sourcecode import CompiledTexts
-from torchcache2.identity.tensorwatch import TensorWatch
+from torchcache2.identity.tensors import TensorWatch
 from torchcache2.identity.unsteady import unseeded_draws
 from torchcache2.identity.walk import GENERATORS, Walk
 
