@@ -19,8 +19,6 @@ from torchcache2.core.keys import Bytes2D
 from torchcache2.core.private import has_version, version
 from torchcache2.identity.arguments import BoundCall, argument_leaves
 
-__all__ = ["Inputs", "filling", "given_back"]
-
 _FILLED = ("filled by the forward",)  # the key of what was added, in an output that has nothing else
 
 
