@@ -36,8 +36,6 @@ from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import Forward
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
 
-__all__ = ["warm_up"]
-
 _CPU = torch.device("cpu")
 _SHARED_OUT = ("num_replicas", "num_processes")  # attributes of what gives each rank its own part already
 _ADVICE = "pass inputs, which maps a batch of samples to the arguments, such as inputs=lambda batch: batch[1]"
