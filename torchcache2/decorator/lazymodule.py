@@ -85,8 +85,9 @@ def with_device_hint(compute: Compute, call: BoundCall, name: str, root: Any, se
             said = str(error).partition("\n")[0]
             raise DeviceError(
                 f"{name}: {len(set(positions.tolist()))} of the {call.batch_size} items of this call have to "
-                f"be computed, but they are on {here}, and all weights on {there}. Move the module to "
-                f"{here}{moved}. Only a call whose items are all found needs no weights. (The forward: {said})"
+                f"be computed, but they are on {here}, and all weights on {there}. Move the module "
+                f"to {here}{moved}. Only a call whose items are all found needs no weights. "
+                f"(The forward: {said})"
             ) from error
         finally:
             _WHY.reset(token)
