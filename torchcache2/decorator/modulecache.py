@@ -21,9 +21,8 @@ from torchcache2.core.process import AtExit, before_pools_end
 from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.decorator import bypass
 from torchcache2.decorator.bypass import BypassError, not_stored
-from torchcache2.decorator.elsewhere import are_weights_elsewhere, telling
 from torchcache2.decorator.forward import Computation, Shapes
-from torchcache2.decorator.lazymodule import lazies_of
+from torchcache2.decorator.lazymodule import devices_apart, lazies_of, with_device_hint
 from torchcache2.decorator.passing import Passing
 from torchcache2.decorator.probe import CallChecks, Probes, talks
 from torchcache2.decorator.shortcuts import glance
@@ -32,7 +31,7 @@ from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
 from torchcache2.decorator.warmup import warm_up
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
-from torchcache2.engine.collective.apart import apart
+from torchcache2.engine.collective.exchange import apart
 from torchcache2.engine.explain import NOTHING_DIFFERS, CallSeen, compared, of_calls
 from torchcache2.engine.randomness import RandomContexts
 from torchcache2.engine.running import Forward, OwnMemoryError
@@ -398,7 +397,7 @@ class ModuleCache(Passing):
         A batch that is all found is not worth loading a module for. Ranks in step share out what is computed,
         so that one that computes its whole batch delays all.
         """
-        if are_weights_elsewhere(call, root, seen) or not (is_first or self._holdings is None):
+        if devices_apart(call, root, seen) or not (is_first or self.collective is None):
             return False
         loaded = [lazy.module for lazy in lazies_of(self.keeper, call)]
         if is_found and None in loaded:
@@ -412,10 +411,12 @@ class ModuleCache(Passing):
 
     def _cached(self, computation: Computation, start: float) -> Any:
         keys, checks = computation.keys, computation.checks
+        call, seen = computation.call, computation.seen
+        compute = with_device_hint(computation.steps, call, self.keeper.name, computation.root, seen)
         try:
             output = self.output(
                 keys,
-                telling(computation),
+                compute,
                 computation.device,
                 computation.dtypes,
                 since=start,

@@ -27,8 +27,6 @@ from torchcache2.decorator.modulecache import ModuleCache
 from torchcache2.identity.encoding import qualified_name
 from torchcache2.identity.marks import BINDING, ORIGINAL_ATTRIBUTE
 
-__all__ = ["cache_of", "torchcache", "uncache"]
-
 T = TypeVar("T")
 _CALL_IT = "write a function that calls it, and decorate that"
 _INSTEAD: tuple[tuple[Any, str], ...] = (  # what somebody may decorate, and what to write instead

@@ -27,7 +27,7 @@ from torch.utils.data import (
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import listed, logger
 from torchcache2.core.private import PRE_HOOKS
-from torchcache2.core.process import Place
+from torchcache2.core.process import Place, place
 from torchcache2.core.settings import disabled_by_environment
 from torchcache2.core.values import leaves_of, mapped
 from torchcache2.decorator.bypass import BypassError, of_module
@@ -35,8 +35,6 @@ from torchcache2.engine.progress import Progress, WarmupStats
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import Forward
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
-
-__all__ = ["warm_up"]
 
 _CPU = torch.device("cpu")
 _SHARED_OUT = ("num_replicas", "num_processes")  # attributes of what gives each rank its own part already
@@ -113,7 +111,8 @@ def warm_up(
 def _warmed_up(
     self: Any, data: Any, inputs: Callable[[Any], Any] | None, batch_size: int, num_workers: int
 ) -> WarmupStats:
-    root, name, where = self._living_root(), self._name(), self._place()
+    root, name = self._living_root(), self._name()
+    where = place() if self.collective is None else self.collective.place()
     if self._closed:
         raise NotCachedError(f"{name}: its cache is closed, so nothing would be kept")
     is_sharded = self.keeper.looks_sharded(root)  # then all ranks have to make as many calls

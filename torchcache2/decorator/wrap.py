@@ -41,23 +41,6 @@ from torchcache2.identity.marks import (
 )
 from torchcache2.identity.namespace import History
 
-__all__ = [
-    "DEFERRED",
-    "Binding",
-    "CachedMethod",
-    "bindings_of",
-    "cache_of_object",
-    "check_method",
-    "decorate_class",
-    "decorate_function",
-    "decorate_object",
-    "is_cached_function",
-    "is_deferred",
-    "methods_of",
-    "restore_class",
-    "restore_object",
-]
-
 _ASKS = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 DEFERRED = "calling it returns a coroutine or generator, not an output. Decorate what computes the output"
 

@@ -12,8 +12,6 @@ from torchcache2.identity.differences import at_most, differences, from_document
 from torchcache2.identity.encoding import form, readable, split
 from torchcache2.identity.modulewalk import Fingerprint
 
-__all__ = ["NOTHING_DIFFERS", "CallSeen", "compared", "of_calls"]
-
 NOTHING_DIFFERS = "nothing but the items differs between the last two calls"
 
 Leaf = tuple[torch.dtype, tuple[int, ...]]

@@ -15,8 +15,6 @@ from torchcache2.core.process import ranks_here
 from torchcache2.core.sizes import size_text
 from torchcache2.engine.stack import TierStack
 
-__all__ = ["Progress", "WarmupStats"]
-
 _INDEX_BYTES = 43  # of memory for each row, besides the row
 _SHOWN_EVERY, _LOGGED_EVERY = 0.2, 30.0  # seconds, on a terminal and in a file
 
