@@ -20,8 +20,6 @@ from torchcache2.core.private import has_version, version
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.entries import argument_leaves
 
-__all__ = ["Inputs", "filling", "given_back"]
-
 _FILLED = ("filled by the forward",)  # the key of what was added, in an output that has nothing else
 
 
