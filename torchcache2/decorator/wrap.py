@@ -435,8 +435,7 @@ def _watched_method(function: Callable[..., Any], method: str) -> Callable[..., 
 def _run_watched(
     obj: Any, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    fields, watched = getattr(obj, "__dict__", {}), _WATCHED.get()
-    cache = fields.get("cache_instance")
+    cache, watched = getattr(obj, "__dict__", {}).get("cache_instance"), _WATCHED.get()
     if is_traced() or (cache is not None and cache.on_first_call is None):
         return method(*args, **kwargs)
     token = _WATCHED.set(watched | {id(obj)})
@@ -444,9 +443,8 @@ def _run_watched(
         output = method(*args, **kwargs)
     finally:
         _WATCHED.reset(token)
-    is_cached = fields.keys() & {"cache_instance"} or bindings_of(type(obj))
-    is_outermost = is_cached and id(obj) not in watched
-    if is_outermost and _has_items(args, kwargs, output) and not _is_being_made(obj):
+    is_cached = cache is not None or bindings_of(type(obj))
+    if is_cached and id(obj) not in watched and _has_items(args, kwargs, output) and not _is_being_made(obj):
         cache_of_object(obj).miss_forward(name)
     return output
 
