@@ -40,9 +40,9 @@ from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.codenames import names_of, resolved
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
-from torchcache2.identity.modulewalk import Lazy
 from torchcache2.identity.namespace import NamespaceKeeper, Seen, namespace_of
 from torchcache2.identity.sharded import ShardedError
+from torchcache2.identity.walk import Lazy
 
 _RACY = 2.0  # seconds; a file may be written again within one tick of the clock of its file system
 _PIECE = 4 << 20

@@ -132,7 +132,7 @@ def _call(
         return cache.call(Forward(getattr(wrapper, ORIGINAL_ATTRIBUTE), compiler), args, kwargs)
     if not args:
         return getattr(wrapper, ORIGINAL_ATTRIBUTE)(**kwargs)  # without the object: Python says so
-    obj, *rest = args
+    obj, rest = args[0], args[1:]
     kind, forward = type(obj), Forward(_original_method(obj, name, wrapper), compiler)
     # The key stands for the method of the object's own class. If a subclass calls this one by `super()`, that
     # is another computation, which is not cached by itself.
@@ -140,7 +140,7 @@ def _call(
     # A traced call makes no cache, as some exporters look for attributes that a call adds.
     if is_other or ("cache_instance" not in getattr(obj, "__dict__", ()) and is_traced()):
         return forward(*rest, **kwargs)
-    return cache_of_object(obj, name).call(forward, tuple(rest), kwargs)
+    return cache_of_object(obj, name).call(forward, rest, kwargs)
 
 
 def is_cached_function(value: Any) -> bool:
@@ -435,8 +435,7 @@ def _watched_method(function: Callable[..., Any], method: str) -> Callable[..., 
 def _run_watched(
     obj: Any, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    fields, watched = getattr(obj, "__dict__", {}), _WATCHED.get()
-    cache = fields.get("cache_instance")
+    cache, watched = getattr(obj, "__dict__", {}).get("cache_instance"), _WATCHED.get()
     if is_traced() or (cache is not None and cache.on_first_call is None):
         return method(*args, **kwargs)
     token = _WATCHED.set(watched | {id(obj)})
@@ -444,9 +443,8 @@ def _run_watched(
         output = method(*args, **kwargs)
     finally:
         _WATCHED.reset(token)
-    is_cached = fields.keys() & {"cache_instance"} or bindings_of(type(obj))
-    is_outermost = is_cached and id(obj) not in watched
-    if is_outermost and _has_items(args, kwargs, output) and not _is_being_made(obj):
+    is_cached = cache is not None or bindings_of(type(obj))
+    if is_cached and id(obj) not in watched and _has_items(args, kwargs, output) and not _is_being_made(obj):
         cache_of_object(obj).miss_forward(name)
     return output
 
@@ -573,7 +571,8 @@ def own_method(obj: Any, name: str) -> Any:
     raw = inspect.getattr_static(type(obj), name, None)
     if own is None and raw is None and isinstance(obj, LazyModule):
         return obj.method(name)
-    check_method(type(obj), name, own if raw is not None or own is not None else getattr(obj, name, None))
+    part = getattr(obj, name, None) if raw is None else None
+    check_method(type(obj), name, part if isinstance(part, nn.Module) else own)
     return own
 
 

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.identity.differences import at_most, differences, from_document
 from torchcache2.identity.encoding import form, readable, split
-from torchcache2.identity.modulewalk import Fingerprint
+from torchcache2.identity.fingerprint import Fingerprint, at_most, differences, from_document
 
 NOTHING_DIFFERS = "nothing but the items differs between the last two calls"
 
