@@ -44,11 +44,9 @@ from torchcache2.engine.values.outputs import Lists, rows_of
 from torchcache2.engine.verify import leaf_differences
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.encoding import digest
-from torchcache2.identity.modulewalk import Fingerprint
+from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
 from torchcache2.identity.sourcecode import names_in
-
-__all__ = ["CallChecks", "Kind", "Probe", "Probes", "alone", "talks"]
 
 _ALIKE = 0.75  # rows from batches of one size differ by less than the precision to this power
 _MOST_KINDS = 10_000

@@ -51,24 +51,12 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.batch import Batch, Hits, Misses, NotRunError, NotStoredError, RefusedError
 from torchcache2.engine.collective.channel import Channel
 from torchcache2.engine.collective.plan import Asked, planned
-from torchcache2.engine.collective.wire import (
-    NO_KEYS,
-    PLACE_BYTES,
-    Ask,
-    Flag,
-    Offer,
-    Schemas,
-    Status,
-    Told,
-    packed,
-    unpacked,
-)
+from torchcache2.engine.collective.wire import NO_KEYS, Ask, Flag, Offer, Schemas, Told, packed, unpacked
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import Counters
 from torchcache2.engine.values.outputs import found, joined, stored
-from torchcache2.identity.differences import differences, from_document
 from torchcache2.identity.encoding import digest
-from torchcache2.identity.modulewalk import Fingerprint
+from torchcache2.identity.fingerprint import Fingerprint, differences, from_document
 from torchcache2.tiers.base import replicas_of
 from torchcache2.tiers.make import job_of
 from torchcache2.tiers.meeting import machine
@@ -79,6 +67,7 @@ if TYPE_CHECKING:  # not all builds of torch have it
 __all__ = ["Collective", "Exchange", "Holdings", "apart", "is_apart", "is_told"]
 
 _CPU = torch.device("cpu")
+_PLACE = 16  # bytes, at the end of what each rank says in round 1
 _NOWHERE: Positions = np.empty(0, np.int64)
 _MOST_COMPARED = 8  # modules that change at every step are compared no more
 _MOST_PARTS = 65_535  # of the rows that a rank offers in a step
@@ -116,12 +105,15 @@ class Holdings:
     ----------
     dropped : dict of bytes
         Namespaces that were dropped, in this order, until the other ranks have dropped them, too.
+    had_all : bool
+        Whether the last batch was found: then so may the next one be.
     """
 
     def __init__(self, tiers: TierStack) -> None:
         self._tiers = tiers
-        self._own = os.urandom(PLACE_BYTES)
+        self._own = os.urandom(_PLACE)
         self.dropped: dict[bytes, None] = {}
+        self.had_all = False
 
     @functools.cached_property
     def place(self) -> bytes:
@@ -137,6 +129,12 @@ class Holdings:
             return parts
         replicas = self._tiers.tiers[0].get(_as_replicas(keys.take(missing))).parts
         return merged([*parts, *((missing[positions], rows) for positions, rows in replicas)])
+
+    def has_all(self, keys: Keys) -> bool:
+        """Whether the fastest tier has a row or a replica of each key now."""
+        tier = self._tiers.tiers[0]
+        has = tier.has(keys)
+        return bool(has.all()) or bool((has | tier.has(_as_replicas(keys))).all())
 
     def owned(self, keys: Keys) -> Parts:
         """The rows that are in the tiers."""
@@ -218,6 +216,9 @@ class Part:
             raise self._error
         return NO_KEYS
 
+    def read(self) -> None:
+        """Called while the other ranks are told what was found."""
+
     def description(self) -> Mapping[str, Any]:
         """What the namespace stands for, as JSON."""
         return {}
@@ -276,7 +277,7 @@ class Shipment:
         for rank, offer in enumerate(offers):
             self._told[rank] += map(self._schemas.told, offer.schemas)
             keys = np.flatnonzero(told[:, rank])
-            numbers = offer.numbers if offer.status == Status.OK else np.zeros(len(keys), np.uint16)
+            numbers = offer.numbers if not offer.flags else np.zeros(len(keys), np.uint16)
             if len(numbers) != len(keys) or numbers.max(initial=0) > len(self._told[rank]):
                 raise RankError(f"rank {rank} has offered other rows than it was asked for")
             self.number[keys, rank] = numbers
@@ -415,12 +416,12 @@ class Exchange:
             text = "" if failure is None else _text_of(failure)
             names = part.name, part.namespace.hex(), dropped.hex()
             mine = Ask(self.steps, flags, *names, text, keys, holdings.place).to_bytes()
-            said = self.channel.gather("ask", mine)
+            said = self.channel.gather("ask", mine, part.read)
             needs_nothing = not (len(keys) or dropped or flags & ~(Flag.SHARDED | Flag.CUDA))
-            if needs_nothing and all(data[:-PLACE_BYTES] == mine[:-PLACE_BYTES] for data in said):
+            if needs_nothing and all(data[:-_PLACE] == mine[:-_PLACE] for data in said):
                 return []
             asks = _read(Ask.of, said)
-            self._check_failures([(ask.flags & Flag.FAILED != 0, ask.error) for ask in asks], failure)
+            self._check_failures([(ask.flags, ask.error) for ask in asks], failure)
             self._check_in_step(asks)
             holdings.dropped.pop(dropped, None)
             all_dropped = {bytes.fromhex(ask.dropped) for ask in asks if ask.dropped}
@@ -500,7 +501,7 @@ class Exchange:
                     rows = part.compute(wanted)
                 except RefusedError as stop:
                     received.refusal = stop
-                    return Offer(Status.NOT_STORED, stop.reason, stop.text)
+                    return Offer(Flag.NOT_STORED, stop.reason, stop.text)
                 received.parts += [(wanted[where], one) for where, one in stored(rows)]
             parts = [(asked.mine[where], one) for where, one in received.parts]
             return noted(shipment.offer(parts, told[:, rank]))
@@ -518,14 +519,14 @@ class Exchange:
         shipment.source = source
         if shipment.number[np.arange(len(asked)), source].any():
             self._receive(shipment, asked, asks, part, received)
-        received.notes = [offer.reason for offer in offers if offer.status == Status.OK]
+        received.notes = [offer.reason for offer in offers if not offer.flags]
         received.lacking = _others(len(asked.mine), received.parts)
         if is_sharded:
             must_run = len(received.lacking) > 0 or not part.is_enough(received)
             received.must_run = any(data[0] for data in self.channel.gather("run", bytes([must_run])))
         sources = np.unique(source[asked.mine[received.lacking]]).tolist()
         for offer in [offers[one] for one in sources if one not in (-1, rank)]:
-            if offer.status == Status.NOT_STORED:
+            if offer.flags & Flag.NOT_STORED:
                 received.refused = offer.reason, offer.text
         return received
 
@@ -535,9 +536,9 @@ class Exchange:
         try:
             offer = make()
         except Exception as error:
-            failure, offer = error, Offer(Status.FAILED, text=_text_of(error))
+            failure, offer = error, Offer(Flag.FAILED, text=_text_of(error))
         offers = _read(Offer.of, self.channel.gather(kind, offer.to_bytes()))
-        self._check_failures([(one.status == Status.FAILED, one.text) for one in offers], failure)
+        self._check_failures([(one.flags, one.text) for one in offers], failure)
         return offers
 
     def _receive(
@@ -554,12 +555,12 @@ class Exchange:
                 part.holdings.put_replicas(Keys(part.namespace, asked.data[numbers], part.group), rows)
         received.to_others = shipment.rows_sent
 
-    def _check_failures(self, said: Sequence[tuple[bool, str]], own: Exception | None) -> None:
+    def _check_failures(self, said: Sequence[tuple[Flag, str]], own: Exception | None) -> None:
         """Raise if a rank has failed: its own exception in that rank, a `RankError` in the others."""
-        failed = [rank for rank, (has_failed, _) in enumerate(said) if has_failed]
-        if failed:
-            text = f"rank {failed[0]} has failed, so that no rank goes on: {said[failed[0]][1]}"
-            raise self._known(RankError(text, failed[0]) if own is None else own)
+        for rank, (flags, text) in enumerate(said):
+            if flags & Flag.FAILED:
+                text = f"rank {rank} has failed, so that no rank goes on: {text}"
+                raise self._known(RankError(text, rank) if own is None else own)
 
     def _known(self, error: Exception) -> Exception:
         """Note that this step ends with an error in all ranks; returns the error."""
@@ -687,20 +688,25 @@ class _BatchPart(Part):
         self.namespace, self.group, self.device = batch.keys.namespace, batch.keys.group, batch.device
         self._cache, self._batch = cache, batch
         self._hits: Hits | None = None
-        self._has_run = False
+        self._has_run = self._is_read_later = False
         self._wrong: str | None = None  # how found rows differ from computed ones
         self._whole: Any = None  # the output of the whole batch, if all of it was computed at once
 
     def find(self) -> Bytes2D:
         """The distinct keys that this rank does not have."""
         batch = self._batch
+        self.flags = Flag(Flag.WHOLE * batch.is_whole() | Flag.SHARDED * batch.is_sharded)
+        may_have_all = self.holdings.had_all and len(batch.keys) > 0 and not batch.is_sharded
+        self._is_read_later = may_have_all and self.holdings.has_all(batch.keys)
+        if self._is_read_later:
+            return NO_KEYS
         hits = self._hits = self._cache._find(batch)
+        self.holdings.had_all = hits is not None and len(hits.positions) == len(batch.keys)
         if hits is None:  # rows of several shapes
             self.flags = Flag.BYPASS
             return NO_KEYS
         self._misses = Misses.of(batch.keys, hits)
         self._keys = batch.keys.take(self._misses.distinct)
-        self.flags = Flag(Flag.WHOLE * batch.is_whole() | Flag.SHARDED * batch.is_sharded)
         if batch.is_sharded:
             is_all = len(self._keys) == 0
             must_run = len(hits.checked) > 0 or (is_all and not self.is_enough(Received()))
@@ -711,6 +717,17 @@ class _BatchPart(Part):
         """What the namespace stands for, as JSON."""
         description: Mapping[str, Any] = self._cache.description(self.namespace)
         return description
+
+    def read(self) -> None:
+        """Read rows of which only the keys were looked up; some may have gone meanwhile."""
+        if self._is_read_later:
+            try:
+                self._hits = self._cache._find(self._batch)
+                if self._hits is not None and not self._hits.is_all(len(self._batch.keys)):
+                    self._misses = Misses.of(self._batch.keys, self._hits)
+                    self._keys = self._batch.keys.take(self._misses.distinct)
+            except Exception as error:  # the others have what they need, so it is raised after the step
+                self._error = error
 
     def note(self) -> str:
         """Whether items do not depend on their batch, as far as that is known."""
@@ -751,14 +768,24 @@ class _BatchPart(Part):
 
     def output(self, received: Received) -> Any:
         """The output of the batch, after a step has brought what this rank did not have."""
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its traceback refers to this part: a cycle, which would keep tensors
         batch, cache, hits, parts = self._batch, self._cache, self._hits, received.parts
         if hits is None:
             return cache._not_stacked(batch.compute_all())
+        if hits.is_all(len(batch.keys)) and not received.must_run:
+            assert hits.rows is not None
+            return batch.output(hits.rows)
         if received.refused is not None:
             raise NotStoredError(*received.refused, batch.compute_all())
         if batch.is_checked and not self._has_run and parts and not batch.checks.is_known(received.notes):
             # No rank has probed a batch like this one, so rows of others may depend on their batches.
             received.lacking, parts = np.arange(len(self._keys)), []
+        if self._is_read_later:
+            received.lacking = np.arange(len(self._keys))
         if len(received.lacking) or received.must_run or not len(batch.keys):
             rows = self.compute(received.lacking)
             if len(received.lacking):
