@@ -42,10 +42,9 @@ import torch
 from torch.utils.data import get_worker_info
 
 from torchcache2.core.errors import RankError
-from torchcache2.core.groups import group_of
 from torchcache2.core.keys import Bytes2D, Flags, Keys, Positions
 from torchcache2.core.logs import listed, logger
-from torchcache2.core.process import Place
+from torchcache2.core.process import Place, group_of
 from torchcache2.core.rows import Parts, Rows, merged
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.batch import Batch, Hits, Misses, NotRunError, NotStoredError, RefusedError
