@@ -375,7 +375,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def _taken(self) -> Iterator[None]:
-        """Keep other threads and processes out; close the channel if this leaves a step that others are in."""
+        """Keep other threads and processes out; who leaves a step that others are in closes the channel."""
         if os.getpid() != self._pid:
             raise RankError(
                 "this process was forked from a rank, and cannot speak for it: call the module in the rank "
