@@ -13,16 +13,15 @@ from torchcache2.core.logs import ToldOnce, listed, logger
 from torchcache2.core.private import autocast_keeps_weights, modules_of
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
-from torchcache2.identity.differences import changes, of_root
 from torchcache2.identity.encoding import digest, texts_of
+from torchcache2.identity.fingerprint import Fingerprint, changes, of_root
 from torchcache2.identity.guard import Guard, Undo
 from torchcache2.identity.marks import original
-from torchcache2.identity.modulewalk import Fingerprint, Lazy, Loaded, Walk
-from torchcache2.identity.objectwalk import GENERATORS
 from torchcache2.identity.sharded import ShardedError, Shards, sharding
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.tensors import TensorWatch
 from torchcache2.identity.unsteady import UnsteadyLayer, unseeded_draws, unsteady
+from torchcache2.identity.walk import GENERATORS, Lazy, Loaded, Walk
 
 _NONE = bytes(16)
 _MOST_REMEMBERED = 16
@@ -333,7 +332,7 @@ class NamespaceKeeper:
 
 
 def namespace_of(module: nn.Module, tokens: dict[int, tuple[object, bytes]]) -> bytes:
-    """What a module is now, as 16 bytes; `tokens` as for `ObjectWalk`. `ShardedError` if it is sharded."""
+    """What a module is now, as 16 bytes; `tokens` as for `CodeWalk`. `ShardedError` if it is sharded."""
     walk = Walk((module,), tokens, CompiledTexts())
     tensors = TensorWatch(walk.tensors)
     tensors.refresh()
