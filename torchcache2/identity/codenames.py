@@ -16,17 +16,6 @@ from xxhash import xxh3_128_hexdigest
 from torchcache2.identity import sourcecode
 from torchcache2.identity.sourcecode import code_objects, names_in
 
-__all__ = [
-    "IMPORTING",
-    "Names",
-    "chains_in",
-    "files_of",
-    "names_of",
-    "place_of",
-    "resolved",
-    "steps_of",
-]
-
 _SKIPPED = ("CACHE", "EXTENDED_ARG", "PUSH_NULL", "PRECALL", "KW_NAMES")
 _TAKING = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"))
 _BY_NAME = ("getattr", "vars")

@@ -30,29 +30,8 @@ from torch import Tensor
 from xxhash import xxh3_128_digest
 
 from torchcache2.core.memory import item_bytes
-from torchcache2.core.values import attributes
+from torchcache2.core.values import attributes as attributes
 from torchcache2.identity.xxh3.device import DIGESTS
-
-__all__ = [
-    "CONTAINERS",
-    "INNER",
-    "UNCOUNTED",
-    "Bulk",
-    "Encoder",
-    "UnencodableError",
-    "attributes",
-    "digest",
-    "dtype_text",
-    "form",
-    "public_module",
-    "qualified_name",
-    "readable",
-    "sized",
-    "split",
-    "tensor_digest",
-    "text_bytes",
-    "texts_of",
-]
 
 _OURS = __name__.partition(".")[0]
 _PRINTED = (

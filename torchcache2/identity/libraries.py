@@ -21,18 +21,6 @@ from torchcache2.core.private import (
 from torchcache2.identity.sourcecode import CompiledTexts, Origins, cells_of, names_in
 from torchcache2.identity.uses import taken_by
 
-__all__ = [
-    "OPERATOR_NAMESPACES",
-    "InstalledCode",
-    "ScriptState",
-    "definition",
-    "graph_code",
-    "is_operator",
-    "operator_name",
-    "registered_otherwise",
-    "script_code",
-]
-
 _LARGEST_REGISTRY = 1000
 
 

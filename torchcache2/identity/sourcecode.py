@@ -33,26 +33,6 @@ from xxhash import xxh3_128_hexdigest
 
 from torchcache2.core.process import ProcessLock
 
-__all__ = [
-    "CompiledTexts",
-    "Origin",
-    "Origins",
-    "cells_of",
-    "code_objects",
-    "defining_module",
-    "file_digest",
-    "function_source",
-    "instructions",
-    "is_known_root",
-    "is_newer",
-    "is_site",
-    "loaded_differs",
-    "names_in",
-    "origin",
-    "package_version",
-    "parse",
-]
-
 Origin = Literal["project", "installed", "torch", "builtin"]
 
 _LOADED = time.time()  # an installed file that is older than this has not changed since it was loaded
