@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -20,7 +21,7 @@ from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import NotRebuiltError, has_attributes, leaves_of, mapped
 from torchcache2.decorator.bypass import BypassError, not_stored, of_module
 from torchcache2.decorator.lazymodule import lazies_of
-from torchcache2.decorator.probe import Comparison, Forward, Probe
+from torchcache2.decorator.probe import Probe, alone
 from torchcache2.decorator.traces import Inputs
 from torchcache2.engine.batch import Checks, NotStoredError, WholeBatch
 from torchcache2.engine.randomness import RandomContexts, RandomState
@@ -43,7 +44,7 @@ class Computation:
     call: BoundCall
     keys: Keys
     context: bytes  # a digest of the namespace and the arguments that are not batched, 16 bytes
-    forward: Forward  # ``forward(args, kwargs)`` runs the plain forward
+    forward: Callable[[Any, Mapping[str, Any]], Any]  # ``forward(args, kwargs)`` runs the plain forward
     root: Any  # the module or function; below its keeper, and what that has seen for this call
     keeper: NamespaceKeeper
     seen: Seen
@@ -127,14 +128,18 @@ class Computation:
         if is_odd or self.checks.computes_parts:
             # The forward may write the output of a part into the memory of this output, so this is copied.
             copied = mapped(_copied, output, objects=True)
-            compare = Comparison(copied, self.call.batch_size, self.device, self.dtypes(), self.checks.lists)
-            if not compare.is_possible:  # the output cannot be kept
+            probe = self._probe(copied)
+            if not probe.is_possible:  # the output cannot be kept
                 self.checks.is_conclusive = False
                 return output
             if is_odd and not self.call.entries:
                 raise not_stored("batch", output, self._odd_text(shapes), cause="shape")
             if self.call.batch_size > 1:
-                output = self._probe(compare, copied)
+                found = probe.dependence()
+                if found is not None:
+                    raise not_stored("batch", copied, found.text, cause=found.cause)
+                self.checks.is_conclusive = probe.is_conclusive
+                output = copied
         self._remember(shapes)
         return self._own(output, inputs.tensors) if is_whole else output
 
@@ -273,15 +278,21 @@ class Computation:
         known = self.shapes.get(self.keys.group)
         return f"items of one shape have outputs of the shapes {known} and {shapes}"
 
-    def _probe(self, compare: Comparison, output: Any) -> Any:
-        """Compute parts of the batch by themselves; returns the whole output if items are independent."""
-        pads = self.settings.miss_batch == "pad"
-        probe = Probe(self.call, self.keys, compare, self.forward, self.keeper, self.seen, self.root, pads)
-        found = probe.dependence()
-        if found is not None:
-            raise not_stored("batch", output, found.text, cause=found.cause)
-        self.checks.is_conclusive = probe.is_conclusive
-        return output
+    def _probe(self, output: Any) -> Probe:
+        """Computes parts of the batch by themselves, to compare them with the output of the whole batch."""
+        return Probe(
+            output,
+            self.keys,
+            self.call,
+            self._alone(),
+            device=self.device,
+            dtypes=self.dtypes(),
+            lists=self.checks.lists,
+            pads=self.settings.miss_batch == "pad",
+        )
+
+    def _alone(self) -> Callable[..., Any]:
+        return functools.partial(alone, self.call, self.forward, self.keeper, self.seen, self.root)
 
     def _remember(self, shapes: Shapes | None) -> None:
         """Note that calls like this one leave no trace."""
@@ -320,9 +331,10 @@ class Computation:
             # The forward may write to the memory of this output.
             output = mapped(_copied, output, objects=True)
             part = positions[:1].tolist() * (1 if count > 1 else 2)
-            probe = Probe(self.call, self.keys, None, self.forward, self.keeper, self.seen, self.root, False)
             with contextlib.suppress(Exception):  # then it is not known, and such lists are not stored
-                lists.settle(unsettled, probe.alone(part, bool(self.call.aligned)), len(part))
+                aligned = bool(self.call.aligned)
+                one = alone(self.call, self.forward, self.keeper, self.seen, self.root, part, aligned=aligned)
+                lists.settle(unsettled, one, len(part))
         return output
 
     def _shapes_of_items(self, output: Any, count: int) -> Shapes | None:

@@ -26,7 +26,7 @@ from torchcache2.decorator.explain import NOTHING_DIFFERS, CallSeen, explained
 from torchcache2.decorator.forward import Computation, Shapes
 from torchcache2.decorator.lazymodule import lazies_of
 from torchcache2.decorator.passing import Passing
-from torchcache2.decorator.probes import CallChecks, Probes, talks
+from torchcache2.decorator.probe import CallChecks, Probes, talks
 from torchcache2.decorator.shortcuts import glance
 from torchcache2.decorator.traces import filling, given_back
 from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
