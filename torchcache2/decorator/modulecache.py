@@ -33,7 +33,7 @@ from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
 from torchcache2.decorator.warmup import warm_up
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
-from torchcache2.engine.collective.apart import apart
+from torchcache2.engine.collective.exchange import apart
 from torchcache2.engine.randomness import RandomContexts
 from torchcache2.engine.running import Forward, OwnMemoryError
 from torchcache2.engine.stack import TierStack
@@ -395,7 +395,7 @@ class ModuleCache(Passing):
         A batch that is all found is not worth loading a module for. Ranks in step share out what is computed,
         so that one that computes its whole batch delays all.
         """
-        if are_weights_elsewhere(call, root, seen) or not (is_first or self._holdings is None):
+        if are_weights_elsewhere(call, root, seen) or not (is_first or self.collective is None):
             return False
         loaded = [lazy.module for lazy in lazies_of(self.keeper, call)]
         if is_found and None in loaded:

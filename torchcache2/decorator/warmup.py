@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import listed, logger
 from torchcache2.core.private import PRE_HOOKS
-from torchcache2.core.process import Place
+from torchcache2.core.process import place
 from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.core.values import leaves_of, mapped
 from torchcache2.decorator.bypass import BypassError, of_module
 from torchcache2.decorator.shares import share_of
+from torchcache2.engine.collective.exchange import Collective
 from torchcache2.engine.progress import Progress, WarmupStats
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import Forward
@@ -39,6 +40,7 @@ class Warmable(Protocol):
     """The cache of a module or function: what `warm_up` is a method of."""
 
     settings: CacheSettings
+    collective: Collective | None
     keeper: NamespaceKeeper
     method: str
     _bypass: str | None
@@ -62,8 +64,6 @@ class Warmable(Protocol):
     def join(self) -> AbstractContextManager[None]:
         """Around calls of which ranks make different numbers."""
         ...
-
-    def _place(self) -> Place: ...
 
     def _living_root(self) -> Any: ...
     def _name(self) -> str: ...
@@ -139,7 +139,8 @@ def warm_up(
 def _warmed_up(
     self: Warmable, data: Any, inputs: Callable[[Any], Any] | None, batch_size: int, num_workers: int
 ) -> WarmupStats:
-    root, name, where = self._living_root(), self._name(), self._place()
+    root, name = self._living_root(), self._name()
+    where = place() if self.collective is None else self.collective.place()
     if self._closed:
         raise NotCachedError(f"{name}: its cache is closed, so nothing would be kept")
     is_sharded = self.keeper.looks_sharded(root)  # then all ranks have to make as many calls

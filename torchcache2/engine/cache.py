@@ -22,8 +22,8 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory, size_text
 from torchcache2.core.version import __version__
 from torchcache2.engine.batch import Batch, Checks, Compute, NotStoredError, WrongRowsError
-from torchcache2.engine.collective.known import is_told
-from torchcache2.engine.collective.stepped import SteppedOutcomes
+from torchcache2.engine.collective.exchange import apart, is_told
+from torchcache2.engine.outcomes import Outcomes
 from torchcache2.engine.running import (
     Compiler,
     Forward,
@@ -48,7 +48,7 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
 
 
-class Cache(SteppedOutcomes):
+class Cache(Outcomes):
     """Finds rows of one namespace, and has the others computed.
 
     Safe under threads. Two threads that miss the same key at once both compute it.
@@ -210,6 +210,42 @@ class Cache(SteppedOutcomes):
     def description(self, namespace: bytes) -> dict[str, Any]:
         """What a namespace of this cache stands for, as JSON, for people and `explain`."""
         return {"class": None, "library": __version__, "torch": str(torch.__version__), "created": now()}
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within this context, calls of this rank are answered without the others.
+
+        It is for calls that not all ranks make, such as a validation on rank 0, if
+        ``distributed="collective"``: rows that this rank has are found, what it lacks it computes, and nobody
+        waits for anybody. It holds for all modules that this thread calls meanwhile.
+
+        Examples
+        --------
+        >>> from torchcache2 import torchcache
+        >>> backbone = torchcache(distributed="collective")(torch.nn.Linear(4, 2)).requires_grad_(False)
+        >>> with backbone.cache_instance.alone():
+        ...     features = backbone(torch.rand(3, 4))
+        >>> backbone.cache_instance.stats().received
+        0
+        """
+        with apart():
+            yield
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a loop: a rank that is done with it goes on answering until all others are, too.
+
+        It is for loops in which ranks call a module with ``distributed="collective"`` different numbers of
+        times, such as the extraction of features. All ranks enter it. If the loop raises in one rank, the
+        others raise `RankError`. With other options it does nothing.
+
+        Raises
+        ------
+        RankError
+            If another rank fails, or ends, before it is done.
+        """
+        with contextlib.nullcontext() if self.collective is None else self.collective.join():
+            yield
 
     def flush(self) -> None:
         """Return when everything that was computed is as durable as the tiers make it."""

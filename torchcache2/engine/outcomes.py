@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from torchcache2.core.logs import logger
 from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.batch import Batch, Hits, Misses, NotStoredError, WrongRowsError
-from torchcache2.engine.collective.apart import apart
+from torchcache2.engine.collective.exchange import Collective, apart
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import Counters
 from torchcache2.engine.values.outputs import found, joined, stored
@@ -35,6 +37,9 @@ class Outcomes:
         self._tiers = tiers
         self._counters = Counters()
         self._closed = False
+        self.collective: Collective | None = None
+        if settings.distributed == "collective":
+            self.collective = Collective(settings, tiers, self._counters, type(self).__name__)
         self._random_shares = np.random.default_rng()
 
     def description(self, namespace: bytes) -> dict[str, Any]:
@@ -44,7 +49,11 @@ class Outcomes:
     def _outcome(self, batch: Batch) -> Any:
         """The output of a batch: find, claim, compute, keep, put together."""
         if self._closed:
-            return batch.compute_all()
+            with self._stand_by():
+                return batch.compute_all()
+        exchange = None if self.collective is None else self.collective.exchange()
+        if self.collective is not None and exchange is not None:
+            return self.collective.output(exchange, self, batch)
         hits = self._find(batch)
         if hits is not None and hits.is_all(len(batch.keys)):
             assert hits.rows is not None
@@ -190,11 +199,15 @@ class Outcomes:
 
     def _rows(self, keys: Keys) -> Sequence[tuple[Positions, Rows]]:
         """The rows of those keys that are there: positions and rows, one part for each schema."""
-        return self._tiers.get(keys).parts
+        return self._tiers.get(keys).parts if self.collective is None else self.collective.holdings.get(keys)
 
     def _drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, on disk too."""
-        self._tiers.drop(namespace)
+        (self._tiers if self.collective is None else self.collective).drop(namespace)
+
+    def _stand_by(self, error: Exception | None = None) -> AbstractContextManager[None]:
+        """The context of a call that is passed by, or raises, in step with other ranks if there are any."""
+        return contextlib.nullcontext() if self.collective is None else self.collective.stand_by(error)
 
     def _put_together(self, batch: Batch, hits: Hits, misses: Misses, rows: Rows | None) -> Any:
         """The output of the batch in its order: of hits, and of the rows of distinct misses, if any."""

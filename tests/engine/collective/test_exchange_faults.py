@@ -8,8 +8,7 @@ from torchcache2.core.errors import OptionError, RankError
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.batch import NotStoredError
 from torchcache2.engine.cache import Cache
-from torchcache2.engine.collective.apart import is_apart
-from torchcache2.engine.collective.exchange import Exchange
+from torchcache2.engine.collective.exchange import Exchange, is_apart
 
 
 def test_a_loop_that_raises_is_told_if_an_earlier_step_has_failed_too():
@@ -125,7 +124,7 @@ def test_a_module_within_one_that_each_rank_caches_for_itself_takes_no_steps():
 
 def in_step(module, channel):
     net, exchange = torchcache(distributed="collective")(module), Exchange(channel)
-    net.cache_instance._exchange = lambda: None if is_apart() else exchange
+    net.cache_instance.collective.exchange = lambda: None if is_apart() else exchange
     return net
 
 
@@ -177,8 +176,8 @@ def test_who_has_left_the_loop_of_one_module_answers_for_all():
     def run(rank, channel):
         mine = Rank(channel)
         first, second = mine.cache, Rank(channel, bytes(16), cache_dtype=torch.float64).cache
-        second._exchange = first._exchange
-        first._called, second._called = (lambda: "first"), (lambda: "second")
+        second.collective.exchange = first.collective.exchange
+        first.collective.name, second.collective.name = "first", "second"
         mine.fetch([1])
         mine.cache, mine.namespace = second, second.namespace
         mine.fetch([2, 3] if rank == 0 else [])
@@ -187,13 +186,16 @@ def test_who_has_left_the_loop_of_one_module_answers_for_all():
                 first.clear()
             else:
                 mine.fetch([2])
-        held = [first._holdings.has(keys_of([1])), second._holdings.has(keys_of([2], second.namespace))]
+        held = [
+            first.collective.holdings.owned(keys_of([1])),
+            second.collective.holdings.owned(keys_of([2], second.namespace)),
+        ]
         with first.join():
             if rank == 1:
                 second.clear()
                 mine.fetch([])
-        held.append(second._holdings.has(keys_of([2, 3], second.namespace)))
-        return mine.computed, [bool(flags.any()) for flags in held]
+        held.append(second.collective.holdings.owned(keys_of([2, 3], second.namespace)))
+        return mine.computed, [len(parts) > 0 for parts in held]
 
     first, second = told(in_threads(2, run))
     assert first == ([1, 2, 3], [False, True, False]) or first == ([2, 3], [False, True, False])
