@@ -307,7 +307,7 @@ _RELATED = ("accelerate", "diffusers", "peft", "sentence_transformers", "transfo
 
 
 class LeftOut(NamedTuple):
-    """An attribute that is left out unless code names it: the user's, or that of a package that may read it."""
+    """An attribute that is left out unless the user's code names it, or a package that may read it does."""
 
     package: str
     attribute: str
