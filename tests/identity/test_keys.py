@@ -116,6 +116,16 @@ def test_keys_do_not_depend_on_strides(restride):
     assert (keys_of(one, restride(x)).data == keys_of(one, x).data).all()
 
 
+@pytest.mark.parametrize("size", [8, 1000])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float16])
+def test_every_other_element_has_the_key_of_its_copy(size, dtype):
+    x = torch.randint(0, 2, (4, size)).to(dtype)
+    for view in (x[:, ::2], x[::2], x[:, :1], x.t()):
+        assert (
+            keys_of(one, view).data == keys_of(one, view.clone(memory_format=torch.contiguous_format)).data
+        ).all()
+
+
 def test_channels_last_is_another_item():
     # A forward may tell: its output comes in that format, and `view` raises for one of the two.
     x = torch.randn(4, 3, 6, 5)

@@ -94,7 +94,7 @@ def _columns(tensors: Sequence[Tensor]) -> list[Bytes2D]:
 def _rows(tensor: Tensor) -> Bytes2D:
     """The bytes of each item of a tensor of the host, shape ``(n, bytes)``."""
     try:
-        return tensor.detach().numpy().reshape(len(tensor), -1).view(np.uint8)
+        return np.ascontiguousarray(tensor.detach().numpy().reshape(len(tensor), -1)).view(np.uint8)
     except (RuntimeError, TypeError, ValueError):  # numpy has no such dtype, or there are no items
         return item_bytes(tensor).numpy()
 
