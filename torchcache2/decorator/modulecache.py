@@ -41,10 +41,9 @@ from torchcache2.engine.stats import CacheStats
 from torchcache2.engine.values.outputs import Lists
 from torchcache2.engine.values.samples import Samples
 from torchcache2.identity.arguments import BoundCall, Signature
-from torchcache2.identity.differences import at_most
 from torchcache2.identity.encoding import digest, qualified_name
+from torchcache2.identity.fingerprint import Fingerprint, at_most
 from torchcache2.identity.items import item_keys
-from torchcache2.identity.modulewalk import Fingerprint
 from torchcache2.identity.namespace import History, NamespaceKeeper, Seen
 
 __all__ = ["ModuleCache"]

@@ -30,7 +30,7 @@ from torch import Tensor
 from xxhash import xxh3_128_digest
 
 from torchcache2.core.memory import item_bytes
-from torchcache2.core.values import attributes as attributes
+from torchcache2.core.values import attributes
 from torchcache2.identity.xxh3 import DIGESTS
 
 _OURS = __name__.partition(".")[0]

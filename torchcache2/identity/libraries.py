@@ -1,11 +1,12 @@
-"""Code of libraries: what others have put into installed code, and torch's operators, graphs and scripts."""
+"""Code of libraries: patched installed code, torch's operators, graphs and scripts, and what is left out."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,14 @@ from torchcache2.core.private import (
     ScriptParts,
     pytree,
 )
-from torchcache2.identity.sourcecode import CompiledTexts, Origins, cells_of, names_in
+from torchcache2.identity.sourcecode import (
+    CompiledTexts,
+    Origins,
+    cells_of,
+    defining_module,
+    names_in,
+    origin,
+)
 from torchcache2.identity.uses import taken_by
 
 _LARGEST_REGISTRY = 1000
@@ -161,7 +169,7 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
 
 
 _OVERLOAD = type(torch.ops.aten.add.Tensor)
-_OPERATORS = (_OVERLOAD, type(torch.ops.aten.add), OPERATOR_DEFINITION)
+OPERATORS = (_OVERLOAD, type(torch.ops.aten.add), OPERATOR_DEFINITION)
 OPERATOR_NAMESPACES = (type(torch.ops), type(torch.ops.aten), type(torch.ops.higher_order))
 # Kernels for these dispatch keys do not compute outputs.
 _NO_KERNELS = ("Meta", "Autograd", "ADInplace", "Tracer", "Functionalize")
@@ -174,7 +182,7 @@ _PLAIN = (Tensor, type(None), bool, int, float, complex, str, torch.device)
 
 def is_operator(value: Any) -> bool:
     """Whether a value is an operator, or the definition of one."""
-    return isinstance(value, _OPERATORS)
+    return isinstance(value, OPERATORS)
 
 
 def operator_name(value: Any) -> str:
@@ -259,3 +267,82 @@ def _same(left: Any, right: Any) -> bool:
     if left is right or type(left) is not type(right) or isinstance(left, Tensor):
         return left is right
     return repr(left) == repr(right)
+
+
+# What is left out of namespaces: attributes of classes, or keys if they are mappings. No forward of these
+# packages reads them, and they differ between runs that compute the same. In ``attribute.key``, the attribute
+# is a dict, and only this key is left out.
+_OF_TOKENIZERS = ("name_or_path", "vocab_file", "tokenizer_file")
+_LEFT_OUT = {
+    # Python's hash of a text, another in each process; tells save_pretrained of changes.
+    ("transformers", "GenerationConfig"): ("_original_object_hash",),
+    # Where something was loaded from; weights and vocabularies count by content, classes by code.
+    ("transformers", "PreTrainedConfig"): ("_name_or_path",),
+    ("transformers", "PretrainedConfig"): ("_name_or_path",),  # before version 5
+    # And whether hidden states were asked for before: see `without_captures`.
+    ("transformers", "PreTrainedModel"): ("name_or_path", "_output_capturing_hooks_installed"),
+    ("transformers", "PreTrainedTokenizerBase"): (
+        *_OF_TOKENIZERS,
+        *[f"init_kwargs.{name}" for name in _OF_TOKENIZERS],
+    ),
+    # And a list in the order of a set, another in each process; read when a config is loaded.
+    ("diffusers", "FrozenDict"): ("_name_or_path", "_use_default_values"),
+    ("peft", "PeftConfigMixin"): ("base_model_name_or_path",),
+    # A memo of what its tokenizer makes of prompts.
+    ("sentence_transformers", "Transformer"): ("_prompt_length_mapping",),
+    # A count of the hooks of the process, to remove one; hooks count where they run.
+    ("torch", "RemovableHandle"): ("id", "hooks_dict_ref", "extra_dict_ref"),
+    # Notes of tools about a graph, whose code counts.
+    ("torch", "GraphModule"): (
+        *("_code", "_graph", "_lineno_map", "_prologue_start", "_tracer_cls", "_tracer_extras"),
+        *("_create_node_hooks", "_erase_node_hooks", "_replace_hooks", "_deepcopy_hooks"),
+        *("meta", "range_constraints", "shape_env"),
+    ),
+    # Raises where arguments are not as they were exported, and returns nothing.
+    ("torch", "GuardsFn"): ("forward",),
+}
+_CALLED = ("forward",)  # the package calls it, but uses nothing that it returns
+# These packages use such names only to save models and to write about them, not to compute.
+_RELATED = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
+
+
+class LeftOut(NamedTuple):
+    """An attribute that is left out unless the user's code names it, or a package that may read it does."""
+
+    package: str
+    attribute: str
+
+    def is_named(self, words: Mapping[str, Collection[str]]) -> bool:
+        """Whether such code names it. `words` are those in code, by package."""
+        last = self.attribute.rpartition(".")[2].lstrip("_")
+        names = {last, f"_{last}", f"__{last}"} - {*_CALLED}
+        others = [those for package, those in words.items() if package not in (self.package, *_RELATED)]
+        return not all(map(names.isdisjoint, others))
+
+
+def left_out(kind: type) -> dict[str, LeftOut]:
+    """What is left out of instances of a class, by name of the attribute or key."""
+    found = {}
+    for base in kind.__mro__:
+        package = defining_module(base).partition(".")[0]
+        attributes = _LEFT_OUT.get((package, base.__qualname__), ())
+        if attributes and origin(base) in ("installed", "torch"):
+            found.update({name: LeftOut(package, name) for name in attributes})
+    return found
+
+
+def without_captures(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
+    """The hooks of a module without those by which transformers collects hidden states.
+
+    It sets them in the first call that asks for these, and they do nothing in others. Set twice, as they may
+    be for a model and one around it, they collect twice, and count.
+    """
+    kept, collected = [], set()
+    for key, hook in hooks.items():
+        if getattr(hook, "__module__", None) == "transformers.utils.output_capturing":
+            what = inspect.getclosurevars(hook).nonlocals.get("key")
+            if what not in collected:
+                collected.add(what)
+                continue
+        kept.append((key, hook))
+    return kept
