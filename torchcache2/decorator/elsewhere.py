@@ -6,8 +6,9 @@ error that torch raises for it says neither that a cache is involved, nor what t
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -16,35 +17,27 @@ from torch import Tensor, nn
 
 from torchcache2.core.errors import DeviceError
 from torchcache2.core.private import COMPILER_ERRORS
-from torchcache2.decorator.forward import Computation
-from torchcache2.decorator.lazymodule import asked_for
-from torchcache2.engine.batch import Compute
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.namespace import Seen
 
-__all__ = ["are_weights_elsewhere", "telling"]
+__all__ = ["are_weights_elsewhere", "with_device_hint"]
 
 _META = {torch.device("meta")}
 
 
-def telling(computation: Computation) -> Compute:
-    """The steps of a computation; if torch refuses to run it while its weights are elsewhere, they say so.
+@contextlib.contextmanager
+def with_device_hint(name: str, call: BoundCall, root: Any, seen: Seen, positions: Tensor) -> Iterator[None]:
+    """Around the forward of some items: if torch refuses to run it with its weights elsewhere, say so.
 
     The forward is run as ever: it may move its weights or its inputs itself.
     """
-
-    def steps(positions: Tensor) -> Any:
-        try:
-            with asked_for(len(positions), computation.call.batch_size):
-                return computation.steps(positions)
-        except RuntimeError as error:
-            batch, weights = _devices(computation.call, computation.root, computation.seen)
-            is_apart = batch and weights and batch.isdisjoint(weights)
-            if not is_apart or computation.is_sharded or not _is_torchs(error):
-                raise
-            raise DeviceError(_text(computation, positions, batch, weights, error)) from error
-
-    return steps
+    try:
+        yield
+    except RuntimeError as error:
+        batch, weights = _devices(call, root, seen)
+        if not (batch and weights and batch.isdisjoint(weights) and _is_torchs(error)):
+            raise
+        raise DeviceError(_text(name, call.batch_size, positions, batch, weights, error)) from error
 
 
 def are_weights_elsewhere(call: BoundCall, root: Any, seen: Seen) -> bool:
@@ -54,18 +47,19 @@ def are_weights_elsewhere(call: BoundCall, root: Any, seen: Seen) -> bool:
 
 
 def _text(
-    computation: Computation,
+    name: str,
+    batch_size: int,
     positions: Tensor,
     batch: set[torch.device],
     weights: set[torch.device],
     error: RuntimeError,
 ) -> str:
-    items = f"{len(set(positions.tolist()))} of the {computation.call.batch_size} items of this call"
+    items = f"{len(set(positions.tolist()))} of the {batch_size} items of this call"
     here, there = _named(batch), _named(weights)
     moved = "" if weights == _META else f", or the batch to {there}"  # tensors on meta have no content
     said = str(error).partition("\n")[0]
     return (
-        f"{computation.keeper.name}: {items} have to be computed, but they are on {here}, and all weights on "
+        f"{name}: {items} have to be computed, but they are on {here}, and all weights on "
         f"{there}. Move the module to {here}{moved}. Only a call whose items are all found needs no weights. "
         f"(The forward: {said})"
     )

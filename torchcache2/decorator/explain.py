@@ -9,6 +9,7 @@ import torch
 
 from torchcache2.engine.earlier import compared
 from torchcache2.files.directory import CacheDirectory
+from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.differences import at_most
 from torchcache2.identity.encoding import form, readable, split
 from torchcache2.identity.modulewalk import Fingerprint
@@ -29,6 +30,12 @@ class CallSeen(NamedTuple):
     namespace: bytes
     context: bytes
     leaves: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, namespace: bytes, call: BoundCall) -> CallSeen:
+        """Of one call."""
+        leaves = tuple([(path, tensor.dtype, tensor.shape[1:]) for path, tensor in call.leaves])
+        return cls(namespace, call.context, leaves)
 
 
 def explained(

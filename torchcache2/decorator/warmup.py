@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import listed, logger
 from torchcache2.core.private import PRE_HOOKS
-from torchcache2.core.process import Place
+from torchcache2.core.process import place
 from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.core.values import leaves_of, mapped
 from torchcache2.decorator.bypass import BypassError, of_module
 from torchcache2.decorator.shares import share_of
+from torchcache2.engine.cache import Cache
 from torchcache2.engine.progress import Progress, WarmupStats
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import Forward
-from torchcache2.engine.stack import TierStack
-from torchcache2.engine.stats import Counters
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
 from torchcache2.identity.namespace import NamespaceKeeper
 
@@ -39,13 +38,12 @@ class Warmable(Protocol):
     """The cache of a module or function: what `warm_up` is a method of."""
 
     settings: CacheSettings
+    engine: Cache
     keeper: NamespaceKeeper
     method: str
-    _bypass: str | None
-    _reasons: dict[str, str]
-    _closed: bool
-    _counters: Counters
-    _tiers: TierStack
+    name: str
+    bypass: str | None
+    reasons: dict[str, str]
 
     def call(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of ``forward(*args, **kwargs)``."""
@@ -63,10 +61,9 @@ class Warmable(Protocol):
         """Around calls of which ranks make different numbers."""
         ...
 
-    def _place(self) -> Place: ...
-
-    def _living_root(self) -> Any: ...
-    def _name(self) -> str: ...
+    def living_root(self) -> Any:
+        """The object or function."""
+        ...
 
 
 def warm_up(
@@ -139,8 +136,9 @@ def warm_up(
 def _warmed_up(
     self: Warmable, data: Any, inputs: Callable[[Any], Any] | None, batch_size: int, num_workers: int
 ) -> WarmupStats:
-    root, name, where = self._living_root(), self._name(), self._place()
-    if self._closed:
+    collective = self.engine.collective
+    root, name, where = self.living_root(), self.name, place() if collective is None else collective.place()
+    if self.engine.is_closed:
         raise NotCachedError(f"{name}: its cache is closed, so nothing would be kept")
     is_sharded = self.keeper.looks_sharded(root)  # then all ranks have to make as many calls
     share = share_of(data, where, batch_size, num_workers, is_even=is_sharded)
@@ -153,7 +151,9 @@ def _warmed_up(
             "call .eval() first if it is to be used in that mode",
             name,
         )
-    progress = Progress(name, self._counters, self._tiers, share.items, share.total, is_shown=where.rank == 0)
+    progress = Progress(
+        name, self.engine.counters, self.engine.tiers, share.items, share.total, is_shown=where.rank == 0
+    )
     generator = getattr(share.batches, "generator", None)
     generators = [generator] if isinstance(generator, torch.Generator) else []
     random = RandomState([*self.keeper.generators, *generators])
@@ -174,7 +174,7 @@ def _warm(
     cache: Warmable, root: Any, batch: Any, inputs: Callable[[Any], Any] | None, progress: Progress
 ) -> None:
     """Have the items of one batch computed, those that are not there."""
-    name = cache._name()
+    name = cache.name
     args, kwargs = _arguments(batch, inputs)
     if progress.batches == 0:
         _check_arguments(name, root, cache.method, batch, args, kwargs)
@@ -189,12 +189,12 @@ def _warm(
             output = root(*args, **kwargs)
         else:
             output = getattr(root, cache.method)(*args, **kwargs)
-        reason = cache._bypass
+        reason = cache.bypass
         if reason is None:
             progress.update(_stored_bytes(output, cache.settings.cache_dtype))
             return
         if is_last:
-            raise BypassError(reason, cache._reasons[reason]).as_error(name)
+            raise BypassError(reason, cache.reasons[reason]).as_error(name)
 
 
 def _arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
