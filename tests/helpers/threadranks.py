@@ -8,8 +8,7 @@ import torch
 from torchcache2.core.keys import Keys
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.cache import Cache
-from torchcache2.engine.collective.apart import is_apart
-from torchcache2.engine.collective.exchange import Exchange
+from torchcache2.engine.collective.exchange import Exchange, is_apart
 
 NAMESPACE = b"squares, 2026-11"
 
@@ -99,7 +98,7 @@ class Rank:
         options = {"distributed": "collective", "max_memory_cache_size": "1MB"} | options
         self.cache = Cache(namespace, CacheSettings(**options))
         self.exchange = Exchange(channel)
-        self.cache._exchange = lambda: None if is_apart() else self.exchange
+        self.cache.collective.exchange = lambda: None if is_apart() else self.exchange
         self.channel = channel
         self.namespace = namespace
         self.computed = []

@@ -11,7 +11,7 @@ from tests.helpers.gloo import run_ranks
 from tests.helpers.outputs import bypasses, frozen, hits
 from torchcache2 import torchcache
 from torchcache2.core.rows import Rows
-from torchcache2.engine.collective.stepped import SteppedOutcomes
+from torchcache2.engine.cache import Cache
 from torchcache2.identity.sharded import Shards
 
 # torch 2.4 says so whenever such tensors are made.
@@ -137,7 +137,7 @@ def test_without_memory_for_the_caches_own_work_it_runs_once_or_not_at_all(mesh,
     assert torch.equal(module(X + 24), plain(X + 24))
     assert sizes(module) == [6]
     if name == "to_pytree":  # other ranks may have found their rows
-        monkeypatch.setattr(SteppedOutcomes, "_find", fail)
+        monkeypatch.setattr(Cache, "find", fail)
         with pytest.raises(torch.cuda.OutOfMemoryError):
             module(X)
         assert sizes(module) == []

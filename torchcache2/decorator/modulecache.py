@@ -34,7 +34,7 @@ from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
 from torchcache2.decorator.warmup import warm_up
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
-from torchcache2.engine.collective.apart import apart
+from torchcache2.engine.collective.exchange import apart
 from torchcache2.engine.running import Forward, OwnMemoryError
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import CacheStats

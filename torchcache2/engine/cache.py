@@ -37,9 +37,7 @@ from torchcache2.engine.batch import (
     Source,
     WrongRowsError,
 )
-from torchcache2.engine.collective.apart import apart
-from torchcache2.engine.collective.known import is_told
-from torchcache2.engine.collective.stepped import Collective
+from torchcache2.engine.collective.exchange import Collective, apart, is_told
 from torchcache2.engine.running import (
     Compiler,
     Forward,

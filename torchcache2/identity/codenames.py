@@ -16,7 +16,16 @@ from xxhash import xxh3_128_hexdigest
 from torchcache2.identity import sourcecode
 from torchcache2.identity.sourcecode import code_objects, names_in
 
-__all__ = ["IMPORTING", "Names", "files_of", "names_of", "place_of", "resolved"]
+__all__ = [
+    "IMPORTING",
+    "Names",
+    "chains_in",
+    "files_of",
+    "names_of",
+    "place_of",
+    "resolved",
+    "steps_of",
+]
 
 _SKIPPED = ("CACHE", "EXTENDED_ARG", "PUSH_NULL", "PRECALL", "KW_NAMES")
 _TAKING = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"))
@@ -35,69 +44,72 @@ class Names(NamedTuple):
     unfollowed: list[str]  # other ways in which it reaches what it does not name
 
 
+def steps_of(code: types.CodeType) -> list[dis.Instruction]:
+    """The instructions of code, each of which has one name: Python 3.13 has some with two."""
+    found = []
+    for step in dis.get_instructions(code):
+        names = re.findall("(?:LOAD|STORE)_FAST", step.opname)
+        if len(names) == 2:
+            pairs = zip(names, step.argval, strict=True)
+            found += [step._replace(opname=name, argval=variable) for name, variable in pairs]
+        elif step.opname not in _SKIPPED:
+            found.append(step)
+    return found
+
+
+def chains_in(steps: list[dis.Instruction]) -> Iterator[tuple[int, int]]:
+    """Where each chain of attributes begins and ends; what begins it may be any instruction."""
+    start = 0
+    while start < len(steps):
+        end = start + 1
+        while end < len(steps) and steps[end].opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            end += 1
+        yield start, end
+        start = end
+
+
 def names_of(code: types.CodeType) -> Names:
     """What code and the code nested in it name."""
-    scan = _Scan()
+    chains, imports, looked_up = set[tuple[str, ...]](), set[str](), set[tuple[str, ...]]()
+    unfollowed = names_in(code).intersection(_LEADS_ANYWHERE)
     for inner in code_objects(code):
-        scan.code(inner)
-    unfollowed = scan.unfollowed.union(names_in(code).intersection(_LEADS_ANYWHERE))
-    return Names(*map(sorted, (scan.chains, scan.imports, scan.looked_up, unfollowed)))  # type: ignore[arg-type]
-
-
-class _Scan:
-    """Follows instructions in order, and notes chains of names."""
-
-    def __init__(self) -> None:
-        self.chains: set[tuple[str, ...]] = set()
-        self.imports: set[str] = set()
-        self.looked_up: set[tuple[str, ...]] = set()
-        self.unfollowed: set[str] = set()
-
-    def code(self, code: types.CodeType) -> None:
-        if _TAKING.isdisjoint(code.co_code[::2]):  # most small functions take no name, and `dis` is slow
-            return
-        chain: list[str] = []
-        lookup = ""  # the function of which the chain is an argument
+        if _TAKING.isdisjoint(inner.co_code[::2]):  # most small functions take no name, and `dis` is slow
+            continue
+        steps = steps_of(inner)
         imported = ""
-        constants: list[object] = [0, 0]
-        steps = [step for step in dis.get_instructions(code) if step.opname not in _SKIPPED]
-        for step, after in zip(steps, [*steps[1:], None], strict=True):
-            if chain and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                chain.append(str(step.argval))
-                continue
-            if not chain and step.argval in IMPORTING and step.opname.startswith("LOAD_"):
-                chain = [str(step.argval)]  # of a module that the code has imported itself
-                continue
-            is_importer = step.opname == "IMPORT_FROM" and step.argval in IMPORTING
-            if is_importer and after is not None and after.argval != step.argval:
-                self.unfollowed.add(step.argval)  # it gets another name
-            is_text = step.opname == "LOAD_CONST" and isinstance(step.argval, str)
-            if chain and chain[-1] in IMPORTING:
-                if is_text and after is not None and after.opname.startswith("CALL"):
-                    self.imports.add(str(step.argval))
-                else:
-                    self.unfollowed.add(chain[-1])
-            elif chain and lookup and is_text:
-                chain.append(str(step.argval))
-            elif chain and lookup:
-                self.looked_up.add(tuple(chain))
-            if chain:
-                self.chains.add(tuple(chain))
-            lookup = chain[0] if len(chain) == 1 and chain[0] in _BY_NAME and not lookup else ""
-            chain = []
-            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                chain = [str(step.argval)]
-            elif step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
-                constants = [constants[-1], step.argval]
-            elif step.opname == "IMPORT_NAME":
-                level = constants[0] if isinstance(constants[0], int) else 0
-                imported = "." * level + str(step.argval)
-                self.imports.add(imported)
+        is_lookup = False  # the chain is the first argument of a function that takes attributes by name
+        for start, end in chains_in(steps):
+            step, chain = steps[start], _chain(steps[start:end])
+            if step.opname == "IMPORT_NAME":
+                imported = "." * steps[start - 2].argval + str(step.argval)
+                imports.add(imported)
             elif step.opname == "IMPORT_FROM":
-                dot = "" if imported.endswith(".") else "."
-                self.imports.add(f"{imported}{dot}{step.argval}")
-        if chain:
-            self.chains.add(tuple(chain))
+                imports.add(f"{imported}{'' if imported.endswith('.') else '.'}{step.argval}")
+                if step.argval in IMPORTING and steps[end].argval != step.argval:
+                    unfollowed.add(step.argval)  # it gets another name
+            elif chain:
+                is_text = steps[end].opname == "LOAD_CONST" and isinstance(steps[end].argval, str)
+                if chain[-1] in IMPORTING and is_text and steps[end + 1].opname.startswith("CALL"):
+                    imports.add(str(steps[end].argval))
+                elif chain[-1] in IMPORTING:
+                    unfollowed.add(chain[-1])
+                elif is_lookup and is_text:
+                    chain += (str(steps[end].argval),)
+                elif is_lookup:
+                    looked_up.add(chain)
+                chains.add(chain)
+            is_lookup = len(chain) == 1 and chain[0] in _BY_NAME and not is_lookup
+    return Names(sorted(chains), sorted(imports), sorted(looked_up), sorted(unfollowed))
+
+
+def _chain(steps: list[dis.Instruction]) -> tuple[str, ...]:
+    """The names in a chain that begins with a global, or with what imports."""
+    names = tuple(str(step.argval) for step in steps)
+    if steps[0].opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        return names
+    # The function may be of a module that the code has imported itself.
+    importing = [n for n, step in enumerate(steps) if step.argval in IMPORTING and "LOAD_" in step.opname]
+    return names[importing[0] :] if importing else ()
 
 
 # The pattern also matches within texts and comments; then some files are read that need not be.

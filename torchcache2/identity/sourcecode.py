@@ -9,19 +9,21 @@ from __future__ import annotations
 import __future__
 
 import ast
+import contextlib
 import dis
 import functools
 import importlib.metadata
 import importlib.util
 import inspect
-import io
 import linecache
+import marshal
 import os
 import re
 import sys
 import sysconfig
 import textwrap
 import time
+import tokenize
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,19 +34,17 @@ from xxhash import xxh3_128_hexdigest
 from torchcache2.core.process import ProcessLock
 
 __all__ = [
-    "CompiledText",
     "CompiledTexts",
     "Origin",
     "Origins",
+    "cells_of",
     "code_objects",
     "defining_module",
     "file_digest",
-    "file_text",
     "function_source",
     "instructions",
     "is_known_root",
     "is_newer",
-    "is_rewritten",
     "is_site",
     "loaded_differs",
     "names_in",
@@ -59,6 +59,15 @@ _LOADED = time.time()  # an installed file that is older than this has not chang
 _OURS = __name__.partition(".")[0]
 _SITE = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib"))
 _STDLIB = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
+_T = TypeVar("_T")
+_PARSING = ProcessLock()
+_PARSED_AGAIN = 10
+_MOST_TEXTS = 1000
+_MARSHAL_VERSION = 2  # the last in which the bytes do not depend on who else refers to a value
+_BEGINS = re.compile(r"[^\s#)\]}]")  # the first character of a line that begins an outermost statement
+_IMPORTS = re.compile(r"import [\w., ]+(#|$)|from [\w.]+ import ")
+_WORD = re.compile(r"[.'\"](\w+)")
+_FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 _SITE_NAMES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
@@ -141,35 +150,23 @@ def file_digest(path: str) -> str:
         return ""
 
 
-def file_text(file: str) -> str:
-    """The text of a Python file as it is now, which nothing has cached; empty if there is none."""
-    try:
-        with open(file, "rb") as opened:
-            return importlib.util.decode_source(opened.read()) if file.endswith(".py") else ""
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return ""
-
-
-def function_source(function: types.FunctionType, texts: CompiledTexts | None = None) -> str | None:
+def function_source(function: types.FunctionType, texts: CompiledTexts) -> str | None:
     """Source of a function without decorator lines and indentation; None if it cannot be had.
 
-    Of a lambda it is the lambda alone, if there is no other in its line. With `texts`, the source must
-    compile to the code of the function, since a file may have been edited after it was imported.
+    Of a lambda it is the lambda alone, if there is no other in its line. The source must compile to the code
+    of the function, since a file may have been edited after it was imported.
     """
     code = function.__code__
     linecache.checkcache(code.co_filename)
     try:
-        file_lines, start = inspect.findsource(code)
-        if texts is not None and not _is_text_of(code, file_lines, texts):
-            return None
-        return (CompiledTexts() if texts is None else texts).once(_text_at, code, file_lines, start)
+        lines, start = inspect.findsource(code)
+        return texts.once(_text_at, code, lines, start) if texts.have(code, lines) else None
     except (OSError, TypeError, IndentationError, SyntaxError, IndexError):
         return None
 
 
 def _text_at(code: types.CodeType, file_lines: list[str], start: int) -> str | None:
-    lines = inspect.getblock(file_lines[start:])
-    text = textwrap.dedent("".join(lines))
+    text = textwrap.dedent("".join(inspect.getblock(file_lines[start:])))
     try:
         tree = parse(text)
     except SyntaxError:
@@ -179,13 +176,7 @@ def _text_at(code: types.CodeType, file_lines: list[str], start: int) -> str | N
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
         return "".join(text.splitlines(keepends=True)[node.lineno - 1 :])
     lambdas = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
-    if len(lambdas) == 1:
-        return ast.get_source_segment(text, lambdas[0])
-    return text + instructions(code)
-
-
-def _is_text_of(code: types.CodeType, lines: list[str], texts: CompiledTexts) -> bool:
-    return not is_newer(code.co_filename) if is_rewritten(code) else texts.have(code, lines)
+    return ast.get_source_segment(text, lambdas[0]) if len(lambdas) == 1 else text + instructions(code)
 
 
 def loaded_differs(module: types.ModuleType, texts: CompiledTexts) -> bool:
@@ -194,8 +185,12 @@ def loaded_differs(module: types.ModuleType, texts: CompiledTexts) -> bool:
     codes = [code for value in list(vars(module).values()) for code in _codes_of(value, file)]
     if not codes or not file.endswith(".py"):
         return False
-    lines = io.StringIO(file_text(file)).readlines()
-    return not all(_is_text_of(code, lines, texts) for code in codes)
+    try:
+        with tokenize.open(file) as opened:
+            lines = opened.readlines()
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return True
+    return not all(texts.have(code, lines) for code in codes)
 
 
 def _codes_of(value: Any, file: str) -> Iterator[types.CodeType]:
@@ -225,44 +220,12 @@ def instructions(code: types.CodeType) -> str:
     return "\n".join(steps)
 
 
-_T = TypeVar("_T")
-_PARSING = ProcessLock()
-_PARSED_AGAIN = 10
-_MOST_TEXTS = 1000
-_BEGINS = re.compile(r"[^\s#)\]}]")  # the first character of a line that begins an outermost statement
-_IMPORTS = re.compile(r"import [\w., ]+(#|$)|from [\w.]+ import ")
-_WORD = re.compile(r"[.'\"](\w+)")
-_FUTURE = 0
-for _name in __future__.all_feature_names:
-    _FUTURE |= getattr(__future__, _name).compiler_flag
-_FIELDS = (
-    *("co_name", "co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars"),
-    *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount"),
-)
-
-
-class CompiledText:
-    """What a text compiles to."""
-
-    def __init__(self, code: types.CodeType) -> None:
-        self.codes: dict[str, list[types.CodeType]] = {}  # by name
-        for inner in code_objects(code):
-            self.codes.setdefault(inner.co_name, []).append(inner)
-
-    def has(self, code: types.CodeType, above: int) -> bool:
-        """Whether the text, with `above` lines above it in its file, has this code at the same line."""
-        return any(
-            other.co_firstlineno + above == code.co_firstlineno and _same(other, code)
-            for other in self.codes.get(code.co_name, ())
-        )
-
-
 class CompiledTexts:
-    """What texts compile to. A text is compiled once; after a thousand texts, all are forgotten."""
+    """What texts compile to, and what has been read of code: each is read once, a thousand are remembered."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int, int], tuple[str, CompiledText | None]] = {}
-        self._words: dict[tuple[str, int, int], frozenset[str]] = {}
+        self._compiled = functools.lru_cache(_MOST_TEXTS)(_compiled)
+        self._words = functools.lru_cache(_MOST_TEXTS)(_words)
         self._read: dict[tuple[Callable[..., Any], int], tuple[tuple[Any, ...], Any]] = {}
 
     def once(self, read: Callable[..., _T], code: types.CodeType, *more: Any) -> _T:
@@ -280,41 +243,32 @@ class CompiledTexts:
         """What a file takes by name: attributes, and names that begin a text."""
         try:
             status = os.stat(file)
-            key = file, status.st_mtime_ns, status.st_size
-            if key not in self._words:
-                with open(file, encoding="utf-8", errors="replace") as opened:
-                    self._words[key] = frozenset(_WORD.findall(opened.read()))
-            return self._words[key]
+            return self._words(file, status.st_mtime_ns, status.st_size)
         except OSError:
             return frozenset()
 
     def have(self, code: types.CodeType, lines: list[str]) -> bool:
         """Whether code is what these lines of its file compile to.
 
-        Tries the statement that the code is in first, for compiling a whole file takes many times as long.
-        It is compiled below the imports of its file: calls on an imported name compile to other
-        instructions than calls on another global do.
+        Tries the statement that the code is in first, as to compile a whole file takes many times as long.
+        The imports above it stay: calls on an imported name compile to other instructions than on another
+        global. Of code in which pytest has rewritten assertions, the file must be older than the process.
         """
+        names = [name for inner in code_objects(code) for name in (*inner.co_names, *inner.co_varnames)]
+        if any(name.startswith("@py") for name in names):
+            return not is_newer(code.co_filename)
         first, last = _statement(lines, code.co_firstlineno - 1)
-        imports = _imports(lines[:first])
-        for above, text in (first - len(imports), [*imports, *lines[first:last]]), (0, lines):
+        data = _marshalled(code)
+        for text in [*_imports(lines[:first]), *lines[first:last]], lines:
             # Cells of a notebook have the ``__future__`` imports of earlier cells, as the flags say.
-            found = self.get(code.co_filename, "".join(text), code.co_flags, above)
-            if found is not None and found.has(code, above):
+            if data in self._compiled(code.co_filename, "".join(text), code.co_flags & _FUTURE):
                 return True
         return False
 
-    def get(self, file: str, text: str, flags: int = 0, above: int = 0) -> CompiledText | None:
-        """What a text compiles to, in a file with `above` lines above it; None if it does not compile."""
-        key = file, flags & _FUTURE, above
-        known = self._known.get(key)
-        if known is not None and known[0] == text:
-            return known[1]
-        if len(self._known) >= _MOST_TEXTS:
-            self._known.clear()
-        found = _compiled(file, text, flags & _FUTURE)
-        self._known[key] = text, found
-        return found
+
+def _words(file: str, *_: int) -> frozenset[str]:
+    with open(file, encoding="utf-8", errors="replace") as opened:
+        return frozenset(_WORD.findall(opened.read()))
 
 
 def _statement(lines: list[str], position: int) -> tuple[int, int]:
@@ -329,51 +283,43 @@ def _statement(lines: list[str], position: int) -> tuple[int, int]:
 
 
 def _imports(lines: list[str]) -> list[str]:
-    """The lines that import something for the whole file, as far as that is easily told."""
+    """Lines without those that do not import something for the whole file, as far as that is easily told."""
     found: list[str] = []
     is_open = False  # within parentheses
     for line in lines:
-        if is_open or _IMPORTS.match(line):
-            found.append(line)
-            is_open = ")" not in line if is_open else "(" in line and ")" not in line
+        is_import = is_open or _IMPORTS.match(line) is not None
+        found.append(line if is_import else "\n")
+        is_open = is_import and (is_open or "(" in line) and ")" not in line
     return found
 
 
-def _compiled(file: str, text: str, flags: int) -> CompiledText | None:
+def _compiled(file: str, text: str, flags: int) -> frozenset[bytes]:
+    """Each code object that a text compiles to, marshalled; none if it does not compile."""
     flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # as in the cells of a notebook
     try:
         with warnings.catch_warnings():  # the first compilation has shown these warnings already
             warnings.simplefilter("ignore")
             code = compile(text, file, "exec", flags=flags, dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    return CompiledText(code)
+        return frozenset()
+    return frozenset(map(_marshalled, code_objects(code)))
 
 
-def _same(left: types.CodeType, right: types.CodeType) -> bool:
-    """Whether two code objects do the same; Python's own comparison looks at lines and columns too."""
-    return all(getattr(left, name) == getattr(right, name) for name in _FIELDS) and _alike(
-        left.co_consts, right.co_consts
-    )
+def _marshalled(code: types.CodeType) -> bytes:
+    return marshal.dumps(_with_sorted_sets(code), _MARSHAL_VERSION)
 
 
-def _alike(left: Any, right: Any) -> bool:
-    """Whether two constants of code are the same, and of one type."""
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, types.CodeType):
-        return _same(left, right)
-    if isinstance(left, tuple):
-        return len(left) == len(right) and all(map(_alike, left, right))
-    if isinstance(left, frozenset):
-        return sorted(map(repr, left)) == sorted(map(repr, right))
-    return repr(left) == repr(right)  # 0.0 and -0.0 are equal
-
-
-def is_rewritten(code: types.CodeType) -> bool:
-    """Whether pytest has rewritten the assertions in a function, so that no text compiles to it."""
-    names = {name for inner in code_objects(code) for name in (*inner.co_names, *inner.co_varnames)}
-    return any(name.startswith("@py") for name in names)
+def _with_sorted_sets(code: types.CodeType) -> types.CodeType:
+    """Code whose sets have an order that does not depend on the process; before Python 3.11, it does."""
+    constants = [
+        _with_sorted_sets(one)
+        if isinstance(one, types.CodeType)
+        else ("set", *sorted(map(repr, one)))
+        if isinstance(one, frozenset)
+        else one
+        for one in code.co_consts
+    ]
+    return code.replace(co_consts=tuple(constants))
 
 
 def code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -382,6 +328,13 @@ def code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from code_objects(constant)
+
+
+def cells_of(function: types.FunctionType) -> Iterator[tuple[str, types.CellType, Any]]:
+    """The variables that a function has captured, with their cells and their values."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # the variable is not assigned yet
+            yield name, cell, cell.cell_contents
 
 
 def names_in(code: types.CodeType) -> set[str]:

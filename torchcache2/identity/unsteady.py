@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import os
 import random
-import re
 import secrets
 import sys
 import types
@@ -18,8 +16,8 @@ import numpy as np
 from torch import nn
 
 from torchcache2.core.private import BATCH_NORMS, DROPOUTS
-from torchcache2.identity import sourcecode
-from torchcache2.identity.sourcecode import code_objects, names_in
+from torchcache2.identity.codenames import chains_in, steps_of
+from torchcache2.identity.sourcecode import cells_of, code_objects, names_in, origin
 
 __all__ = ["UnsteadyLayer", "unseeded_draws", "unsteady"]
 
@@ -30,7 +28,6 @@ _GENERATORS += [np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.rand
 _NAMES = {value.__name__ for value in (*_FROM_SYSTEM, *_GENERATORS)} | {*secrets.__all__}
 _SYSTEM, _MAKERS = set(map(id, _FROM_SYSTEM)), set(map(id, _GENERATORS))
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")  # these run before any call
-_SKIPPED = ("CACHE", "EXTENDED_ARG", "PUSH_NULL", "PRECALL", "KW_NAMES")
 
 
 def unseeded_draws(
@@ -40,7 +37,7 @@ def unseeded_draws(
 
     Left out are methods that only constructors call. `root` is what is called itself, or its `methods` are.
     """
-    waiting = [function for function in functions if sourcecode.origin(function) == "project"]
+    waiting = [function for function in functions if origin(function) == "project"]
     names = set(methods)
     found: dict[str, None] = {}
     while called := [one for one in waiting if one is root or _may_run(one, names)]:
@@ -65,51 +62,32 @@ def _may_run(function: types.FunctionType, names: set[str]) -> bool:
 def _draws(function: types.FunctionType) -> Iterator[str]:
     scope = function.__globals__
     taken = names_in(function.__code__)
-    local: dict[str, Any] = {}  # what it has captured, or imports as it runs
-    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # it is not assigned yet
-            local[variable] = cell.cell_contents
+    local = {name: value for name, _, value in cells_of(function)}
     reached = [*map(scope.get, taken), *local.values()]
     if _NAMES.isdisjoint(taken) and (_SYSTEM | _MAKERS).isdisjoint(map(id, reached)):
         return
-    for code in code_objects(function.__code__):
-        steps = list(_steps(code))
-        value: Any = None
+    for steps in map(steps_of, code_objects(function.__code__)):
         module: Any = None
-        path = ""
-        for number, step in enumerate(steps):
-            name = str(step.argval)
-            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                value, path = local.get(name, scope.get(name)), name
-            elif step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
-                value, path = local.get(name), name
-            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                value, path = _attribute(value, name), f"{path}.{name}"
-            elif step.opname == "IMPORT_NAME":
-                is_outermost = number > 0 and steps[number - 1].argval is None  # as for ``import os.path``
+        for start, end in chains_in(steps):
+            step, name, value = steps[start], str(steps[start].argval), None
+            if step.opname == "IMPORT_NAME":
+                is_outermost = steps[start - 1].argval is None  # as for ``import os.path``
                 value = module = sys.modules.get(name.partition(".")[0] if is_outermost else name)
             elif step.opname == "IMPORT_FROM":
                 value = _attribute(module, name)
-                continue
-            else:
-                if step.opname.startswith("STORE_") and value is not None:
-                    local[name] = value
-                value = None
-            if id(value) in _SYSTEM:
+            elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                value = local.get(name, scope.get(name))
+            elif step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
+                value = local.get(name)
+            for inner in steps[start + 1 : end]:
+                value = _attribute(value, inner.argval)
+            if value is not None and steps[end].opname.startswith("STORE_"):
+                local[str(steps[end].argval)] = value
+            path = ".".join(str(one.argval) for one in steps[start:end])
+            if id(value) in _SYSTEM and step.opname != "IMPORT_FROM":
                 yield path
-            elif id(value) in _MAKERS and _is_call_without_seed(steps[number + 1 :]):
+            elif id(value) in _MAKERS and _is_call_without_seed(steps[end:]):
                 yield f"{path}() without a seed"
-
-
-def _steps(code: types.CodeType) -> Iterator[dis.Instruction]:
-    """The instructions, each of which has one name: Python 3.13 has some with two."""
-    for step in dis.get_instructions(code):
-        names = re.findall("(?:LOAD|STORE)_FAST", step.opname)
-        if len(names) == 2:
-            for name, variable in zip(names, step.argval, strict=True):
-                yield step._replace(opname=name, argval=variable)
-        elif step.opname not in _SKIPPED:
-            yield step
 
 
 def _attribute(value: Any, name: str) -> Any:

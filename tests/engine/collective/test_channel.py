@@ -8,9 +8,9 @@ _BEGIN = """
 import datetime, signal, threading, time
 from torch import distributed
 from torchcache2.core.errors import RankError
-from torchcache2.engine.collective import absent
+from torchcache2.engine.collective import channel as channels
 from torchcache2.engine.collective.channel import Channel
-from torchcache2.engine.collective.registry import shared
+from torchcache2.engine.collective.exchange import Exchange
 
 
 def begin(seconds=60):
@@ -118,36 +118,31 @@ for channel in channels:
     said = channel.gather("a", bytes([RANK]))
     assert said == [bytes([rank]) for rank in of_group] and channel.rank == list(of_group).index(RANK)
 
-made = []
-def make(group):
-    made.append(weakref.ref(channel := Channel(group)))
-    return channel
-
-first = shared(mine, lambda: make(mine))
-assert shared(mine, lambda: make(mine)) is first and len(made) == 1
-assert shared(distributed.group.WORLD, lambda: make(distributed.group.WORLD)) is not first
-first.gather("a", b"")
+first, other = Exchange.of(mine), Exchange.of(distributed.group.WORLD)
+made = [weakref.ref(first), weakref.ref(other)]
+assert Exchange.of(mine) is first and other is not first
+first.channel.gather("a", b"")
 child = os.fork()
 if not child:
     try:
-        shared(mine, lambda: None)
+        Exchange.of(mine)
         os._exit(1)
     except RankError as error:
-        del first, mine, pairs
+        del first, other, mine, pairs
         gc.collect()
         os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 distributed.destroy_process_group(mine)
-del first, mine, pairs, channel, channels
+del first, other, mine, pairs, channel, channels
 gc.collect()
 assert made[0]() is None and made[1]() is not None
 if RANK < 2:  # now all ranks have made as many groups: the newest torch would hang without
     distributed.new_group([0, 1], use_local_synchronization=True)
 pairs = [distributed.new_group([0, 2]), distributed.new_group([1, 3])]
 mine = pairs[RANK % 2]
-assert shared(mine, lambda: make(mine)).gather("a", b"anew") == [b"anew"] * 2
+other = Exchange.of(mine).channel
+assert other.gather("a", b"anew") == [b"anew"] * 2
 if RANK % 2:
-    other = shared(mine, lambda: None)
     if RANK == 3:
         os._exit(0)
     blamed(other, lambda: other.gather("a", b""), 1, "rank 1 of the group (3 of all) has ended")
@@ -203,7 +198,7 @@ def test_the_rank_that_held_the_store_is_named(tmp_path):
 
 
 _ABSENT = """
-absent._PATIENCE = 4  # for machines that are busy
+channels._PATIENCE = 4  # for machines that are busy
 channel = begin(1)
 if CALL != "first":
     channel.gather("a", b"")

@@ -6,10 +6,9 @@ from tests.helpers.threadranks import NAMESPACE, Rank, in_threads, keys_of, told
 from torchcache2 import torchcache
 from torchcache2.core.errors import OptionError, RankError
 from torchcache2.core.settings import CacheSettings
-from torchcache2.engine.batch import NotStoredError
+from torchcache2.engine.batch import FunctionSource, NotStoredError
 from torchcache2.engine.cache import Cache
-from torchcache2.engine.collective.apart import is_apart
-from torchcache2.engine.collective.exchange import Exchange
+from torchcache2.engine.collective.exchange import Exchange, is_apart
 
 
 def test_a_loop_that_raises_is_told_if_an_earlier_step_has_failed_too():
@@ -57,12 +56,12 @@ def test_a_rank_without_memory_for_the_caches_own_work_goes_on_only_with_the_oth
         mine, raised = Rank(channel), []
         for step in range(4):
             if rank == 0 and step in (1, 2):
-                setattr(mine.cache, ("_find", "_keep")[step - 1], no_memory)
+                setattr(mine.cache, ("find", "keep")[step - 1], no_memory)
             try:
                 mine.fetch([10 * step + rank, 10 * step + 5])
             except Exception as error:
                 raised.append((step, type(error)))
-            for name in ("_find", "_keep"):
+            for name in ("find", "keep"):
                 vars(mine.cache).pop(name, None)
         return raised
 
@@ -97,7 +96,7 @@ def test_rows_are_counted_if_what_else_a_rank_computes_is_not_stored():
             raise NotStoredError("random", "it is random", "output")
 
         try:
-            mine.cache.output(keys_of([0, 1, 10 + rank]), compute, torch.device("cpu"))
+            mine.cache.output(keys_of([0, 1, 10 + rank]), FunctionSource(compute, torch.device("cpu")))
         except NotStoredError as stop:
             stats = mine.cache.stats()
             return stop.output, stats.received, stats.sent, stats.exchange_seconds >= 0
@@ -125,7 +124,7 @@ def test_a_module_within_one_that_each_rank_caches_for_itself_takes_no_steps():
 
 def in_step(module, channel):
     net, exchange = torchcache(distributed="collective")(module), Exchange(channel)
-    net.cache_instance._exchange = lambda: None if is_apart() else exchange
+    net.cache_instance.engine.collective.exchange = lambda: None if is_apart() else exchange
     return net
 
 
@@ -177,8 +176,8 @@ def test_who_has_left_the_loop_of_one_module_answers_for_all():
     def run(rank, channel):
         mine = Rank(channel)
         first, second = mine.cache, Rank(channel, bytes(16), cache_dtype=torch.float64).cache
-        second._exchange = first._exchange
-        first._called, second._called = (lambda: "first"), (lambda: "second")
+        second.collective.exchange = first.collective.exchange
+        first.collective.name, second.collective.name = "first", "second"
         mine.fetch([1])
         mine.cache, mine.namespace = second, second.namespace
         mine.fetch([2, 3] if rank == 0 else [])
@@ -187,13 +186,16 @@ def test_who_has_left_the_loop_of_one_module_answers_for_all():
                 first.clear()
             else:
                 mine.fetch([2])
-        held = [first._holdings.has(keys_of([1])), second._holdings.has(keys_of([2], second.namespace))]
+        held = [
+            first.collective.holdings.owned(keys_of([1])),
+            second.collective.holdings.owned(keys_of([2], second.namespace)),
+        ]
         with first.join():
             if rank == 1:
                 second.clear()
                 mine.fetch([])
-        held.append(second._holdings.has(keys_of([2, 3], second.namespace)))
-        return mine.computed, [bool(flags.any()) for flags in held]
+        held.append(second.collective.holdings.owned(keys_of([2, 3], second.namespace)))
+        return mine.computed, [len(parts) > 0 for parts in held]
 
     first, second = told(in_threads(2, run))
     assert first == ([1, 2, 3], [False, True, False]) or first == ([2, 3], [False, True, False])

@@ -11,12 +11,11 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.helpers import storage
+from tests.helpers.replicas import Replicas, Stack
 from tests.helpers.storage import CPU, NAMESPACES, found, keys_of, rows_of, warnings_of
 from torchcache2 import CacheSettings
 from torchcache2.core.rows import Rows
 from torchcache2.engine.cache import Cache
-from torchcache2.engine.collective.holdings import AllHoldings, Holdings
-from torchcache2.engine.collective.replicas import Replicas
 from torchcache2.engine.stack import TierStack
 from torchcache2.tiers.base import Tier, replicas_of
 from torchcache2.tiers.memory import columns as columns_module
@@ -28,13 +27,6 @@ from torchcache2.tiers.shared.tier import SharedTier
 
 JOB = b"a job of 16 byte"
 KINDS = ["mru", "lru", "moved", "shared"]
-
-
-class Stack:
-    """A stack of one tier."""
-
-    def __init__(self, tier):
-        self.tiers = [tier]
 
 
 @pytest.fixture(params=KINDS)
@@ -452,15 +444,3 @@ class Dict(RuleBasedStateMachine):
 
 TestDict = Dict.TestCase
 TestDict.settings = settings(max_examples=200 if os.environ.get("SOAK") else 15, stateful_step_count=25)
-
-
-def test_what_is_added_again_is_what_was_added_last():
-    every, first, second = (
-        AllHoldings(),
-        Holdings(TierStack(CacheSettings())),
-        Holdings(TierStack(CacheSettings())),
-    )
-    for one in (first, second, first):
-        every.add(b"caller", one)
-    assert every.of(b"caller", second) is first
-    assert every.of(b"another", second) is second

@@ -11,12 +11,7 @@ AT_EACH_LINE = (
     JOINING
     + """
 from tests.helpers.storage import NAMESPACES
-from torchcache2.engine.collective.replicas import Replicas
-
-
-class Stack:
-    def __init__(self, tier):
-        self.tiers = [tier]
+from tests.helpers.replicas import Replicas, Stack
 
 
 class Killer:

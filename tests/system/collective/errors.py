@@ -9,9 +9,9 @@ import torch
 
 from tests.helpers.steps import ITEMS, SOAK, Backbone, case, dist, raises, run_cases
 from torchcache2 import InputError, RankError
-from torchcache2.decorator.modulecache import ModuleCache
-from torchcache2.engine.collective.holdings import Holdings
-from torchcache2.engine.collective.shipment import Shipment
+from torchcache2.engine.cache import Cache
+from torchcache2.engine.collective import exchange
+from torchcache2.engine.collective.exchange import Holdings, Shipment
 
 SOON = 3.0  # seconds; `make bench` holds a smaller bound on a machine that does nothing else
 
@@ -51,15 +51,15 @@ def in_finding(ranks):
 
 
 def in_looking(ranks):
-    return mock.patch.object(Holdings, "has", planned)
+    return mock.patch.object(Holdings, "owned", planned)
 
 
 def in_keeping(ranks):
-    return mock.patch.object(ModuleCache, "_keep", planned)
+    return mock.patch.object(Cache, "keep", planned)
 
 
 def in_preparing(ranks):
-    return mock.patch.object(Shipment, "load", planned)
+    return mock.patch.object(Shipment, "offer", planned)
 
 
 @case(ranks=3, more=15)
@@ -78,14 +78,14 @@ def an_error_while_others_read_rows(ranks):
         ranks.nodes(3)
         net = ranks.cached(Backbone())
         ranks.check(net, ITEMS[ranks.rank :: 3])
-        found, calls = Holdings.get, []
+        found, calls = Holdings.owned, []
 
-        def get(self, keys, found=found, calls=calls):
+        def owned(self, keys, found=found, calls=calls):
             calls.append(keys)
             return planned() if len(calls) == 2 else found(self, keys)
 
         if ranks.rank == victim:
-            with raises(PlannedError, within=SOON), mock.patch.object(Holdings, "get", get):
+            with raises(PlannedError, within=SOON), mock.patch.object(Holdings, "owned", owned):
                 net(ITEMS)
         else:
             with raises(RankError, f"rank {victim}", "as planned", within=SOON):
@@ -99,7 +99,7 @@ def an_error_while_others_read_rows(ranks):
 @case(ranks=3, more=3)
 def an_error_when_rows_are_sent_or_kept(ranks):
     """Nobody can be told of it in this step, so the connection ends, which others notice at once."""
-    stages = [(Shipment, "packed"), (Shipment, "unpacked"), (Holdings, "put_replicas")]
+    stages = [(exchange, "packed"), (exchange, "unpacked"), (Holdings, "put_replicas")]
     for number, (place, name) in enumerate(stages):
         ranks.again()
         ranks.nodes(3)

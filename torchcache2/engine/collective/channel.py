@@ -10,14 +10,21 @@ A round of ``gather`` is one ``all_gather`` of blocks of the same size. A block 
 How large the blocks of a kind of round are follows from the lengths that were gathered, so it is the same on
 all ranks.
 
-A rank that cannot go on says so in the store (`absent`) and closes its connections, and those that wait look
-whether they still have theirs. So all ranks raise the same error at about the same time.
+While a rank waits, it looks whether its connections are open, and whether the timeout of the group is over. A
+rank that cannot go on says so in the store over which the group has met, so that all raise the same error::
+
+    here/RANK    this rank has come to its first round
+    failed/RANK  this rank cannot go on; it says so before it closes its connections
+    verdict      why no rank can go on (JSON): the first rank that knows writes it, and all others take it
+
+So a rank that is closed and has not failed has ended, and one that has said nothing at all has not come.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import threading
 import time
@@ -34,7 +41,6 @@ from torch import Tensor, distributed
 
 from torchcache2.core.errors import RankError
 from torchcache2.core.private import group_store, group_timeout
-from torchcache2.engine.collective.absent import Roll, Verdict
 
 if TYPE_CHECKING:  # not all builds of torch have it
     from torch.distributed import ProcessGroup
@@ -43,12 +49,17 @@ __all__ = ["Channel"]
 
 _HEAD = 8  # bytes of a block before its payload
 _SMALLEST = 1 << 10  # bytes of payload
-_REVIEW = 64  # after so many rounds of a kind, blocks get as small as the largest of these payloads allows
+_REVIEW = 64  # after so many rounds of a kind that need half of its blocks at most, they get smaller
 _SLICE = timedelta(seconds=0.3)  # so often a wait looks for Ctrl+C and for closed connections
 _LONGER = timedelta(minutes=5)
 _LOOKS = 8  # at so many connections; each look costs some bytes until the end of the channel
 _AT_ONCE = timedelta(milliseconds=1)
 _UNUSED = 1 << 20  # a tag with which nothing is ever sent
+_PATIENCE = 1.5  # seconds until ranks that have not failed count as missing; those that wait notice in 0.3 s
+_STORE = 2.0  # seconds until a store that does not answer is given up
+_PAUSE = 0.001, 0.05  # seconds between two looks at the store: the first one, and the longest
+
+Verdict = tuple[str, "int | None"]  # why no rank can go on, and the rank that is to blame, if it is one
 
 
 class Channel:
@@ -82,8 +93,9 @@ class Channel:
             f"torchcache2/{self.rank}", 1
         )  # the same on all ranks: they make channels together
         self._store = distributed.distributed_c10d.PrefixStore(f"torchcache2/{number}", store)
-        self._roll = Roll(self._store, distributed.get_process_group_ranks(group), self.rank, self._timeout)
-        self._others = itertools.cycle(rank for rank in range(self.size) if rank != self.rank)
+        self._ranks = distributed.get_process_group_ranks(group)  # their numbers among all, for messages
+        self._others = [rank for rank in range(self.size) if rank != self.rank]
+        self._next = itertools.cycle(self._others)
 
     def gather(self, kind: str, data: bytes) -> list[bytes]:
         """What each rank has given to this call, by rank. `kind` names rounds that have about one length."""
@@ -92,18 +104,17 @@ class Channel:
             mark = zlib.crc32(kind.encode(), self._number)
             found = self._rounds.get(kind) or _Round(self.size, _SMALLEST)
             while True:
-                self._rounds[kind] = found
                 found.write(data, mark)
                 self._wait(self._gloo.allgather, [found.rows], [found.sent])
                 if found.marks.tolist().count(mark) < self.size:
                     raise self._failed("they have made different calls")
                 lengths = found.lengths.tolist()
-                if max(lengths) <= found.capacity:
+                needed = 1 << max(max(lengths) - 1, _SMALLEST - 1).bit_length()
+                if needed <= found.capacity:
                     break
-                found = _Round(self.size, _power(max(lengths)))
-            wanted = found.wanted(max(lengths))
-            if wanted < found.capacity:
-                self._rounds[kind] = _Round(self.size, wanted)
+                found = _Round(self.size, needed)
+            found.too_large = found.too_large + 1 if needed < found.capacity else 0
+            self._rounds[kind] = found if found.too_large < _REVIEW else _Round(self.size, needed)
             return found.read(lengths)
 
     def swap(self, data: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -123,13 +134,14 @@ class Channel:
         """
         with self._turn():
             place, group = data.device, self._group()
-            if place.type == "cpu" or group is None or place.type not in _devices(group):
-                with torch.inference_mode(False):
-                    result = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
+            is_direct = group is not None and self.sends_from(place)
+            with torch.inference_mode(False):
+                result = torch.empty(
+                    sum(received), dtype=torch.uint8, device=place if is_direct else torch.device("cpu")
+                )
+            if group is None or not is_direct:
                 self._wait(self._gloo.alltoall_base, result, data.cpu(), list(received), list(sent))
                 return result.to(place)
-            with torch.inference_mode(False):
-                result = torch.empty(sum(received), dtype=torch.uint8, device=place)
             try:  # not in slices: NCCL takes the end of a wait for a failure
                 group.alltoall_base(result, data, list(received), list(sent)).wait()
             except RuntimeError as error:
@@ -144,9 +156,10 @@ class Channel:
     def close(self, why: str = "") -> None:
         """Give up the connections, so that no rank waits. Later calls of all ranks raise `RankError`."""
         if self._pid == os.getpid() and self._why is None:
-            why = why or f"rank {self.rank} has closed the exchange between the ranks"
-            self._roll.fail(why)
-            self._end(Verdict(why, (self.rank,)))
+            text = why or f"rank {self.rank} has closed the exchange between the ranks"
+            self._why = text, self.rank
+            self._asked(lambda: self._settled(text, self.rank))
+            self._end()
 
     def __del__(self) -> None:
         if self._pid != os.getpid():
@@ -170,7 +183,7 @@ class Channel:
             if self._why is None and self._gloo is None:
                 self._connect()
             if self._why is not None:
-                raise _error(self._why)
+                raise RankError(*self._why)
             yield
         except BaseException as error:
             self.close(f"rank {self.rank} cannot go on: {error!r}")
@@ -181,7 +194,7 @@ class Channel:
 
     def _connect(self) -> None:
         try:
-            self._why = self._roll.meet()
+            self._why = self._met("here", self._timeout.total_seconds())
             if self._why is None:
                 # Not by `new_group`: its name for a group counts the groups that this rank is in, so ranks
                 # that are in different numbers of groups would never meet. And with a longer timeout: when it
@@ -196,13 +209,10 @@ class Channel:
         try:
             work, end = begin(*args), time.monotonic() + self._timeout.total_seconds()
             while not _is_done(work):
-                try:
-                    for rank in itertools.islice(self._others, min(_LOOKS, self.size - 1)):
-                        self._look(rank)
-                except RuntimeError:
+                if self._closed(itertools.islice(self._next, min(_LOOKS, self.size - 1))):
                     if _is_done(work):  # a rank has ended after all that it had to send was sent
                         break
-                    raise
+                    raise RuntimeError("a connection is closed")
                 if time.monotonic() > end:
                     raise RuntimeError(f"{self._timeout.total_seconds():g} s are over")
         except RuntimeError as error:
@@ -212,37 +222,106 @@ class Channel:
         """Raise RuntimeError if the connection to a rank is closed."""
         return self._gloo.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, _UNUSED)
 
-    def _failed(self, error: str) -> RankError:
-        """Find out why this rank cannot go on, and let the others know that it cannot."""
+    def _closed(self, ranks: Iterator[int] | Sequence[int]) -> list[int]:
+        """Those of some other ranks to which the connection is closed."""
         closed = []
-        for rank in range(self.size) if self._gloo is not None else ():
+        for rank in ranks if self._gloo is not None else ():
             try:
-                if rank != self.rank:
-                    self._look(rank)
+                self._look(rank)
             except RuntimeError:
                 closed.append(rank)
-        self._roll.failed(closed)
-        self._end(Verdict(error))
-        self._why = self._roll.verdict(closed, error)
-        return _error(self._why)
+        return closed
 
-    def _end(self, why: Verdict) -> None:
-        self._why = why
-        for rank in range(self.size) if self._gloo is not None else ():
+    def _end(self) -> None:
+        for rank in self._others if self._gloo is not None else ():
             # When a wait for a message ends without it, gloo closes the connections to all ranks. There is no
             # other way to close them that all supported versions of torch have.
             with contextlib.suppress(RuntimeError):
-                if rank != self.rank:
-                    self._look(rank).wait(_AT_ONCE)
+                self._look(rank).wait(_AT_ONCE)
         self._gloo = None
+
+    def _failed(self, error: str) -> RankError:
+        """Find out with the other ranks why none can go on, and close the connections of this one."""
+
+        def found() -> Verdict:
+            text = f"the ranks are out of step, or have lost their connection: {error}"
+            return self._met("failed", _PATIENCE) or self._settled(text, None)
+
+        self._why = self._asked(found, _PATIENCE + _STORE)
+        if self._why is None:
+            # The store does not answer. Most often the rank that held it has ended: rank 0 of all ranks.
+            closed = self._closed(self._others)
+            gone = [rank for rank in closed if self._ranks[rank] == 0] or closed
+            text = (
+                f"the exchange between the ranks has failed: {error}; nor does the store of torch.distributed"
+            )
+            text += " answer, which most often is in rank 0 of all"
+            self._why = self._ended(gone) if gone else (text, None)
+        self._end()
+        return RankError(*self._why)
+
+    def _met(self, mark: str, seconds: float) -> Verdict | None:
+        """Leave a mark, and wait until all ranks have; else why they cannot go on."""
+        self._store.set(f"{mark}/{self.rank}", "1")
+        marks = [f"{mark}/{rank}" for rank in range(self.size)]
+        end, pause = time.monotonic() + seconds, _PAUSE[0]
+        while not self._store.check(["verdict"]):
+            if self._store.check(marks):
+                return None
+            closed = self._closed(self._others)
+            if gone := [rank for rank in closed if not self._store.check([f"failed/{rank}"])]:
+                return self._settled(*self._ended(gone))
+            if time.monotonic() > end:
+                missing = [rank for rank in range(self.size) if not self._store.check([marks[rank]])]
+                return self._settled(*self._not_come(missing)) if missing else None
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE[1])
+        return self._settled("", None)
+
+    def _settled(self, text: str, rank: int | None) -> Verdict:
+        """The verdict of the first rank that has one."""
+        text, rank = json.loads(self._store.compare_set("verdict", "", json.dumps([text, rank])))
+        return text, rank
+
+    def _asked(self, question: Callable[[], Verdict], seconds: float = _STORE) -> Verdict | None:
+        """The answer of the store; None if it has failed, or does not answer."""
+        answers: list[Verdict] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                answers.append(question())
+
+        thread = threading.Thread(target=ask, daemon=True, name="torchcache2-verdict")
+        thread.start()
+        thread.join(seconds)
+        return answers[0] if answers else None
+
+    def _ended(self, ranks: Sequence[int]) -> Verdict:
+        return self._blamed(ranks, "ended, so the others cannot go on: see what it printed last")
+
+    def _not_come(self, ranks: Sequence[int]) -> Verdict:
+        return self._blamed(
+            ranks,
+            f"not come to this call within {self._timeout.total_seconds():g} s, which is the timeout of "
+            "the process group: with distributed='collective', all ranks have to make the same calls; see "
+            "cache.join() and cache.alone()",
+        )
+
+    def _blamed(self, ranks: Sequence[int], what: str) -> Verdict:
+        names = [
+            str(rank) if self._ranks[rank] == rank else f"{rank} of the group ({self._ranks[rank]} of all)"
+            for rank in ranks
+        ]
+        if len(names) == 1:
+            return f"rank {names[0]} has {what}", ranks[0]
+        return f"ranks {', '.join(names)} have {what}", None
 
 
 class _Round:
     """The buffers of one kind of round."""
 
     def __init__(self, size: int, capacity: int) -> None:
-        self.capacity = capacity
-        self._largest, self._left = _SMALLEST, _REVIEW
+        self.capacity, self.too_large = capacity, 0
         with torch.inference_mode(False):  # or only calls in inference mode could use these buffers
             self.sent = torch.zeros(_HEAD + capacity, dtype=torch.uint8, device="cpu")
             every = torch.zeros(size, _HEAD + capacity, dtype=torch.uint8, device="cpu")
@@ -260,23 +339,6 @@ class _Round:
     def read(self, lengths: Sequence[int]) -> list[bytes]:
         pairs = zip(self._read, lengths, strict=True)
         return [bytes(row[_HEAD : _HEAD + length]) for row, length in pairs]
-
-    def wanted(self, length: int) -> int:
-        """How large blocks should be after a round with this largest payload."""
-        self._largest = max(self._largest, _power(length))
-        self._left -= 1
-        if self._left:
-            return self.capacity
-        wanted, self._largest, self._left = self._largest, _SMALLEST, _REVIEW
-        return wanted
-
-
-def _power(length: int) -> int:
-    return 1 << max(length - 1, 0).bit_length()
-
-
-def _error(why: Verdict) -> RankError:
-    return RankError(why.text, why.ranks[0] if len(why.ranks) == 1 else None)
 
 
 def _is_done(work: Any) -> bool:

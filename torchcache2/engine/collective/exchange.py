@@ -1,64 +1,312 @@
-"""`Exchange`: the steps that all ranks of a process group take together.
+"""How ranks in step find, compute and send the rows of a call, each item once.
 
-In a step, each rank says which keys it does not find. What any rank has is sent to who asks, and what
-nobody has is computed by exactly one rank that has the item. All ranks take part in all rounds of a step,
-in the same order; what a round brings is the same for all, so all decide alike. A round is one
-``all_gather`` of bytes; see `Channel.gather`. Numbers are little-endian.
+A call of a cache with ``distributed="collective"`` is a *step*, which all ranks of a process group take
+together, in rounds; a round is one ``all_gather`` of bytes, see `Channel.gather`. What a round brings is the
+same for all, so all decide alike.
 
-1. **ask**: a `Header`, with the keys that this rank lacks. If any rank says that the rows of a namespace
-   are to be dropped, all drop them, and repeat the round. If no rank asks for anything, the step ends here.
+1. **ask**: each rank looks in its own tiers, and says which keys it lacks (`Ask`). If any rank says that the
+   rows of a namespace are to be dropped, all drop them, and repeat the round. If no rank asks for anything,
+   the step ends here.
    **parts**, only if ranks call with different namespaces for the first time: JSON that says what the
    namespace of a rank stands for. The first rank then warns of what differs.
-2. **have**: a byte for each key that was asked for, in the order of `Asked`: 1 if this rank has it. From
-   this, each rank derives the same plan, which names one source for each key; see `planned`.
-3. **tell**: the sources have read their rows, or computed them. `Told` says what came of it, and has a
-   number of 2 bytes for each key of which this rank is the source and others ask for, in the order of
-   `Asked`: 0 if its row cannot be sent, else which schema of the table in `Told` it has, from 1 on.
-   **schema**, only if a digest is in such a table for the first time: for each new digest, in sorted order,
-   the first rank that has it there says 4 bytes, the length of its text, and the text; see `SchemaTable`.
-4. One ``all_to_all_single`` of bytes, only if rows are to be sent: from each source to each rank that asks
-   for its keys, their rows, as `blocks` lays them out, by number of the schema, then in the order of
-   `Asked`.
+2. **have**: one rank of each memory reads the rows that others ask for, and offers them (`Offer`). From this
+   each rank derives the same plan: who sends each row, and who computes those that nobody has.
+3. **tell**, only if any are computed: those who have computed rows offer them.
+4. One ``all_to_all_single`` of bytes, only if rows are to be sent: see `Shipment`.
    **run**, only of sharded modules: a byte, 1 if this rank has to run its forward. If one has, all run
    theirs. They know it after round 1 already, and go on to no other, if a rank passes its call by, or finds
    rows of which no output can be made.
 
 A stage between two rounds that raises does not keep a rank from the next round: there it says that it has
 failed. Then all ranks raise: that rank its exception, and the others a `RankError`.
+
+An `Exchange` takes the steps of a process group. A cache that calls in step has a `Collective`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import json
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from torchcache2.core.errors import RankError
-from torchcache2.core.keys import Keys, Positions
-from torchcache2.core.rows import Parts
-from torchcache2.engine.batch import RefusedError
-from torchcache2.engine.collective.apart import apart
-from torchcache2.engine.collective.asked import Asked
+from torchcache2.core.groups import group_of
+from torchcache2.core.keys import Bytes2D, Flags, Keys, Positions
+from torchcache2.core.logs import listed, logger
+from torchcache2.core.process import Place
+from torchcache2.core.rows import Parts, Rows, merged
+from torchcache2.core.settings import CacheSettings
+from torchcache2.engine.batch import Batch, Hits, Misses, NotRunError, NotStoredError, RefusedError
 from torchcache2.engine.collective.channel import Channel
-from torchcache2.engine.collective.differing import Differing
-from torchcache2.engine.collective.header import Flag, Header, Status, Told, are_alike, out_of_step
-from torchcache2.engine.collective.holdings import AllHoldings
-from torchcache2.engine.collective.known import make_known
-from torchcache2.engine.collective.part import Part, Received
-from torchcache2.engine.collective.plan import planned
-from torchcache2.engine.collective.schemas import SchemaTable
-from torchcache2.engine.collective.shipment import Shipment
-from torchcache2.engine.values.outputs import stored
+from torchcache2.engine.collective.plan import Asked, planned
+from torchcache2.engine.collective.wire import (
+    NO_KEYS,
+    PLACE_BYTES,
+    Ask,
+    Flag,
+    Offer,
+    Schemas,
+    Status,
+    Told,
+    packed,
+    unpacked,
+)
+from torchcache2.engine.stack import TierStack
+from torchcache2.engine.stats import Counters
+from torchcache2.engine.values.outputs import found, joined, stored
+from torchcache2.identity.differences import differences, from_document
 from torchcache2.identity.encoding import digest
+from torchcache2.identity.modulewalk import Fingerprint
+from torchcache2.tiers.base import replicas_of
+from torchcache2.tiers.make import job_of
+from torchcache2.tiers.meeting import machine
 
-__all__ = ["Exchange"]
+if TYPE_CHECKING:  # not all builds of torch have it
+    from torch.distributed import ProcessGroup
 
-T = TypeVar("T")
+__all__ = ["Collective", "Exchange", "Holdings", "apart", "is_apart", "is_told"]
+
 _CPU = torch.device("cpu")
+_NOWHERE: Positions = np.empty(0, np.int64)
+_MOST_COMPARED = 8  # modules that change at every step are compared no more
+_MOST_PARTS = 65_535  # of the rows that a rank offers in a step
+_TOLD = "_torchcache2_told"
+_APART = ContextVar("torchcache2_apart", default=False)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Within this context, cached modules answer this thread without the other ranks."""
+    token = _APART.set(True)
+    try:
+        yield
+    finally:
+        _APART.reset(token)
+
+
+def is_apart() -> bool:
+    """Whether this thread is within `apart`."""
+    return _APART.get()
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether a step has ended with this error in all ranks, so that no rank goes on."""
+    return hasattr(error, _TOLD)
+
+
+class Holdings:
+    """What one rank has: the rows of its tiers, and replicas of rows that other ranks own.
+
+    Replicas are in room of the memory tier that nothing else needs. They never go to a slower tier, make room
+    before any other row does, and go with their namespace.
+
+    Attributes
+    ----------
+    dropped : dict of bytes
+        Namespaces that were dropped, in this order, until the other ranks have dropped them, too.
+    """
+
+    def __init__(self, tiers: TierStack) -> None:
+        self._tiers = tiers
+        self._own = os.urandom(PLACE_BYTES)
+        self.dropped: dict[bytes, None] = {}
+
+    @functools.cached_property
+    def place(self) -> bytes:
+        """16 bytes that are equal for the ranks whose memory is one."""
+        job = job_of(self._tiers.settings, self._tiers.name) if self._tiers.tiers[0].is_shared else None
+        return self._own if job is None else digest([job, machine().encode()])
+
+    def get(self, keys: Keys) -> Parts:
+        """The rows that are in the tiers or among the replicas: one part for each schema."""
+        parts = self.owned(keys)
+        missing = _others(len(keys), parts)
+        if not len(missing):
+            return parts
+        replicas = self._tiers.tiers[0].get(_as_replicas(keys.take(missing))).parts
+        return merged([*parts, *((missing[positions], rows) for positions, rows in replicas)])
+
+    def owned(self, keys: Keys) -> Parts:
+        """The rows that are in the tiers."""
+        return list(self._tiers.get(keys).parts)
+
+    def put_replicas(self, keys: Keys, rows: Rows) -> int:
+        """Keep rows that another rank owns, as long as there is room for them; how many were kept."""
+        return self._tiers.tiers[0].keep_replicas(_as_replicas(keys), rows)
+
+    def drop(self, namespace: bytes) -> None:
+        """Forget every row of a namespace."""
+        self._tiers.drop(namespace)
+        self._tiers.tiers[0].drop(replicas_of(namespace))
+
+
+def _as_replicas(keys: Keys) -> Keys:
+    return Keys(replicas_of(keys.namespace), keys.data, keys.group)
+
+
+@dataclasses.dataclass
+class Received:
+    """What a step has brought to this rank.
+
+    Attributes
+    ----------
+    parts : list of (ndarray of int64, Rows)
+        Rows, and which of the keys they have that this rank has asked for: those that it has computed itself,
+        and those of other ranks.
+    lacking : ndarray of int64
+        Which of these keys nobody has sent: this rank computes them now.
+    refused : tuple of str, optional
+        Why the output must not be stored, as another rank has found: a reason and a sentence.
+    refusal : RefusedError, optional
+        Why this rank's own part has not stored what it has computed.
+    all_pass : bool
+        Whether all ranks pass their call by, so that what it calls is called by all.
+    notes : list of str
+        What the ranks know of calls like theirs; see `Part.note`.
+    from_others, to_others : int
+        How many rows this rank has received and sent.
+    must_run : bool
+        Whether this rank runs its forward even if it lacks nothing, since other ranks wait in it.
+    """
+
+    parts: Parts = dataclasses.field(default_factory=list)
+    lacking: Positions = dataclasses.field(default_factory=lambda: _NOWHERE)
+    refused: tuple[str, str] | None = None
+    refusal: RefusedError | None = None
+    all_pass: bool = False
+    notes: Sequence[str] = ()
+    from_others: int = 0
+    to_others: int = 0
+    must_run: bool = False
+
+    def context(self) -> AbstractContextManager[None]:
+        """The context of the forward: unless all ranks run it, they do not all call the modules within."""
+        return contextlib.nullcontext() if self.all_pass or self.must_run else apart()
+
+
+class Part:
+    """What one rank does in one step; an exception in any of this is told to the other ranks.
+
+    This one asks for nothing: the rank passes its call by, raises, or has left.
+    """
+
+    namespace = bytes(16)
+    group = b""  # of the keys
+    device = _CPU  # where rows are used
+
+    def __init__(self, name: str, holdings: Holdings, flags: Flag, error: Exception | None = None) -> None:
+        self.name = name  # of what is called, for people
+        self.holdings = holdings
+        self.flags = flags  # what is known of this rank after `find`
+        self._error = error
+
+    def find(self) -> Bytes2D:
+        """The distinct keys that this rank has to ask for; called again if rows were dropped meanwhile."""
+        if self._error is not None:
+            raise self._error
+        return NO_KEYS
+
+    def description(self) -> Mapping[str, Any]:
+        """What the namespace stands for, as JSON."""
+        return {}
+
+    def note(self) -> str:
+        """What is known of calls like this by now, for ranks that do not know it yet."""
+        return ""
+
+    def is_enough(self, received: Received) -> bool:
+        """Whether the output can be made of what is there, without a forward."""
+        return True
+
+    def compute(self, wanted: Positions) -> Rows:
+        """The rows of some of these keys; they are stored by then."""
+        raise NotImplementedError
+
+
+class Shipment:
+    """The rows of one step that ranks offer, and that go between them.
+
+    From each source to each rank that asks for its keys, there go their rows, by number of the part that the
+    source has offered, then in the order of `Asked`.
+
+    Parameters
+    ----------
+    asked : Asked
+        n keys.
+    rank : int
+        This one.
+    schemas : Schemas
+    """
+
+    def __init__(self, asked: Asked, rank: int, schemas: Schemas) -> None:
+        self._asked, self._rank, self._schemas = asked, rank, schemas
+        self._told: list[list[Told]] = [[] for _ in asked.by[:0].T]  # the parts of each rank
+        self._parts: list[Rows] = []
+        self._row = np.zeros(len(asked), np.int64)  # of each key in its part
+        self.number = np.zeros(asked.by.shape, np.uint16)  # as the ranks have offered
+        self.source: Positions = _NOWHERE  # the rank whose row of each key is sent
+        self.rows_sent = 0
+
+    def offer(self, parts: Parts, told: Flags) -> Offer:
+        """Take rows of this rank; what it says of those keys of which the others are `told`."""
+        number, schemas = np.zeros(len(self._asked), "<u2"), []
+        for numbers, rows in parts:
+            text = self._schemas.text(rows.schema) if told[numbers].any() else None
+            if text is not None and len(self._parts) < _MOST_PARTS:
+                self._parts.append(rows)
+                schemas.append(text)
+                number[numbers] = len(self._parts)
+                self._row[numbers] = np.arange(len(numbers))
+        return Offer(numbers=number[told], schemas=schemas)
+
+    def hear(self, offers: Sequence[Offer], told: Flags) -> None:
+        """Take what the ranks have offered of those keys, (n, ranks), of which they have told."""
+        for rank, offer in enumerate(offers):
+            self._told[rank] += map(self._schemas.told, offer.schemas)
+            keys = np.flatnonzero(told[:, rank])
+            numbers = offer.numbers if offer.status == Status.OK else np.zeros(len(keys), np.uint16)
+            if len(numbers) != len(keys) or numbers.max(initial=0) > len(self._told[rank]):
+                raise RankError(f"rank {rank} has offered other rows than it was asked for")
+            self.number[keys, rank] = numbers
+
+    def swap(self, channel: Channel, device: torch.device) -> Iterator[tuple[int, Positions, Rows]]:
+        """Send rows, and yield those that come, but of unknown classes: from which rank, of which keys."""
+        ranks = range(channel.size)
+        outgoing = [self._parts_of(self._rank, receiver) for receiver in ranks]
+        incoming = [self._parts_of(source, self._rank) for source in ranks]
+        self.rows_sent = sum(len(keys) for parts in outgoing for _, keys in parts)
+        rows = [[(self._parts[number], self._row[keys]) for number, keys in parts] for parts in outgoing]
+        told = [
+            [(self._told[source][number], len(keys)) for number, keys in incoming[source]] for source in ranks
+        ]
+        sizes = [sum(one.bytes_of(count) for one, count in parts) for parts in told]
+        data, start = channel.swap(*packed(rows, device), sizes), 0
+        for source, size in enumerate(sizes):
+            blocks = unpacked(data[start : start + size], told[source])
+            start += size
+            for (_, keys), block in zip(incoming[source], blocks, strict=True):
+                if block is not None:
+                    yield source, keys, block
+
+    def _parts_of(self, source: int, receiver: int) -> list[tuple[int, Positions]]:
+        """What goes from one rank to another: numbers of parts, and the keys of each."""
+        if source == receiver:
+            return []
+        keys = np.flatnonzero(self._asked.by[:, receiver] & (self.source == source))
+        numbers = self.number[keys, source]
+        return [(number - 1, keys[numbers == number]) for number in np.unique(numbers).tolist() if number]
 
 
 class Exchange:
@@ -67,28 +315,41 @@ class Exchange:
     One thread of a rank takes a step at a time. If a step is interrupted, the channel is closed, so that
     the other ranks do not wait.
 
-    Parameters
+    Attributes
     ----------
     channel : Channel
         Between the ranks of the group.
-
-    Attributes
-    ----------
-    seconds : float
-        Time spent in rounds, waiting for other ranks included; who counts it sets it back.
     steps : int
         How many were taken.
     """
 
+    # Process groups are state of the process, and torch itself keeps them so. All decorated modules of a
+    # group share one exchange: with two, ranks that call different modules would wait in different ones.
+    _of_group: ClassVar[WeakKeyDictionary[ProcessGroup, tuple[int, Exchange]]] = WeakKeyDictionary()
+    _making: ClassVar[threading.Lock] = threading.Lock()
+
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.seconds = 0.0
-        self._do_all_know = False
-        self._schemas = SchemaTable()
-        self._differing = Differing()
-        self._holdings = AllHoldings()
         self.steps = 0
+        self._schemas = Schemas()
+        self._compared: set[tuple[str, ...]] = set()  # the same on all ranks
+        self._holdings: WeakValueDictionary[tuple[str, int], Holdings] = WeakValueDictionary()
         self._thread = threading.Lock()
+        self._do_all_know = False
+
+    @classmethod
+    def of(cls, group: ProcessGroup) -> Exchange:
+        """That of a group in this process; it goes when the group goes."""
+        with cls._making:
+            if group not in cls._of_group:
+                cls._of_group[group] = os.getpid(), cls(Channel(group))
+            pid, exchange = cls._of_group[group]
+        if pid != os.getpid():
+            raise RankError(
+                "this process was forked from a rank, and cannot speak for it: call the module in the rank "
+                "itself"
+            )
+        return exchange
 
     def step(self, part: Part) -> Received | None:
         """Take a step with all ranks; returns what it has brought, None if all ranks have left.
@@ -102,19 +363,20 @@ class Exchange:
         """
         with self._taken():
             self.steps += 1
-            headers = self._ask(part)
-            active = [header for header in headers if not header.flags & Flag.DONE]
-            if part.flags & Flag.DONE and active:  # others may call other modules
-                part.holdings = self._holdings.of(active[0].caller, part.holdings)
-            if headers and not active:
-                return None
-            if headers and all(header.flags & Flag.BYPASS for header in active):
-                return Received(all_pass=True)
-            if _all_must_run(headers):
-                return Received(lacking=np.arange(len(headers[self.channel.rank].keys)), must_run=True)
-            if not any(len(header.keys) for header in headers):
+            asks = self._ask(part)
+            if not asks:
                 return Received()
-            return self._answered(part, headers, Asked.of(headers, self.channel.rank))
+            active = [ask for ask in asks if not ask.flags & Flag.DONE]
+            if not active:
+                return None
+            if part.flags & Flag.DONE:  # others may call other modules
+                called = [one for (name, _), one in self._holdings.items() if name == active[0].caller]
+                part.holdings = called[-1] if called else part.holdings
+            if all(ask.flags & Flag.BYPASS for ask in active):
+                return Received(all_pass=True)
+            if _any(asks, Flag.SHARDED) and _any(asks, Flag.RUN | Flag.BYPASS):
+                return Received(lacking=np.arange(len(asks[self.channel.rank].keys)), must_run=True)
+            return self._answered(part, asks) if any(len(ask.keys) for ask in asks) else Received()
 
     @contextlib.contextmanager
     def _taken(self) -> Iterator[None]:
@@ -126,7 +388,6 @@ class Exchange:
                 "process_group"
             )
         self._do_all_know = False
-        before = self.channel.seconds
         try:
             with apart():  # not all ranks compute, so modules within this one are called by some only
                 yield
@@ -135,156 +396,203 @@ class Exchange:
                 self.channel.close()
             raise
         finally:
-            self.seconds += self.channel.seconds - before
             self._thread.release()
 
-    def _ask(self, part: Part) -> list[Header]:
+    def _ask(self, part: Part) -> list[Ask]:
         """Round 1: what all ranks say; nothing if no rank needs anything."""
+        holdings = part.holdings
+        self._holdings.pop((part.name, id(holdings)), None)  # what is called again is the last one
+        self._holdings[part.name, id(holdings)] = holdings
         while True:
             failure: Exception | None = None
-            keys, flags = np.empty((0, 16), np.uint8), Flag(0)
             try:
-                keys = part.find()
-                flags = part.flags
+                keys, flags = part.find(), part.flags
             except Exception as error:
-                failure, flags = error, Flag.FAILED
-            caller, holdings = digest([part.caller.encode()]), part.holdings
-            self._holdings.add(caller, holdings)
+                failure, keys, flags = error, NO_KEYS, Flag.FAILED
+            if self.channel.sends_from(part.device):
+                flags |= Flag.CUDA
             dropped = next(iter(holdings.dropped), b"")
-            header = Header(
-                step=self.steps,
-                flags=flags | (Flag.DROP if dropped else Flag(0)) | (Flag.CUDA * self._is_on_gpu(part)),
-                caller=caller,
-                namespace=part.namespace,
-                place=holdings.place,
-                dropped=dropped or bytes(16),
-                message=part.caller if failure is None else _text_of(failure),
-                keys=keys,
-            )
-            said = self.channel.gather("ask", mine := header.to_bytes())
-            if header.is_content and all(are_alike(mine, data) for data in said):
+            text = "" if failure is None else _text_of(failure)
+            names = part.name, part.namespace.hex(), dropped.hex()
+            mine = Ask(self.steps, flags, *names, text, keys, holdings.place).to_bytes()
+            said = self.channel.gather("ask", mine)
+            needs_nothing = not (len(keys) or dropped or flags & ~(Flag.SHARDED | Flag.CUDA))
+            if needs_nothing and all(data[:-PLACE_BYTES] == mine[:-PLACE_BYTES] for data in said):
                 return []
-            headers = _read(Header.of, said)
-            self._check_failures([(one.flags & Flag.FAILED != 0, one.message) for one in headers], failure)
-            if text := out_of_step(headers):
-                self._do_all_know = True
-                raise make_known(RankError(text), self, self.steps)
+            asks = _read(Ask.of, said)
+            self._check_failures([(ask.flags & Flag.FAILED != 0, ask.error) for ask in asks], failure)
+            self._check_in_step(asks)
             holdings.dropped.pop(dropped, None)
-            all_dropped = {one.dropped for one in headers if one.flags & Flag.DROP}
+            all_dropped = {bytes.fromhex(ask.dropped) for ask in asks if ask.dropped}
             if not all_dropped:
-                self._differing.look(self.channel, part, headers)
-                return headers
-            self._holdings.drop(all_dropped)
+                self._compare(part, asks)
+                return asks
+            for one in list(self._holdings.values()):
+                for namespace in all_dropped:
+                    one.drop(namespace)
 
-    def _answered(self, part: Part, headers: list[Header], asked: Asked) -> Received:
-        """Rounds 2 to 4, and "run"."""
-        rank, failure = self.channel.rank, None
-        has = np.zeros(len(asked), np.uint8)
+    def _check_in_step(self, asks: Sequence[Ask]) -> None:
+        """Raise `RankError` if the ranks that have asked this cannot take a step together."""
+        active = [(rank, ask) for rank, ask in enumerate(asks) if not ask.flags & Flag.DONE]
+        text = ""
+        if len(active) < len(asks) and _any(asks, Flag.SHARDED):
+            text = "a rank has left join(), but the forward of a sharded module waits for it"
+        for rank, other in active[1:]:
+            first, one = active[0]
+            if one.caller != other.caller:
+                text = (
+                    f"the ranks are out of step: rank {first} calls {one.caller}, and rank {rank} calls "
+                    f"{other.caller}. With distributed='collective' all ranks call the same modules in the "
+                    "same order; for calls of some ranks only there are cache_instance.alone() and join()"
+                )
+            # A rank that passes its call by does not say whether its module is sharded.
+            elif (one.flags ^ other.flags) & Flag.SHARDED and not _any([one, other], Flag.BYPASS):
+                text = f"{one.caller} is sharded on some ranks, and whole on others"
+        if text:
+            raise self._known(RankError(text))
+
+    def _compare(self, part: Part, asks: Sequence[Ask]) -> None:
+        """Warn in the first rank if another one has a namespace of its own, as they then share nothing."""
+        ranks = [rank for rank, ask in enumerate(asks) if not ask.flags & (Flag.BYPASS | Flag.DONE)]
+        namespaces = tuple(asks[rank].namespace for rank in ranks)
+        is_new = namespaces not in self._compared and len(self._compared) < _MOST_COMPARED
+        if len(set(namespaces)) < 2 or not is_new:
+            return
+        self._compared.add(namespaces)
         try:
-            # What this rank asks for it does not have.
-            for numbers, keys in asked.keys_at(np.flatnonzero(~asked.by[:, rank])):
-                has[numbers] = part.holdings.has(keys)
-        except Exception as error:
-            failure = error
-        said = self.channel.gather("have", has.tobytes())
-        held = np.stack([np.frombuffer(data, np.uint8) for data in said], axis=1) != 0
-        is_sharded = any(header.flags & Flag.SHARDED for header in headers)
-        whole = np.array([header.flags & Flag.WHOLE != 0 for header in headers])
-        plan = planned(asked.words, asked.by & (not is_sharded), held, whole, self.steps)
-        told = Told()
-        parts: Parts = []
-        own: Parts = []
-        refusal: RefusedError | None = None
-        if failure is None:
-            try:
-                for those, keys in asked.keys_at(np.flatnonzero((plan.source == rank) & held.any(axis=1))):
-                    parts += [(those[positions], rows) for positions, rows in part.holdings.get(keys)]
-                mine = asked.mine
-                computed = np.flatnonzero((plan.source[mine] == rank) & ~held[mine].any(axis=1))
-                if len(computed):
-                    rows = part.compute(computed)
-                    assert rows is not None
-                    own = [(computed[where], one) for where, one in stored(rows)]
-                    parts += [(mine[where], one) for where, one in own]
-            except RefusedError as stop:
-                refusal = stop
-                told.status, told.reason, told.text = Status.NOT_STORED, stop.reason, stop.text
-            except Exception as error:
-                failure = error
-        shipment = Shipment(asked, plan.source, rank, self._schemas)
-        if failure is None:
-            try:
-                shipment.load(parts, told)
-                told.reason = part.note() if whole.any() and refusal is None else told.reason
-            except Exception as error:
-                failure = error
-        if failure is not None:
-            told.status, told.text = Status.FAILED, _text_of(failure)
-        heard = _read(Told.of, self.channel.gather("tell", told.to_bytes()))
-        self._check_failures([(one.status == Status.FAILED, one.text) for one in heard], failure)
-        self._schemas.tell([one.digests for one in heard], self.channel)
-        received = self._swapped(shipment, heard, headers, part)
-        received.parts += own
-        received.notes = [one.reason for one in heard if one.status == Status.OK]
+            description = json.dumps(part.description()).encode()
+        except Exception:
+            description = b"{}"
+        said = self.channel.gather("parts", description)
+        first, other = ranks[0], ranks[[name != namespaces[0] for name in namespaces].index(True)]
+        if self.channel.rank == first:
+            now, before = (from_document("", json.loads(said[rank])) for rank in (other, first))
+            lines = differences(now or Fingerprint(b"", {}), before or Fingerprint(b"", {}))
+            shown = listed(lines) if lines else "it is not known in what"
+            logger.warning(
+                "%s: rank %d and rank %d share no rows, as they call modules that differ: %s. Keep what is "
+                "another one on each rank, such as its device, out of the module",
+                *(part.name, first, other, shown),
+            )
+
+    def _answered(self, part: Part, asks: Sequence[Ask]) -> Received:
+        """Rounds 2 to 4, and "run"."""
+        rank, received = self.channel.rank, Received()
+        asked = Asked.of(asks, rank)
+        readers = asked.readers(asks)
+        whole = np.array([ask.flags & Flag.WHOLE != 0 for ask in asks])
+        is_sharded = _any(asks, Flag.SHARDED)
+        shipment = Shipment(asked, rank, self._schemas)
+
+        def noted(offer: Offer) -> Offer:
+            return offer._replace(reason=part.note()) if whole.any() else offer
+
+        def held() -> Offer:
+            parts: Parts = []
+            for numbers, keys in asked.keys_at(np.flatnonzero(readers[:, rank])):
+                parts += [(numbers[where], rows) for where, rows in part.holdings.owned(keys)]
+            return noted(shipment.offer(parts, readers[:, rank]))
+
+        def computed() -> Offer:
+            wanted = np.flatnonzero(is_computed[asked.mine] & (source[asked.mine] == rank))
+            if len(wanted):
+                try:
+                    rows = part.compute(wanted)
+                except RefusedError as stop:
+                    received.refusal = stop
+                    return Offer(Status.NOT_STORED, stop.reason, stop.text)
+                received.parts += [(wanted[where], one) for where, one in stored(rows)]
+            parts = [(asked.mine[where], one) for where, one in received.parts]
+            return noted(shipment.offer(parts, told[:, rank]))
+
+        offers = self._offered("have", held)
+        shipment.hear(offers, readers)
+        is_held = shipment.number > 0
+        source = planned(asked.words, asked.by & (not is_sharded), is_held, whole, self.steps)
+        is_computed = (source >= 0) & ~is_held.any(axis=1)
+        if is_computed.any():
+            is_told = is_computed & (asked.by.sum(axis=1) > 1)
+            told = is_told[:, None] & (source[:, None] == np.arange(len(asks)))
+            offers = self._offered("tell", computed)
+            shipment.hear(offers, told)
+        shipment.source = source
+        if shipment.number[np.arange(len(asked)), source].any():
+            self._receive(shipment, asked, asks, part, received)
+        received.notes = [offer.reason for offer in offers if offer.status == Status.OK]
         received.lacking = _others(len(asked.mine), received.parts)
         if is_sharded:
             must_run = len(received.lacking) > 0 or not part.is_enough(received)
             received.must_run = any(data[0] for data in self.channel.gather("run", bytes([must_run])))
-        lacking = asked.mine[received.lacking]
-        for source in np.unique(plan.source[lacking[~held[lacking].any(axis=1)]]):
-            if source >= 0 and source != rank and heard[source].status == Status.NOT_STORED:
-                received.refused = heard[source].reason, heard[source].text
-        received.refusal = refusal
+        sources = np.unique(source[asked.mine[received.lacking]]).tolist()
+        for offer in [offers[one] for one in sources if one not in (-1, rank)]:
+            if offer.status == Status.NOT_STORED:
+                received.refused = offer.reason, offer.text
         return received
 
-    def _swapped(
-        self, shipment: Shipment, heard: Sequence[Told], headers: Sequence[Header], part: Part
-    ) -> Received:
+    def _offered(self, kind: str, make: Callable[[], Offer]) -> list[Offer]:
+        """What all ranks offer in a round; raises if one has failed."""
+        failure: Exception | None = None
+        try:
+            offer = make()
+        except Exception as error:
+            failure, offer = error, Offer(Status.FAILED, text=_text_of(error))
+        offers = _read(Offer.of, self.channel.gather(kind, offer.to_bytes()))
+        self._check_failures([(one.status == Status.FAILED, one.text) for one in offers], failure)
+        return offers
+
+    def _receive(
+        self, shipment: Shipment, asked: Asked, asks: Sequence[Ask], part: Part, received: Received
+    ) -> None:
         """Round 4: the rows that other ranks send to this one."""
-        received = Received()
-        if not shipment.announced(heard):
-            return received
-        is_on_gpu = all(header.flags & Flag.CUDA for header in headers)
-        data, sent = shipment.packed(part.device if is_on_gpu else _CPU)
-        data = self.channel.swap(data, sent, shipment.expected())
-        for source, numbers, rows in shipment.unpacked(data):
-            received.parts.append((shipment.positions(numbers), rows))
+        positions = np.zeros(len(asked), np.int64)
+        positions[asked.mine] = np.arange(len(asked.mine))
+        device = part.device if all(ask.flags & Flag.CUDA for ask in asks) else _CPU
+        for source, numbers, rows in shipment.swap(self.channel, device):
+            received.parts.append((positions[numbers], rows))
             received.from_others += len(numbers)
-            if headers[source].place != part.holdings.place:
-                keys = Keys(part.namespace, shipment.asked.data[numbers], part.group)
-                part.holdings.put_replicas(keys, rows)
+            if asks[source].place != part.holdings.place:
+                part.holdings.put_replicas(Keys(part.namespace, asked.data[numbers], part.group), rows)
         received.to_others = shipment.rows_sent
-        return received
 
     def _check_failures(self, said: Sequence[tuple[bool, str]], own: Exception | None) -> None:
         """Raise if a rank has failed: its own exception in that rank, a `RankError` in the others."""
         failed = [rank for rank, (has_failed, _) in enumerate(said) if has_failed]
         if failed:
-            rank = failed[0]
-            text = f"rank {rank} has failed, so that no rank goes on: {said[rank][1]}"
-            self._do_all_know = True
-            raise make_known(RankError(text, rank) if own is None else own, self, self.steps)
+            text = f"rank {failed[0]} has failed, so that no rank goes on: {said[failed[0]][1]}"
+            raise self._known(RankError(text, failed[0]) if own is None else own)
 
-    def _is_on_gpu(self, part: Part) -> bool:
-        return part.device.type == "cuda" and self.channel.sends_from(part.device)
+    def _known(self, error: Exception) -> Exception:
+        """Note that this step ends with an error in all ranks; returns the error."""
+        self._do_all_know = True
+        with contextlib.suppress(AttributeError, TypeError):
+            # To keep the error itself would keep the tensors of the call, by its traceback.
+            setattr(error, _TOLD, (id(self), self.steps))
+        return error
+
+    def has_told(self, error: BaseException | None, since: int) -> bool:
+        """Whether a step after number `since` has ended with an error, or with one that it followed from."""
+        while error is not None:
+            of, step = getattr(error, _TOLD, (0, 0))
+            if of == id(self) and step > since:
+                return True
+            error = error.__cause__ or error.__context__
+        return False
 
 
-def _read(of: Callable[[bytes], T], said: Sequence[bytes]) -> list[T]:
-    """What the ranks have said; `RankError` if one has another version of this library, which says it so."""
+def _read(of: Callable[[bytes], Any], said: Sequence[bytes]) -> list[Any]:
+    """What the ranks have said; `RankError` if one has another version of this library."""
     read = []
     for rank, data in enumerate(said):
         try:
             read.append(of(data))
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             text = f"what rank {rank} says cannot be read: {error}. All ranks need the same torchcache2"
             raise RankError(text, rank) from None
     return read
 
 
-def _all_must_run(headers: Sequence[Header]) -> bool:
-    """Whether all ranks run the forward of a sharded module, as is known after the first round."""
-    is_sharded = any(header.flags & Flag.SHARDED for header in headers)
-    return is_sharded and any(header.flags & (Flag.RUN | Flag.BYPASS) for header in headers)
+def _any(asks: Sequence[Ask], flag: Flag) -> bool:
+    return any(ask.flags & flag for ask in asks)
 
 
 def _text_of(error: BaseException) -> str:
@@ -297,3 +605,172 @@ def _others(count: int, parts: Parts) -> Positions:
     for positions, _ in parts:
         is_there[positions] = True
     return np.flatnonzero(~is_there)
+
+
+class Collective:
+    """What a cache with ``distributed="collective"`` has: its part in the steps of all ranks."""
+
+    def __init__(self, settings: CacheSettings, tiers: TierStack, counters: Counters, name: str) -> None:
+        self.holdings = Holdings(tiers)
+        self.name = tiers.name or name  # of what the ranks call: equal in all of them, if they are in step
+        self._settings, self._counters = settings, counters
+
+    def exchange(self) -> Exchange | None:
+        """What the ranks take steps with; None if this process makes its calls alone."""
+        if is_apart() or get_worker_info() is not None:
+            return None
+        group = group_of(self._settings.process_group)
+        return None if group is None else Exchange.of(group)
+
+    def place(self) -> Place:
+        """Which rank this is, of those that share out the items of a warmup."""
+        exchange = self.exchange()
+        return Place(0, 1) if exchange is None else Place(exchange.channel.rank, exchange.channel.size)
+
+    def drop(self, namespace: bytes) -> None:
+        """Forget every row of a namespace; the other ranks are told in the next step."""
+        self.holdings.drop(namespace)
+        self.holdings.dropped[namespace] = None
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a loop: see `Cache.join`."""
+        exchange = self.exchange()
+        if exchange is None:
+            yield
+            return
+        begin = exchange.steps
+        try:
+            yield
+        except Exception as error:
+            if not exchange.has_told(error, begin):
+                self.stand_by(error)
+            raise
+        while self._step(exchange, Part(self.name, self.holdings, Flag.DONE)) is not None:
+            pass
+
+    def stand_by(self, error: Exception | None = None) -> AbstractContextManager[None]:
+        """Take part in a step without keys: this rank passes its call by, or raises an error.
+
+        Returns the context in which the call is made.
+        """
+        exchange = self.exchange()
+        if exchange is None:
+            return contextlib.nullcontext()
+        received = self._step(exchange, Part(self.name, self.holdings, Flag.BYPASS, error))
+        return contextlib.nullcontext() if received is None else received.context()
+
+    def output(self, exchange: Exchange, cache: Any, batch: Batch) -> Any:
+        """The output of a batch of a cache, in one step of all ranks."""
+        part = _BatchPart(self.name, self.holdings, cache, batch)
+        received = self._step(exchange, part)
+        assert received is not None  # this rank has not left
+        if received.refusal is not None:
+            raise received.refusal
+        with received.context():
+            return part.output(received)
+
+    def _step(self, exchange: Exchange, part: Part) -> Received | None:
+        before = exchange.channel.seconds
+        received = exchange.step(part)
+        rows = received or Received()
+        seconds = exchange.channel.seconds - before
+        self._counters.exchange(received=rows.from_others, sent=rows.to_others, seconds=seconds)
+        return received
+
+
+class _BatchPart(Part):
+    """The part of a rank in a step that calls with a batch."""
+
+    def __init__(self, name: str, holdings: Holdings, cache: Any, batch: Batch) -> None:
+        super().__init__(name, holdings, Flag(0))
+        self.namespace, self.group, self.device = batch.keys.namespace, batch.keys.group, batch.source.device
+        self._cache, self._batch, self._source = cache, batch, batch.source
+        self._hits: Hits | None = None
+        self._has_run = False
+        self._wrong: str | None = None  # how found rows differ from computed ones
+        self._whole: Any = None  # the output of the whole batch, if all of it was computed at once
+
+    def find(self) -> Bytes2D:
+        """The distinct keys that this rank does not have."""
+        batch = self._batch
+        hits = self._hits = self._cache.find(batch)
+        if hits is None:  # rows of several shapes
+            self.flags = Flag.BYPASS
+            return NO_KEYS
+        self._misses = Misses.of(batch.keys, hits)
+        self._keys = batch.keys.take(self._misses.distinct)
+        self.flags = Flag(
+            Flag.WHOLE * self._source.runs_whole_batch() | Flag.SHARDED * self._source.is_sharded
+        )
+        if self._source.is_sharded:
+            is_all = len(self._keys) == 0
+            must_run = len(hits.checked) > 0 or (is_all and not self.is_enough(Received()))
+            self.flags |= Flag.RUN if must_run else Flag(0)
+        return self._keys.data
+
+    def description(self) -> Mapping[str, Any]:
+        """What the namespace stands for, as JSON."""
+        return self._source.description(self.namespace)
+
+    def note(self) -> str:
+        """Whether items do not depend on their batch, as far as that is known."""
+        return self._source.checks.note(has_run=self._has_run)
+
+    def is_enough(self, received: Received) -> bool:
+        """Whether the output can be made of what is there, without a forward; it is kept.
+
+        Rows may not stack, or the output may have values that differ from batch to batch.
+        """
+        batch, batch.may_run = self._batch, False
+        try:
+            self._whole = self.output(received)
+            return True
+        except (NotRunError, Exception):  # it is raised again when the output is made
+            batch.misses = batch.computed = 0
+            return False
+        finally:
+            batch.may_run = True
+
+    def compute(self, wanted: Positions) -> Rows:
+        """The rows of some of these keys, computed with the hits that are to be checked, and stored."""
+        assert self._hits is not None
+        self._has_run = True
+        batch, mine = self._batch, self._misses.distinct[wanted]
+        rows: Rows
+        output, rows, self._wrong = self._cache.compute(batch, self._hits, mine)
+        if len(mine) == len(batch.keys):
+            self._whole = output if batch.dtype is None else batch.output(rows)
+        return rows
+
+    def output(self, received: Received) -> Any:
+        """The output of the batch, after a step has brought what this rank did not have."""
+        batch, cache, hits, parts = self._batch, self._cache, self._hits, received.parts
+        if hits is None:
+            return cache.not_stacked(batch)
+        if received.refused is not None:
+            raise NotStoredError(*received.refused, batch.compute_all())
+        if (
+            batch.is_checked
+            and not self._has_run
+            and parts
+            and not self._source.checks.is_known(received.notes)
+        ):
+            # No rank has probed a batch like this one, so rows of others may depend on their batches.
+            received.lacking, parts = np.arange(len(self._keys)), []
+        if len(received.lacking) or received.must_run or not len(batch.keys):
+            rows = self.compute(received.lacking)
+            if len(received.lacking):
+                parts = [*parts, (received.lacking, rows)]
+        elif len(hits.checked) and not self._has_run:
+            cache.checked(lambda: self.compute(received.lacking))
+        if self._wrong is not None:
+            raise cache.distrusted(batch, self._wrong)
+        if self._whole is not None:
+            return self._whole
+        # The rows of others are views of the memory in which they were received, so they are copied.
+        parts = [(positions, found(rows)) for positions, rows in parts]
+        copied = joined(parts, len(self._keys), device=self._source.device) if parts else None
+        if parts and copied is None:
+            return cache.not_stacked(batch)
+        return cache.put_together(batch, hits, self._misses, copied)

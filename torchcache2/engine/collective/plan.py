@@ -1,45 +1,103 @@
-"""`planned`: which rank is the source of each key of a step: it has the row, or it computes it.
+"""Which keys ranks ask for in a step, who looks whether it has them, and who sends or computes each.
 
-Every rank derives the same plan from what was gathered, so the plan itself is never sent.
+Every rank derives the same from what all have said, so none of this is ever sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from torchcache2.core.keys import Array, Flags, Positions, Words
+from torchcache2.core.keys import Array, Bytes2D, Flags, Keys, Positions
+from torchcache2.engine.collective.wire import Ask, Flag
 
-__all__ = ["Plan", "planned"]
-
-
-_MANY = 64  # sets of ranks with keys in common
+__all__ = ["Asked", "planned"]
 
 
-class Plan(NamedTuple):
-    """Who does what in a step.
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """The distinct pairs of namespace and key that ranks ask for, in an order that all ranks derive.
 
     Attributes
     ----------
-    source : ndarray of int64, shape (n,)
-        The rank that has the row of each key, or computes it; -1 if nobody has it or asks for it.
-    runs : ndarray of bool, shape (W,)
-        Which of the ranks that run whole batches only run theirs.
+    namespaces : list of bytes
+        The distinct namespaces, sorted.
+    namespace_of : ndarray of int64, shape (n,)
+        Which of them each key belongs to.
+    data : ndarray of uint8, shape (n, 16)
+        The keys.
+    by : ndarray of bool, shape (n, ranks)
+        Which rank asks for which key.
+    mine : ndarray of int64, shape (k,)
+        Which of the n keys each of the k keys is that this rank asks for, in its own order.
     """
 
-    source: Positions
-    runs: Flags
+    namespaces: list[bytes]
+    namespace_of: Positions
+    data: Bytes2D
+    by: Flags
+    mine: Positions
+
+    @classmethod
+    def of(cls, asks: Sequence[Ask], rank: int) -> Asked:
+        """The keys that all ranks ask for, as `rank` sees them."""
+        namespaces = sorted({ask.namespace for ask in asks})
+        counts = [len(ask.keys) for ask in asks]
+        data = np.concatenate([ask.keys for ask in asks])
+        namespace_of = np.repeat([namespaces.index(ask.namespace) for ask in asks], counts)
+        columns = (*data.view("<u8").T, namespace_of)
+        order = np.lexsort(columns)
+        is_first = np.ones(len(order), bool)
+        is_first[1:] = np.any([column[order[1:]] != column[order[:-1]] for column in columns], axis=0)
+        number = np.empty(len(order), np.int64)
+        number[order] = np.cumsum(is_first) - 1
+        firsts = order[is_first]
+        by = np.zeros((len(firsts), len(asks)), bool)
+        by[number, np.repeat(np.arange(len(asks)), counts)] = True
+        begin = sum(counts[:rank])
+        mine = number[begin : begin + counts[rank]]
+        names = [bytes.fromhex(name) for name in namespaces]
+        return cls(names, namespace_of[firsts], data[firsts], by, mine)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def words(self) -> Array:
+        """A part of each key, uint64."""
+        return self.data.view("<u8")[:, 0]
+
+    def keys_at(self, numbers: Positions) -> Iterator[tuple[Positions, Keys]]:
+        """Some of the keys by namespace: which they are, and the keys."""
+        for index, namespace in enumerate(self.namespaces):
+            those = numbers[self.namespace_of[numbers] == index]
+            if len(those):
+                yield those, Keys(namespace, self.data[those])
+
+    def readers(self, asks: Sequence[Ask]) -> Flags:
+        """Which rank looks for the row of each key, (n, ranks).
+
+        It is one rank of each memory, of those that do not ask for the key: the key says which one.
+        """
+        readers = np.zeros_like(self.by)
+        for place in {ask.place for ask in asks}:
+            there = [rank for rank, ask in enumerate(asks) if ask.place == place]
+            active = np.array([rank for rank in there if not asks[rank].flags & Flag.DONE] or there)
+            others = ~self.by[:, active]
+            keys = np.flatnonzero(others.any(axis=1))
+            readers[keys, active[_nth(others[keys], self.words[keys])]] = True
+        return readers
 
 
-def planned(words: Words, asked: Flags, held: Flags, whole: Flags, turn: int) -> Plan:
-    """The plan of a step of W ranks that need n distinct keys.
+def planned(words: Array, asked: Flags, held: Flags, whole: Flags, turn: int) -> Positions:
+    """The rank that has the row of each of n keys, or computes it; -1 if nobody has it or asks for it.
 
     Parameters
     ----------
-    words : ndarray of uint64, shape (n, 2)
-        The keys.
+    words : ndarray of uint64, shape (n,)
+        A part of each key.
     asked, held : ndarray of bool, shape (n, W)
         Which ranks ask for each key, and which have its row. A rank computes only what it asks for.
     whole : ndarray of bool, shape (W,)
@@ -52,123 +110,32 @@ def planned(words: Words, asked: Flags, held: Flags, whole: Flags, turn: int) ->
     Those that have a row take turns by key. Keys that nobody has are *open*. A `whole` rank gets all of its
     open keys, if no other has one of them yet, and before ranks that can compute parts: then each soon has
     its turn, after which it can compute parts, too. It also runs if nobody else can compute one of its keys.
-    The others share the remaining keys, so that each computes as few as possible.
+    The others take turns, among those who ask for the same keys.
     """
-    count, size = asked.shape
-    asked, held = np.ascontiguousarray(asked.T), np.ascontiguousarray(held.T)  # there are few ranks
-    source, runs = _holders(words, held), np.zeros(size, bool)
-    open_keys = asked & (source < 0)
-    if not open_keys.any():
-        return Plan(source, runs)
-    order = [(turn + i) % size for i in range(size)]
-    if whole.any():
-        _assign_whole(source, runs, open_keys, [rank for rank in order if whole[rank]])
-    left = open_keys & (source < 0)
-    left[whole] = False
-    which = np.flatnonzero(left.any(axis=0))
-    if len(which):
-        source[which] = _shared(left if len(which) == count else left[:, which], order)
-    return Plan(source, runs)
-
-
-def _holders(words: Words, held: Flags) -> Positions:
-    """For each key one of the ranks that have its row, (W, n): the key says which; -1 if none has it."""
     source = np.full(len(words), -1, np.int64)
-    holders = held.view(np.uint8).sum(axis=0, dtype=np.int64)
-    if not holders.any():
-        return source
-    left = (words[:, 0] % np.maximum(holders, 1).astype(np.uint64)).astype(np.int64)
-    for rank, flags in enumerate(held):
-        source[flags & (left == 0)] = rank
-        left -= flags
+    is_held = np.logical_or.reduce(held, axis=1)
+    source[is_held] = _nth(held[is_held], words[is_held])
+    open_keys = asked & ~is_held[:, None]
+    is_alone = open_keys.sum(axis=1) == 1
+    in_parts = open_keys & ~whole
+    is_shared = in_parts.any(axis=1)
+    ranks = [(turn + i) % len(whole) for i in range(len(whole))]
+    ranks.sort(key=lambda rank: not (open_keys[:, rank] & is_alone).any())
+    for is_last in (False, True):
+        for rank in [rank for rank in ranks if whole[rank]]:
+            mine = open_keys[:, rank]
+            left = mine & (source < 0)
+            # At last, what is left is open for ranks that also ask for a key that another one has got.
+            if (left & ~is_shared).any() if is_last else (mine & is_alone).any() or (left == mine).all():
+                source[left] = rank
+    rest = np.flatnonzero(is_shared & (source < 0))
+    rest = rest[np.lexsort(in_parts[rest].T)]  # keys with the same askers are beside each other
+    source[rest] = _nth(in_parts[rest], np.arange(turn, turn + len(rest)))
     return source
 
 
-def _assign_whole(source: Positions, runs: Flags, open_keys: Flags, ranks: Sequence[int]) -> None:
-    """Say which `ranks`, in this order, run their whole batch, and give them their open keys, (W, n)."""
-    askers = np.count_nonzero(open_keys, axis=0)
-    alone = [rank for rank in ranks if (open_keys[rank] & (askers == 1)).any()]
-    others = [rank for rank in ranks if rank not in alone]
-    for rank in alone:
-        _take_all(source, runs, open_keys, rank)
-    for rank in others:
-        mine = source[open_keys[rank]]
-        if len(mine) and (mine < 0).all():
-            _take_all(source, runs, open_keys, rank)
-    # What is left is open for ranks that also ask for a key that another one has got. Some may have no
-    # other asker than such ranks, so these must run after all.
-    parts = np.ones(len(open_keys), bool)
-    parts[list(ranks)] = False
-    needy = (source < 0) & ~open_keys[parts].any(axis=0)
-    for rank in others:
-        if not runs[rank] and (open_keys[rank] & needy & (source < 0)).any():
-            _take_all(source, runs, open_keys, rank)
-
-
-def _take_all(source: Positions, runs: Flags, open_keys: Flags, rank: int) -> None:
-    """Have a rank run its whole batch, and be the source of its open keys that have none."""
-    source[open_keys[rank] & (source < 0)] = rank
-    runs[rank] = True
-
-
-def _shared(asked: Flags, order: Sequence[int]) -> Positions:
-    """A rank for each key, one of those that ask for it, (W, n), so that their loads are as even as possible.
-
-    Of ranks with equal loads, the first in `order` comes first.
-    """
-    number, first = _sets(asked)
-    sizes = np.bincount(number).tolist()
-    which, askers = asked[:, first].T.nonzero()
-    ends = np.bincount(which).cumsum().tolist()
-    members = [askers[start:end].tolist() for start, end in zip([0, *ends], ends, strict=False)]
-    # A rank's level is its load, and behind it its place in the order, so that levels can be compared.
-    levels = [0] * len(asked)
-    for place, rank in enumerate(order):
-        levels[rank] = place
-    parts: list[list[int]] = [[]] * len(members)
-    # Those that few ask for come first: the others can then even out the loads. A few large sets may leave
-    # uneven loads, so they are given out once more; many small ones do not.
-    fewest_first = sorted(range(len(members)), key=lambda i: len(members[i]))
-    for i in fewest_first * (1 if len(members) > _MANY else 2):
-        for rank, given in zip(members[i], parts[i], strict=False):
-            levels[rank] -= given * len(levels)
-        members[i].sort(key=levels.__getitem__)
-        parts[i] = _filled(levels, members[i], sizes[i])
-    ranks = [rank for some, part in zip(members, parts, strict=True) for rank in some[: len(part)]]
-    source = np.empty(asked.shape[1], np.int64)
-    source[np.argsort(number, kind="stable")] = np.repeat(ranks, [count for part in parts for count in part])
-    return source
-
-
-def _filled(levels: list[int], ranks: Sequence[int], count: int) -> list[int]:
-    """Give `count` keys to those of `ranks` whose levels are lowest; they come in this order.
-
-    Returns how many each gets; the last ones, which get none, are left out.
-    """
-    step = len(levels)
-    loads = [levels[rank] // step for rank in ranks]
-    total, used = count + loads[0], 1
-    while used < len(ranks) and total > used * loads[used]:
-        total += loads[used]
-        used += 1
-    level, more = divmod(total, used)
-    given = [level + (i < more) - loads[i] for i in range(used)]
-    for rank, added in zip(ranks, given, strict=False):
-        levels[rank] += added * step
-    return given
-
-
-def _sets(flags: Flags) -> tuple[Array, Array]:
-    """For each column of flags, (W, n), the number of its set; and for each set a column that has it."""
-    number: Array = np.zeros(flags.shape[1], np.int64)
-    first = number[:1]
-    for start in range(0, len(flags), 16):  # sorting is much faster for numbers of 16 bits
-        word = np.zeros(len(number), np.uint16)
-        for i, row in enumerate(flags[start : start + 16]):
-            word |= np.left_shift(row, i, dtype=np.uint16)
-        _, first, inverse = np.unique(word, return_index=True, return_inverse=True)
-        if start:
-            both = number * len(first) + inverse.reshape(-1)
-            _, first, inverse = np.unique(both, return_index=True, return_inverse=True)
-        number = inverse.reshape(-1)
-    return number, first
+def _nth(flags: Flags, numbers: Array) -> Positions:
+    """For each row of flags one of those that are set: the number says which, modulo how many they are."""
+    nth = numbers.astype(np.int64) % flags.sum(axis=1)
+    found: Positions = (flags.cumsum(axis=1) > nth[:, None]).argmax(axis=1)
+    return found

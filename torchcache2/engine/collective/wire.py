@@ -1,0 +1,305 @@
+"""What ranks send each other, as bytes: what they ask for, what they offer, and rows.
+
+A message is pieces, each with its length in front (4 bytes, little-endian). `Ask` is what each rank says
+at the begin of a step, and `Offer` is what it says of the rows that it has::
+
+    Ask    a JSON list of the other fields | 16 bytes for each key | place
+    Offer  a JSON list of the other fields | 2 bytes for each number | texts of schemas …
+
+The text of a schema is a JSON object with ``schema``, which docs/format.md specifies, and ``bytes``, those of
+each leaf in one row. So a rank knows the size of rows even if it cannot make their schema.
+
+Rows are sent as their columns one after another, each as it is stored, and each begins at a multiple of 16
+bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchcache2.core.keys import Array, Bytes2D, Positions
+from torchcache2.core.memory import (
+    as_bytes,
+    empty_bytes,
+    gather_into,
+    select,
+    to_device,
+    to_host,
+    with_ordinary_tensors,
+)
+from torchcache2.core.rows import Rows, Schema
+from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
+from torchcache2.files.schemajson import schema_from_json, schema_to_json
+
+__all__ = [
+    "NO_KEYS",
+    "PLACE_BYTES",
+    "Ask",
+    "Flag",
+    "Offer",
+    "Schemas",
+    "Status",
+    "Told",
+    "packed",
+    "unpacked",
+]
+
+VERSION = 2
+NO_KEYS: Bytes2D = np.empty((0, 16), np.uint8)
+PLACE_BYTES = 16
+_LONGEST = 1000  # characters of a text
+_MOST_SCHEMAS = 4096  # ragged rows have a schema for each shape
+_MOST_BYTES = 1 << 48  # of a leaf in one row
+_ALIGNMENT = 16  # the widest element, complex128, has so many bytes
+
+
+class Flag(enum.IntFlag):
+    """What a rank says of itself in a step."""
+
+    BYPASS = 1  # it takes part without keys
+    FAILED = 2  # it raises; the error says what
+    DONE = 4  # it has left `join`
+    WHOLE = 8  # its forward runs for the whole batch only
+    SHARDED = 16  # its forward has collectives, so that all ranks run it or none
+    CUDA = 32  # its rows end on CUDA
+    RUN = 64  # it has to run its forward, whatever it finds
+
+
+class Status(enum.IntEnum):
+    """What became of the rows that a rank computes."""
+
+    OK = 0
+    FAILED = 1
+    NOT_STORED = 2
+
+
+class Ask(NamedTuple):
+    """What a rank says at the begin of a step.
+
+    Attributes
+    ----------
+    step : int
+        How many steps this exchange has made.
+    flags : Flag
+    caller : str
+        Which module or function is called.
+    namespace, dropped : str
+        The namespace of the keys, and one that all are to drop, or none: hexadecimal digits.
+    error : str
+        Why it fails.
+    keys : ndarray of uint8, shape (k, 16)
+        The distinct keys that were not found locally.
+    place : bytes
+        Whose memory this rank shares.
+    """
+
+    step: int
+    flags: Flag
+    caller: str
+    namespace: str
+    dropped: str = ""
+    error: str = ""
+    keys: Bytes2D = NO_KEYS
+    place: bytes = bytes(PLACE_BYTES)
+
+    def to_bytes(self) -> bytes:
+        """The message; the place comes last."""
+        return _joined([*self[:5], self.error[:_LONGEST]], self.keys.tobytes(), self.place)
+
+    @classmethod
+    def of(cls, data: bytes) -> Ask:
+        """What some bytes say; `ValueError` if another version wrote them, or if they are nothing."""
+        (step, flags, *texts), (keys, place) = _split(data)
+        return cls._make([step, Flag(flags), *texts, np.frombuffer(keys, np.uint8).reshape(-1, 16), place])
+
+
+class Offer(NamedTuple):
+    """What a rank says of the rows that it has.
+
+    Attributes
+    ----------
+    status : Status
+    reason : str
+        The word for statistics, if its output is not stored. Else what this rank knows of such calls, for
+        ranks whose forward runs for the whole batch only.
+    text : str
+        Why it fails, or does not store.
+    numbers : ndarray of uint16, shape (n,)
+        For each key that this is about: 0 if its row is not sent, else 1 + the number of its part.
+    schemas : sequence of bytes
+        The texts of the schemas of the parts of its rows.
+    """
+
+    status: Status = Status.OK
+    reason: str = ""
+    text: str = ""
+    numbers: Array = np.empty(0, "<u2")
+    schemas: Sequence[bytes] = ()
+
+    def to_bytes(self) -> bytes:
+        """The message."""
+        head = [self.status, self.reason, self.text[:_LONGEST]]
+        return _joined(head, self.numbers.tobytes(), *self.schemas)
+
+    @classmethod
+    def of(cls, data: bytes) -> Offer:
+        """What some bytes say; `ValueError` if they are nothing."""
+        (status, *texts), (numbers, *schemas) = _split(data)
+        return cls._make([Status(status), *texts, np.frombuffer(numbers, "<u2"), schemas])
+
+
+def _joined(fields: list[Any], *pieces: bytes) -> bytes:
+    pieces = json.dumps([VERSION, *fields]).encode(), *pieces
+    return b"".join([part for piece in pieces for part in (len(piece).to_bytes(4, "little"), piece)])
+
+
+def _split(data: bytes) -> tuple[list[Any], list[bytes]]:
+    """The fields of a message, and the pieces behind them."""
+    pieces, start = [], 0
+    while start < len(data):
+        end = start + 4 + int.from_bytes(data[start : start + 4], "little")
+        pieces.append(data[start + 4 : end])
+        start = end
+    if start != len(data) or len(pieces) < 2:
+        raise ValueError(f"{len(data)} bytes where {start} belong")
+    version, *fields = json.loads(pieces[0])
+    if version != VERSION:
+        raise ValueError(f"version {version} of the protocol, and this is version {VERSION}")
+    return fields, pieces[1:]
+
+
+class Told(NamedTuple):
+    """A schema that a rank has told, None if this process cannot make it, and the bytes of its leaves."""
+
+    schema: Schema | None
+    sizes: list[int]
+
+    def bytes_of(self, count: int) -> int:
+        """How many bytes so many rows take."""
+        return sum(_aligned(count * size) for size in self.sizes)
+
+
+class Schemas:
+    """The texts of schemas, and the schemas of texts: each is made once, as long as they are not too many."""
+
+    def __init__(self) -> None:
+        self._texts: dict[tuple[Schema, tuple[bool, ...]], bytes | None] = {}
+        self._told: dict[bytes, Told] = {}
+
+    def text(self, schema: Schema) -> bytes | None:
+        """The text of a schema; None if it cannot be sent."""
+        name, text = (schema, schema.layout), None
+        if name not in self._texts:
+            try:
+                data = {"schema": schema_to_json(schema), "bytes": [leaf.row_bytes for leaf in schema.leaves]}
+                text = json.dumps(data, separators=(",", ":")).encode()
+            except UnserialisableError:
+                pass
+            if len(self._texts) >= _MOST_SCHEMAS:
+                self._texts.clear()
+            self._texts[name] = text
+        return self._texts[name]
+
+    def told(self, text: bytes) -> Told:
+        """What a text says; `ValueError` if that is nothing."""
+        told = self._told.get(text) or _told(text)
+        if told.schema is not None:  # else its class may be imported later
+            if len(self._told) >= _MOST_SCHEMAS:
+                self._told.clear()
+            self._told[text] = told
+        return told
+
+
+def _told(text: bytes) -> Told:
+    try:
+        data = json.loads(text)
+        sizes = data["bytes"]
+        if not all(type(size) is int and 0 <= size < _MOST_BYTES for size in sizes):
+            raise ValueError("no sizes")
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError("a schema was told that cannot be read") from None
+    try:
+        schema = schema_from_json(data["schema"])
+    except (DamagedError, UnknownClassError, KeyError, TypeError):
+        return Told(None, sizes)
+    return Told(schema if [leaf.row_bytes for leaf in schema.leaves] == sizes else None, sizes)
+
+
+@with_ordinary_tensors
+def packed(
+    parts: Sequence[Sequence[tuple[Rows, Positions]]], device: torch.device
+) -> tuple[Tensor, list[int]]:
+    """The bytes of the rows for all receivers, one after another.
+
+    Parameters
+    ----------
+    parts : sequence of sequence of (Rows, ndarray of int64)
+        For each receiver its rows: some rows, on any device, and which of them, shape ``(k,)``.
+    device : torch.device
+        Where the bytes are to be.
+
+    Returns
+    -------
+    data : Tensor of uint8, shape (bytes,)
+    sizes : list of int
+        How many bytes are for each receiver.
+    """
+    sizes = [
+        sum(_aligned(len(which) * leaf.row_bytes) for rows, which in some for leaf in rows.schema.leaves)
+        for some in parts
+    ]
+    pieces = [
+        (column, torch.from_numpy(which)) for some in parts for rows, which in some for column in rows.columns
+    ]
+    on_host = all(column.is_cpu for column, _ in pieces)
+    if on_host:  # they are put together there: one copy to the device is faster than many
+        data = empty_bytes(sum(sizes))
+    else:
+        columns = [select(column, which.to(column.device)) for column, which in pieces]
+        columns = to_host(columns) if device.type == "cpu" else columns
+        pieces = [(column, which) for column, (_, which) in zip(columns, pieces, strict=True)]
+        data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    start = 0
+    for column, which in pieces:
+        flat = as_bytes(column)
+        size = len(which) * flat.shape[1]
+        target = data[start : start + size].view(len(which), flat.shape[1])
+        if size and on_host:
+            gather_into(target, flat, which)
+        elif size:
+            target.copy_(flat)
+        start += _aligned(size)
+    return to_device(data, device), sizes
+
+
+@with_ordinary_tensors
+def unpacked(data: Tensor, parts: Sequence[tuple[Told, int]]) -> list[Rows | None]:
+    """The parts of the rows that one rank has sent, so many of each schema; they share the memory of `data`.
+
+    A part whose schema this process cannot make is None. Raises `ValueError` if `data` has another size.
+    """
+    if len(data) != sum(told.bytes_of(count) for told, count in parts):
+        raise ValueError(f"rows of {len(data)} bytes, which is another size than was told")
+    found: list[Rows | None] = []
+    start = 0
+    for (schema, sizes), count in parts:
+        columns = []
+        for size in sizes:
+            columns.append(data[start : start + count * size])
+            start += _aligned(count * size)
+        if schema is not None:
+            pairs = zip(columns, schema.leaves, strict=True)
+            columns = [column.view(leaf.stored).view(count, *leaf.stored_shape) for column, leaf in pairs]
+        found.append(None if schema is None else Rows(schema, columns, count))
+    return found
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
