@@ -26,21 +26,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = [
-    "DecorationError",
-    "DeviceError",
-    "InputError",
-    "MissingSampleError",
-    "NotCachedError",
-    "OptionError",
-    "OutputError",
-    "RankError",
-    "TorchcacheError",
-    "UnhashableArgumentError",
-    "hint",
-    "require",
-]
-
 
 class TorchcacheError(Exception):
     """The base of all exceptions of this library."""

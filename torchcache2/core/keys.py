@@ -8,20 +8,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "Array",
-    "Bytes",
-    "Bytes2D",
-    "Flags",
-    "Keys",
-    "Ordinals",
-    "Positions",
-    "Words",
-    "filled",
-    "indices_of",
-    "int_keys",
-]
-
 # Types of numpy arrays. Comments give the shapes, as mypy does not check them.
 
 Array = np.ndarray[Any, np.dtype[Any]]

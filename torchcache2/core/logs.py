@@ -15,8 +15,6 @@ from typing import Any, TextIO
 
 from torchcache2.core.errors import OptionError
 
-__all__ = ["ToldOnce", "listed", "logger", "set_logger_config", "shown"]
-
 logger = logging.getLogger("torchcache2")
 
 DEFAULT_LEVEL = logging.WARNING

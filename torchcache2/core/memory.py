@@ -15,29 +15,6 @@ from torch import Tensor
 
 from torchcache2.core.keys import Array
 
-__all__ = [
-    "CUDA",
-    "Arriving",
-    "Runtime",
-    "SpareMemory",
-    "StreamOrder",
-    "as_bytes",
-    "as_words",
-    "empty_bytes",
-    "empty_rows",
-    "gather",
-    "gather_into",
-    "is_channels_last",
-    "item_bytes",
-    "moved",
-    "select",
-    "sent",
-    "to_device",
-    "to_host",
-    "with_ordinary_tensors",
-    "write",
-]
-
 # Copies between an accelerator and the host, which start together and are waited for once.
 #
 # Copies to and from page-locked ("pinned") host memory run while the host goes on, in the order of the

@@ -15,19 +15,6 @@ from torchcache2.core.errors import OptionError, require
 from torchcache2.core.logs import shown
 from torchcache2.core.sizes import Size, parse_size
 
-__all__ = [
-    "SCHEMES",
-    "Bucket",
-    "Place",
-    "Secrets",
-    "Server",
-    "Servers",
-    "check_unused",
-    "is_url",
-    "place_of",
-    "require_redis",
-]
-
 # Buckets.
 
 _EXTRAS = {  # the library that a scheme needs, and the extra that installs it
@@ -110,34 +97,30 @@ class Bucket:
             )
         if not rest.strip("/"):
             raise OptionError(f"{option}={url!r} names no bucket: expected a URL such as {_EXAMPLES}")
-        if storage_options is not None and not (
-            isinstance(storage_options, Mapping) and all(isinstance(name, str) for name in storage_options)
-        ):
-            kind = type(storage_options).__name__
+        given = {} if storage_options is None else storage_options
+        if not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
+            kind = type(given).__name__
             raise OptionError(
                 f"storage_options=…, a {kind}: expected a dict of what fsspec's file system takes"
             )
         if local_dir is not None:
-            is_path = isinstance(local_dir, (str, os.PathLike)) and os.fspath(local_dir) != ""
-            if not is_path or is_url(local_dir):
+            if is_url(local_dir) or not isinstance(local_dir, (str, os.PathLike)) or not os.fspath(local_dir):
                 raise OptionError(f"local_dir={local_dir!r}: expected None or the path of a local folder")
             local_dir = os.path.abspath(os.path.expanduser(os.fspath(local_dir)))
-            if scheme in ("file", "local"):
-                place = url.partition("://")[2]
-                if os.path.realpath(place) == os.path.realpath(local_dir):
-                    raise OptionError(
-                        f"local_dir={local_dir!r} is the folder of {option} itself: what makes room there "
-                        "would be lost. Give another one, or the folder as a path that is no URL"
-                    )
-        if remote_size is not None:
-            if isinstance(remote_size, float):
+            if scheme in ("file", "local") and os.path.realpath(rest) == os.path.realpath(local_dir):
                 raise OptionError(
-                    f"remote_size={remote_size!r}: expected bytes, or a text like '2TB': nobody knows what "
-                    "is free in a bucket"
+                    f"local_dir={local_dir!r} is the folder of {option} itself: what makes room there "
+                    "would be lost. Give another one, or the folder as a path that is no URL"
                 )
-            parse_size("remote_size", remote_size, free=None)
+        if isinstance(remote_size, float):
+            raise OptionError(
+                f"remote_size={remote_size!r}: expected bytes, or a text like '2TB': nobody knows what "
+                "is free in a bucket"
+            )
+        if remote_size is not None:
+            parse_size("remote_size", remote_size)
         cls._check_scheme(scheme, option)
-        return cls(url.rstrip("/"), Secrets(storage_options or {}), local_dir, remote_size)
+        return cls(url.rstrip("/"), Secrets(given), local_dir, remote_size)
 
     @staticmethod
     def _check_scheme(scheme: str, option: str) -> None:
@@ -167,22 +150,13 @@ _EXPECTED = (
     "dict such as {'host': 'node1', 'port': 6379, 'password': '…'}"
 )
 _OPTIONS: dict[str, tuple[type, ...]] = {  # of a dict, and the types of their values
-    "host": (str,),
-    "port": (int, str),
-    "path": (str,),
-    "db": (int, str),
-    "username": (str,),
-    "password": (str,),
-    "ssl": (bool,),
-    "ssl_ca_certs": (str,),
-    "ssl_ca_path": (str,),
-    "ssl_ca_data": (str,),
-    "ssl_certfile": (str,),
-    "ssl_keyfile": (str,),
-    "ssl_password": (str,),
-    "ssl_cert_reqs": (str,),
-    "ssl_check_hostname": (bool,),
+    **dict.fromkeys(("host", "path", "username", "password"), (str,)),
+    **dict.fromkeys(("port", "db"), (int, str)),
+    **dict.fromkeys(("ssl_ca_certs", "ssl_ca_path", "ssl_ca_data", "ssl_certfile", "ssl_keyfile"), (str,)),
+    **dict.fromkeys(("ssl_password", "ssl_cert_reqs"), (str,)),
+    **dict.fromkeys(("ssl", "ssl_check_hostname"), (bool,)),
 }
+_NUMBERS = {"port": (1, 65535), "db": (0, 1 << 31)}  # the least and the most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,36 +179,30 @@ class Server:
         """The server that a URL or a dict names; `OptionError`, which shows no value, for anything else."""
         if isinstance(entry, Server):
             return entry
-        if isinstance(entry, str):
-            given = _of_url(entry, option)
-        elif isinstance(entry, Mapping):
-            given = dict(entry)
-        else:
+        given = _of_url(entry, option) if isinstance(entry, str) else entry
+        if not isinstance(given, Mapping):
             raise OptionError(f"{option} has an entry of type {type(entry).__name__}: {_EXPECTED}")
-        for name, value in list(given.items()):
+        its = f"{option} has an entry"
+        for name, value in given.items():
             if name not in _OPTIONS:
-                known = ", ".join(_OPTIONS)
-                raise OptionError(
-                    f"{option} has an entry with {name!r}, which a server does not have: {known}"
-                )
-            if value is None:
-                del given[name]
-            elif type(value) not in _OPTIONS[name]:
-                kind = type(value).__name__
-                raise OptionError(f"{option} has an entry whose {name!r} is of type {kind}: {_EXPECTED}")
-        for name, least, most in (("port", 1, 65535), ("db", 0, 1 << 31)):
-            if name in given:
-                given[name] = _number(given[name], least, most, f"{option} has an entry whose {name!r}")
+                raise OptionError(f"{its} with {name!r}, which a server does not have: {', '.join(_OPTIONS)}")
+            if value is not None and type(value) not in _OPTIONS[name]:
+                raise OptionError(f"{its} whose {name!r} is of type {type(value).__name__}: {_EXPECTED}")
+        given = {name: value for name, value in given.items() if value is not None}
+        for name in _NUMBERS.keys() & given.keys():
+            least, most = _NUMBERS[name]
+            with contextlib.suppress(ValueError):
+                given[name] = int(given[name])
+            if type(given[name]) is str or not least <= given[name] <= most:  # it may be a password
+                raise OptionError(f"{its} whose {name!r} is not a number from {least} to {most}")
         if "path" in given:
             if {"host", "port", "ssl"} & set(given):
-                raise OptionError(f"{option} has an entry with a path and a host: a server has one of them")
-            name = f"unix:{given['path']}"
-        else:
-            if not given.get("host"):
-                raise OptionError(f"{option} has an entry without a host: {_EXPECTED}")
-            given.setdefault("port", _PORT)
-            name = f"{given['host']}:{given['port']}"
-        return cls(name, tuple(sorted(given.items())))
+                raise OptionError(f"{its} with a path and a host: a server has one of them")
+            return cls(f"unix:{given['path']}", tuple(sorted(given.items())))
+        if not given.get("host"):
+            raise OptionError(f"{its} without a host: {_EXPECTED}")
+        given.setdefault("port", _PORT)
+        return cls(f"{given['host']}:{given['port']}", tuple(sorted(given.items())))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,13 +263,6 @@ def _of_url(url: str, option: str) -> dict[str, Any]:
     return given
 
 
-def _number(value: Any, least: int, most: int, what: str) -> int:
-    with contextlib.suppress(ValueError):
-        if least <= int(value) <= most:
-            return int(value)
-    raise OptionError(f"{what} is not a number from {least} to {most}")  # its value may be a password
-
-
 # Any place.
 
 Place = str | os.PathLike[str] | Servers | Bucket
@@ -323,22 +284,19 @@ def place_of(path: Any, for_buckets: Mapping[str, Any]) -> str | Servers | Bucke
     OptionError
         If this is no place, or an option has no meaning there.
     """
-    text = path
     if path is None or isinstance(path, (Servers, Bucket)):
-        text = None
-    elif isinstance(path, (str, os.PathLike)):
-        text = os.fspath(path)
-    if text is not None and not (isinstance(text, str) and text):
+        if not isinstance(path, Bucket):
+            check_unused(for_buckets, _OPTION)
+        return path
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not (isinstance(text, str) and text):
         raise OptionError(
             f"{_OPTION}={shown(path)}: expected None, the path of a folder, or the URL of a server or bucket"
         )
-    is_server = text is not None and text.startswith(tuple(scheme[:-1] for scheme in SCHEMES))
-    if text is not None and is_url(text) and not is_server:
+    is_server = text.startswith(tuple(scheme[:-1] for scheme in SCHEMES))
+    if is_url(text) and not is_server:
         return Bucket.of(text, option=_OPTION, **for_buckets)
-    if not isinstance(path, Bucket):
-        check_unused(for_buckets, _OPTION)
-    if text is None:
-        return path  # type: ignore[no-any-return]
+    check_unused(for_buckets, _OPTION)
     if text.startswith(SCHEMES):
         return Servers.of(text, _OPTION)
     if is_server:
@@ -346,9 +304,10 @@ def place_of(path: Any, for_buckets: Mapping[str, Any]) -> str | Servers | Bucke
             f"{_OPTION} is a URL of {text.partition(':')[0]}: expected one that begins with "
             f"{', '.join(SCHEMES)}"
         )
-    if not _is_name(text):
-        raise OptionError(f"{_OPTION}={shown(path)}: expected a path that the system can have")
-    return os.path.abspath(os.path.expanduser(text))
+    with contextlib.suppress(UnicodeEncodeError):  # of a text that has half of a surrogate pair
+        if b"\0" not in os.fsencode(text):
+            return os.path.abspath(os.path.expanduser(text))
+    raise OptionError(f"{_OPTION}={shown(path)}: expected a path that the system can have")
 
 
 def check_unused(for_buckets: Mapping[str, Any], option: str) -> None:
@@ -359,11 +318,3 @@ def check_unused(for_buckets: Mapping[str, Any], option: str) -> None:
             raise OptionError(
                 f"{name}={shown}: expected None, as only a bucket has this option: {option}='s3://bucket/folder'"
             )
-
-
-def _is_name(path: str) -> bool:
-    """Whether the system can be asked for a path at all."""
-    try:
-        return b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:  # the text has half of a surrogate pair
-        return False

@@ -16,20 +16,6 @@ import torch
 
 from torchcache2.core.private import register_before_pools_end
 
-__all__ = [
-    "AtExit",
-    "Place",
-    "ProcessLock",
-    "before_pools_end",
-    "has_ranks",
-    "holds",
-    "node_number",
-    "place",
-    "ranks_here",
-    "ranks_of_each",
-    "ranks_on_each",
-]
-
 # Ranks.
 
 

@@ -30,7 +30,6 @@ from torchcache2.core.memory import (
 )
 from torchcache2.core.private import pytree
 from torchcache2.core.values import (
-    BARE,
     NotRebuiltError,
     Opener,
     closed,
@@ -41,8 +40,6 @@ from torchcache2.core.values import (
     same_structure,
     taken_apart,
 )
-
-__all__ = ["BARE", "Leaf", "Parts", "Rows", "Schema", "UnstorableError", "merged", "rounded"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,19 @@
-"""`CacheSettings`: every option, checked once, in one frozen dataclass."""
+"""`CacheSettings`: every option, checked once, in one frozen dataclass.
+
+What an option may be is in the table `_OPTIONS`. Those that say where rows are kept are checked by
+`torchcache2.core.places`, as what they may be depends on each other.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -17,53 +23,81 @@ from torchcache2.core.logs import shown
 from torchcache2.core.places import Bucket, Place, Secrets, Servers, place_of
 from torchcache2.core.sizes import Size, free_disk, free_memory, host_memory, parse_size
 
-__all__ = ["CacheSettings", "check_names", "disabled_by_environment", "strict_by_environment"]
-
-_OF_TORCHCACHE = {  # options of torchcache 0.6 that do not exist here
-    "zstd_compression": "it is compression='brotli'",
-    "zstd_compression_level": "it is compression_quality",
-    "zstd_compression_threads": "nothing takes its place, as one thread compresses behind the caller's back",
-    "use_mmap_on_load": "nothing takes its place, as files are read and never mapped",
-}
-
-
-def check_names(given: Iterable[str], known: Sequence[str]) -> None:
-    """Raise `OptionError` for the first of the `given` names that is not `known`."""
-    for name in given:
-        if name in _OF_TORCHCACHE:
-            raise OptionError(f"{name} is an option of torchcache 0.6; here {_OF_TORCHCACHE[name]}")
-        if name not in known:
-            close = [option for option in known if len(name) > 1 and name.lower() in option]
-            if not 1 <= len(close) <= 2:
-                # Names that are less alike are not offered, as hardly anybody can have meant them.
-                close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.65)
-            meant = f": did you mean {' or '.join(close)}? The" if close else "; the"
-            raise OptionError(f"unknown option {name!r}{meant} options are {', '.join(known)}")
-
-
-# Environment variables that overrule the options of every cache of a run.
-
-
-def disabled_by_environment() -> bool:
-    """Whether ``TORCHCACHE_DISABLE`` turns caching off for this run."""
-    return _is_on("TORCHCACHE_DISABLE")
-
-
-def strict_by_environment() -> bool:
-    """Whether ``TORCHCACHE_STRICT`` makes calls that cannot be cached errors in this run."""
-    return _is_on("TORCHCACHE_STRICT")
-
-
-def _is_on(variable: str) -> bool:
-    value = os.environ.get(variable)
-    return value is not None and value.strip().lower() not in ("", "0", "false", "no")
-
-
 Policy = Literal["mru", "lru"]
 MissBatch = Literal["exact", "pad"]
 Distributed = Literal["auto", "off", "node", "collective"]
 Compression = Literal["brotli", "blosc2", "none"]
 
+
+class _Option(NamedTuple):
+    """What an option may be: in words, and as a check of the value in the form in which it is kept."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+    kept: Callable[[Any], Any] = lambda value: value
+
+
+def _one_of(names: Any) -> _Option:
+    *first, last = map(repr, get_args(names))
+    expected = f"{', '.join(first)} or {last}"
+    return _Option(expected, lambda value: isinstance(value, str) and value in get_args(names))
+
+
+def _sorted(names: Any) -> tuple[Any, ...]:
+    """Names of arguments or paths, each once, so that options with the same names are equal."""
+    found = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else ("",)
+    return tuple(sorted(set(found))) if all(isinstance(name, str) for name in found) else ("",)
+
+
+def _device(value: Any) -> Any:
+    with contextlib.suppress(RuntimeError, TypeError):
+        return None if value is None else torch.device(value)
+    return value
+
+
+def _share(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else -1.0
+
+
+_SWITCH = _Option("True or False", lambda value: isinstance(value, bool))
+_NAMES = _Option(
+    "the name of an argument, or several, such as ('mask', 'table')", lambda names: "" not in names, _sorted
+)
+_OPTIONS = {
+    "enabled": _SWITCH,
+    "subsample_count": _Option(
+        "None or an int of at least 2 (elements hashed per item)",
+        lambda count: count is None or (type(count) is int and count >= 2),
+    ),
+    "persistent": _Option(
+        "True or False, or None: if there is a folder", lambda value: value is None or isinstance(value, bool)
+    ),
+    "persistent_module_hash": _Option(
+        "None or a non-empty str", lambda name: name is None or (isinstance(name, str) and name != "")
+    ),
+    "compression": _one_of(Compression),
+    "memory_cache_device": _Option(
+        "None, a torch.device or its name, such as 'cpu' or 'cuda:0', of a device that holds data",
+        lambda device: device is None or (isinstance(device, torch.device) and device.type != "meta"),
+        _device,
+    ),
+    "cache_dtype": _Option(
+        "None or a floating-point torch.dtype, such as torch.bfloat16",
+        lambda dtype: dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point),
+    ),
+    "policy": _one_of(Policy),
+    "shared_args": _NAMES,
+    "item_args": _NAMES,
+    "ignore": _NAMES._replace(
+        expected="the path of an attribute or weight, or several, such as ('tokenizer.cache', '*.lora_*')"
+    ),
+    "probe": _SWITCH,
+    "strict": _SWITCH,
+    "miss_batch": _one_of(MissBatch),
+    "verify": _Option("a share of hits from 0.0 to 1.0", lambda share: 0 <= share <= 1, _share),
+    "distributed": _one_of(Distributed),
+    "claims": _SWITCH,
+}
 _MOST_QUALITY = {"brotli": 11, "blosc2": 9, "none": 11}
 
 
@@ -183,48 +217,30 @@ class CacheSettings:
     remote_size: Size | None = None
 
     def __post_init__(self) -> None:
-        self._require("enabled", isinstance(self.enabled, bool), "True or False")
-        count = self.subsample_count
-        is_valid = count is None or (type(count) is int and count >= 2)
-        self._require("subsample_count", is_valid, "None or an int of at least 2 (elements hashed per item)")
-        name = self.persistent_module_hash
-        is_valid = name is None or (isinstance(name, str) and name != "")
-        self._require("persistent_module_hash", is_valid, "None or a non-empty str")
-        parse_size("max_memory_cache_size", self.max_memory_cache_size, free=0)
-        self._check_persistence()
-        if self.memory_cache_device is not None:
-            try:
-                device = torch.device(self.memory_cache_device)
-            except (RuntimeError, TypeError) as error:
-                raise OptionError(
-                    f"memory_cache_device={shown(self.memory_cache_device)}: expected None, a "
-                    f"torch.device or its name, such as 'cpu' or 'cuda:0' ({error})"
-                ) from None
-            expected = "None, a torch.device or its name, of a device that holds data"
-            self._require("memory_cache_device", device.type != "meta", expected)
-            object.__setattr__(self, "memory_cache_device", device)
-        dtype = self.cache_dtype
-        is_valid = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-        expected = "None or a floating-point torch.dtype, such as torch.bfloat16"
-        self._require("cache_dtype", is_valid, expected)
-        self._require("policy", self.policy in ("mru", "lru"), "'mru' or 'lru'")
-        for option in ("shared_args", "item_args", "ignore"):
-            self._sort_names(option)
-        both = set(self.shared_args) & set(self.item_args)
-        self._require("item_args", not both, f"none of shared_args, but {sorted(both)} is in both")
-        self._require("probe", isinstance(self.probe, bool), "True or False")
-        self._require("strict", isinstance(self.strict, bool), "True or False")
-        self._require("miss_batch", self.miss_batch in ("exact", "pad"), "'exact' or 'pad'")
-        share = self.verify
-        is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
-        self._require("verify", is_number and 0 <= share <= 1, "a share of hits from 0.0 to 1.0")
-        object.__setattr__(self, "verify", float(share))
-        self._check_distributed()
-        self._require("claims", isinstance(self.claims, bool), "True or False")
-
-    def _check_distributed(self) -> None:
-        is_known = self.distributed in get_args(Distributed)
-        self._require("distributed", is_known, "'auto', 'off', 'node' or 'collective'")
+        for name, option in _OPTIONS.items():
+            value = option.kept(getattr(self, name))
+            if not option.holds(value):
+                raise OptionError(f"{name}={shown(getattr(self, name))}: expected {option.expected}")
+            object.__setattr__(self, name, value)
+        for name in ("max_memory_cache_size", "max_persistent_cache_size"):
+            parse_size(name, getattr(self, name), free=0)
+        both = sorted(set(self.shared_args) & set(self.item_args))
+        if both:
+            raise OptionError(
+                f"item_args={shown(self.item_args)}: expected none of shared_args, but {both} is in both"
+            )
+        most = _MOST_QUALITY[self.compression]
+        if not (type(self.compression_quality) is int and 0 <= self.compression_quality <= most):
+            quality = shown(self.compression_quality)
+            raise OptionError(
+                f"compression_quality={quality}: expected an int from 0 to {most} for {self.compression!r}"
+            )
+        for_buckets = {name: getattr(self, name) for name in ("local_dir", "storage_options", "remote_size")}
+        object.__setattr__(self, "persistent_cache_dir", place_of(self.persistent_cache_dir, for_buckets))
+        if self.storage_options is not None:
+            object.__setattr__(self, "storage_options", Secrets(self.storage_options))
+        if self.is_persistent and self.compression == "blosc2":
+            require("blosc2", "blosc2", "compression='blosc2'")
         check_group(self.process_group, is_used=self.distributed == "collective")
         if self.distributed == "node" and not self.can_be_shared:
             raise OptionError(
@@ -232,41 +248,6 @@ class CacheSettings:
                 f"{self.policy!r} and {str(self.memory_cache_device)!r}: rows that processes share lie in "
                 "memory of the CPU, and are not evicted"
             )
-
-    def _check_persistence(self) -> None:
-        is_known = self.persistent is None or isinstance(self.persistent, bool)
-        self._require("persistent", is_known, "True or False, or None: if there is a folder")
-        parse_size("max_persistent_cache_size", self.max_persistent_cache_size, free=0)
-        for_buckets = {name: getattr(self, name) for name in ("local_dir", "storage_options", "remote_size")}
-        object.__setattr__(self, "persistent_cache_dir", place_of(self.persistent_cache_dir, for_buckets))
-        if self.storage_options is not None:
-            object.__setattr__(self, "storage_options", Secrets(self.storage_options))
-        name, quality = self.compression, self.compression_quality
-        is_known = isinstance(name, str) and name in _MOST_QUALITY
-        self._require("compression", is_known, "'brotli', 'blosc2' or 'none'")
-        most = _MOST_QUALITY[name]
-        is_valid = type(quality) is int and 0 <= quality <= most
-        self._require("compression_quality", is_valid, f"an int from 0 to {most} for {name!r}")
-        if self.is_persistent and name == "blosc2":
-            require("blosc2", "blosc2", "compression='blosc2'")
-
-    def _sort_names(self, option: str) -> None:
-        """Sort the names of an option, each once, so that options with the same names are equal."""
-        names = getattr(self, option)
-        names = (names,) if isinstance(names, str) else names
-        found = tuple(names) if isinstance(names, Iterable) else (None,)
-        is_valid = all(isinstance(name, str) for name in found)
-        expected = "the name of an argument, or several, such as ('mask', 'table')"
-        if option == "ignore":
-            expected = (
-                "the path of an attribute or weight, or several, such as ('tokenizer.cache', '*.lora_*')"
-            )
-        self._require(option, is_valid and "" not in found, expected)
-        object.__setattr__(self, option, tuple(sorted(set(found))))
-
-    def _require(self, option: str, is_valid: bool, expected: str) -> None:
-        if not is_valid:
-            raise OptionError(f"{option}={shown(getattr(self, option))}: expected {expected}")
 
     @property
     def can_be_shared(self) -> bool:
@@ -300,19 +281,7 @@ class CacheSettings:
 
     def of_tiers(self) -> tuple[Any, ...]:
         """The values of the options that say which tiers there are."""
-        names = (
-            "distributed",
-            "max_memory_cache_size",
-            "memory_cache_device",
-            "policy",
-            "is_persistent",
-            "persistent_cache_dir",
-            "max_persistent_cache_size",
-            "compression",
-            "compression_quality",
-            "claims",
-        )
-        return tuple(getattr(self, name) for name in names)
+        return _OF_TIERS(self)
 
     def memory_budget(self) -> int:
         """`max_memory_cache_size` in bytes, as of now; on the host no more than the machine has.
@@ -338,6 +307,12 @@ class CacheSettings:
         return parse_size("max_persistent_cache_size", self.max_persistent_cache_size, free=free)
 
 
+_OF_TIERS: Callable[[CacheSettings], tuple[Any, ...]] = attrgetter(
+    *("distributed", "max_memory_cache_size", "memory_cache_device", "policy", "is_persistent"),
+    *("persistent_cache_dir", "max_persistent_cache_size", "compression", "compression_quality", "claims"),
+)
+
+
 _init = CacheSettings.__init__
 
 
@@ -349,3 +324,43 @@ def _init_by_name(self: CacheSettings, *args: Any, **options: Any) -> None:
 
 
 CacheSettings.__init__ = _init_by_name  # type: ignore[method-assign]
+
+
+_OF_TORCHCACHE = {  # options of torchcache 0.6 that do not exist here
+    "zstd_compression": "it is compression='brotli'",
+    "zstd_compression_level": "it is compression_quality",
+    "zstd_compression_threads": "nothing takes its place, as one thread compresses behind the caller's back",
+    "use_mmap_on_load": "nothing takes its place, as files are read and never mapped",
+}
+
+
+def check_names(given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise `OptionError` for the first of the `given` names that is not `known`."""
+    for name in given:
+        if name in _OF_TORCHCACHE:
+            raise OptionError(f"{name} is an option of torchcache 0.6; here {_OF_TORCHCACHE[name]}")
+        if name not in known:
+            close = [option for option in known if len(name) > 1 and name.lower() in option]
+            if not 1 <= len(close) <= 2:
+                # Names that are less alike are not offered, as hardly anybody can have meant them.
+                close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.65)
+            meant = f": did you mean {' or '.join(close)}? The" if close else "; the"
+            raise OptionError(f"unknown option {name!r}{meant} options are {', '.join(known)}")
+
+
+# Environment variables that overrule the options of every cache of a run.
+
+
+def disabled_by_environment() -> bool:
+    """Whether ``TORCHCACHE_DISABLE`` turns caching off for this run."""
+    return _is_on("TORCHCACHE_DISABLE")
+
+
+def strict_by_environment() -> bool:
+    """Whether ``TORCHCACHE_STRICT`` makes calls that cannot be cached errors in this run."""
+    return _is_on("TORCHCACHE_STRICT")
+
+
+def _is_on(variable: str) -> bool:
+    value = os.environ.get(variable)
+    return value is not None and value.strip().lower() not in ("", "0", "false", "no")

@@ -12,17 +12,6 @@ import torch
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import shown
 
-__all__ = [
-    "Size",
-    "check_room",
-    "free_disk",
-    "free_memory",
-    "host_memory",
-    "is_out_of_memory",
-    "parse_size",
-    "size_text",
-]
-
 Size = int | float | str
 
 _UNITS = {"": 1, "B": 1}

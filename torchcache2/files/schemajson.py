@@ -13,7 +13,8 @@ from typing import Any
 
 from torchcache2.core import values
 from torchcache2.core.private import pytree
-from torchcache2.core.rows import BARE, Schema
+from torchcache2.core.rows import Schema
+from torchcache2.core.values import BARE
 from torchcache2.files import classnames as classes
 from torchcache2.files import jsonparts as parts
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError

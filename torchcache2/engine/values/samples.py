@@ -30,8 +30,8 @@ from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Positions
 from torchcache2.core.memory import SpareMemory, with_ordinary_tensors
 from torchcache2.core.private import pytree
-from torchcache2.core.rows import BARE, Leaf, Rows, Schema
-from torchcache2.core.values import specs_of
+from torchcache2.core.rows import Leaf, Rows, Schema
+from torchcache2.core.values import BARE, specs_of
 from torchcache2.engine.values.kinds import closed, opened, thawed
 from torchcache2.engine.values.nodes import (
     COMMON,

@@ -19,8 +19,6 @@ from torchcache2.core.keys import Array
 from torchcache2.core.logs import ToldOnce, logger
 from torchcache2.core.memory import CUDA, Runtime, as_words, item_bytes
 
-__all__ = ["DIGESTS", "DeviceDigests", "secrets", "start"]
-
 _SHORTEST = 241  # bytes; shorter inputs have other formulas
 _BLOCK = 1024
 _AHEAD = 16  # blocks whose sums are read at once

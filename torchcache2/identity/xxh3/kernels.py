@@ -20,8 +20,6 @@ integers of 64 bits, which wrap, but those that say where something is.
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRETED", "block_sums", "digests"]
-
 
 @triton.jit
 def _words(at, mask, parts: tl.constexpr):
