@@ -121,6 +121,7 @@ class Computation:
     seen: Seen
     walks: int  # of the keeper, before the call
     description: Callable[[bytes], Mapping[str, Any]]
+    distrust: Callable[[], None]
     checks: Checks
     may_run: Callable[[bool], bool] | None  # see `may_check`; None if it never may
     known_lists: dict[str, bool] | None = None  # of the kind of calls

@@ -422,7 +422,19 @@ class ModuleCache:
             kind = self._probes.kind(keys.group, self.fingerprint, call, self._probed_before, self.method)
             checks, lists = CallChecks(self._probes, kind, keys, may_run), kind.lists
         return Computation(
-            known, call, keys, context, forward, root, seen, walks, self.description, checks, may_run, lists
+            known,
+            call,
+            keys,
+            context,
+            forward,
+            root,
+            seen,
+            walks,
+            self.description,
+            self.refresh,
+            checks,
+            may_run,
+            lists,
         )
 
     def _cached(self, computation: Computation, start: float) -> Any:
@@ -431,8 +443,6 @@ class ModuleCache:
             output = self.engine.output(keys, computation, start)
         except NotStoredError as stop:
             was_found = isinstance(stop, WrongRowsError)
-            if was_found:
-                self.refresh()
             if stop.reason == "stack":
                 stop = not_stored("batch", stop.output, stop.text, cause="stack")
             is_edited = stop.reason == "batch" and self._depends(computation, may_be_old=was_found)

@@ -164,6 +164,10 @@ class Source(Protocol):
         """What the namespace stands for, as JSON, for people and `explain`."""
         ...
 
+    def distrust(self) -> None:
+        """Note that a row was wrong: what the namespace stands for may have changed unnoticed."""
+        ...
+
 
 class FunctionSource:
     """A source that is a function of positions."""
@@ -187,6 +191,9 @@ class FunctionSource:
     def runs_whole_batch(self) -> bool:
         """It computes what it is asked for."""
         return False
+
+    def distrust(self) -> None:
+        """Nothing was noticed, so that nothing is to be looked at again."""
 
 
 class Hits(NamedTuple):

@@ -353,6 +353,7 @@ class Cache:
             if output is None:
                 output = batch.compute_all()
         finally:
+            batch.source.distrust()
             self.drop(batch.keys.namespace)
         return WrongRowsError("batch", text, output)
 
