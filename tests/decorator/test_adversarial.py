@@ -247,7 +247,7 @@ def test_an_interrupt_while_weights_are_read_leaves_no_stale_namespace(monkeypat
     model(X)
     model.w.mul_(5)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("torchcache2.identity.tensorwatch.tensor_digest", interrupted)
+        patch.setattr("torchcache2.identity.tensors.tensor_digest", interrupted)
         model(X)
     assert torch.equal(model(X), X * 5)
 

@@ -244,7 +244,6 @@ def test_other_weights_are_computed_and_explained(path):
     (other,) = {file.parent.name for file in path.glob("*/*")}
     assert name == f"compared with {other} in {path}:"
     assert lines == [
-        "constructor argument seed: 0 → 1",
         "weights: fc.bias changed",
         "weights: fc.weight changed",
     ]
@@ -255,13 +254,13 @@ def test_other_weights_are_computed_and_explained(path):
     close(module)
 
 
-def test_another_constructor_argument_is_computed_and_explained(path):
+def test_another_attribute_is_computed_and_explained(path):
     fill(path, 2.0)
     module = run(path)(3.0)
     _, sizes = computed(lambda: module(X))
     assert sizes == [6]
     lines = module.cache_instance.explain().splitlines()[1:]
-    assert lines == ["attribute scale: 2.0 → 3.0", "constructor argument scale: 2.0 → 3.0"]
+    assert lines == ["attribute scale: 2.0 → 3.0"]
     close(module)
 
 

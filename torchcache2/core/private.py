@@ -11,7 +11,7 @@ import contextlib
 import multiprocessing
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, TypeVar
@@ -188,6 +188,18 @@ def has_version(tensor: Tensor) -> bool:
 
 version: Callable[[Tensor], int] = attrgetter("_version")
 _has_versions = hasattr(Tensor, "_version")  # else all tensors are compared as those without a counter are
+_TensorGuards: Any = _first("torch._C._dynamo.guards.TensorGuards")
+
+
+def form_check(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """A fast function that says whether these tensors have the dtype, shape, strides and grad flag of now.
+
+    It also says no in another mode, such as autocast. None where torch has no such function.
+    """
+    with contextlib.suppress(TypeError):
+        guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        return guards.check  # type: ignore[no-any-return]
+    return None
 
 
 def fsdp_policy(module: nn.Module) -> Any:

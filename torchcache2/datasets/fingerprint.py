@@ -24,7 +24,7 @@ from torchcache2.identity.guard import MUTABLE, size_of
 from torchcache2.identity.modulewalk import Fingerprint, Walk
 from torchcache2.identity.objectwalk import GENERATORS
 from torchcache2.identity.sourcecode import CompiledTexts
-from torchcache2.identity.tensorwatch import TensorWatch
+from torchcache2.identity.tensors import TensorWatch
 from torchcache2.identity.unsteady import unseeded_draws
 
 __all__ = ["Identity", "check_called", "identify", "identify_prefix", "length_of"]

@@ -35,12 +35,10 @@ from torchcache2.engine.stack import TierStack
 from torchcache2.identity.marks import (
     ADDED_ATTRIBUTE,
     BINDING,
-    INIT_ATTRIBUTE,
     METHOD,
     ORIGINAL_ATTRIBUTE,
     is_ours,
 )
-from torchcache2.identity.modulewalk import argument_digests
 from torchcache2.identity.namespace import History
 
 __all__ = [
@@ -63,7 +61,6 @@ DEFERRED = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.is
 
 _PREFIX = "torchcache_"
 _WATCHED: ContextVar[frozenset[int]] = ContextVar("torchcache2_watched", default=frozenset())
-_STARTING = "_torchcache_starting"  # an instance has this attribute while its outermost constructor runs
 
 
 class Binding:
@@ -172,7 +169,7 @@ def _patch_methods(cls: Any) -> None:
     methods = getattr(cls, BINDING).methods
     wraps: dict[str, Any] = {}
     if issubclass(cls, nn.Module):
-        wraps = {"__init__": _recording_init, REPLICATE: _cached_replicate}
+        wraps = {REPLICATE: _cached_replicate}
         if "forward" in methods:
             wraps |= dict.fromkeys(_methods_with_arguments(cls), _watched_method)
     wraps |= dict.fromkeys(methods, decorate_method)
@@ -286,22 +283,6 @@ def _layers(function: Any) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _recording_init(init: Callable[..., None], name: str) -> Callable[..., None]:
-    @functools.wraps(init)
-    def recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if _STARTING in self.__dict__:
-            init(self, *args, **kwargs)
-            return
-        self.__dict__[_STARTING] = True
-        try:
-            _record_arguments(self, init, args, kwargs)
-            init(self, *args, **kwargs)
-        finally:
-            self.__dict__.pop(_STARTING, None)
-
-    return recording_init
-
-
 def _cached_replicate(replicate: Callable[..., nn.Module], name: str) -> Callable[..., nn.Module]:
     @functools.wraps(replicate)
     def cached_replicate(self: nn.Module) -> nn.Module:
@@ -309,23 +290,6 @@ def _cached_replicate(replicate: Callable[..., nn.Module], name: str) -> Callabl
         return replicate(self)
 
     return cached_replicate
-
-
-def _record_arguments(
-    module: nn.Module, init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    signature = inspect.signature(init)
-    try:
-        bound = signature.bind(module, *args, **kwargs)
-    except TypeError:
-        return  # the constructor itself will raise
-    bound.apply_defaults()
-    _, *names = bound.arguments
-    arguments = {name: bound.arguments[name] for name in names}
-    for name in names:
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            arguments |= arguments.pop(name)
-    module.__dict__[INIT_ATTRIBUTE] = argument_digests(arguments)
 
 
 class _CacheAttribute:
@@ -512,7 +476,7 @@ def _run_watched(
 ) -> Any:
     fields, watched = getattr(obj, "__dict__", {}), _WATCHED.get()
     cache = fields.get("cache_instance")
-    if is_traced() or _STARTING in fields or (cache is not None and cache.on_first_call is None):
+    if is_traced() or (cache is not None and cache.on_first_call is None):
         return method(*args, **kwargs)
     token = _WATCHED.set(watched | {id(obj)})
     try:
@@ -520,9 +484,21 @@ def _run_watched(
     finally:
         _WATCHED.reset(token)
     is_cached = fields.keys() & {"cache_instance"} or bindings_of(type(obj))
-    if is_cached and id(obj) not in watched and _has_items(args, kwargs, output):
+    is_outermost = is_cached and id(obj) not in watched
+    if is_outermost and _has_items(args, kwargs, output) and not _is_being_made(obj):
         cache_of_object(obj).miss_forward(name)
     return output
+
+
+def _is_being_made(obj: Any) -> bool:
+    """Whether a constructor of the object is running: what it calls is no mistake."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__init__" and frame.f_locals.get(code.co_varnames[0]) is obj:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _has_items(args: Any, kwargs: Any, output: Any) -> bool:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
-from operator import attrgetter
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchcache2.core.logs import ToldOnce, listed, logger
 from torchcache2.core.private import autocast_keeps_weights, modules_of
@@ -23,7 +21,7 @@ from torchcache2.identity.modulewalk import Fingerprint, Lazy, Loaded, Walk
 from torchcache2.identity.objectwalk import GENERATORS
 from torchcache2.identity.sharded import ShardedError, Shards, sharding
 from torchcache2.identity.sourcecode import CompiledTexts
-from torchcache2.identity.tensorwatch import TensorWatch
+from torchcache2.identity.tensors import TensorWatch
 from torchcache2.identity.unsteady import UnsteadyLayer, unseeded_draws, unsteady
 
 __all__ = ["Facts", "History", "NamespaceKeeper", "Seen", "namespace_of"]
@@ -31,7 +29,6 @@ __all__ = ["Facts", "History", "NamespaceKeeper", "Seen", "namespace_of"]
 _NONE = bytes(16)
 _MOST_REMEMBERED = 16
 _DEVICES = ("cpu", "cuda")
-_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
 class Seen(NamedTuple):
@@ -152,7 +149,7 @@ class NamespaceKeeper:
 
     def requires_grad(self) -> bool:
         """Whether a tensor of the module requires grad; `facts` has looked which tensors it has."""
-        return any(map(_requires_grad, chain(self._tensors.tensors, self._shards.tensors())))
+        return self._tensors.requires_grad or any(t.requires_grad for t in self._shards.tensors())
 
     def look(self, root: Any) -> Seen:
         """The namespace as of now; of a sharded module, the one before it was."""
@@ -231,6 +228,7 @@ class NamespaceKeeper:
             self.reset()
         module = _owner(root)
         guard = None if self._tensors.has_lazy or self._facts.not_imported else self._guard
+        self._tensors.same_forms()
         if guard is not None and guard.same(module) and self._shards.same():
             return
         is_sharded = self._facts.sharded is not None

@@ -14,10 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.helpers.interpreter import Interpreted, OnHost, Passed
 from torchcache2 import torchcache
-from torchcache2.identity import encoding, items, namespace, tensorwatch
+from torchcache2.identity import encoding, items, namespace, tensors
 from torchcache2.identity.encoding import tensor_digest
 from torchcache2.identity.items import item_keys
-from torchcache2.identity.tensorwatch import TensorWatch
+from torchcache2.identity.tensors import TensorWatch
 from torchcache2.identity.xxh3 import device, kernels
 
 NAMESPACE = bytes(range(16))
@@ -32,7 +32,7 @@ def keys_of(*tensors, **options):
 def digests(monkeypatch):
     """All that is hashed passes for tensors of an accelerator; says what was hashed there."""
     one = Counted()
-    for module in (items, encoding, tensorwatch):
+    for module in (items, encoding, tensors):
         monkeypatch.setattr(module, "DIGESTS", one)
     return one
 
@@ -193,7 +193,7 @@ def test_weights_for_which_there_was_no_memory_are_read_at_the_next_call(monkeyp
     twin, net = torchcache(nn.Sequential(net)), torchcache(nn.Sequential(net))
     expected = twin(x)
     with monkeypatch.context() as patch:
-        patch.setattr(tensorwatch, "tensor_digest", failing)
+        patch.setattr(tensors, "tensor_digest", failing)
         assert torch.equal(net(x), expected)
     assert torch.equal(net(x), expected)
     assert net.cache_instance.module_hash == twin.cache_instance.module_hash

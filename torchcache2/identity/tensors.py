@@ -1,9 +1,9 @@
 """`TensorWatch`: reads the content of tensors once, and again when it may have changed.
 
-Tensors are compared by storage address, shape, strides and version counter. Edits through ``.data`` and by
-numpy change none of these. So each call also compares tiny tensors, and the first bytes of all others, and
-reads the next 64 KB of what was read before: an edit is found at the latest when all have been read again. On
-a GPU, a call compares the first bytes of one tensor, and the next 64 KB, when they have arrived, as no call
+Tensors are compared by storage address, dtype, shape, strides and version counter. Edits through ``.data``
+and by numpy change none of these. So each call also compares tiny tensors, and the first bytes of all others,
+and reads the next 64 KB of what was read before: an edit is found at the latest when all is read again. On a
+GPU, a call compares the first bytes of one tensor, and the next 64 KB, when they have arrived, as no call
 waits for them: with the keys of a batch that is there too, else at a later call. Tensors made under
 `torch.inference_mode` have no version counters: if they are small, all of their bytes are compared.
 """
@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from xxhash import xxh3_64_digest, xxh3_128, xxh3_128_digest
 
 from torchcache2.core.memory import CUDA, Arriving, Runtime
-from torchcache2.core.private import has_version, version
+from torchcache2.core.private import form_check, has_version, version
 from torchcache2.identity.encoding import UnencodableError, form, tensor_digest
 from torchcache2.identity.xxh3.device import DIGESTS
 
@@ -41,9 +41,7 @@ _MOST_UNCOUNTED = 500_000  # bytes, some 40 µs at every call
 # Arrays are buffers, which older type checkers do not know.
 Bytes1D = Any
 
-_State = tuple[list[int], list[Any], list[Any], list[torch.dtype], list[int], list[bytes]]
-
-_dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
+_form: Callable[[Tensor], tuple[Any, ...]] = attrgetter("dtype", "shape")
 
 
 class _Known(NamedTuple):
@@ -55,51 +53,41 @@ class _Known(NamedTuple):
     sample: tuple[bytes, bytes]  # what a call compares of it, and more of its bytes
     is_gone: Callable[[], bool]  # whether its storage is freed, so that another tensor may have its address
 
-    def is_at(self, mark: tuple[Any, ...] | None) -> bool:
-        """Whether this is about the tensor with a mark, as far as that tells."""
-        return self.mark == mark and not self.is_gone()
-
 
 class _Scan:
     """Reads tensors again, in pieces, and compares each with what was read when it comes to its end."""
 
     def __init__(self) -> None:
         # Each tensor, its memory if that is on the host, the size of that, and what is known of it.
-        self._queue: list[tuple[Tensor, Bytes1D | None, int, _Known]] = []
-        self._turn = 0
-        self._begin()
-
-    def _begin(self) -> None:
-        self._start, self._hasher = 0, xxh3_128()
-
-    def __len__(self) -> int:
-        return len(self._queue)
+        self.queue: list[tuple[Tensor, Bytes1D | None, int, _Known]] = []
+        self._turn = self._start = 0
+        self._hasher = xxh3_128()
 
     def go_on(self, queue: list[tuple[Tensor, Bytes1D | None, int, _Known]]) -> None:
         """Read these tensors from now on, first the one that is being read if it is as it was."""
-        current = self._queue[self._turn][-1] if self._queue else None
+        current = self.queue[self._turn][-1] if self.queue else None
         turn = next((turn for turn, one in enumerate(queue) if one[-1] is current), None)
         if turn is None:
             turn = self._turn % max(1, len(queue))
-            self._begin()
-        self._queue, self._turn = queue, turn
+            self._start, self._hasher = 0, xxh3_128()
+        self.queue, self._turn = queue, turn
 
     def piece(self) -> Any:
         """What to read next: memory of the host, or a tensor elsewhere."""
-        tensor, content, size, _ = self._queue[self._turn]
+        tensor, content, size, _ = self.queue[self._turn]
         memory = _head(tensor, size) if content is None else content
         return memory[self._start : self._start + _PIECE]
 
     def read(self, piece: Bytes1D) -> bool:
         """Take the bytes of the piece; False if they end a tensor that is not as it was."""
-        _, _, size, known = self._queue[self._turn]
+        _, _, size, known = self.queue[self._turn]
         self._hasher.update(piece)
         self._start += len(piece)
         if self._start < size:
             return True
         found = self._hasher.digest()
-        self._turn = (self._turn + 1) % len(self._queue)
-        self._begin()
+        self._turn = (self._turn + 1) % len(self.queue)
+        self._start, self._hasher = 0, xxh3_128()
         return bool(found == known.content)
 
 
@@ -115,9 +103,10 @@ class TensorWatch:
         self.digests: dict[str, bytes] = {}  # as of the last `refresh`
         self.unreadable: list[str] = []  # paths of tensors whose content cannot be read
         self.generation = 0  # how often `refresh` has been called
-        self._runtime = runtime
         # Whether the last `refresh` has found an edit that may be older than the call before.
         self.is_late = False
+        self.requires_grad = False  # whether a tensor does, as of the last `same_forms`
+        self._runtime = runtime
         self._named = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
         self.tensors = list({id(tensor): tensor for tensor in self._named.values()}.values())
         self.dtypes = {tensor.dtype for tensor in self.tensors}
@@ -127,61 +116,67 @@ class TensorWatch:
         total = sum(map(_span, self._uncounted))
         # Whether tensors without version counters are too large to compare at every call.
         self.is_blind = total > _MOST_UNCOUNTED or not all(map(_is_plain, self._uncounted))
-        self._state: _State | None = None
+        self._are_plain = all(map(_is_plain, self.tensors))
+        self._forms: list[Any] = []
+        self._has_forms: Callable[..., bool] | None = None
+        self._state: list[list[Any]] | None = None  # what `_look` saw; None: all is to be read again
+        self._marks: dict[int, tuple[Any, ...]] = {}
         self._follows = False
         self._heads: list[Bytes1D] = []
         self._head_bytes = b""
-        self._wholes: list[Bytes1D] = []
-        self._away: list[Tensor] = []
+        self._wholes: list[Any] = []  # of tensors without version counters: memory, or the tensor elsewhere
         self._far: list[Tensor] = []
         self._turn = 0
-        # Short tensors, and long ones.
-        self._scans: tuple[_Scan, _Scan] = (_Scan(), _Scan()) if before is None else before._scans
+        self._scan: _Scan = _Scan() if before is None else before._scan
         # Whether a tensor has changed without a sign.
         self._is_doubtful: bool = before is not None and before._is_doubtful
         # The id of the tensor whose first bytes came from an accelerator for the last call, if they did.
         self._compared = 0
         self._lags = False  # whether there was a call since bytes were sent
-        # Bytes on their way to the host: the first of a tensor, how many, and a piece of a scan.
-        self._arriving: tuple[int, int, _Scan | None, Arriving] | None = None
+        # Bytes on their way to the host: the first of a tensor, how many, and whether a piece of the scan.
+        self._arriving: tuple[int, int, bool, Arriving] | None = None
         known: dict[int, _Known] = {} if before is None else before._known
         mine = [id(tensor) for tensor in self.tensors]  # other ids may soon be those of new tensors
         self._known: dict[int, _Known] = {key: known[key] for key in mine if key in known}
         if before is not None and before._follows:
             self._follow_optimizers()
+        self.same_forms()
+
+    def same_forms(self) -> bool:
+        """Whether each tensor has the dtype, shape and strides that it had; notes which require grad."""
+        if self._has_forms is not None and self._has_forms(*self.tensors):
+            return True
+        forms = [(*_form(tensor), tensor.stride()) for tensor in self.tensors]
+        self.requires_grad = any(tensor.requires_grad for tensor in self.tensors)
+        self._has_forms = form_check(self.tensors) if self._are_plain else None
+        before, self._forms = self._forms, forms
+        if forms != before:
+            self._state = None
+        return forms == before
 
     def moved(self) -> bool:
         """Whether a tensor has other storage, or was written to, since the last `refresh`."""
-        return self._look() != self._state
+        return not self.same_forms() or self._look() != self._state
 
     def moved_names(self) -> list[str]:
         """The tensors that `moved` is about, by path, as far as that can be told."""
-        owners: Any = [self.tensors] * 4 + [self._counted]
-        states: Any = self._state or (), self._look()
-        moved = {
-            id(tensor)
-            for tensors, before, now in zip(owners, *states, strict=False)
-            for tensor, old, new in zip(tensors, before, now, strict=True)
-            if old != new
-        }
-        return [name for name, tensor in self._named.items() if id(tensor) in moved]
+        self.same_forms()
+        now = self._marked(self._look())
+        return [name for name, one in self._named.items() if now[id(one)] != self._marks.get(id(one))]
 
     def same(self) -> bool:
-        """Whether every tensor seems to have the content that was read."""
-        if self.moved() or b"".join(self._heads) != self._head_bytes or not self.holds():
+        """Whether every tensor seems to have the content that was read, after `same_forms`."""
+        if self._look() != self._state or b"".join(self._heads) != self._head_bytes or not self.holds():
             return False
-        if self._arriving is None:
-            return self._read_on()
-        self._lags = True
-        return True
+        self._lags = self._arriving is not None
+        return self._lags or self._read_on()
 
     def _read_on(self) -> bool:
         """Read a further piece, or have it sent; False if it shows an edit."""
         self._turn += 1
-        scan = self._scans[self._turn % 2] or self._scans[(self._turn + 1) % 2]
-        piece: Any = scan.piece() if scan else None
+        piece: Any = self._scan.piece() if self._scan.queue else None
         is_far = isinstance(piece, Tensor)
-        if piece is not None and not is_far and not scan.read(piece):
+        if piece is not None and not is_far and not self._scan.read(piece):
             return self._doubt()
         if self._far:
             tensor = self._far[self._turn % len(self._far)]
@@ -190,19 +185,18 @@ class TensorWatch:
                 sent.append(piece)
             # A copy, as a view would keep the memory of the tensor until its bytes are compared.
             arriving = Arriving([torch.cat(sent)], self._runtime)
-            self._arriving = id(tensor), len(sent[0]), scan if len(sent) > 1 else None, arriving
-            self._lags = False
+            self._arriving = id(tensor), len(sent[0]), len(sent) > 1, arriving
         return True
 
     def holds(self) -> bool:
         """Whether what has arrived since `same` is what was read; waits for nothing."""
         if self._arriving is None or not self._arriving[-1].has_arrived:
             return True
-        (key, count, scan, arriving), self._arriving = self._arriving, None
+        (key, count, has_piece, arriving), self._arriving = self._arriving, None
         found: Bytes1D = arriving.wait()[0].numpy()
         if xxh3_64_digest(found[:count]) != self._known[key].sample[0]:
             return self._doubt()
-        if scan is not None and not scan.read(found[count:]):
+        if has_piece and not self._scan.read(found[count:]):
             return self._doubt()
         self._compared = 0 if self._lags else key
         return True
@@ -214,48 +208,26 @@ class TensorWatch:
 
     def refresh(self, *, read: bool = True) -> None:
         """Read tensors that may have changed; without `read`, only remember what would show a change."""
-        if not self._follows and any(tensor.requires_grad for tensor in self.tensors):
+        self.same_forms()
+        if self.requires_grad and not self._follows:
             self._follow_optimizers()
         whole = [] if self.is_blind else self._uncounted
-        self._wholes = [memoryview(_content(tensor)) for tensor in whole if tensor.device.type == "cpu"]
-        self._away = [tensor for tensor in whole if tensor.device.type != "cpu"]
+        self._wholes = [t if t.device.type != "cpu" else memoryview(_content(t)) for t in whole]
         state, self._state, self._arriving = self._look(), None, None  # in case reading is interrupted
         self.generation += 1
-        self.unreadable = []
         # These are taken before the tensors are read, because other threads may write to them meanwhile.
-        marks = self._marks()
+        self._marks = self._marked(state)
         near = [tensor for tensor in self.tensors if read and not self._is_far(tensor)]
         memory = {id(tensor): memoryview(_content(tensor)) for tensor in near}
         samples = {id(t): _sample(t, memory.get(id(t))) for t in self.tensors} if read else {}
-        before = {key: one for key, one in self._known.items() if one.is_at(marks.get(key))}
+        marks = {id(t): self._marks[id(t)] for t in self._counted if _is_plain(t)}
+        before = {k: one for k, one in self._known.items() if one.mark == marks.get(k) and not one.is_gone()}
         self._known = {}
         # If one has changed without its counter, somebody writes through ``.data`` or numpy, perhaps also
         # where there is no sample: then all are read.
         is_honest = all(one.sample == samples.get(key) for key, one in before.items())
         known = dict(before) if is_honest and not self._is_doubtful else {}
-        digests = {key: one.digest for key, one in known.items()}
-        contents = DIGESTS.of_tensors([t for t in self.tensors if read and id(t) not in known])  # on a GPU
-        for name, tensor in self._named.items() if read else ():
-            key = id(tensor)
-            if key in digests:  # tied weights have several names
-                continue
-            content, in_order = contents.get(key), _is_in_order(tensor)
-            try:
-                if key in memory:
-                    content = xxh3_128_digest(memory[key])
-                elif in_order and content is None:
-                    content = xxh3_128_digest(_content(tensor))
-                digests[key] = tensor_digest(tensor, content if in_order else contents.get(key))
-            except torch.cuda.OutOfMemoryError:
-                raise  # it can be read once there is memory: all is read again then
-            except (RuntimeError, TypeError, NotImplementedError, UnencodableError):
-                self.unreadable.append(name)
-                digests[key] = os.urandom(16)
-                continue
-            if key in marks:
-                content = content if key in memory or in_order else None
-                gone = _storage_is_gone(tensor)
-                known[key] = _Known(digests[key], content, marks[key], samples[key], gone)
+        digests = self._read(known, marks, memory, samples) if read else {}
         self.digests = {n: digests[id(t)] for n, t in self._named.items() if id(t) in digests}
         changed = [key for key, one in before.items() if digests[key] != one.digest]
         # The last call has compared the first bytes of these.
@@ -267,10 +239,44 @@ class TensorWatch:
         self._far = [tensor for tensor in self.tensors if id(tensor) in known and id(tensor) not in memory]
         self._compared, self._is_doubtful = 0, False
         queue = [(t, memory.get(id(t)), _span(t), known[id(t)]) for t in self.tensors if id(t) in known]
-        queue = [one for one in queue if one[-1].content and one[2] > (0 if one[1] is None else _TINY)]
-        self._scans[0].go_on([one for one in queue if one[2] <= _PIECE])
-        self._scans[1].go_on([one for one in queue if one[2] > _PIECE])
+        self._scan.go_on(
+            [one for one in queue if one[-1].content and one[2] > (0 if one[1] is None else _TINY)]
+        )
         self._known, self._state = known, state
+
+    def _read(
+        self,
+        known: dict[int, _Known],
+        marks: dict[int, tuple[Any, ...]],
+        memory: dict[int, Bytes1D],
+        samples: dict[int, tuple[bytes, bytes]],
+    ) -> dict[int, bytes]:
+        """The digest of each tensor by its id. Those that are not `known` are read, and are from then on."""
+        self.unreadable = []
+        digests = {key: one.digest for key, one in known.items()}
+        there = DIGESTS.of_tensors([tensor for tensor in self.tensors if id(tensor) not in known])  # on a GPU
+        for name, tensor in self._named.items():
+            key = id(tensor)
+            if key in digests:  # tied weights have several names
+                continue
+            content, in_order = there.get(key), _is_in_order(tensor)
+            try:
+                if key in memory:
+                    content = xxh3_128_digest(memory[key])
+                elif in_order and content is None:
+                    content = xxh3_128_digest(_content(tensor))
+                digests[key] = tensor_digest(tensor, content if in_order else there.get(key))
+            except torch.cuda.OutOfMemoryError:
+                raise  # it can be read once there is memory: all is read again then
+            except (RuntimeError, TypeError, NotImplementedError, UnencodableError):
+                self.unreadable.append(name)
+                digests[key] = os.urandom(16)
+                continue
+            if key in marks:
+                content = content if key in memory or in_order else None
+                gone = _storage_is_gone(tensor)
+                known[key] = _Known(digests[key], content, marks[key], samples[key], gone)
+        return digests
 
     def forms(self) -> dict[str, str]:
         """Dtype and shape of each tensor by its path, for people."""
@@ -279,30 +285,28 @@ class TensorWatch:
     def forget(self) -> None:
         """Make the next `same` return False, so that all is read again, and keep no storage alive."""
         self._heads, self._wholes, self._known, self._state, self._arriving = [], [], {}, None, None
-        self._scans = (_Scan(), _Scan())
+        self._scan = _Scan()
 
     def small_buffers(self) -> list[Tensor]:
         """Tensors that a forward may write to and that are cheap to copy."""
         buffers = [tensor for tensor in self.tensors if type(tensor) is not nn.Parameter]
         return buffers if sum(tensor.nbytes for tensor in buffers) <= _COPIED else []
 
-    def _look(self) -> _State:
-        tensors = self.tensors
-        return (
-            list(map(_pointer, tensors)),
-            list(map(Tensor.stride, tensors)),
-            list(map(Tensor.size, tensors)),
-            list(map(_dtype, tensors)),
-            list(map(version, self._counted)),
-            [*map(xxh3_64_digest, self._wholes), *[xxh3_64_digest(_content(t)) for t in self._away]],
-        )
+    def _look(self) -> list[list[Any]]:
+        try:
+            pointers = list(map(Tensor.data_ptr, self.tensors))
+        except RuntimeError:
+            pointers = list(map(_pointer, self.tensors))
+        wholes = [xxh3_64_digest(_content(one) if isinstance(one, Tensor) else one) for one in self._wholes]
+        return [pointers, list(map(version, self._counted)), wholes]
 
-    def _marks(self) -> dict[int, tuple[Any, ...]]:
-        """For tensors with a version counter, by id: what changes when one is written to or replaced."""
-        plain = [tensor for tensor in self._counted if _is_plain(tensor)]
-        return {
-            id(t): (_pointer(t), t.storage_offset(), t.stride(), t.size(), t.dtype, version(t)) for t in plain
-        }
+    def _marked(self, state: list[list[Any]]) -> dict[int, tuple[Any, ...]]:
+        """By id, what changes when a tensor is written to or replaced."""
+        pointers, versions, wholes = state
+        tensors = self._counted + self._uncounted
+        written = {id(t): sign for t, sign in zip(tensors, versions + wholes, strict=False)}
+        found = zip(self.tensors, pointers, self._forms, strict=True)
+        return {id(t): (pointer, *form, written.get(id(t))) for t, pointer, form in found}
 
     def _is_far(self, tensor: Tensor) -> bool:
         return tensor.device.type != "cpu" or self._runtime.owns(tensor)
