@@ -162,9 +162,9 @@ def test_the_first_second_and_fourth_batch_of_a_kind_of_call_cost_half_a_batch_m
         scaled(torch.randn(18, 5))  # another length
     assert sizes[4:] == [18, 3, 3, 3, 18, 18, 3, 3, 3, 18, 18, 18, 18, 3, 3, 3]
     del sizes[:]
-    for by in (0.5, 0.75, 0.25):  # another argument, of any value
+    for by in (0.5, 0.75, 0.5, 0.5):  # another value of an argument
         scaled(torch.randn(7, 9), by)
-    assert sizes == [7, 1, 1, 7, 1, 1, 7]
+    assert sizes == [7, 1, 1, 7, 1, 1, 7, 1, 1, 7]
     del sizes[:]
     scaled(torch.randn(8, 4), dim=0)  # may be another way to compute
     assert sizes == [8, 1, 1]

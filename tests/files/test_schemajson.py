@@ -21,7 +21,8 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from transformers.utils import ModelOutput
 
 from tests.helpers import warm
-from torchcache2.core.rows import BARE, Leaf, Rows, Schema
+from torchcache2.core.rows import Leaf, Rows, Schema
+from torchcache2.core.values import BARE
 from torchcache2.files import classnames, jsonparts, schemajson
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.schemajson import schema_from_json, schema_to_json

@@ -27,7 +27,8 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from torchcache2 import OptionError, torchcache
 from torchcache2.core.keys import Keys
-from torchcache2.core.rows import BARE, Leaf, Rows, Schema
+from torchcache2.core.rows import Leaf, Rows, Schema
+from torchcache2.core.values import BARE
 from torchcache2.files import jsonparts, schemajson
 from torchcache2.files.codec import codec as codec_of
 from torchcache2.files.directory import CacheDirectory

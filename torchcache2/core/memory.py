@@ -338,12 +338,6 @@ def as_words(data: Tensor) -> Tensor:
 
 def moved(column: Tensor, source: int, target: int) -> Tensor:
     """A column with a dimension of its rows moved, contiguous."""
-    there = column.movedim(source, target)
-    try:
-        return there.contiguous()
-    except (NotImplementedError, RuntimeError):  # a dtype that torch cannot copy, such as uint4
-        places = list(range(column.dim()))
-        places.insert(target % column.dim(), places.pop(source))
-        raw = as_bytes(column).view(*column.shape, column.element_size())
-        raw = raw.permute(*places, column.dim()).contiguous()
-        return raw.view(-1).view(column.dtype).view(there.shape)
+    # Torch cannot copy every dtype, such as uint4, but ints of the same size.
+    word = {word.itemsize: word for word in _WORDS}.get(column.element_size(), column.dtype)
+    return column.view(word).movedim(source, target).contiguous().view(column.dtype)

@@ -1,7 +1,7 @@
 """May this call be cached? Every reason why not, where it is found, and the advice for it.
 
 The checks that need no forward are here, in this order: of the module, of the arguments, of the weights.
-`torchcache2.decorator.forward` checks what the forward did, and `torchcache2.decorator.probes` what is known
+`torchcache2.decorator.forward` checks what the forward did, and `torchcache2.decorator.probe` what is known
 about the items of the module.
 """
 

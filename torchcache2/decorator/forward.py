@@ -22,8 +22,7 @@ from torchcache2.core.values import NotRebuiltError, has_attributes, leaves_of, 
 from torchcache2.decorator.bypass import BypassError, not_stored, of_module
 from torchcache2.decorator.elsewhere import are_weights_elsewhere, with_device_hint
 from torchcache2.decorator.lazymodule import asked_for, lazies_of
-from torchcache2.decorator.probe import Comparison, Probe
-from torchcache2.decorator.probes import talks
+from torchcache2.decorator.probe import Probe, alone, talks
 from torchcache2.decorator.traces import Inputs, filling
 from torchcache2.decorator.tracing import Runner
 from torchcache2.engine.batch import Checks, NotStoredError, WholeBatch
@@ -217,14 +216,18 @@ class Computation:
         if is_odd or self.checks.computes_parts:
             # The forward may write the output of a part into the memory of this output, so this is copied.
             copied = mapped(_copied, output, objects=True)
-            compare = Comparison(copied, self.call.batch_size, self.device, self.dtypes(), self.lists)
-            if not compare.is_possible:  # the output cannot be kept
+            probe = self._probe(copied)
+            if not probe.is_possible:  # the output cannot be kept
                 self.checks.is_conclusive = False
                 return output
             if is_odd and not self.call.entries:
                 raise not_stored("batch", output, self._odd_text(shapes), cause="shape")
             if self.call.batch_size > 1:
-                output = self._probe(compare, copied)
+                found = probe.dependence()
+                if found is not None:
+                    raise not_stored("batch", copied, found.text, cause=found.cause)
+                self.checks.is_conclusive = probe.is_conclusive
+                output = copied
         self._remember(shapes)
         return self._own(output, inputs.tensors) if is_whole else output
 
@@ -368,15 +371,21 @@ class Computation:
         known = self.known.shapes.get(self.keys.group)
         return f"items of one shape have outputs of the shapes {known} and {shapes}"
 
-    def _probe(self, compare: Comparison, output: Any) -> Any:
-        """Compute parts of the batch by themselves; returns the whole output if items are independent."""
-        pads = self.known.settings.miss_batch == "pad"
-        probe = Probe(self.call, self.keys, compare, self.forward, self.keeper, self.seen, self.root, pads)
-        found = probe.dependence()
-        if found is not None:
-            raise not_stored("batch", output, found.text, cause=found.cause)
-        self.checks.is_conclusive = probe.is_conclusive
-        return output
+    def _probe(self, output: Any) -> Probe:
+        """Computes parts of the batch by themselves, to compare them with the output of the whole batch."""
+        return Probe(
+            output,
+            self.keys,
+            self.call,
+            self._alone(),
+            device=self.device,
+            dtypes=self.dtypes(),
+            lists=self.lists,
+            pads=self.known.settings.miss_batch == "pad",
+        )
+
+    def _alone(self) -> Callable[..., Any]:
+        return functools.partial(alone, self.call, self.forward, self.keeper, self.seen, self.root)
 
     def _remember(self, shapes: Shapes | None) -> None:
         """Note that calls like this one leave no trace."""
@@ -415,9 +424,10 @@ class Computation:
             # The forward may write to the memory of this output.
             output = mapped(_copied, output, objects=True)
             part = positions[:1].tolist() * (1 if count > 1 else 2)
-            probe = Probe(self.call, self.keys, None, self.forward, self.keeper, self.seen, self.root, False)
             with contextlib.suppress(Exception):  # then it is not known, and such lists are not stored
-                lists.settle(unsettled, probe.alone(part, bool(self.call.aligned)), len(part))
+                aligned = bool(self.call.aligned)
+                one = alone(self.call, self.forward, self.keeper, self.seen, self.root, part, aligned=aligned)
+                lists.settle(unsettled, one, len(part))
         return output
 
     def _shapes_of_items(self, output: Any, count: int) -> Shapes | None:

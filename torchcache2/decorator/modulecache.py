@@ -27,7 +27,7 @@ from torchcache2.decorator import bypass
 from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.explain import NOTHING_DIFFERS, CallSeen, explained
 from torchcache2.decorator.forward import Computation, Known, may_check
-from torchcache2.decorator.probes import CallChecks, Probes
+from torchcache2.decorator.probe import CallChecks, Probes
 from torchcache2.decorator.shortcuts import Glance, Shortcuts, glance
 from torchcache2.decorator.traces import given_back
 from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off

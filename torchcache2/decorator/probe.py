@@ -1,39 +1,275 @@
 """The probe: whether the output of an item depends on the rest of its batch.
 
-Parts of a batch are computed by themselves, in another order, and their rows are compared with those of the
-whole batch. Some parts share no item, since one part may hide a dependence: if every item is divided by the
-largest of its batch, a part that has the largest one equals the whole batch. And two parts of one size begin
-with the same items. A forward rounds alike for batches of one size, but not for batches of two sizes: so
-these two parts show an influence that is hardly larger than rounding.
+What shows that it does is a batch put together from several earlier ones. So batches are counted, for each
+kind of call: those of which nothing was found, something, or everything. The 1st, 2nd, 4th, 8th … of each
+are computed as a whole, and found rows are compared with the computed ones; of batches that are partly found,
+the first 64 are, as the forward runs anyway. A batch that was computed as a whole before shows nothing new,
+and is not counted when it is found again.
+
+If items were missing, parts of the batch are computed too at these counts, by themselves and in another
+order. Some parts share no item, since one part may hide a dependence: if every item is divided by the largest
+of its batch, a part that has the largest one equals the whole batch. And two parts of one size begin with the
+same items. A forward rounds alike for batches of one size, but not for batches of two sizes: so these two
+parts show an influence that is hardly larger than rounding.
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import dataclasses
+import inspect
 import threading
+import types
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
+from xxhash import xxh3_64_intdigest
 
 from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Keys
 from torchcache2.core.logs import shown
+from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows, UnstorableError
 from torchcache2.core.sizes import is_out_of_memory
-from torchcache2.engine.batch import computed_again
+from torchcache2.decorator.bypass import BypassError
+from torchcache2.engine.batch import Checks, computed_again, is_computed_again
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.values.outputs import Lists, rows_of
 from torchcache2.engine.verify import leaf_differences
 from torchcache2.identity.arguments import BoundCall
+from torchcache2.identity.encoding import digest
+from torchcache2.identity.modulewalk import Fingerprint
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
+from torchcache2.identity.sourcecode import names_in
 
-__all__ = ["Comparison", "Forward", "Probe"]
-
-Forward = Callable[[Any, Mapping[str, Any]], Any]
+__all__ = ["CallChecks", "Kind", "Probe", "Probes", "alone", "talks"]
 
 _ALIKE = 0.75  # rows from batches of one size differ by less than the precision to this power
+_MOST_KINDS = 10_000
+_MOST_NAMESPACES = 256
+_MOST_VALUES = 8  # if so many kinds that differ in values only have one result, the others have it too
+_ALL_MIXED = 64  # so many batches are all checked of which some items were found: the forward runs anyway
+_BYTES = 1 << 14  # of the bits for batches that were computed as a whole
+_WHOLE = "whole"  # what they are called among the kinds, which have hexadecimal names
+_MISSED, _MIXED, _FOUND = range(3)  # batches of which no, some, and all items were found
+_COLLECTIVES = {
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
+    *("all_to_all_single", "barrier", "broadcast", "gather_for_metrics", "reduce_scatter"),
+    "reduce_scatter_tensor",
+}
+_TALKING = ("torch.distributed", "torch.nn.parallel.distributed")  # modules of these talk to other processes
+
+
+@dataclasses.dataclass
+class Kind:
+    """The calls that one series of checks is for: of one module in one state, alike but for their items.
+
+    `code` is a digest of the module's code and of the form of the arguments, without weights and values.
+    `lists` is what this process knows of lists in the output; see `Lists.known`. `counts` are the batches of
+    which no, some, and all items were found; it is empty if an item's output depends on its batch.
+    """
+
+    namespace: bytes
+    name: str
+    code: bytes = b""
+    counts: list[int] = dataclasses.field(default_factory=lambda: [0, 0, 0])
+    lists: dict[str, bool] = dataclasses.field(default_factory=dict)
+
+
+class Probes:
+    """What the checks of one decorator's modules or functions have found; safe under threads.
+
+    For each namespace, that is its kinds by name, and the batches that were computed as a whole: a Bloom
+    filter with one bit a batch. After 1,300 batches, 1 of 100 new ones meets the bit of another one, and is
+    not checked.
+    """
+
+    def __init__(self) -> None:
+        self._lock = ProcessLock()
+        self._by_group: dict[bytes, Kind] = {}
+        self._kinds: dict[bytes, dict[str, Kind]] = {}
+        self._whole: dict[bytes, bytearray] = {}
+        self._mixing: dict[bytes, set[str]] = {}  # names of dependent kinds, by `Kind.code`
+
+    def kind(
+        self,
+        group: bytes,
+        fingerprint: Fingerprint,
+        call: BoundCall,
+        recall: Callable[[bytes], Mapping[str, Any]],
+        method: str = "forward",
+    ) -> Kind:
+        """The kind of a call of a method whose keys have this group.
+
+        ``recall(namespace)`` returns what earlier runs have left of `document`.
+        """
+        kind = self._by_group.get(group)
+        if kind is None:
+            with self._lock():
+                if fingerprint.namespace not in self._kinds:
+                    self._read(fingerprint.namespace, recall(fingerprint.namespace))
+                if len(self._by_group) >= _MOST_KINDS:
+                    self._by_group = {}
+                kind = self._by_group[group] = self._kind(fingerprint, call, method)
+        return kind
+
+    def _read(self, namespace: bytes, document: Mapping[str, Any]) -> None:
+        if len(self._kinds) >= _MOST_NAMESPACES:
+            self._kinds, self._whole, self._mixing, self._by_group = {}, {}, {}, {}
+        kinds, whole = {}, bytearray(_BYTES)
+        for name, found in document.items():  # anybody may have written this
+            if name == _WHOLE:
+                with contextlib.suppress(TypeError, ValueError, zlib.error):
+                    data = zlib.decompressobj().decompress(base64.b64decode(found, validate=True), _BYTES)
+                    whole = bytearray(data) if len(data) == _BYTES else whole
+            elif isinstance(found, list) and len(found) in (0, 3) and all(type(n) is int for n in found):
+                kinds[name] = Kind(namespace, name, counts=[max(n, 0) for n in found])
+        self._kinds[namespace], self._whole[namespace] = kinds, whole
+
+    def _kind(self, fingerprint: Fingerprint, call: BoundCall, method: str) -> Kind:
+        namespace, kinds = fingerprint.namespace, self._kinds[fingerprint.namespace]
+        leaves = [(path, str(tensor.dtype), tensor.dim()) for path, tensor in call.leaves]
+        form = repr([method, sorted({*call.names, *call.kwargs}), leaves]).encode("utf-8", "surrogatepass")
+        name, code = digest([form, call.context]).hex(), digest([fingerprint.code, form])
+        mixing, counts = self._mixing.get(code, set()), [0, 0, 0]
+        if name in mixing:  # a module that has mixed items once is not checked again when its weights change
+            counts = []
+        elif name not in kinds:
+            alike = sum(kind.code == code and any(kind.counts) for kind in kinds.values())
+            if alike + len(mixing) >= _MOST_VALUES:
+                if mixing:  # some values make it mix items, so unknown values are not tried
+                    return Kind(namespace, name, code, [])
+                name, counts = digest([form]).hex(), [alike, 0, 0]
+            if len(kinds) >= _MOST_KINDS:
+                kinds.clear()
+        kind = kinds.setdefault(name, Kind(namespace, name, code, counts))
+        kind.code, kind.counts = code, kind.counts if counts else []
+        return kind
+
+    def count(self, kind: Kind, what: int) -> int:
+        """Count a batch, and return how many there are now."""
+        with self._lock():
+            if kind.counts:  # else another thread has just found out that items depend on their batch
+                kind.counts[what] += 1
+            return kind.counts[what] if kind.counts else 0
+
+    def depends(self, kind: Kind) -> None:
+        """Note that an item's output depends on its batch."""
+        with self._lock():
+            kind.counts = []
+            self._mixing.setdefault(kind.code, set()).add(kind.name)
+            self._by_group = {}  # it holds for other weights too
+
+    def start_anew(self, namespace: bytes) -> None:
+        """Note that the rows of a namespace were dropped: what is computed from now on is checked anew."""
+        with self._lock():
+            for kind in self._kinds.get(namespace, {}).values():
+                kind.counts = [0 for _ in kind.counts]
+            if namespace in self._whole:
+                self._whole[namespace] = bytearray(_BYTES)
+
+    def is_whole(self, keys: Keys) -> bool:
+        """Whether a batch was computed as a whole."""
+        whole, at = self._whole.get(keys.namespace), xxh3_64_intdigest(keys.data.data)
+        return whole is not None and bool(whole[at % _BYTES] >> (at >> 61) & 1)
+
+    def add_whole(self, keys: Keys) -> None:
+        """Note that a batch was computed as a whole."""
+        whole, at = self._whole.get(keys.namespace), xxh3_64_intdigest(keys.data.data)
+        if whole is not None:
+            whole[at % _BYTES] |= 1 << (at >> 61)
+
+    def document(self, namespace: bytes) -> dict[str, Any]:
+        """Everything that is known about a namespace, as JSON, to be kept for later runs."""
+        with self._lock():
+            if namespace not in self._kinds:
+                return {}
+            counts = {name: list(kind.counts) for name, kind in self._kinds[namespace].items()}
+            return {**counts, _WHOLE: base64.b64encode(zlib.compress(self._whole[namespace])).decode()}
+
+
+class CallChecks(Checks):
+    """The checks of one call; raises `BypassError` if its items are known to depend on their batch.
+
+    ``may_run(is_first, is_found)`` says whether the forward can run by itself, for the first batch of a kind
+    or for a later one, which is all found or not; it is asked when a check is due.
+    """
+
+    def __init__(self, probes: Probes, kind: Kind, keys: Keys, may_run: Callable[[bool, bool], bool]) -> None:
+        if not kind.counts:
+            raise BypassError.because("batch", "an item's output depends on the rest of its batch")
+        self.kind = kind
+        self.computes_parts = False  # whether parts of the batch are to be computed by themselves
+        self.is_conclusive = True  # whether the forward has computed what it was asked for
+        self._probes, self._keys, self._may_run = probes, keys, may_run
+        self._counted: int | None = None
+
+    def is_due(self, found: int) -> bool:
+        """Whether to compute the whole batch, of which so many items were found."""
+        count = len(self._keys)
+        what = _MISSED if not found else _FOUND if found == count else _MIXED
+        if count == 0 or (self._probes.is_whole(self._keys) if what == _FOUND else count == 1):
+            return False
+        self._counted, counts = what, self.kind.counts
+        if not counts:  # another thread has just found out that items depend on their batch
+            return False
+        is_turn = _is_power(counts[what] + 1)
+        is_early = what == _MIXED and counts[what] < _ALL_MIXED
+        if not (is_turn or is_early or (found and is_computed_again())):
+            return False
+        if not self._may_run(not any(counts), what == _FOUND):
+            return False
+        self.computes_parts = is_turn and what != _FOUND
+        return True
+
+    def computed_whole(self) -> None:
+        """Note that the rows of this batch are those of one forward."""
+        self._probes.add_whole(self._keys)
+
+    def settle(self, *, has_run: bool) -> bool:
+        """Count this batch; returns whether what is known should be written down.
+
+        A rank in step may get all rows of a batch from others, and then its forward has not run.
+        """
+        if self._counted is None or not self.is_conclusive or (self.computes_parts and not has_run):
+            return False
+        return _is_power(self._probes.count(self.kind, self._counted))
+
+    def note(self, *, has_run: bool) -> str:
+        """What is known of calls like this one, for other ranks; `has_run`: it has been checked if needed."""
+        return self._note if any(self.kind.counts) or (has_run and self.computes_parts) else ""
+
+    def is_known(self, notes: Collection[str]) -> bool:
+        """Whether other ranks, by their notes, have checked calls like this one."""
+        return self._note in notes
+
+    @property
+    def _note(self) -> str:
+        return f"{self.kind.namespace.hex()} {self.kind.name}"
+
+
+def _is_power(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def talks(root: Any, fingerprint: Fingerprint) -> bool:
+    """Whether a forward may talk to other processes, which would wait for what this one computes."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    named = {name.split()[1].rpartition(".")[2] for name in fingerprint.parts if name.startswith("global ")}
+    modules = root.modules() if isinstance(root, nn.Module) else ()
+    for kind in {base for module in modules for base in type(module).__mro__ if base is not nn.Module}:
+        if kind is nn.SyncBatchNorm or kind.__module__.startswith(_TALKING):
+            return True
+        for function in map(inspect.unwrap, filter(callable, vars(kind).values())):
+            if isinstance(function, types.FunctionType):
+                named |= names_in(function.__code__)
+    return not _COLLECTIVES.isdisjoint(named)
 
 
 def _parts(keys: Keys) -> list[tuple[int, ...]]:
@@ -47,35 +283,65 @@ def _parts(keys: Keys) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(tuple(part.tolist()) for part in chosen if len(part)))
 
 
-class Difference(NamedTuple):
+class _Difference(NamedTuple):
     """How an item's output depends on its batch, and how that showed; see `batch_advice`."""
 
     text: str
     cause: str
 
 
-class Comparison:
-    """The rows of a whole batch of `items`, and of parts of it that were computed by themselves.
+def alone(
+    call: BoundCall,
+    forward: Callable[[Any, Mapping[str, Any]], Any],
+    keeper: NamespaceKeeper,
+    seen: Seen,
+    root: Any,
+    part: Sequence[int],
+    *,
+    aligned: bool,
+) -> Any:
+    """The output of some items, computed by themselves; what that has changed is undone."""
+    undo, state = keeper.undo(seen, root, call.objects), RandomState(keeper.generators)
+    try:
+        positions = torch.tensor(part, dtype=torch.int64, device="cpu")
+        with computed_again():
+            return forward(*call.take(positions, aligned=aligned))
+    finally:
+        # The forward has just run for the whole batch, and has changed at most attributes that it never
+        # reads. These are put back. Everything else is put back only if there is no other thread, which
+        # might have made the change.
+        undo.attributes()
+        if threading.active_count() == 1:
+            undo()
+            state.restore()
 
-    `device` is that of the call, and `dtypes` are what the forward computes with. `lists` says which lists
-    in the output have an entry for each item.
+
+class Probe:
+    """The rows of a whole batch, with which parts of it are compared that are computed by themselves.
+
+    ``alone(part, aligned=...)`` computes the items at some positions. `dtypes` are what the forward computes
+    with, and `lists` says which lists in the output have an entry for each item. If it `pads`, batches are
+    padded to few sizes.
     """
 
     def __init__(
         self,
         output: Any,
-        items: int,
+        keys: Keys,
+        call: BoundCall,
+        alone: Callable[..., Any],
+        *,
         device: torch.device,
         dtypes: Collection[torch.dtype],
-        lists: Lists | None = None,
+        lists: Lists | None,
+        pads: bool,
     ) -> None:
-        self._items = items
-        self._lists = lists
-        self._device = device
-        self._dtypes = dtypes
+        self.is_conclusive = True  # False if a part could not be computed for lack of memory
+        self._keys, self._call, self._alone = keys, call, alone
+        self._device, self._dtypes, self._lists, self._pads = device, dtypes, lists, pads
         self._parts: list[tuple[Sequence[int], Rows]] = []
         try:
-            self._whole: Rows | None = rows_of(output, items, lists, device=device)
+            self._whole: Rows | None = rows_of(output, len(keys), lists, device=device)
         except (UnstorableError, OutputError):
             self._whole = None  # such an output cannot be stored, so there is nothing to compare
 
@@ -84,79 +350,11 @@ class Comparison:
         """Whether the output can be stored, so that there is something to compare."""
         return self._whole is not None
 
-    def difference(self, output: Any, part: Sequence[int]) -> Difference | None:
-        """How the output for some items differs from their rows of the whole batch; None if it does not."""
-        if self._whole is None:
-            return None
-        batches = f"in a batch of {len(part)} and of {self._items}"
-        try:
-            rows = rows_of(output, len(part), self._lists, device=self._device)
-        except (UnstorableError, OutputError) as error:
-            return Difference(str(error), "shape")
-        expected = self._whole.take(torch.tensor(part, dtype=torch.int64, device="cpu"))
-        if rows.schema != expected.schema:
-            shapes = [
-                f"output{leaf.path} is {leaf.dtype} {leaf.shape} and {other.dtype} {other.shape} an item"
-                for leaf, other in zip(rows.schema.leaves, expected.schema.leaves, strict=False)
-                if leaf != other
-            ]
-            if rows.schema.structure != expected.schema.structure:
-                return Difference(f"the output has another structure {batches}", "structure")
-            return Difference(f"{next(iter(shapes), 'the output has another structure')} {batches}", "shape")
-        found = self._worst(expected, rows, part, 0.5)
-        if found is not None:
-            return Difference(f"{found} {batches}", "values")
-        for other, others_rows in self._parts:
-            shared = next((i for i, (a, b) in enumerate(zip(part, other, strict=False)) if a != b), len(part))
-            if 0 < shared < len(part) == len(other):
-                found = self._worst(others_rows.head(shared), rows.head(shared), part, _ALIKE)
-                if found is not None:
-                    return Difference(f"{found} in two batches of {len(part)}", "rounding")
-        self._parts.append((part, rows))
-        return None
-
-    def repetition(self, keys: Keys) -> Difference | None:
-        """How the outputs for equal items of the batch differ; None if they do not."""
-        found = keys.first_positions()
-        if self._whole is None or found is None:
-            return None
-        first, inverse = found
-        expected = self._whole.take(torch.from_numpy(first[inverse]))
-        text = self._worst(expected, self._whole, range(self._items), 0.5)
-        if text is None:
-            return None
-        return Difference(f"{text} from that of an equal item of its batch", "repeat")
-
-    def _worst(self, left: Rows, right: Rows, part: Sequence[int], power: float) -> str | None:
-        apart_by, path, item = 0.0, "", 0
-        for name, apart in leaf_differences(left, right, self._dtypes, power=power).items():
-            if apart.max() > apart_by:
-                apart_by, path, item = float(apart.max()), name, part[int(apart.argmax())]
-        return f"output{path} of item {item} differs by {apart_by:.3g}" if apart_by else None
-
-
-@dataclasses.dataclass
-class Probe:
-    """One probe of a batch: runs the forward for parts of it, and undoes what that has changed."""
-
-    call: BoundCall
-    keys: Keys
-    compare: Comparison | None
-    forward: Forward
-    keeper: NamespaceKeeper
-    seen: Seen
-    root: Any
-    pads: bool  # whether batches are padded to few sizes
-    is_conclusive: bool = True  # False if a part could not be computed for lack of memory
-
-    def dependence(self) -> Difference | None:
+    def dependence(self) -> _Difference | None:
         """How items depend on their batch; None if they do not."""
-        aligned = bool(self.call.aligned)
-        assert self.compare is not None
-        found = self.compare.repetition(self.keys)
-        if found is not None:
-            return found
-        for part in _parts(self.keys):
+        aligned = bool(self._call.aligned)
+        found = self._repetition()
+        for part in _parts(self._keys) if found is None else ():
             found = self._difference(part, aligned)
             if found is not None and aligned:
                 # An argument as long as the batch has one entry per item, or it belongs to the whole batch.
@@ -165,38 +363,68 @@ class Probe:
                 # The forward may need its items in the order of the caller, such as the longest first.
                 found = self._difference(sorted(part), aligned)
             if found is not None or not self.is_conclusive:
-                return found
-        return None
+                break
+        return found
 
-    def alone(self, part: Sequence[int], aligned: bool) -> Any:
-        """The output of some items, computed by themselves; what that has changed is undone."""
-        undo = self.keeper.undo(self.seen, self.root, self.call.objects)
-        state = RandomState(self.keeper.generators)
-        try:
-            positions = torch.tensor(part, dtype=torch.int64, device="cpu")
-            with computed_again():
-                return self.forward(*self.call.take(positions, aligned=aligned))
-        finally:
-            # The forward has just run for the whole batch, and has changed at most attributes that it never
-            # reads. These are put back. Everything else is put back only if there is no other thread, which
-            # might have made the change.
-            undo.attributes()
-            if threading.active_count() == 1:
-                undo()
-                state.restore()
+    def _repetition(self) -> _Difference | None:
+        """How the outputs for equal items of the batch differ; None if they do not."""
+        found = self._keys.first_positions()
+        if self._whole is None or found is None:
+            return None
+        first, inverse = found
+        expected = self._whole.take(torch.from_numpy(first[inverse]))
+        text = self._worst(expected, self._whole, range(len(self._keys)), 0.5)
+        return (
+            None if text is None else _Difference(f"{text} from that of an equal item of its batch", "repeat")
+        )
 
-    def _difference(self, part: Sequence[int], aligned: bool) -> Difference | None:
+    def _difference(self, part: Sequence[int], aligned: bool) -> _Difference | None:
         """How the output of some items differs if they are computed by themselves; None if it does not."""
         count = len(part)
-        if self.pads:
-            size = min(1 << (count - 1).bit_length(), self.call.batch_size)
+        if self._pads:
+            size = min(1 << (count - 1).bit_length(), len(self._keys))
             part = [*part, *[part[-1]] * (size - count)]
-        assert self.compare is not None
         try:
-            return self.compare.difference(self.alone(part, aligned), part)
+            return self._compared(self._alone(part, aligned=aligned), part)
         except Exception as error:
             if is_out_of_memory(error):
                 self.is_conclusive = False
                 return None
-            text = f"the forward of {count} of its {self.call.batch_size} items raises {shown(error)}"
-            return Difference(text, "raises")
+            text = f"the forward of {count} of its {len(self._keys)} items raises {shown(error)}"
+            return _Difference(text, "raises")
+
+    def _compared(self, output: Any, part: Sequence[int]) -> _Difference | None:
+        """How the output for some items differs from their rows of the whole batch; None if it does not."""
+        if self._whole is None:
+            return None
+        batches = f"in a batch of {len(part)} and of {len(self._keys)}"
+        try:
+            rows = rows_of(output, len(part), self._lists, device=self._device)
+        except (UnstorableError, OutputError) as error:
+            return _Difference(str(error), "shape")
+        expected = self._whole.take(torch.tensor(part, dtype=torch.int64, device="cpu"))
+        if rows.schema != expected.schema:
+            for leaf, other in zip(rows.schema.leaves, expected.schema.leaves, strict=False):
+                if leaf != other and rows.schema.structure == expected.schema.structure:
+                    forms = f"{leaf.dtype} {leaf.shape} and {other.dtype} {other.shape}"
+                    return _Difference(f"output{leaf.path} is {forms} an item {batches}", "shape")
+            return _Difference(f"the output has another structure {batches}", "structure")
+        found = self._worst(expected, rows, part, 0.5)
+        if found is not None:
+            return _Difference(f"{found} {batches}", "values")
+        for other_part, others in self._parts:
+            same = [a == b for a, b in zip(part, other_part, strict=False)]
+            shared = [*same, False].index(False)
+            if 0 < shared < len(part) == len(other_part):
+                found = self._worst(others.head(shared), rows.head(shared), part, _ALIKE)
+                if found is not None:
+                    return _Difference(f"{found} in two batches of {len(part)}", "rounding")
+        self._parts.append((part, rows))
+        return None
+
+    def _worst(self, left: Rows, right: Rows, part: Sequence[int], power: float) -> str | None:
+        apart_by, path, item = 0.0, "", 0
+        for name, apart in leaf_differences(left, right, self._dtypes, power=power).items():
+            if apart.max() > apart_by:
+                apart_by, path, item = float(apart.max()), name, part[int(apart.argmax())]
+        return f"output{path} of item {item} differs by {apart_by:.3g}" if apart_by else None

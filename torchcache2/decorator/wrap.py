@@ -28,7 +28,7 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.core.values import leaves_of
 from torchcache2.decorator.lazymodule import LazyModule
 from torchcache2.decorator.modulecache import ModuleCache
-from torchcache2.decorator.probes import Probes
+from torchcache2.decorator.probe import Probes
 from torchcache2.decorator.tracing import is_exported, is_traced, with_own_code
 from torchcache2.engine.running import Compiler, Forward, outside
 from torchcache2.engine.stack import TierStack
