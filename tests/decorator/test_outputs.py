@@ -241,7 +241,7 @@ def test_a_list_of_another_length_than_the_batch_is_not_kept(log):
         assert_same(forward(ITEMS[batch]), function(ITEMS[batch]))
     assert bypasses(function) == {"output": 3}
     (message,) = warnings_of(log)
-    assert "output has 2 entries for a batch of 3" in message
+    assert "output is a list that has 2 entries for a batch of 3" in message
 
 
 def test_entries_that_depend_on_the_batch_are_noticed(log):
@@ -405,7 +405,10 @@ def test_an_array_of_texts_is_as_wide_as_the_longest_of_its_batch(log):
         assert_same(forward(ITEMS[batch]), function(ITEMS[batch]))
     assert bypasses(function) == {"output": 10}
     (message,) = warnings_of(log)
-    assert "output is an array of <U2, as wide as the longest text: return a list" in message
+    assert (
+        "output is an array of <U2, as wide as the longest text, which cannot be cached: return a list"
+        in message
+    )
 
 
 def test_an_engine_without_a_decorator_keeps_arrays():

@@ -256,7 +256,7 @@ KINDS = {
     "model output with an attribute": (lambda x: _with(Output(logits=x), note=1), False, False),
     "model output that computes": (lambda x: Clamped(logits=x), False, False),
     "node": (lambda x: Node([x, 1], ["a", 1]), True, True),
-    "node with True": (lambda x: Node([x, 1], ["a", True]), True, False),
+    "node with True": (lambda x: Node([x, 1], ["a", True]), True, True),
     "node that computes": (lambda x: Summed([x, 1], []), False, False),
     "node that turns": (lambda x: Turned([x, 1], []), False, False),
     "node that forgets": (lambda x: _with(Forgetful([x], []), note=1), False, False),

@@ -30,12 +30,12 @@ from torchcache2.core.memory import (
 )
 from torchcache2.core.private import pytree
 from torchcache2.core.values import (
-    NotRebuiltError,
     Opener,
+    UnstorableError,
     closed,
     has_attributes,
     mapped,
-    opened_at,
+    opened,
     rebuilt,
     same_structure,
     taken_apart,
@@ -146,17 +146,8 @@ _HOST = torch.device("cpu")
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FLOATS = tuple(np.dtype(name) for name in ("f2", "f4", "f8"))
-_PACKED = {"bool": "<?", "int": "<q", "float": "<d", "complex": "<dd"}
-
-
-class UnstorableError(Exception):
-    """An output that cannot be stored as rows; the message says why."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(
-            f"{what}; return dense tensors, arrays, numbers, texts, or lists, dicts and dataclasses of "
-            "these. For others, see torchcache2.register_value"
-        )
+_NUMBERS = {"bool": "|b1", "int": "<i8", "float": "<f8", "complex": "<c16"}  # dtypes of rows, by kind of leaf
+_PACKED = {bool: "<?", int: "<q", float: "<d"}
 
 
 class Rows:
@@ -180,7 +171,7 @@ class Rows:
         *,
         device: torch.device,
         dtype: torch.dtype | None = None,
-        opened: Opener = opened_at,
+        opened: Opener = lambda value, path: opened(value, objects=True),
     ) -> Rows:
         """The rows of a computation's output, a pytree, for a batch of `count` items.
 
@@ -195,18 +186,18 @@ class Rows:
             If a leaf is neither a dense tensor nor a number, text, or None, or if a container would not come
             back as it was.
         """
+        leaves, columns = [], []
         try:
             pairs, structure = taken_apart(output, opened)
-        except NotRebuiltError as error:
-            raise UnstorableError(f"output{error}") from None
-        leaves, columns = [], []
-        for path, value in pairs:
-            if isinstance(value, Tensor):
-                leaf, column = _tensor_column(path, value, count, device, dtype)
-            else:
-                leaf, column = _value_column(path, value, count)
-            leaves.append(leaf)
-            columns.append(column)
+            for path, value in pairs:
+                if isinstance(value, Tensor):
+                    leaf, column = _tensor_column(path, value, count, device, dtype)
+                else:
+                    leaf, column = _value_column(path, value, count)
+                leaves.append(leaf)
+                columns.append(column)
+        except UnstorableError as error:
+            raise error.inside("output") from None
         return cls(Schema(structure, tuple(leaves)), columns, count)
 
     @with_ordinary_tensors
@@ -218,21 +209,15 @@ class Rows:
         Raises
         ------
         UnstorableError
-            If a value that is not a tensor differs between the rows.
-        NotRebuiltError
-            If the class of a container makes something else of these rows than of those of one batch.
+            If a value that is not a tensor differs between the rows, or if the class of a container makes
+            something else of these rows than of those of one batch.
         """
         values = []
         for leaf, column in zip(self.schema.leaves, self.columns, strict=True):
             if leaf.kind == "tensor":
-                column = to_device(column, leaf.place(device))
-                if column.dtype != leaf.dtype:
-                    column = column.to(leaf.dtype)
-                if leaf.channels_last:
-                    column = column.movedim(-1, 1)
-                values.append(column)
+                values.append(values_of(leaf, column, device))
             else:
-                values.append(_column_value(leaf, column))
+                values += values_of(leaf, _shared(leaf, column), device)
         return rebuilt(self.schema.structure, iter(values), closed)
 
     def take(self, positions: Tensor) -> Rows:
@@ -327,7 +312,7 @@ def rounded(output: Any, dtype: torch.dtype) -> Any:
 
     try:
         return mapped(leaf, output, objects=True)
-    except NotRebuiltError:  # so it is never stored
+    except UnstorableError:  # so it is never stored
         return output
 
 
@@ -337,11 +322,11 @@ def _tensor_column(
     if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_nested:
         kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
         kind = next((name for name, holds in kinds.items() if holds), str(value.layout))
-        raise UnstorableError(f"output{path} is a tensor that is {kind}, not dense")
+        raise UnstorableError(f"a tensor that is {kind}, not dense").inside(path)
     if type(value) is not Tensor:
-        raise UnstorableError(f"output{path} is a {type(value).__qualname__}")
+        raise UnstorableError(f"a {type(value).__qualname__}").inside(path)
     if has_attributes(value):
-        raise UnstorableError(f"output{path} is a tensor with attributes of its own")
+        raise UnstorableError("a tensor with attributes of its own").inside(path)
     if value.dim() == 0 or value.shape[0] != count:
         raise OutputError(
             f"output{path} has shape {tuple(value.shape)} for a batch of {count}: the first dimension "
@@ -364,35 +349,52 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 def _value_column(path: str, value: Any, count: int) -> tuple[Leaf, Tensor]:
-    kind = "none" if value is None else type(value).__name__
-    if value is None:
-        data = b""
-    elif type(value) in (str, bytes):
-        data = value.encode("utf-8", "surrogatepass") if type(value) is str else value
-    elif type(value) in (bool, int, float):
-        if type(value) is int and not -(2**63) <= value < 2**63:
-            raise UnstorableError(f"output{path} is an int of more than 64 bits")
-        data = struct.pack(_PACKED[kind], value)
-    elif type(value) is complex:
-        data = struct.pack(_PACKED[kind], value.real, value.imag)
-    else:
-        raise UnstorableError(f"output{path} is a {type(value).__qualname__}{hint(value)}")
+    found = plain_bytes(value)
+    if found is None:
+        what = "an int of more than 64 bits" if type(value) is int else f"a {type(value).__qualname__}"
+        raise UnstorableError(what + hint(value)).inside(path)
+    kind, data = found
     row = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
     leaf = Leaf(path, kind, torch.uint8, torch.uint8, (len(data),))
     return leaf, row.expand(count, len(data))
 
 
-def _column_value(leaf: Leaf, column: Tensor) -> Any:
+def _shared(leaf: Leaf, column: Tensor) -> Tensor:
+    """The first row of a column whose rows are all the same."""
     if len(column) == 0:
-        raise UnstorableError(f"output{leaf.path} is unknown for an empty batch")
-    data = column[0].cpu().numpy().tobytes()
+        raise UnstorableError("unknown for an empty batch").inside(f"output{leaf.path}")
     if len(column) > 1 and not bool((column == column[0]).all()):
-        raise UnstorableError(f"output{leaf.path} differs between rows of one batch")
+        raise UnstorableError("different in rows of one batch").inside(f"output{leaf.path}")
+    return column[:1]
+
+
+def plain_bytes(value: Any) -> tuple[str, bytes] | None:
+    """The kind of a number, text, bytes or None, and its bytes in a column; None for any other value."""
+    kind = type(value)
+    if value is None:
+        return "none", b""
+    if kind is str:
+        return "str", value.encode("utf-8", "surrogatepass")
+    if kind is bytes:
+        return "bytes", value
+    if kind is complex:
+        return "complex", struct.pack("<dd", value.real, value.imag)
+    if kind in _PACKED and (kind is not int or -(2**63) <= value < 2**63):
+        return kind.__name__, struct.pack(_PACKED[kind], value)
+    return None
+
+
+def values_of(leaf: Leaf, column: Tensor, device: torch.device) -> Any:
+    """What the rows of a leaf are: a tensor on a device, or a list of numbers, texts, bytes or None."""
+    if leaf.kind == "tensor":
+        column = to_device(column, leaf.place(device))
+        if column.dtype != leaf.dtype:
+            column = column.to(leaf.dtype)
+        return column.movedim(-1, 1) if leaf.channels_last else column
     if leaf.kind == "none":
-        return None
-    if leaf.kind == "str":
-        return data.decode("utf-8", "surrogatepass")
-    if leaf.kind == "bytes":
-        return data
-    numbers = struct.unpack(_PACKED[leaf.kind], data)
-    return complex(*numbers) if leaf.kind == "complex" else numbers[0]
+        return [None] * len(column)
+    data = column.cpu().contiguous().numpy()
+    if leaf.kind in _NUMBERS:
+        return data.reshape(-1).view(_NUMBERS[leaf.kind]).tolist()
+    rows = [row.tobytes() for row in data]
+    return rows if leaf.kind == "bytes" else [row.decode("utf-8", "surrogatepass") for row in rows]

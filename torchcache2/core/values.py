@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -25,53 +25,24 @@ from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import shown
 from torchcache2.core.private import pytree
 
-__all__ = [
-    "BARE",
-    "Node",
-    "NotRebuiltError",
-    "Opened",
-    "Opener",
-    "attributes",
-    "closed",
-    "fields_of",
-    "has_attributes",
-    "is_key",
-    "is_namedtuple",
-    "is_node",
-    "is_record",
-    "is_registered",
-    "leaves_of",
-    "mapped",
-    "node_type",
-    "one_of",
-    "opened",
-    "opened_at",
-    "opened_or_none",
-    "rebuilt",
-    "register_value",
-    "same",
-    "same_structure",
-    "specs_of",
-    "static",
-    "taken_apart",
-]
-
 BARE = pytree.tree_flatten(0)[1]  # the structure of a value that is one leaf
 
+_DEEPEST = 100  # nodes inside of each other
 _MAPPINGS = (dict, collections.OrderedDict)
-_PLAIN = (tuple, list, *_MAPPINGS, collections.namedtuple)  # types of nodes that no class registers
 _VALUE = "_torchcache_value"  # attribute of a class: how `register_value` was told to take it apart
 _MARKS = ("_dynamo", "_is_")  # attributes that torch puts on tensors; `persistent` is another, on buffers
 
-
-N = TypeVar("N", bound="type[Node]")
 Opened = tuple[Any, Any, Sequence[Any]]  # the type of a node, its context, and its children
+Opener = Callable[[Any, str], "Opened | None"]  # of a value and its path; None for a leaf
 
 
 class Node:
     """A node type of pytrees that only schemas name: what a value is besides the tensors in it.
 
-    Its module and its name are part of the format.
+    Parameters
+    ----------
+    module : str
+        The module that files name. It stays when the code moves, as does the name of the class.
 
     Attributes
     ----------
@@ -81,18 +52,48 @@ class Node:
 
     steps: ClassVar[tuple[str, ...]] = ("",)
 
+    def __init_subclass__(cls, *, module: str) -> None:
+        cls.__module__ = f"torchcache2.{module}"
+        pytree.register_pytree_node(cls, lambda node: (list(node.children), node.context), cls)
+
     def __init__(self, children: Sequence[Any], context: Any) -> None:
         self.children, self.context = children, context
 
+    @classmethod
+    def closed(cls, context: Any, columns: Sequence[Any]) -> list[Any]:
+        """The values whose children are these columns, each a list or a tensor."""
+        raise NotImplementedError
 
-def node_type(cls: N) -> N:
-    """Register a class of nodes as a node type of pytrees."""
-    pytree.register_pytree_node(cls, lambda node: (list(node.children), node.context), cls)
-    return cls
 
+class UnstorableError(Exception):
+    """A value that cannot be kept, or would not come back as it was.
 
-class NotRebuiltError(Exception):
-    """A node that would not come back as it was; the text says what it is."""
+    Attributes
+    ----------
+    what, advice : str
+        What it is, and what to return in its place, where ``{}`` stands for it; the advice may be empty.
+    path : str
+        Where it is, as in ``output['image'][0]``.
+    """
+
+    def __init__(self, what: str, advice: str = "") -> None:
+        super().__init__(what, advice)
+        self.what, self.advice, self.path = what, advice, ""
+
+    def inside(self, path: str) -> UnstorableError:
+        """The same, seen from a value around it that has it at a path."""
+        self.path = path + self.path
+        return self
+
+    def __str__(self) -> str:
+        if self.advice:
+            return (
+                f"{self.path} is {self.what}, which cannot be cached: {self.advice.replace('{}', self.path)}"
+            )
+        return (
+            f"{self.path} is {self.what}; return dense tensors, arrays, numbers, texts, or lists, dicts and "
+            "dataclasses of these. For others, see torchcache2.register_value"
+        )
 
 
 def register_value(cls: type, take_apart: Callable[[Any], Any], rebuild: Callable[[Any], Any]) -> None:
@@ -186,9 +187,7 @@ def _is_mapping(cls: Any) -> bool:
 
 def is_node(cls: Any) -> bool:
     """Whether outputs and samples are taken apart where a class is met; no code of it runs."""
-    if is_registered(cls) or is_record(cls) or _is_mapping(cls):
-        return True
-    return _functions(cls) is not None
+    return is_registered(cls) or is_record(cls) or _is_mapping(cls) or _functions(cls) is not None
 
 
 def opened(value: Any, *, objects: bool = False) -> tuple[Any, Any, list[Any]] | None:
@@ -196,39 +195,36 @@ def opened(value: Any, *, objects: bool = False) -> tuple[Any, Any, list[Any]] |
 
     Raises
     ------
-    NotRebuiltError
+    UnstorableError
         If `closed` would make another value of them.
     """
     kind: Any = type(value)
-    context: Any = None
-    rest: dict[str, Any] = {}
     if kind is tuple or kind is list:
         return kind, None, list(value)
     if kind is dict:
         return kind, list(value), list(value.values())
-    if isinstance(value, Tensor):
+    is_known, is_tuple = is_registered(kind), is_namedtuple(kind)
+    if isinstance(value, Tensor) or not (is_known or is_tuple or (objects and is_node(kind))):
         return None
+    context, functions, rest = None, None if is_known else _functions(kind), {}
     if kind is collections.OrderedDict:
         context, children, rest = list(value), list(value.values()), attributes(value)
-    elif is_namedtuple(kind):
-        context, children, rest = kind, list(tuple.__iter__(value)), attributes(value)
-        kind = collections.namedtuple
-    elif not is_registered(kind) and not (objects and is_node(kind)):
-        return None
-    elif not is_registered(kind) and (functions := _functions(kind)) is not None:
+    elif is_tuple:
+        kind, context = collections.namedtuple, kind
+        children, rest = list(tuple.__iter__(value)), attributes(value)
+    elif functions is not None:
         try:
             children = [functions[0](value)]
             closed(kind, None, children)
         except Exception as error:  # whatever these functions raise
-            raise NotRebuiltError(
-                f"a {_name(kind)} that cannot be taken apart and rebuilt: {error!r}"
-            ) from None
+            what = error.what if isinstance(error, UnstorableError) else repr(error)
+            raise UnstorableError(f"a {_name(kind)} that cannot be taken apart and rebuilt: {what}") from None
     elif is_record(kind):
         rest, names = attributes(value), fields_of(kind) or []
         if not set(names) <= set(rest):
-            raise NotRebuiltError(f"a {_name(kind)} without an attribute for each of its fields")
+            raise UnstorableError(f"a {_name(kind)} without an attribute for each of its fields")
         children = [rest.pop(name) for name in names]
-    elif not is_registered(kind):
+    elif not is_known:
         context, children = list(vars(value)), list(vars(value).values())
     else:
         try:
@@ -239,42 +235,37 @@ def opened(value: Any, *, objects: bool = False) -> tuple[Any, Any, list[Any]] |
         except Exception:  # whatever the functions of that class raise
             is_same = False
         if not is_same:
-            raise NotRebuiltError(f"a {_name(kind)} that is another one when it is rebuilt from its parts")
+            raise UnstorableError(f"a {_name(kind)} that is another one when it is rebuilt from its parts")
     if rest:
-        raise NotRebuiltError(f"a {_name(type(value))} with other attributes: {', '.join(sorted(rest))}")
+        raise UnstorableError(f"a {_name(type(value))} with other attributes: {', '.join(sorted(rest))}")
     return kind, context, children
 
 
 def closed(kind: Any, context: Any, children: Iterable[Any]) -> Any:
-    """The node of a type with a context and children; `NotRebuiltError` if its class refuses them."""
+    """The node of a type with a context and children; `UnstorableError` if its class refuses them."""
     if kind is tuple or kind is list:
         return kind(children)
     if kind in _MAPPINGS:
         return kind(zip(context, children, strict=True))
     if kind is collections.namedtuple:
         return tuple.__new__(context, children)
-    children = list(children)
-    functions = None if is_registered(kind) else _functions(kind)
+    children, is_known = list(children), is_registered(kind)
+    functions = None if is_known else _functions(kind)
     if functions is not None:
         value = functions[1](*children)
         if type(value) is not kind:
-            raise NotRebuiltError(f"a {_name(kind)} that is rebuilt as a {_name(type(value))}")
-        return value
-    if is_record(kind):
+            raise UnstorableError(f"a {_name(kind)} that is rebuilt as a {_name(type(value))}")
+    elif is_record(kind) or not is_known:
         value = object.__new__(kind)
-        for name, child in zip(fields_of(kind) or [], children, strict=True):
+        for name, child in zip(fields_of(kind) or [] if is_record(kind) else context, children, strict=True):
             if type(static(kind, name)) is types.MemberDescriptorType:
                 object.__setattr__(value, name, child)
             else:  # not through a descriptor of the class, which may compute
                 vars(value)[name] = child
-        return value
-    if _is_mapping(kind) and not is_registered(kind):
-        value = object.__new__(kind)
-        vars(value).update(zip(context, children, strict=True))
-        return value
-    value = pytree.SUPPORTED_NODES[kind].unflatten_fn(children, copy.deepcopy(context))
-    if type(value) is not kind or not same(_flattened(kind, value), (context, children)):
-        raise NotRebuiltError(f"a {_name(kind)} that its class makes of other parts")
+    else:
+        value = pytree.SUPPORTED_NODES[kind].unflatten_fn(children, copy.deepcopy(context))
+        if type(value) is not kind or not same(_flattened(kind, value), (context, children)):
+            raise UnstorableError(f"a {_name(kind)} that its class makes of other parts")
     return value
 
 
@@ -283,65 +274,52 @@ def _flattened(kind: Any, value: Any) -> tuple[Any, list[Any]]:
     return context, list(children)
 
 
-Opener = Callable[[Any, str], "Opened | None"]
-
-
-def opened_at(value: Any, path: str) -> Opened | None:
-    """What `opened` returns for a part of an output."""
-    return opened(value, objects=True)
-
-
-def taken_apart(value: Any, opened: Opener = opened_at) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
+def taken_apart(value: Any, opened: Opener) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
     """The leaves of a value with their paths, as in ``['hidden'][0]``, and its structure.
 
-    ``opened(value, path)`` are the type, context and children of a node; None for a leaf.
-
-    Raises
-    ------
-    NotRebuiltError
-        If a node would not come back; the text begins with its path.
+    `UnstorableError` if a node would not come back, or if nodes are nested too deep.
     """
     leaves: list[tuple[str, Any]] = []
 
-    def spec_of(value: Any, path: str) -> pytree.TreeSpec:
+    def spec_of(value: Any, path: str, depth: int) -> pytree.TreeSpec:
         try:
             node = opened(value, path)
-        except NotRebuiltError as error:
-            raise NotRebuiltError(f"{path} is {error}") from None
+            if node is not None and depth > _DEEPEST:
+                raise UnstorableError(f"nested more than {_DEEPEST} deep")
+        except UnstorableError as error:
+            raise error.inside(path) from None
         if node is None:
             leaves.append((path, value))
             return BARE
-        steps = _steps(value, *node)
-        pairs = zip(steps, node[2], strict=True)
-        return pytree.TreeSpec(*node[:2], [spec_of(child, path + step) for step, child in pairs])
+        pairs = zip(_steps(value, *node), node[2], strict=True)
+        return pytree.TreeSpec(*node[:2], [spec_of(child, path + step, depth + 1) for step, child in pairs])
 
-    return leaves, spec_of(value, "")
+    return leaves, spec_of(value, "", 0)
 
 
 def _steps(value: Any, kind: Any, context: Any, children: Sequence[Any]) -> Sequence[str]:
     """What the path of a leaf says of each child."""
-    if isinstance(kind, type) and issubclass(kind, Node):
-        return kind.steps[: len(children)]
-    if kind not in _PLAIN and not is_registered(kind):
-        if _is_mapping(kind):
-            return [f".{name}" for name in context]
-        if not is_record(kind) or _functions(kind) is not None:
-            return [""]
-    names = fields_of(type(value)) or []
+    numbers = [f"[{i}]" for i in range(len(children))]
+    if kind is tuple or kind is list:
+        return numbers
     if kind in _MAPPINGS:
         return [f"[{key!r}]" for key in context]
-    if len(names) == len(children) and (kind is collections.namedtuple or is_record(kind)):
-        return [f".{name}" for name in names]
-    keyed = None if kind in _PLAIN else pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
-    if keyed is None:
-        return [f"[{i}]" for i in range(len(children))]
-    return [pytree.keystr((key,)) for key, _ in keyed(value)[0]]
+    if isinstance(kind, type) and issubclass(kind, Node):
+        return kind.steps[: len(children)]
+    is_known = kind is not collections.namedtuple and is_registered(kind)
+    if is_record(type(value)) or not is_known:
+        names = context if type(context) is list else fields_of(type(value))
+        if names is None:  # what `register_value` names has one child
+            return [""]
+        return [f".{name}" for name in names] if len(names) == len(children) else numbers
+    keyed = pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
+    return [pytree.keystr((key,)) for key, _ in keyed(value)[0]] if keyed else numbers
 
 
 def rebuilt(
     spec: pytree.TreeSpec, leaves: Iterator[Any], closed: Callable[[Any, Any, list[Any]], Any] = closed
 ) -> Any:
-    """The value with a structure and leaves; `NotRebuiltError` if a class refuses them.
+    """The value with a structure and leaves; `UnstorableError` if a class refuses them.
 
     ``closed(kind, context, children)`` makes each node.
     """
@@ -360,7 +338,7 @@ def opened_or_none(value: Any, *, objects: bool = False) -> tuple[Any, Any, list
     """What `opened` returns; None also for a node that would not come back."""
     try:
         return opened(value, objects=objects)
-    except NotRebuiltError:
+    except UnstorableError:
         return None
 
 
@@ -375,15 +353,15 @@ def leaves_of(value: Any, *, objects: bool = False) -> list[Any]:
 def mapped(
     function: Callable[[Any], Any],
     value: Any,
-    is_leaf: Callable[[Any], bool] | None = None,
+    is_leaf: Callable[[Any], bool] = lambda value: False,
     *,
     objects: bool = False,
 ) -> Any:
     """A value of the same structure, with what a function makes of each of `leaves_of`.
 
-    `NotRebuiltError` if a class refuses them.
+    `UnstorableError` if a class refuses them.
     """
-    node = None if is_leaf is not None and is_leaf(value) else opened_or_none(value, objects=objects)
+    node = None if is_leaf(value) else opened_or_none(value, objects=objects)
     if node is None:
         return function(value)
     kind, context, children = node

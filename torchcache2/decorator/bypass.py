@@ -21,7 +21,7 @@ from torchcache2.core.errors import (
 )
 from torchcache2.core.logs import shown
 from torchcache2.core.private import keeps_parametrized
-from torchcache2.core.rows import UnstorableError
+from torchcache2.core.values import UnstorableError
 from torchcache2.engine.batch import NotStoredError, RefusedError
 from torchcache2.engine.randomness import RandomContexts
 from torchcache2.identity.arguments import BoundCall, Signature, UncachedArgumentError

@@ -18,7 +18,7 @@ from torchcache2.core.keys import Bytes2D, Keys
 from torchcache2.core.logs import shown
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
-from torchcache2.core.values import NotRebuiltError, has_attributes, leaves_of, mapped
+from torchcache2.core.values import UnstorableError, has_attributes, leaves_of, mapped
 from torchcache2.decorator.bypass import BypassError, not_stored, of_module
 from torchcache2.decorator.elsewhere import are_weights_elsewhere, with_device_hint
 from torchcache2.decorator.lazymodule import asked_for, lazies_of
@@ -187,10 +187,17 @@ class Computation:
         is_callers = is_whole and not suspect
         try:
             args, kwargs = (self.call.args, self.call.kwargs) if is_callers else self.call.take(positions)
-        except NotRebuiltError as error:
+        except UnstorableError as error:
             output = self.forward(self.call.args, self.call.kwargs)
+<<<<<<< HEAD
             raise not_stored("batch", output, f"an argument for a part of the batch is {error}") from None
         inputs = Inputs(self.call, args, kwargs, positions, self.known.signature.bind, self._key_bytes)
+=======
+            raise not_stored(
+                "batch", output, f"an argument for a part of the batch is {error.what}"
+            ) from None
+        inputs = Inputs(self.call, args, kwargs, positions, self.bind, self.keys_of)
+>>>>>>> main
         undo = None if is_callers else self.keeper.undo(self.seen, self.root, self.call.objects)
         state = RandomState(self.keeper.generators)
         output = self._run(inputs, state, undo, suspect, len(positions))

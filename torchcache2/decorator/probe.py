@@ -34,8 +34,9 @@ from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Keys
 from torchcache2.core.logs import shown
 from torchcache2.core.process import ProcessLock
-from torchcache2.core.rows import Rows, UnstorableError
+from torchcache2.core.rows import Rows
 from torchcache2.core.sizes import is_out_of_memory
+from torchcache2.core.values import UnstorableError
 from torchcache2.decorator.bypass import BypassError
 from torchcache2.engine.batch import Checks, computed_again, is_computed_again
 from torchcache2.engine.randomness import RandomState

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Keys, Positions
-from torchcache2.core.rows import Rows, UnstorableError, rounded
+from torchcache2.core.rows import Rows, rounded
 from torchcache2.core.settings import CacheSettings
+from torchcache2.core.values import UnstorableError
 from torchcache2.engine.values.outputs import Lists, output_of, rows_of
 
 __all__ = [

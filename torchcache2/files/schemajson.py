@@ -14,7 +14,6 @@ from typing import Any
 from torchcache2.core import values
 from torchcache2.core.private import pytree
 from torchcache2.core.rows import Schema
-from torchcache2.core.values import BARE
 from torchcache2.files import classnames as classes
 from torchcache2.files import jsonparts as parts
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
@@ -177,7 +176,7 @@ class _Reader(_Counter):
     def node(self, data: Any, depth: int) -> pytree.TreeSpec:
         self.count(depth)
         if data is None:
-            return BARE  # all leaves are one object, as in the pytree module
+            return values.BARE  # all leaves are one object, as in the pytree module
         tag, body = parts.tagged(data)
         items = parts.list_of(body)
         if tag in _SEQUENCES:

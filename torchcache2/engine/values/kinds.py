@@ -1,71 +1,112 @@
 """The table of kinds of values: how each comes apart into nodes and leaves, and is put together again.
 
-Arrays and scalars of numpy, lists of numbers, images of PIL and tensor classes of torchvision are nodes
-around a tensor; neither library but numpy is needed. `core.values` takes everything else apart.
+A leaf is a dense tensor, an array around which there is a node, a number, a text, bytes or None. Arrays of
+numpy, lists of numbers, images of PIL and tensor classes of torchvision are nodes around a tensor; neither
+library but numpy is needed. `core.values` takes everything else apart. Values come apart one by one, and are
+put together column by column, so that a batch costs few steps.
 """
 
 from __future__ import annotations
 
 import collections
+import importlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from torchcache2.core import values
 from torchcache2.core.keys import Array
-from torchcache2.core.values import node_type
-from torchcache2.engine.values.nodes import (
-    Column,
-    Node,
-    Opened,
-    Packed,
-    Permuted,
-    Placed,
-    Raw,
-    Unstorable,
-    advice,
-    axes_of,
-    imported,
-    inverse,
-    is_plain,
-    listed,
-    strange,
-)
+from torchcache2.core.memory import as_bytes
+from torchcache2.core.values import Node, Opened, UnstorableError, has_attributes
 from torchcache2.files import classnames as classes
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 
-__all__ = ["NODES", "Image", "Numbers", "NumpyArray", "NumpyScalar", "TVTensor", "closed", "opened", "thawed"]
+Column = Any  # of n values: a list of them, or a tensor (n, *shape) on the CPU
 
-_NATIVE = {  # dtypes of numpy that torch has
-    np.dtype(kind).str: torch.from_numpy(np.zeros(0, kind)).dtype
-    for kind in ("?", "b", "B", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16")
+COMMON = frozenset(  # dtypes that torch copies
+    [
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    ]
+)
+_NATIVE = {  # names of dtypes of numpy that torch has, by their characters
+    np.dtype(name).char: np.dtype(name).str
+    for name in ("?", "b", "B", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16")
 }
-_CHARS = {np.dtype(name).char: name for name in _NATIVE}
+_TORCH = {char: torch.from_numpy(np.zeros(0, name)).dtype for char, name in _NATIVE.items()}
 _DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,7}\])?|[ilqILQ]")
+_LARGE = 16 << 10  # bytes of a tensor
 _MOST_EMPTY = 1 << 16  # pixels of a side of an image without pixels, as PIL takes memory for each line
+_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 
-@node_type
-class NumpyArray(Node):
+class Raw:
+    """An array that is stored as a tensor; if it `is_exact`, not in another dtype than its own."""
+
+    __slots__ = ("array", "dtype", "is_exact", "shape")
+
+    def __init__(self, array: Array, *, is_exact: bool = True) -> None:
+        self.array, self.is_exact = array, is_exact
+        self.dtype, self.shape = _TORCH[array.dtype.char], array.shape
+
+
+class Packed(Node, module="datasets.nodes"):
+    """A value as bytes; see `torchcache2.engine.values.samples`. As a child it stands for its `context`."""
+
+
+class Placed(Node, module="datasets.nodes"):
+    """A tensor on the device of the call; the context is None."""
+
+
+class Permuted(Node, module="datasets.nodes"):
+    """A tensor whose dimensions lie in memory in another order; the context is that order."""
+
+    @classmethod
+    def opened(cls, value: Tensor) -> Opened | None:
+        """The order of dimensions; None if it is that of the shape, or if the elements do not fill memory.
+
+        `UnstorableError` if the tensor is not simply an array on the CPU.
+        """
+        if value.requires_grad:
+            raise UnstorableError("a tensor that requires gradients", "return {}.detach()")
+        if not value.is_cpu:
+            what = f"a tensor on {value.device}"
+            raise UnstorableError(what, "return it on the CPU, and move batches afterwards")
+        if value.is_nested or value.is_quantized or value.layout != torch.strided:
+            raise UnstorableError("a tensor that is not dense", "return a dense one")
+        if has_attributes(value):
+            raise UnstorableError("a tensor with attributes of its own", "return {}.clone()")
+        if value.is_contiguous():
+            return None
+        axes = _axes_of(value.stride())
+        return (cls, axes, [value.permute(axes)]) if value.permute(axes).is_contiguous() else None
+
+    @classmethod
+    def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
+        """Tensors with the strides that they had."""
+        (column,) = columns
+        order = _inverse(context, column.dim() - 1)
+        return [value.permute(order) for value in listed(column)]
+
+
+class NumpyArray(Node, module="datasets.arrays"):
     """A numpy array; the context is its dtype, or a tuple of that and the order of dimensions in memory."""
-
-    __module__ = "torchcache2.datasets.arrays"  # the name that files have
 
     @classmethod
     def opened(cls, value: Array) -> Opened:
         """The dtype, and the array as one that torch has."""
-        name, is_native = _dtype_name(value.dtype)
-        context: Any = name
-        if not value.flags.c_contiguous:
-            axes = axes_of(value.strides)
-            if value.transpose(axes).flags.c_contiguous:
-                context, value = (name, axes), value.transpose(axes)
-        return cls, context, [_raw(value, is_native)]
+        axes = None if value.flags.c_contiguous else _axes_of(value.strides)
+        if axes is not None and value.transpose(axes).flags.c_contiguous:
+            name, raw = _as_raw(value.transpose(axes), is_exact=False)
+            return cls, (name, axes), [raw]
+        name, raw = _as_raw(value, is_exact=False)
+        return cls, name, [raw]
 
     @classmethod
     def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
@@ -75,20 +116,26 @@ class NumpyArray(Node):
         arrays = [data[i, ...].copy() for i in range(len(data))]
         if axes is None:
             return arrays
-        order = inverse(axes, data.ndim - 1)
+        order = _inverse(axes, data.ndim - 1)
         return [array.transpose(order) for array in arrays]
 
     @staticmethod
     def batched(context: Any, column: Column) -> Array:
         """One array with a row for each item, which shares memory with the column."""
-        return _of_dtype(column, context)
+        if type(context) is not str or not _DTYPE.fullmatch(context):
+            raise DamagedError("a dtype that is none")
+        data, dtype = column.numpy(), np.dtype(context)
+        if dtype.str in _NATIVE.values():
+            if data.dtype != dtype:
+                raise DamagedError("an array of another dtype")
+            return data.view(dtype)  # type: ignore[no-any-return]
+        if data.dtype != np.uint8 or data.ndim < 2 or data.shape[-1] != dtype.itemsize:
+            raise DamagedError("an array of another size")
+        return data.view(dtype)[..., 0]  # type: ignore[no-any-return]
 
 
-@node_type
-class NumpyScalar(Node):
+class NumpyScalar(Node, module="datasets.arrays"):
     """A scalar of numpy; the context is its dtype, or ``U`` or ``S`` for a text or bytes."""
-
-    __module__ = "torchcache2.datasets.arrays"  # the name that files have
 
     @classmethod
     def opened(cls, value: Any) -> Opened:
@@ -99,9 +146,9 @@ class NumpyScalar(Node):
             return cls, "S", [bytes(value)]
         array = np.asarray(value)
         if array.dtype.type is not type(value):
-            raise strange(value)
-        name, is_native = _dtype_name(array.dtype)
-        return cls, name, [_raw(array, is_native)]
+            raise _strange(value)
+        name, raw = _as_raw(array)
+        return cls, name, [raw]
 
     @classmethod
     def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
@@ -112,17 +159,14 @@ class NumpyScalar(Node):
             if type(column) is not list or not all(type(value) is kind for value in column):
                 raise DamagedError("another leaf than a text of numpy has")
             return list(map(scalar, column))
-        data = _of_dtype(column, context)
+        data = NumpyArray.batched(context, column)
         if data.ndim != 1:
             raise DamagedError("a scalar that is none")
         return list(data)
 
 
-@node_type
-class Numbers(Node):
+class Numbers(Node, module="datasets.arrays"):
     """A list or tuple of numbers of one type; the context says which of the two."""
-
-    __module__ = "torchcache2.datasets.arrays"  # the name that files have
 
     dtypes: ClassVar[dict[type, str]] = {int: "<i8", float: "<f8", bool: "|b1", complex: "<c16"}
 
@@ -133,63 +177,22 @@ class Numbers(Node):
         if dtype is None or len(set(map(type, value))) > 1:
             return None
         try:
-            array = np.array(value, dtype)
+            return cls, type(value).__name__, [Raw(np.array(value, dtype))]
         except OverflowError:
             return None
-        return cls, type(value).__name__, [Raw(array, _NATIVE[dtype])]
 
     @classmethod
     def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
         """Lists or tuples."""
-        (column,) = columns
-        data = column.numpy()
+        data = columns[0].numpy()
         if data.ndim != 2 or data.dtype.str not in cls.dtypes.values() or context not in ("list", "tuple"):
             raise DamagedError("numbers that are none")
         lists: list[Any] = data.tolist()
         return lists if context == "list" else list(map(tuple, lists))
 
 
-def _dtype_name(dtype: np.dtype[Any]) -> tuple[str, bool]:
-    """The name of a dtype in a context, and whether torch has the dtype."""
-    if dtype.isnative and dtype.char in _CHARS and not dtype.metadata:
-        return _CHARS[dtype.char], True
-    if dtype.kind not in "biufcmMSU" or dtype.itemsize == 0 or dtype.metadata:
-        raise Unstorable(f"an array of {dtype}", "return a dict or a list of its parts")
-    # Two types of integers may have the same size and the same name; a character tells them apart.
-    is_native = dtype.str in _NATIVE
-    return dtype.char if is_native else dtype.str, is_native
-
-
-def _raw(array: Array, is_native: bool) -> Raw:
-    if is_native:
-        name = _CHARS.get(array.dtype.char)
-        if name is None:
-            name = array.dtype.str
-            array = array.view(name)
-        return Raw(array, _NATIVE[name])
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return Raw(data.reshape(*array.shape, array.dtype.itemsize), torch.uint8)
-
-
-def _of_dtype(column: Column, name: Any) -> Array:
-    if type(name) is not str or not _DTYPE.fullmatch(name):
-        raise DamagedError("a dtype that is none")
-    data: Array = column.numpy()
-    dtype = np.dtype(name)
-    if dtype.str in _NATIVE:
-        if data.dtype != dtype:
-            raise DamagedError("an array of another dtype")
-        return data.view(dtype)
-    if data.dtype != np.uint8 or data.ndim < 2 or data.shape[-1] != dtype.itemsize:
-        raise DamagedError("an array of another size")
-    return data.view(dtype)[..., 0]
-
-
-@node_type
-class Image(Node):
+class Image(Node, module="datasets.images"):
     """An image of PIL; the context is its mode, and the mode of its palette or None."""
-
-    __module__ = "torchcache2.datasets.images"  # the name that files have
 
     steps = (".pixels", ".info", ".palette")
 
@@ -211,56 +214,50 @@ class Image(Node):
         try:
             value.load()
         except (OSError, SyntaxError) as error:  # what PIL raises for a damaged file
-            raise Unstorable(f"an image that cannot be loaded ({error})") from None
+            raise UnstorableError(f"an image that cannot be loaded ({error})") from None
         mode, (width, height) = value.mode, value.size
         if mode not in cls.modes:
-            raise Unstorable(f"an image of mode {mode}", "convert it to another mode")
+            raise UnstorableError(f"an image of mode {mode}", "convert it to another mode")
         if width * height == 0 and max(width, height) > _MOST_EMPTY:
-            raise Unstorable("an image without pixels")
+            raise UnstorableError("an image without pixels")
         _, dtype, channels = cls.modes[mode]
         data = value.tobytes("raw", "L" if mode == "1" else mode)
         shape = (height, width) if channels == 1 else (height, width, channels)
-        info = {key: item for key, item in value.info.items() if type(key) is str and is_plain(item)}
-        children = [Raw(np.frombuffer(data, dtype).reshape(shape), _NATIVE[dtype]), Packed([], info)]
+        info = {key: item for key, item in value.info.items() if type(key) is str and _is_plain(item)}
+        children = [Raw(np.frombuffer(data, dtype).reshape(shape)), Packed([], info)]
         palette = None
         if mode in ("P", "PA"):
             palette = value.palette.mode if value.palette else "RGB"
             if palette not in ("RGB", "RGBA"):
-                raise Unstorable(f"an image with a palette of mode {palette}", "convert it to another mode")
-            colors = np.frombuffer(value.im.getpalette(palette, palette), np.uint8)
-            children.append(Raw(colors, torch.uint8))
+                what = f"an image with a palette of mode {palette}"
+                raise UnstorableError(what, "convert it to another mode")
+            children.append(Raw(np.frombuffer(value.im.getpalette(palette, palette), np.uint8)))
         return cls, (mode, palette), children
 
     @classmethod
     def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
         """Images that are in memory, of type `PIL.Image.Image`."""
-        pil, (mode, palette) = imported("PIL.Image"), context
+        pil, (mode, palette) = _imported("PIL.Image"), context
         raw, dtype, channels = cls.modes[mode]
         data = columns[0].numpy()
         shape = data.shape[1:]
-        is_empty = 0 in shape
         if data.dtype != dtype or data.ndim != 3 + (channels > 1) or (channels > 1 and shape[2] != channels):
             raise DamagedError("pixels that are none")
-        if (is_empty and max(shape) > _MOST_EMPTY) or len(columns) != 2 + (palette is not None):
+        if (0 in shape and max(shape) > _MOST_EMPTY) or len(columns) != 2 + (palette is not None):
             raise DamagedError("an image that is none")
         images = [pil.frombytes(mode, (shape[1], shape[0]), row.tobytes(), "raw", raw) for row in data]
-        if palette is not None:
-            for image, colors in zip(images, columns[2].numpy(), strict=True):
-                if len(colors):
-                    image.putpalette(colors.tobytes(), palette)
-        for image, info in zip(images, columns[1], strict=True):
-            image.info = dict(info)
+        for i, image in enumerate(images):
+            if palette is not None and columns[2].shape[1]:
+                image.putpalette(columns[2][i].numpy().tobytes(), palette)
+            image.info = dict(columns[1][i])
         return images
 
 
-@node_type
-class TVTensor(Node):
+class TVTensor(Node, module="datasets.images"):
     """A tensor class of ``torchvision.tv_tensors``; the context is its name, format, and mode of clamping.
 
     The size of the canvas belongs to a sample rather than to its structure, so that it is two leaves.
     """
-
-    __module__ = "torchcache2.datasets.images"  # the name that files have
 
     steps = ("", ".canvas_size[0]", ".canvas_size[1]")
     sizes: ClassVar[dict[str, Any]] = {"tuple": tuple, "list": list, "Size": torch.Size}
@@ -271,30 +268,29 @@ class TVTensor(Node):
         """The plain tensor, and the size of the canvas."""
         name, attributes = type(value).__name__, dict(vars(value))
         size, form = attributes.pop("canvas_size", None), attributes.pop("format", None)
-        clamping = attributes.pop("clamping_mode", cls)
+        clamping = (attributes.pop("clamping_mode"),) if "clamping_mode" in attributes else ()
         kind = None if size is None else type(size).__name__
         is_known = name in cls.names and not attributes and (size is None or len(size) == 2)
-        if not is_known or kind not in (None, *cls.sizes) or not (clamping is cls or is_plain(clamping)):
-            raise strange(value)
-        marks = (form and form.name, () if clamping is cls else (clamping,), kind)
-        return cls, (name, *marks), [value.as_subclass(Tensor), *map(int, size or ())]
+        if not is_known or kind not in (None, *cls.sizes) or not _is_plain(clamping):
+            raise _strange(value)
+        context = (name, form and form.name, clamping, kind)
+        return cls, context, [value.as_subclass(Tensor), *map(int, size or ())]
 
     @classmethod
     def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
         """Tensors of that class."""
         name, form, clamping, kind = context
-        module = imported("torchvision.tv_tensors")
+        module = _imported("torchvision.tv_tensors")
         if name not in cls.names or not hasattr(module, name):
             raise UnknownClassError(f"torchvision.tv_tensors:{name}", "is not there")
         tensors = [value.as_subclass(getattr(module, name)) for value in listed(columns[0])]
-        for value in tensors:
+        sizes = list(zip(*columns[1:], strict=True))
+        for i, value in enumerate(tensors):
             if form is not None:
                 value.format = module.BoundingBoxFormat[form]
-        if kind is not None:
-            for value, height, width in zip(tensors, *columns[1:], strict=True):
-                value.canvas_size = cls.sizes[kind]((height, width))
-        if clamping:
-            for value in tensors:
+            if kind is not None:
+                value.canvas_size = cls.sizes[kind](sizes[i])
+            if clamping:
                 (value.clamping_mode,) = clamping
         return tensors
 
@@ -302,13 +298,20 @@ class TVTensor(Node):
 NODES: tuple[type[Node], ...] = (Packed, Permuted, Placed, NumpyArray, NumpyScalar, Numbers, Image, TVTensor)
 
 
-def opened(value: Any) -> Opened:
-    """The type, context and children of a value that is no leaf; `Unstorable` if it is of no known type."""
-    kind = type(value)
+def opened(value: Any) -> Opened | None:
+    """The type, context and children of a value; None for a leaf.
+
+    `UnstorableError` if it is of no known type, or if it would not come back as it was.
+    """
+    kind: Any = type(value)
+    if kind in _PLAIN or kind is Raw:
+        return None
     if kind is tuple or kind is list:
         return Numbers.opened(value) or (kind, None, value)
     if kind is dict:
-        return kind, tuple(value), list(value.values())
+        return kind, list(value), list(value.values())
+    if kind is Tensor:
+        return Permuted.opened(value)
     if kind is np.ndarray:
         return NumpyArray.opened(value)
     if isinstance(value, np.generic):
@@ -320,19 +323,18 @@ def opened(value: Any) -> Opened:
         return Image.opened(value)
     try:
         node = values.opened(value, objects=True)
-    except values.NotRebuiltError as error:
-        raise Unstorable(str(error), advice(value)) from None
+    except UnstorableError as error:
+        raise UnstorableError(error.what, _advice(value)) from None
     if node is None or kind in NODES:
-        raise strange(value)
-    if kind is collections.OrderedDict:
-        return kind, tuple(value), node[2]
-    _check_name(kind)
-    if node[0] is collections.namedtuple:
-        return node
-    try:
-        return kind, _frozen(node[1]), node[2]
-    except Unstorable as error:
-        raise Unstorable(f"a {classes.qualified(kind)} that keeps {error.what}", advice(value)) from None
+        raise _strange(value)
+    if kind is not collections.OrderedDict:
+        _check(kind)
+        try:
+            _check(node[1])
+        except UnstorableError as error:
+            what = f"a {classes.qualified(kind)} that keeps {error.what}"
+            raise UnstorableError(what, _advice(value)) from None
+    return node
 
 
 def closed(kind: Any, context: Any, columns: Sequence[Column], count: int) -> list[Any]:
@@ -343,28 +345,108 @@ def closed(kind: Any, context: Any, columns: Sequence[Column], count: int) -> li
     return [values.closed(kind, context, parts) for parts in children]
 
 
-def thawed(context: Any) -> Any:
-    """The context of a node, from the one that `opened` gives for it, which can be compared exactly."""
-    if type(context) is tuple and context and context[0] in (list, tuple):
-        return context[0](map(thawed, context[1:]))
-    return context
+def listed(column: Column) -> list[Any]:
+    """The values of a column; each tensor has its own memory.
+
+    The worker of a `DataLoader` is about to put the samples together, and does not keep them: there, large
+    ones have each a storage of their own in the column's memory, which goes with the last of them.
+    """
+    if type(column) is list:
+        return column
+    if column.dtype in COMMON:
+        is_large = column.nbytes >= _LARGE * len(column) > 0 and column.dtype != torch.bfloat16
+        if is_large and column.is_contiguous() and get_worker_info() is not None:
+            return list(map(torch.from_numpy, column.numpy()))
+        rows: Any = torch.unbind_copy(column)  # type: ignore[func-returns-value]
+        return list(rows)
+    # Torch cannot copy all dtypes, but it can copy their bytes.
+    dtype, shape = column.dtype, column.shape[1:]
+    return [row.clone().view(dtype).view(shape) for row in as_bytes(column).unbind(0)]
 
 
-def _frozen(context: Any) -> Any:
-    kind = type(context)
-    if isinstance(context, type):
-        _check_name(context)
-        return context
-    if context is None or kind in (str, bytes) or (kind is int and abs(context) < 2**63):
-        return context
-    if kind in (list, tuple):
-        return (kind, *map(_frozen, context))
-    raise Unstorable(f"a {classes.qualified(kind)}")
+def dense(leaf: Any) -> Tensor:
+    """A tensor or `Raw` as a contiguous tensor, to be read only."""
+    if type(leaf) is Raw:
+        return torch.from_numpy(np.require(leaf.array, requirements=["C", "W"]))
+    return leaf.resolve_conj().resolve_neg().contiguous()  # type: ignore[no-any-return]
 
 
-def _check_name(cls: Any) -> None:
+def _as_raw(array: Array, *, is_exact: bool = True) -> tuple[str, Raw]:
+    """The name of an array's dtype, and the array in a dtype that torch has, if need be with one of bytes."""
+    dtype = array.dtype
+    if dtype.isnative and dtype.char in _NATIVE and not dtype.metadata:
+        return _NATIVE[dtype.char], Raw(array, is_exact=is_exact)
+    if dtype.kind not in "biufcmMSU" or dtype.itemsize == 0 or dtype.metadata:
+        raise UnstorableError(f"an array of {dtype}", "return a dict or a list of its parts")
+    if dtype.str in _NATIVE.values():  # two types of integers have the same size and name: a character tells
+        return dtype.char, Raw(array.view(dtype.str), is_exact=is_exact)
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return dtype.str, Raw(data.reshape(*array.shape, dtype.itemsize))
+
+
+def _axes_of(strides: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions in the order in which they lie in memory, the widest stride first."""
+    return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
+
+
+def _inverse(axes: Any, dims: int) -> list[int]:
+    """The dimensions that bring those back in order which `_axes_of` has put in another one."""
+    if type(axes) is not tuple or sorted(axes) != list(range(dims)):
+        raise DamagedError("dimensions in no order")
+    return sorted(range(dims), key=axes.__getitem__)
+
+
+def _is_plain(value: Any, depth: int = 8) -> bool:
+    """Whether a value is a number, a text, bytes or None, or a tuple, list or dict of such values."""
+    kind = type(value)
+    if kind in (tuple, list):
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
+    if kind is dict:
+        return depth > 0 and all(_is_plain(item, depth - 1) for pair in value.items() for item in pair)
+    return kind in _PLAIN
+
+
+def _check(kept: Any) -> None:
+    """`UnstorableError` if a class, or what a node keeps beside its children, cannot be written."""
+    if isinstance(kept, type):
+        try:
+            classes.name_of(kept, "")
+        except UnserialisableError:
+            advice = "define it at the top level of a module, where its name finds it"
+            raise UnstorableError(f"a {classes.qualified(kept)}", advice) from None
+    elif type(kept) in (list, tuple):
+        for part in kept:
+            _check(part)
+    elif not _is_plain(kept):
+        raise UnstorableError(f"a {classes.qualified(type(kept))}")
+
+
+def _imported(name: str) -> Any:
+    """The module; `UnknownClassError` if it is not there."""
     try:
-        classes.name_of(cls, "")
-    except UnserialisableError:
-        advice = "define it at the top level of a module, where its name finds it"
-        raise Unstorable(f"a {classes.qualified(cls)}", advice) from None
+        return importlib.import_module(name)
+    except ImportError:
+        raise UnknownClassError(name, "is not installed") from None
+
+
+def _strange(value: Any) -> UnstorableError:
+    """The error for a value of a type that cannot be kept."""
+    return UnstorableError(f"a {classes.qualified(type(value))}", _advice(value))
+
+
+def _advice(value: Any) -> str:
+    """What to return in place of a value that cannot be kept, which is called ``{}``."""
+    if isinstance(value, Tensor):
+        return "return {}.detach().as_subclass(torch.Tensor)"
+    if isinstance(value, np.ndarray):
+        return "return numpy.array({})"
+    if isinstance(value, Mapping):
+        return "return dict({})"
+    if isinstance(value, (set, frozenset, range, Iterator)):
+        return "return list({})"
+    if hasattr(type(value), "__dataclass_fields__"):
+        return "return dataclasses.asdict({})"
+    for base in (bool, int, float, str, bytes, tuple):
+        if isinstance(value, base):
+            return f"return {base.__name__}({{}})"
+    return "return tensors, arrays, images, numbers, texts, and tuples, lists and dicts of them"

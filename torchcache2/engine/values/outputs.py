@@ -21,42 +21,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Positions
 from torchcache2.core.memory import with_ordinary_tensors
 from torchcache2.core.private import pytree
-from torchcache2.core.rows import Leaf, Parts, Rows, Schema, UnstorableError, rounded
+from torchcache2.core.rows import Parts, Rows, Schema, rounded
 from torchcache2.core.values import (
     Node,
-    NotRebuiltError,
     Opened,
+    UnstorableError,
     closed,
-    node_type,
     opened,
     opened_or_none,
     specs_of,
     taken_apart,
 )
-from torchcache2.engine.values.kinds import Image, Numbers, NumpyArray, NumpyScalar
-from torchcache2.engine.values.nodes import Unstorable
+from torchcache2.engine.values.kinds import NumpyArray, dense
 from torchcache2.engine.values.samples import Samples, from_rows
 
-__all__ = ["ItemRows", "Lists", "entry_parts", "found", "joined", "output_of", "rows_of", "stored"]
 
-_CPU = torch.device("cpu")
-
-
-@node_type
-class Items(Node):
+class Items(Node, module="values"):
     """A list or tuple with an entry for each item, which is elsewhere; the context is which of the two."""
 
-    __module__ = "torchcache2.values"  # the name that files have
 
-
-@node_type
-class Itemised(Node):
+class Itemised(Node, module="values"):
     """A row with such entries: its children are what is outside of the lists, and a tuple of the entries."""
 
-    __module__ = "torchcache2.values"  # the name that files have
     steps = ("", "")
 
 
@@ -109,11 +99,11 @@ class Lists:
         """
         known = self.known.get(path)
         if known and len(value) != count:
-            raise UnstorableError(f"output{path} has {len(value)} entries for a batch of {count}")
+            raise UnstorableError(f"a list that has {len(value)} entries for a batch of {count}")
         if known is None and 0 < len(value) == count:
             raise UnstorableError(
-                f"output{path} has {count} entries, as the batch, and no batch of another size says "
-                "whether it has one for each item"
+                f"a list that has {count} entries, as the batch, and no batch of another size says whether "
+                "it has one for each item"
             )
         return bool(known) and count > 0
 
@@ -189,18 +179,17 @@ def rows_of(
     if lists is None or not entries:
         return rows
     values = list(zip(*entries.values(), strict=True))
-    batch = lists.samples.to_rows(values if dtype is None else rounded(values, dtype), device)
+    batch = lists.samples.to_rows(values if dtype is None else rounded(values, dtype), device, dtype)
     for position, error in batch.refused.items():
         text = str(error)
         for i, path in enumerate(entries):
             text = text.replace(f"sample[{i}]", f"output{path}[{position}]")
-        raise UnstorableError(text)
+        raise OutputError(text)
     places: list[Any] = [None] * count
     for positions, part in batch.parts:
-        part = part if dtype is None else _narrowed(part, dtype)
         for i, position in enumerate(positions.tolist()):
             places[position] = part, i
-    return ItemRows(rows.schema, rows.columns, count, places)
+    return ItemRows(rows.schema, rows.columns, rows.count, places)
 
 
 @with_ordinary_tensors
@@ -263,41 +252,13 @@ def joined(parts: Parts, count: int, *, device: torch.device) -> Rows | None:
 
 def entry_parts(rows: ItemRows) -> Parts:
     """The entries of rows, to be compared: nothing is packed, so equal structures have equal schemas."""
-    return list(Samples(packs=False).to_rows(rows.values(_CPU)).parts)
+    return list(Samples(packs=False).to_rows(rows.values(torch.device("cpu"))).parts)
 
 
 def _opened_array(value: Any) -> Opened:
     if value.dtype.kind in "SU":
-        raise NotRebuiltError(
-            f"an array of {value.dtype}, as wide as the longest text: return a list of texts"
+        raise UnstorableError(
+            f"an array of {value.dtype}, as wide as the longest text", "return a list of texts"
         )
-    try:
-        kind, context, (raw,) = NumpyArray.opened(np.ascontiguousarray(value) if value.ndim else value)
-    except Unstorable as error:
-        raise NotRebuiltError(error.what) from None
-    array = raw.array if raw.array.flags.writeable else raw.array.copy()
-    return kind, context, [torch.from_numpy(array)]
-
-
-def _narrowed(rows: Rows, dtype: torch.dtype) -> Rows:
-    """Rows whose tensors and arrays, which are rounded already, are stored in another dtype."""
-
-    def nodes(spec: pytree.TreeSpec, around: Any) -> Iterator[Any]:
-        if spec.type is None:
-            yield around
-        for child in specs_of(spec) if spec.type is not None else ():
-            yield from nodes(child, spec.type)
-
-    leaves, columns = [], []
-    for leaf, column, around in zip(
-        rows.schema.leaves, rows.columns, nodes(rows.schema.structure, None), strict=True
-    ):
-        if (
-            leaf.kind == "tensor"
-            and leaf.dtype.is_floating_point
-            and around not in (Image, Numbers, NumpyScalar)
-        ):
-            leaf, column = Leaf(leaf.path, leaf.kind, leaf.dtype, dtype, leaf.shape), column.to(dtype)
-        leaves.append(leaf)
-        columns.append(column)
-    return Rows(Schema(rows.schema.structure, tuple(leaves)), columns, rows.count)
+    kind, context, (raw,) = NumpyArray.opened(np.ascontiguousarray(value) if value.ndim else value)
+    return kind, context, [dense(raw)]
