@@ -189,15 +189,9 @@ class Computation:
             args, kwargs = (self.call.args, self.call.kwargs) if is_callers else self.call.take(positions)
         except UnstorableError as error:
             output = self.forward(self.call.args, self.call.kwargs)
-<<<<<<< HEAD
-            raise not_stored("batch", output, f"an argument for a part of the batch is {error}") from None
+            why = f"an argument for a part of the batch is {error.what}"
+            raise not_stored("batch", output, why) from None
         inputs = Inputs(self.call, args, kwargs, positions, self.known.signature.bind, self._key_bytes)
-=======
-            raise not_stored(
-                "batch", output, f"an argument for a part of the batch is {error.what}"
-            ) from None
-        inputs = Inputs(self.call, args, kwargs, positions, self.bind, self.keys_of)
->>>>>>> main
         undo = None if is_callers else self.keeper.undo(self.seen, self.root, self.call.objects)
         state = RandomState(self.keeper.generators)
         output = self._run(inputs, state, undo, suspect, len(positions))
