@@ -10,8 +10,8 @@ import torch
 import xxhash
 
 from tests.helpers.compiled import Compiled
-from torchcache2.identity.xxh3 import kernels
-from torchcache2.identity.xxh3.device import DeviceDigests, secrets, start
+from torchcache2.identity import kernels
+from torchcache2.identity.xxh3 import DeviceDigests, secrets, start
 
 CAPABILITIES = {8: 90, 4: 80, 2: 100, 1: 90}
 SIZES = [248, 1024, 1032, 5000, 19_000]  # the last with more blocks than are read ahead

@@ -8,7 +8,7 @@ import contextlib
 import torch
 
 from torchcache2.core.memory import Runtime
-from torchcache2.identity.xxh3.device import DeviceDigests
+from torchcache2.identity.xxh3 import DeviceDigests
 
 
 class OnHost(Runtime):

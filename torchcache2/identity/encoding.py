@@ -31,7 +31,7 @@ from xxhash import xxh3_128, xxh3_128_digest
 
 from torchcache2.core.memory import item_bytes
 from torchcache2.core.values import attributes
-from torchcache2.identity.xxh3.device import DIGESTS
+from torchcache2.identity.xxh3 import DIGESTS
 
 __all__ = [
     "CONTAINERS",

@@ -24,7 +24,7 @@ from xxhash import xxh3_128_digest
 from torchcache2.core.keys import Bytes2D, Keys
 from torchcache2.core.memory import is_channels_last, item_bytes, to_host
 from torchcache2.identity.encoding import digest
-from torchcache2.identity.xxh3.device import DIGESTS
+from torchcache2.identity.xxh3 import DIGESTS
 
 __all__ = ["item_keys"]
 

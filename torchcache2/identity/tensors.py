@@ -26,7 +26,7 @@ from xxhash import xxh3_64_digest, xxh3_128, xxh3_128_digest
 from torchcache2.core.memory import CUDA, Arriving, Runtime
 from torchcache2.core.private import form_check, has_version, version
 from torchcache2.identity.encoding import UnencodableError, form, tensor_digest
-from torchcache2.identity.xxh3.device import DIGESTS
+from torchcache2.identity.xxh3 import DIGESTS
 
 __all__ = ["TensorWatch"]
 

@@ -178,7 +178,7 @@ def start(rows: Tensor, secrets: Tensor, tiles: tuple[int, int]) -> Tensor:
     Tensor of uint8, shape (n, 16)
         The digests, when the kernels are done.
     """
-    from torchcache2.identity.xxh3 import kernels  # imports Triton, which not everybody has
+    from torchcache2.identity import kernels  # imports Triton, which not everybody has
 
     if (
         kernels.INTERPRETED and rows.device.type != "cpu"

@@ -14,11 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.helpers.interpreter import Interpreted, OnHost, Passed
 from torchcache2 import torchcache
-from torchcache2.identity import encoding, items, namespace, tensors
+from torchcache2.identity import encoding, items, kernels, namespace, tensors, xxh3
 from torchcache2.identity.encoding import tensor_digest
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.tensors import TensorWatch
-from torchcache2.identity.xxh3 import device, kernels
 
 NAMESPACE = bytes(range(16))
 
@@ -137,11 +136,11 @@ def test_one_folder_serves_runs_on_the_host_and_on_an_accelerator(digests, path,
 def test_kernels_that_differ_from_xxhash_are_not_used(digests, monkeypatch, log):
     x = torch.randn(3, 100)
     right = xxhash.xxh3_128_digest(x[0].numpy().tobytes())
-    start = device.start
-    monkeypatch.setattr(device, "start", lambda *args: start(*args) ^ 1)
+    start = xxh3.start
+    monkeypatch.setattr(xxh3, "start", lambda *args: start(*args) ^ 1)
     assert digests.of_items(x) is None and digests.of_tensors([x]) == {}
     keys = keys_of(x)
-    monkeypatch.setattr(device, "start", start)
+    monkeypatch.setattr(xxh3, "start", start)
     assert digests.of_items(x) is None and (keys_of(x) == keys).all()
     (record,) = log
     assert record.levelno == logging.WARNING and "not those of xxhash" in record.getMessage()
@@ -150,8 +149,8 @@ def test_kernels_that_differ_from_xxhash_are_not_used(digests, monkeypatch, log)
 
 def test_without_triton_keys_are_computed_on_the_host(digests, monkeypatch, log):
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "torchcache2.identity.xxh3.kernels", raising=False)
-    package = importlib.import_module("torchcache2.identity.xxh3")
+    monkeypatch.delitem(sys.modules, "torchcache2.identity.kernels", raising=False)
+    package = importlib.import_module("torchcache2.identity")
     monkeypatch.delattr(package, "kernels", raising=False)
     x = torch.randn(3, 100)
     keys = keys_of(x)
@@ -167,11 +166,11 @@ def test_what_goes_wrong_on_the_device_costs_no_call(digests, monkeypatch, log, 
         raise error
 
     x = torch.randn(3, 100)
-    start = device.start
-    monkeypatch.setattr(device, "start", failing)
+    start = xxh3.start
+    monkeypatch.setattr(xxh3, "start", failing)
     keys = keys_of(x)
     assert digests.of_tensors([x]) == {} and tensor_digest(x)
-    monkeypatch.setattr(device, "start", start)
+    monkeypatch.setattr(xxh3, "start", start)
     assert (keys_of(x) == keys).all()
     is_memory = isinstance(error, torch.cuda.OutOfMemoryError)
     assert (digests.of_items(x) is not None) == is_memory  # memory may be there again at the next call
@@ -201,7 +200,7 @@ def test_weights_for_which_there_was_no_memory_are_read_at_the_next_call(monkeyp
 
 def test_other_accelerators_are_left_to_the_host(log):
     far = torch.empty(3, 100, device="meta")
-    assert device.DeviceDigests().of_items(far) is None and log == []
+    assert xxh3.DeviceDigests().of_items(far) is None and log == []
 
 
 def test_the_interpreter_is_kept_from_the_memory_of_a_device(monkeypatch, log):
@@ -216,8 +215,8 @@ def test_the_interpreter_is_kept_from_the_memory_of_a_device(monkeypatch, log):
     for name in ("block_sums", "digests"):
         monkeypatch.setattr(kernels, name, Kernel())
     far = torch.empty(3, 1000, device="meta")
-    assert device.DeviceDigests(Everywhere()).of_tensors([far]) == {}
-    assert device.DeviceDigests(Everywhere()).of_items(far) is None
+    assert xxh3.DeviceDigests(Everywhere()).of_tensors([far]) == {}
+    assert xxh3.DeviceDigests(Everywhere()).of_items(far) is None
     assert ["TRITON_INTERPRET is set" in record.getMessage() for record in log] == [True, True]
 
 

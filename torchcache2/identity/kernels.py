@@ -11,7 +11,7 @@ The rows are those of one array, of `size` bytes each, of which `blocks` blocks 
 They are read in words of 1, 2, 4 or 8 bytes, and `parts` of them make 64 bits. All numbers are unsigned
 integers of 64 bits, which wrap, but those that say where something is.
 
-`secrets` are the 168 words that `torchcache2.identity.xxh3.device` makes.
+`secrets` are the 168 words that `torchcache2.identity.xxh3` makes.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.interpreter import Interpreted
 from torchcache2.core.memory import as_words
-from torchcache2.identity.xxh3 import device
+from torchcache2.identity import xxh3
 
 DIGESTS = Interpreted()
 SOAK = bool(os.environ.get("SOAK"))
@@ -59,7 +59,7 @@ def test_bytes_that_are_all_the_same():
 
 
 def test_bytes_that_cancel_the_secret_or_fill_the_accumulators():
-    secret = torch.frombuffer(bytearray(device._SECRET * 40), dtype=torch.uint8)
+    secret = torch.frombuffer(bytearray(xxh3._SECRET * 40), dtype=torch.uint8)
     pattern = torch.tensor([0, 0, 0, 0x80] * 5000, dtype=torch.uint8)
     for size in (248, 1024, 1028, 5000, 7679):
         check(torch.stack([secret[:size], 0xFF - secret[:size], pattern[:size]]))

@@ -1,1 +1,0 @@
-"""XXH3-128 on an accelerator."""
