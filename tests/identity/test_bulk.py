@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchcache2.identity.encoding import Bulk, Encoder
-from torchcache2.identity.modulewalk import Walk
 from torchcache2.identity.sourcecode import CompiledTexts
+from torchcache2.identity.walk import Walk
 
 Named = collections.namedtuple("Named", "a b")
 

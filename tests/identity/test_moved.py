@@ -24,7 +24,7 @@ RENAMED = {
     "core.errors": "core.exceptions",
     "engine.stats": "engine.counts",
     "engine.cache": "engine.machine",
-    "identity.modulewalk": "identity.walking",
+    "identity.walk": "identity.walking",
 }
 ROOMS = {"decorator": "faces", "engine": "motor"}
 

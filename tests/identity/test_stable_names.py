@@ -171,12 +171,17 @@ def test_what_another_package_names_counts_again(frozen_dict, installed):
     assert left == right
 
 
+class Helped(Configured):
+    def forward(self, x):
+        return x * self.helper.first(self.config)
+
+
 def test_what_a_module_of_the_users_names_counts_again(frozen_dict, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "stable_helper.py").write_text("def first(c):\n    return c._use_default_values[0]\n")
     importlib.invalidate_caches()
     left, right = two_of(
-        functools.partial(Configured, helper=importlib.import_module("stable_helper")), frozen_dict
+        functools.partial(Helped, helper=importlib.import_module("stable_helper")), frozen_dict
     )
     assert left != right
 
@@ -196,8 +201,9 @@ def test_what_an_import_inside_of_code_names_counts_again(frozen_dict, tmp_path,
     monkeypatch.delitem(sys.modules, "stable_within", raising=False)
     if is_loaded:
         monkeypatch.setitem(sys.modules, "stable_within", importlib.import_module("stable_within"))
-    left, right = two_of(Imports, frozen_dict)
-    assert left != right
+    modules = [torchcache(Imports(frozen_dict(_use_default_values=values))) for values in ([[3]], [[5]])]
+    found = [(module(X), module.cache_instance.module_hash)[1] for module in modules]
+    assert found[0] != found[1]
 
 
 def test_an_edit_of_what_is_named_is_noticed(installed):

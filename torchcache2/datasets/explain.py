@@ -12,7 +12,7 @@ from torchcache2.engine.cache import now as time_now
 from torchcache2.engine.earlier import compared
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.identity.encoding import qualified_name
-from torchcache2.identity.modulewalk import Fingerprint
+from torchcache2.identity.fingerprint import Fingerprint
 
 __all__ = ["document", "document_of", "explained_dataset"]
 

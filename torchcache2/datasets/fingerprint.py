@@ -20,12 +20,12 @@ from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import shown
 from torchcache2.engine.randomness import state_of
 from torchcache2.identity.encoding import Encoder, digest, readable, text_bytes, texts_of
+from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, size_of
-from torchcache2.identity.modulewalk import Fingerprint, Walk
-from torchcache2.identity.objectwalk import GENERATORS
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.tensors import TensorWatch
 from torchcache2.identity.unsteady import unseeded_draws
+from torchcache2.identity.walk import GENERATORS, Walk
 
 __all__ = ["Identity", "check_called", "identify", "identify_prefix", "length_of"]
 
@@ -266,7 +266,9 @@ class _DatasetWalk(Walk):
         """Write down each attribute of an object as a part; the names of these parts."""
         if self._is_listed or len(self.parts) > _MOST_PARTS:
             return super().state(state, path)
-        self._taken.setdefault(f"module {path}", 1)  # a module that is met on this path gets another one
+        self._label_counts.setdefault(
+            f"module {path}", 1
+        )  # a module that is met on this path gets another one
         names, kind = [], "value" if self._is_code else "attribute"
         for name in sorted(state):
             where = f"{path}.{name}" if path else name

@@ -17,9 +17,8 @@ from torchcache2.datasets.source import Source
 from torchcache2.datasets.tally import Tally
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.identity.differences import from_document
+from torchcache2.identity.fingerprint import Fingerprint, from_document
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
-from torchcache2.identity.modulewalk import Fingerprint
 from torchcache2.tiers.remote.objects import Objects
 
 __all__ = ["PortablePlan"]

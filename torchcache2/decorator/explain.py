@@ -10,9 +10,8 @@ import torch
 from torchcache2.engine.earlier import compared
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.identity.arguments import BoundCall
-from torchcache2.identity.differences import at_most
 from torchcache2.identity.encoding import form, readable, split
-from torchcache2.identity.modulewalk import Fingerprint
+from torchcache2.identity.fingerprint import Fingerprint, at_most
 
 __all__ = ["NOTHING_DIFFERS", "CallSeen", "explained"]
 

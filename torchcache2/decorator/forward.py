@@ -31,9 +31,9 @@ from torchcache2.engine.running import Forward
 from torchcache2.engine.values.outputs import Lists
 from torchcache2.engine.values.samples import Samples
 from torchcache2.identity.arguments import BoundCall, Signature
+from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import Undo
 from torchcache2.identity.items import item_keys
-from torchcache2.identity.modulewalk import Fingerprint
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
 
 __all__ = ["Computation", "Known", "may_check"]

@@ -32,9 +32,9 @@ from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.codenames import names_of, resolved
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
-from torchcache2.identity.modulewalk import Lazy
 from torchcache2.identity.namespace import NamespaceKeeper, namespace_of
 from torchcache2.identity.sharded import ShardedError
+from torchcache2.identity.walk import Lazy
 
 __all__ = ["LazyModule", "asked_for", "lazies_of"]
 

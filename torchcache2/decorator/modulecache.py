@@ -39,10 +39,9 @@ from torchcache2.engine.running import Forward, OwnMemoryError
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import CacheStats
 from torchcache2.identity.arguments import Signature
-from torchcache2.identity.differences import at_most
 from torchcache2.identity.encoding import digest, qualified_name
+from torchcache2.identity.fingerprint import Fingerprint, at_most
 from torchcache2.identity.marks import ADDED_ATTRIBUTE
-from torchcache2.identity.modulewalk import Fingerprint
 from torchcache2.identity.namespace import History, NamespaceKeeper
 
 __all__ = ["ModuleCache"]

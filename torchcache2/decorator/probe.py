@@ -44,7 +44,7 @@ from torchcache2.engine.values.outputs import Lists, rows_of
 from torchcache2.engine.verify import leaf_differences
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.encoding import digest
-from torchcache2.identity.modulewalk import Fingerprint
+from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
 from torchcache2.identity.sourcecode import names_in
 

@@ -17,10 +17,7 @@ from torch import Tensor
 
 from torchcache2.core.keys import Bytes2D
 from torchcache2.core.private import has_version, version
-from torchcache2.identity.arguments import BoundCall
-from torchcache2.identity.entries import argument_leaves
-
-__all__ = ["Inputs", "filling", "given_back"]
+from torchcache2.identity.arguments import BoundCall, argument_leaves
 
 _FILLED = ("filled by the forward",)  # the key of what was added, in an output that has nothing else
 

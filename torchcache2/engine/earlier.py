@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.identity.differences import differences, from_document
-from torchcache2.identity.modulewalk import Fingerprint
+from torchcache2.identity.fingerprint import Fingerprint, differences, from_document
 
 __all__ = ["compared"]
 

@@ -1,44 +1,425 @@
-"""The arguments of a call: what is batched, and canonical bytes of everything else."""
+"""The arguments of a call: what is batched, and canonical bytes of everything else.
+
+`Signature` binds the arguments of a call to names, and has an `ArgumentEncoder` go through them: tensors are
+batched, sequences that `item_args` names have one entry per item, objects with state count by what they are
+now, and of the rest the bytes count for all items. `BoundCall.take` is the call for some of the items.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
+import sys
+import types
+import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from xxhash import xxh3_128, xxh3_128_digest
 
-from torchcache2.core.errors import OptionError
-from torchcache2.core.memory import select, sent
+from torchcache2.core.errors import InputError, OptionError, UnhashableArgumentError, hint
+from torchcache2.core.logs import listed
+from torchcache2.core.memory import is_channels_last, select, sent
 from torchcache2.core.private import modes
-from torchcache2.core.values import mapped
-from torchcache2.identity.argumentobjects import ObjectKeepers, ObjectSeen
-from torchcache2.identity.argumentwalk import ArgumentEncoder, UncachedArgumentError, batch_size_of
-from torchcache2.identity.encoding import UnencodableError, sized, text_bytes
-from torchcache2.identity.entries import (
-    Digests,
-    ValueEncoder,
-    entry_digests,
-    first_batch_size,
-    is_plain_sequence,
-    is_sequence,
-    take_entries,
-    take_mapping,
-)
+from torchcache2.core.process import ProcessLock
+from torchcache2.core.settings import CacheSettings
+from torchcache2.core.values import has_attributes, leaves_of, mapped, opened_or_none
+from torchcache2.identity import encoding, sourcecode
+from torchcache2.identity.encoding import Encoder, UnencodableError, sized, text_bytes
+from torchcache2.identity.marks import cache_options
+from torchcache2.identity.namespace import NamespaceKeeper, Seen
+from torchcache2.identity.walk import has_plain_state
 
-__all__ = ["BoundCall", "Signature", "UncachedArgumentError"]
+__all__ = ["BoundCall", "ObjectSeen", "Signature", "UncachedArgumentError", "argument_leaves"]
 
+Digests = np.ndarray[Any, np.dtype[np.uint8]]
+
+_ARRAYS = (np.ndarray, np.memmap)  # compared with the exact type, as a masked array also has a mask
+_SHORT = 256  # bytes; to copy so few is cheaper than to hash in two steps
+_ENTRIES = "_encodings"  # the attribute of a tokenizer's output with one object per text
+_MOST_KEEPERS = 64
 _DEFAULT = b"default"
 _KINDS = inspect.Parameter
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 _UNCHANGING = (Tensor, torch.nn.Parameter, *_PLAIN)
 _MISSING = object()
-_VARIADIC = (_KINDS.VAR_POSITIONAL, _KINDS.VAR_KEYWORD)
+
+
+class UncachedArgumentError(Exception):
+    """An argument with which a call is passed to the plain forward; the text says where it is, and what."""
+
+
+# Sequences with one entry per item, and mappings that are no dicts, such as the output of a tokenizer.
+
+
+class _Column(NamedTuple):
+    """A class of another library for a column of a table, by the module that has it."""
+
+    module: str
+    name: str
+    # What a column has besides its entries; a text about their type is first.
+    form: Callable[[Any], list[Any]]
+    entries: Callable[[Any], Any]
+    take: Callable[[Any, list[int]], Any]  # a column of the entries at some positions
+
+
+def _is_numbered(series: Any) -> bool:
+    """Whether the labels of a series of pandas are the positions, so that they say nothing of an entry."""
+    index = series.index
+    return type(index).__name__ == "RangeIndex" and index.start == 0 and index.step == 1
+
+
+def _series_entries(series: Any) -> list[Any]:
+    entries = series.tolist()
+    return entries if _is_numbered(series) else list(zip(series.index.tolist(), entries, strict=True))
+
+
+def _of_series(series: Any, positions: list[int]) -> Any:
+    taken = series.iloc[positions]
+    return taken.reset_index(drop=True) if _is_numbered(series) else taken
+
+
+def _of_dataset(column: Any, positions: list[int]) -> Any:
+    if hasattr(column.source, "select"):
+        return type(column)(column.source.select(positions), column.column_name)
+    return column[positions]  # a column inside of another one, as a list
+
+
+def _arrow(name: str) -> _Column:
+    return _Column(
+        "pyarrow", name, lambda c: [str(c.type)], lambda c: c.to_pylist(), lambda c, at: c.take(at)
+    )
+
+
+_COLUMNS = (
+    _Column("pandas", "Series", lambda c: [str(c.dtype), c.name, c.attrs], _series_entries, _of_series),
+    _arrow("Array"),
+    _arrow("ChunkedArray"),
+    _Column(
+        "datasets.arrow_dataset",
+        "Column",
+        lambda c: [repr(c.features), c.column_name],
+        lambda c: c[:],
+        _of_dataset,
+    ),
+)
+
+
+def _column(value: Any) -> _Column | None:
+    """How to read a column of a table; None if it is no column, or has categories beside its entries."""
+    for column in _COLUMNS:
+        kind = getattr(sys.modules.get(column.module), column.name, None)
+        # Only the library's own classes: a user's subclass may have state that is not in its entries.
+        if kind is not None and isinstance(value, kind) and type(value).__module__.startswith(column.module):
+            return None if column.form(value)[0].startswith(("category", "dictionary")) else column
+    return None
+
+
+def _is_sequence(value: Any) -> bool:
+    """Whether a value may have one entry per item."""
+    return value.ndim > 0 if isinstance(value, np.ndarray) else isinstance(value, (list, tuple))
+
+
+def _is_plain_sequence(value: Any) -> bool:
+    """Whether a value is a sequence that has nothing but its entries, so that some can be taken."""
+    return (type(value) in (list, tuple, *_ARRAYS) and _is_sequence(value)) or _column(value) is not None
+
+
+def _digests(value: Any, path: str, encode: Callable[[Any, str], bytes]) -> Digests:
+    """A digest of each entry of a list, tuple, array or column of n entries, shape ``(n, 16)``."""
+    head, entries = b"", value
+    if isinstance(value, np.ndarray):
+        head = text_bytes(f"{encoding.dtype_text(value)} {value.shape[1:]}")
+        entries = value.tolist() if value.dtype.hasobject else None
+    elif (column := _column(value)) is not None:
+        head, entries = encode(column.form(value), path), column.entries(value)
+    if entries is not None:
+        digests = [xxh3_128_digest(head + encode(one, f"{path}[{i}]")) for i, one in enumerate(entries)]
+    elif value.ndim > 1 and value.nbytes > _SHORT * len(value):
+        digests = [_digest_of(head, row) for row in value]
+    else:
+        digests = [xxh3_128_digest(head + row.tobytes()) for row in value]
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), 16)
+
+
+def _digest_of(head: bytes, row: Any) -> bytes:
+    """The digest of a head and the bytes of a row, which are not copied if they lie in order."""
+    state = xxh3_128(head)
+    state.update(np.ascontiguousarray(row).reshape(-1).view(np.uint8).data)
+    return state.digest()
+
+
+def _take_entries(value: Any, positions: Tensor) -> Any:
+    """The entries at some positions, in a sequence of the same kind."""
+    if isinstance(value, np.ndarray):
+        return value[positions.numpy()]
+    if (column := _column(value)) is not None:
+        return column.take(value, positions.tolist())
+    # Containers are copied: a forward that changes one runs again, and must change the caller's only once.
+    taken = [mapped(_copied, value[i]) for i in positions.tolist()]
+    return tuple(taken) if isinstance(value, tuple) else taken
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.copy() if type(leaf) in (np.ndarray, set, bytearray) else leaf
+
+
+def _mapping_entries(value: UserDict[Any, Any]) -> list[Any] | None:
+    """The attribute of a mapping with one entry per item."""
+    entries = vars(value).get(_ENTRIES)
+    return entries if isinstance(entries, list) and entries else None
+
+
+def argument_leaves(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """Everything that is no container among the arguments of a call."""
+    leaves = []
+    for leaf in leaves_of((args, dict(kwargs))):
+        leaves += argument_leaves((), leaf.data) if isinstance(leaf, UserDict) else [leaf]
+    return leaves
+
+
+# Objects.
+
+
+class ObjectSeen(NamedTuple):
+    """An object among the arguments of a call, its keeper, and what that has seen of it for this call."""
+
+    value: Any
+    keeper: NamespaceKeeper
+    seen: Seen
+
+
+class _ObjectKeepers:
+    """A `NamespaceKeeper` for each object that calls have as an argument. Safe under threads.
+
+    Modules are held weakly: what is given to calls for a while, such as a text encoder, can be freed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = ProcessLock()
+        self._keepers: dict[int, tuple[Callable[[], Any], NamespaceKeeper]] = {}
+
+    def look(self, value: Any, path: str) -> ObjectSeen:
+        """What an object is now, by its state and code; `UnencodableError` if that cannot be read."""
+        keeper = self._keeper(value)
+        # An object of the user's own class may hold data that changes between two calls.
+        is_own = sourcecode.origin(type(value)) not in ("installed", "torch")
+        if not (isinstance(value, nn.Module) or keeper.notices_all(large=is_own)):
+            keeper.distrust_structure()
+        seen = keeper.look(value)
+        if keeper.unread:
+            raise UnencodableError(path, value, f"of which {listed(sorted(keeper.unread))} cannot be read")
+        if keeper.generators:
+            raise UnencodableError(path, value, "that has a generator of random numbers")
+        return ObjectSeen(value, keeper, seen)
+
+    def _keeper(self, value: Any) -> NamespaceKeeper:
+        keepers, key = self._keepers, id(value)
+        with self._lock():
+            reference, keeper = keepers.get(key, (None, None))
+            if reference is None or keeper is None or reference() is not value:
+                if len(keepers) >= _MOST_KEEPERS:
+                    keepers.clear()
+                keeper = NamespaceKeeper(type(value).__name__, CacheSettings(), is_argument=True)
+                try:
+                    # A keeper keeps submodules and weights alive, so it goes with its module.
+                    reference = weakref.ref(value, lambda _: keepers.pop(key, None) and None)
+                except TypeError:
+                    reference = lambda: value  # noqa: E731
+                keepers[key] = reference, keeper
+            return keeper
+
+
+# What is written down of a call.
+
+
+class _ValueEncoder(Encoder):
+    """Canonical bytes of plain values, tensors by content, and images."""
+
+    def other(self, value: Any, path: str) -> bytes:
+        """Encode columns of tables, images of PIL, and the encodings of a tokenizer."""
+        if (column := _column(value)) is not None:
+            entries = [self.kind(type(value), path).hex(), column.form(value), list(column.entries(value))]
+            return b"V" + self.encode(entries, path)
+        images = sys.modules.get("PIL.Image")
+        if images is not None and isinstance(value, images.Image):
+            if getattr(value, "is_animated", False):
+                raise UnencodableError(path, value, "with several frames, of which only one could count")
+            value.load()  # an image that was opened from a file has all of its `info` only now
+            # Besides its pixels, conversions of an image read its palette and `info`.
+            palette = value.palette and value.getpalette(value.palette.mode)
+            head = [value.mode, value.size, palette, value.format, dict(value.info)]
+            return b"B" + self.encode(head, path) + xxh3_128_digest(value.tobytes())
+        if encoding.qualified_name(type(value)) == "tokenizers.Encoding":
+            return b"N" + self.encode(value.__getstate__(), path)
+        return super().other(value, path)
+
+
+class ArgumentEncoder(_ValueEncoder):
+    """Collects what is batched, or may be, and encodes the rest.
+
+    `elsewhere` says where objects that cannot be read belong, and `keepers` read the others. With
+    `takes_arrays`, arrays are batched as tensors are.
+    """
+
+    def __init__(self, elsewhere: str, keepers: _ObjectKeepers, *, takes_arrays: bool = False) -> None:
+        super().__init__()
+        self.leaves: list[tuple[str, Tensor]] = []  # batched tensors
+        self.shared: list[Tensor] = []  # tensors that count by content
+        self.entries: list[tuple[str, Digests]] = []  # of sequences with one entry per item
+        self.taken: set[int] = set()  # the identities of those that are arguments, or in one
+        self.sequences: list[tuple[str, Any]] = []  # others, which may have one entry per item
+        self.objects: list[ObjectSeen] = []
+        self._keepers, self._elsewhere, self._takes_arrays = keepers, elsewhere, takes_arrays
+        self._is_shared = self._is_in_entry = False
+        self._unregistered = ""
+
+    def argument(self, value: Any, path: str, *, is_shared: bool, has_entries: bool) -> bytes:
+        """Collect what is batched in an argument; the bytes of the rest."""
+        if has_entries and not _is_plain_sequence(value):
+            raise InputError(
+                f"argument {path} is a {type(value).__qualname__}: item_args expects a list, tuple, array or "
+                "column with one entry per item"
+            )
+        self._is_shared = is_shared or has_entries
+        try:
+            return self._taken(value, path) if has_entries else self.encode(value, path)
+        except UnencodableError as error:
+            raise UnhashableArgumentError(
+                f"argument {error.path} is a {type(error.value).__qualname__}"
+                f"{f' ({error.reason})' if error.reason else ''}, which cannot be put in a key. Pass "
+                f"tensors, numbers, texts, and containers of them; {self._elsewhere}{hint(error.value)}"
+            ) from None
+
+    def _taken(self, value: Any, path: str) -> bytes:
+        self._add_entries(value, path)
+        self.taken.add(id(value))
+        return b"E" + self.kind(type(value), path)
+
+    def _add_entries(self, value: Any, path: str) -> None:
+        self._is_in_entry = True
+        self.entries.append((path, _digests(value, path, self.encode)))
+        self._is_in_entry = False
+
+    def tensor(self, value: Tensor, path: str) -> bytes:
+        """Collect a batched tensor, or encode the content of one that belongs to the whole batch."""
+        if value.is_nested or value.layout != torch.strided or value.is_quantized:
+            kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
+            raise UnencodableError(path, value, f"{kind}, not dense")
+        if type(value) not in (Tensor, torch.nn.Parameter):
+            raise UncachedArgumentError(f"argument {path} is a {type(value).__qualname__}, a kind of Tensor")
+        if value.is_meta:
+            raise UncachedArgumentError(f"argument {path} is a meta tensor, without data")
+        if self._is_shared:
+            self.shared.append(value)
+            # Convolutions pass the memory format on to their output, so it counts as for batched tensors.
+            is_last = value.dim() in (4, 5) and is_channels_last(value)
+            return super().tensor(value, path) + (b"channels last" if is_last else b"")
+        if self._unregistered:
+            reason = (
+                f"inside of {self._unregistered}, which is not a registered pytree node that can be rebuilt"
+            )
+            raise UnencodableError(path, value, reason)
+        if has_attributes(value):
+            raise UncachedArgumentError(f"argument {path} is a tensor with attributes of its own")
+        for other, leaf in self.leaves:
+            if leaf is value:
+                return b"the same as " + other.encode()  # a forward may ask whether ``query is key``
+        self.leaves.append((path, value))
+        return path.encode()
+
+    def other(self, value: Any, path: str) -> bytes:
+        """Read modules, functions, tokenizers and other objects that compute, as closures are read.
+
+        Objects that cannot be called may be data, such as what a model keeps for its next call.
+        """
+        is_code = isinstance(value, (torch.nn.Module, types.FunctionType, types.MethodType))
+        is_object = callable(value) and hasattr(value, "__dict__") and has_plain_state(value)
+        if self._is_in_entry or not (is_code or is_object):
+            return super().other(value, path)
+        found = self._keepers.look(value, path)
+        self.objects.append(found)
+        options = cache_options(value) if isinstance(value, torch.nn.Module) else []
+        return b"M" + found.seen.namespace + self.encode(options, path)
+
+    def inside_itself(self, value: Any, path: str) -> bytes:
+        """Refuse a container that contains itself, as no part of it could be taken."""
+        raise UnencodableError(path, value, "that holds itself")
+
+    def _encode_compound(self, value: Any, kind: type, path: str) -> bytes:
+        is_array = isinstance(value, np.ndarray) and _is_plain_sequence(value)
+        if is_array and self._takes_arrays and not (self._is_shared or self._unregistered):
+            return self._taken(value, path)
+        found = len(self.leaves)
+        data = super()._encode_compound(value, kind, path)
+        if _is_sequence(value) and not self._is_shared and len(self.leaves) == found:
+            self.sequences.append((path, value))
+        return data
+
+    def compound(self, value: Any, kind: type, path: str) -> bytes:
+        """Go into what `take` can rebuild: mappings, and registered pytree nodes."""
+        if isinstance(value, UserDict):
+            state = {name: item for name, item in vars(value).items() if name != "data"}
+            if (entries := _mapping_entries(value)) is not None:
+                del state[_ENTRIES]
+                self._add_entries(entries, f"{path}.entries")
+            with self._outside_pytree(value):
+                head = self.kind(kind, path) + sized(self.encode(state, path))
+            return b"U" + head + Encoder.contents(self, value.data, path)
+        node = opened_or_none(value)
+        if node is None or node[0] is not kind:  # such as a named tuple
+            with self._outside_pytree(value):
+                return super().compound(value, kind, path)
+        head = self.kind(kind, path) + sized(self.encode(node[1], path))
+        return b"P" + head + self.items([(c, f"{path}[{i}]") for i, c in enumerate(node[2])])
+
+    def contents(self, value: Any, path: str) -> bytes:
+        """Go into containers."""
+        with self._outside_pytree(value):
+            return super().contents(value, path)
+
+    @contextlib.contextmanager
+    def _outside_pytree(self, value: Any) -> Iterator[None]:
+        """Make tensors an error inside of a container that `BoundCall.take` cannot rebuild."""
+        outer = self._unregistered
+        if type(value) not in (tuple, list, dict) and opened_or_none(value) is None:
+            self._unregistered = type(value).__qualname__
+        try:
+            yield
+        finally:
+            self._unregistered = outer
+
+    def batch_size(self) -> int:
+        """How many items a call has; raises if nothing is batched, or batch sizes differ."""
+        sizes = []
+        for path, tensor in self.leaves:
+            if tensor.dim() == 0:
+                raise InputError(
+                    f"argument {path} is a tensor without dimensions: the batch must be its first. Pass it "
+                    "as a number, or name it in shared_args"
+                )
+            sizes.append((tensor.shape[0], path, f"shape {tuple(tensor.shape)}"))
+        sizes += [(len(digests), path, f"{len(digests)} entries") for path, digests in self.entries]
+        if not sizes:
+            raise InputError(
+                "no batched tensor among the arguments: the first dimension of at least one tensor or array "
+                "must be the batch, and its name not in shared_args. Name lists with one entry per item in "
+                "item_args"
+            )
+        count, first, what = sizes[0]
+        for size, path, other in sizes:
+            if size != count:
+                raise InputError(
+                    f"batch sizes differ: {first} has {what}, {path} has {other}. Name arguments that belong "
+                    "to the whole batch in shared_args"
+                )
+        return count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +479,14 @@ class BoundCall:
 
         def replaced(leaf: Any) -> Any:
             if has_entries(leaf):
-                return take_entries(leaf, positions)
-            if isinstance(leaf, UserDict):
-                return take_mapping(leaf, positions, each)
-            return picked.get(id(leaf), leaf)
+                return _take_entries(leaf, positions)
+            if not isinstance(leaf, UserDict):
+                return picked.get(id(leaf), leaf)
+            copied = copy.copy(leaf)
+            copied.data = {key: each(item) for key, item in leaf.data.items()}
+            if (entries := _mapping_entries(leaf)) is not None:
+                setattr(copied, _ENTRIES, _take_entries(entries, positions))
+            return copied
 
         def each(value: Any) -> Any:
             return mapped(replaced, value, is_leaf=has_entries)
@@ -109,9 +494,7 @@ class BoundCall:
         def pick(name: str, value: Any) -> Any:
             if name in self.shared:
                 return value
-            if isinstance(value, Tensor):
-                return picked[id(value)]
-            return each(value)
+            return picked[id(value)] if isinstance(value, Tensor) else each(value)
 
         args = tuple([pick(name, value) for name, value in zip(self.names, self.args, strict=True)])
         return args, {name: pick(name, value) for name, value in self.kwargs.items()}
@@ -144,48 +527,49 @@ class Signature:
         self._head = [b"()", method.encode()] if method != "forward" else []
         self._signature = inspect.signature(function)
         parameters = list(self._signature.parameters.values())
-        self._shared, self._item_args = tuple(shared), tuple(item_args)
-        self._keepers = ObjectKeepers()
+        self._keepers = _ObjectKeepers()
         self._renamed: dict[str, Any] = {}  # what parameters are called now, by older names of them
+        self._elsewhere = "have the function close over other objects"
         if inspect.ismethod(function):
             self._elsewhere = "keep other objects as attributes of the module"
         elif parameters and parameters[0].name == "self":
             self._elsewhere = "decorate the method in the body of its class, or of one object: object.method"
-        else:
-            self._elsewhere = "have the function close over other objects"
-        self._variadic = None
-        self._keywords = None
-        positional = []
-        for parameter in parameters:
-            if parameter.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD):
-                positional.append(parameter.name)
-            elif parameter.kind == _KINDS.VAR_POSITIONAL:
-                self._variadic = parameter.name
-            elif parameter.kind == _KINDS.VAR_KEYWORD:
-                self._keywords = parameter.name
-        self._positional = tuple(positional)
+        named = {
+            kind: [p.name for p in parameters if p.kind is kind]
+            for kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
+        }
+        self._positional = tuple(name for names in named.values() for name in names)
+        self._variadic = next((p.name for p in parameters if p.kind is _KINDS.VAR_POSITIONAL), None)
+        self._keywords = next((p.name for p in parameters if p.kind is _KINDS.VAR_KEYWORD), None)
         # Large models have dozens of parameters with such defaults, so these are not encoded at each call.
         plain = [parameter for parameter in parameters if type(parameter.default) in _PLAIN]
         self._defaults = {p.name: (p.name.encode(), self._encode_default(p)) for p in plain}
         # How many arguments have to be given by position if none is given by name.
-        required = [p for p in parameters if p.default is _KINDS.empty and p.kind not in _VARIADIC]
+        required = [
+            p
+            for p in parameters
+            if p.default is _KINDS.empty and p.name not in (self._variadic, self._keywords)
+        ]
         is_simple = all(p.kind is not _KINDS.KEYWORD_ONLY for p in required)
-        self._required = len(required) if is_simple else len(positional) + 1
-        names = [parameter.name for parameter in parameters]
-        for option, given in (("shared_args", self._shared), ("item_args", self._item_args)):
-            for name in given:
-                if name in names:
-                    continue
-                if (new := _new_name(function, name)) in names:
-                    self._renamed[name] = new
-                elif self._keywords is None:
-                    raise OptionError(
-                        f"{option}: {method} has no parameter {name!r}; it has {', '.join(names)}"
-                    )
-        self._shared += tuple(self._renamed[name] for name in self._shared if name in self._renamed)
-        self._item_args += tuple(self._renamed[name] for name in self._item_args if name in self._renamed)
+        self._required = len(required) if is_simple else len(self._positional) + 1
+        self._shared = self._options("shared_args", function, shared, method)
+        self._item_args = self._options("item_args", function, item_args, method)
         if self._variadic in self._item_args:
             raise OptionError(f"item_args: *{self._variadic} is not one sequence with one entry per item")
+
+    def _options(
+        self, option: str, function: Callable[..., Any], given: Iterable[str], method: str
+    ) -> tuple[str, ...]:
+        """The parameters that an option names, with their new names if it has older ones."""
+        names = list(self._signature.parameters)
+        found = tuple(given)
+        for name in found:
+            if name not in names and (new := _new_name(function, name)) in names:
+                self._renamed[name] = new
+                found += (new,)
+            elif name not in names and self._keywords is None:
+                raise OptionError(f"{option}: {method} has no parameter {name!r}; it has {', '.join(names)}")
+        return found
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
         """Name the arguments of a call, and tell batched tensors from the rest.
@@ -215,22 +599,19 @@ class Signature:
         encoder, parts = self._read(arguments, takes_arrays=not is_told)
         if not is_told and encoder.leaves and encoder.taken:
             encoder, parts = self._read(arguments, takes_arrays=False)
-        batch_size = batch_size_of(encoder.leaves, encoder.entries)
+        batch_size = encoder.batch_size()
         aligned = [(path, value) for path, value in encoder.sequences if len(value) == batch_size > 0]
-        extra = len(args) - len(self._positional)
         names = self._positional[: len(args)]
-        if extra > 0:
-            names += (self._variadic or "",) * extra
+        names += (self._variadic or "",) * (len(args) - len(names))
         kinds = {tensor.device.type for _, tensor in encoder.leaves}
-        context = b"".join(map(sized, [*parts, text_bytes(modes(kinds))]))
         return BoundCall(
             args,
             kwargs,
             names,
             encoder.leaves,
             encoder.entries,
-            [(path, entry_digests(value, path, ValueEncoder().encode)) for path, value in aligned],
-            context,
+            [(path, _digests(value, path, _ValueEncoder().encode)) for path, value in aligned],
+            b"".join(map(sized, [*parts, text_bytes(modes(kinds))])),
             batch_size,
             encoder.taken,
             {id(value) for _, value in aligned},
@@ -254,7 +635,7 @@ class Signature:
                     continue  # *args or **kwargs without any
                 data = self._encode_default(parameter)
                 parts += [name.encode(), data]
-                if is_sequence(parameter.default) and name not in self._shared and data != _DEFAULT:
+                if _is_sequence(parameter.default) and name not in self._shared and data != _DEFAULT:
                     encoder.sequences.append((name, parameter.default))
             elif name == self._keywords:
                 for keyword, argument in value.items():
@@ -267,11 +648,18 @@ class Signature:
     def count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """How many items a call that is not cached seems to have; 1 if that cannot be told."""
         named = dict(zip(self._positional, args, strict=False)) | dict(kwargs)
-        listed = [named[name] for name in self._item_args if is_plain_sequence(named.get(name))]
+        listed = [named[name] for name in self._item_args if _is_plain_sequence(named.get(name))]
         if listed:
             return len(listed[0])
-        others = args[len(self._positional) :]
-        return first_batch_size(others, {k: v for k, v in named.items() if k not in self._shared})
+        values = [*args[len(self._positional) :], *[v for k, v in named.items() if k not in self._shared]]
+        try:
+            leaves = argument_leaves(values, {})
+            direct = [*values, *leaves]
+            sizes = [leaf.size(0) for leaf in direct if isinstance(leaf, Tensor) and leaf.dim()]
+            sizes += [len(leaf) for leaf in leaves if type(leaf) in _ARRAYS and leaf.ndim]
+            return next(iter(sizes), 1)
+        except Exception:  # a list that contains itself, or a tensor whose class raises
+            return 1
 
     def _encode(self, encoder: ArgumentEncoder, name: str, value: Any, path: str) -> bytes:
         # A single text has no entries: all items share it.
@@ -282,7 +670,7 @@ class Signature:
         # The value is part of the namespace already. It is encoded so that a call that gives that value has
         # the same key.
         try:
-            return ValueEncoder().encode(parameter.default, parameter.name)
+            return _ValueEncoder().encode(parameter.default, parameter.name)
         except UnencodableError:
             return _DEFAULT
 

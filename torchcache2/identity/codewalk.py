@@ -1,22 +1,42 @@
-"""`CodeWalk`: classes and functions as named parts, with everything that their code names."""
+"""`CodeWalk`: classes and functions as named parts, with everything that their code names.
+
+Project code is read function by function: source, defaults, closure, and the globals and imports that it
+names. Each class and function becomes one part, under a label that does not depend on where its file is. Of
+a module that is used as a whole, or imported inside of a function, count the names that project code takes.
+"""
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import importlib
 import inspect
 import os
+import re
+import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import MISSING
-from operator import attrgetter
+from itertools import accumulate
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from torch import nn
 
+from torchcache2.core.private import OPERATOR_FIELDS
 from torchcache2.identity import sourcecode
-from torchcache2.identity.encoding import public_module, qualified_name, sized, text_bytes
+from torchcache2.identity.codenames import IMPORTING, names_of, place_of, resolved
+from torchcache2.identity.encoding import Encoder, public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.guard import MUTABLE
-from torchcache2.identity.libraries import InstalledCode
+from torchcache2.identity.leftout import LeftOut, left_out
+from torchcache2.identity.libraries import (
+    OPERATOR_NAMESPACES,
+    InstalledCode,
+    definition,
+    is_operator,
+    operator_name,
+    registered_otherwise,
+)
 from torchcache2.identity.marks import (
     ADDED_ATTRIBUTE,
     ORIGINAL_ATTRIBUTE,
@@ -25,12 +45,16 @@ from torchcache2.identity.marks import (
     original,
     own_attributes,
 )
-from torchcache2.identity.namewalk import NameWalk, values_of
 from torchcache2.identity.sourcecode import CompiledTexts, names_in
-from torchcache2.identity.uses import Uses, is_plain, uses_of
+from torchcache2.identity.uses import Uses, UseTable, has_fields, is_plain, taken_by, uses_of
 
 __all__ = ["CodeWalk"]
 
+_MISSING = object()
+# With these, code reaches things that it does not name. `locals` is not one: its values are in the code.
+_UNFOLLOWED = (eval, exec, globals, sys.modules)
+_IMPORTERS = (importlib.import_module, __import__)
+_CODE = (type, types.FunctionType, types.MethodType, types.ModuleType, staticmethod, classmethod, property)
 # Attributes of a class that the class statement adds by itself.
 _CLASS_NOISE = frozenset(
     (
@@ -46,56 +70,204 @@ _FUNCTION_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _WRAPPER_FIELDS = attrgetter("__dict__", "__code__")
 
 
-class CodeWalk(NameWalk):
-    """The part of a walk that reads code.
+class CodeWalk(Encoder):
+    """The part of a walk that goes from code to what it names.
 
-    Project code is read function by function: source, defaults, closure, and the globals that it names.
-    Each class and function becomes one part, under a label that does not depend on where its file is.
+    `tokens` are random bytes, by id, for objects that cannot be read, `texts` what source files compile to.
+    A caller that walks again passes both again, so that an object keeps its token. What the patterns in
+    `ignore` match is left out.
     """
 
-    def __init__(self, texts: CompiledTexts) -> None:
-        super().__init__(texts)
-        self.cells: list[tuple[types.CellType, Any]] = []  # the cells of closures, with their content
+    def __init__(
+        self,
+        tokens: MutableMapping[int, tuple[object, bytes]],
+        texts: CompiledTexts,
+        ignore: Iterable[str] = (),
+    ) -> None:
+        super().__init__()
+        self.parts: dict[str, bytes] = {}  # canonical bytes of each part
+        self.unread: list[str] = []  # where something was met that cannot be read
+        self.not_imported: set[str] = set()  # modules that code imports as it runs
+        self.ignore: dict[str, re.Pattern[str]] = {}  # what the user leaves out of the key
+        for text in ignore:
+            pattern = re.escape(text).replace(r"\*", ".*").replace(r"\?", ".")
+            self.ignore[text] = re.compile(pattern, re.DOTALL)
+        self.ignored: dict[str, list[str]] = {}  # by path, the patterns for which something was left out
+        # What was read, to notice when it changes: globals and attributes, the cells of closures, …
+        self.scopes: list[tuple[Mapping[str, Any], str, Any]] = []
+        self.cells: list[tuple[types.CellType, Any]] = []
+        self.dicts: list[Collection[Any]] = []  # … whose number of elements shows that there are new ones, …
+        # … and others: a function, and the object from which it reads them, as a tuple.
+        self.reads: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
+        # What code only writes, which counts nowhere, but is put back where a forward is undone.
+        self.written: list[tuple[str, Any]] = []  # containers
+        self.written_scopes: list[tuple[Mapping[str, Any], str]] = []
+        self.written_cells: list[types.CellType] = []
+        self.assigned: set[str] = set()  # the names of all of this
+        self.uses = UseTable()
+        self.in_hook = False  # hooks are there to collect, so what they only write counts all the same
+        self.origins = sourcecode.Origins()
+        self.is_foreign = False  # whether what is being read is not the user's own code
+        self._tokens, self._texts = tokens, texts
         self._code_of_others = InstalledCode(self.origins, texts)
-        self._put: set[str] = set()
+        self._refilled: dict[int, Any] = {}  # containers, by id, that a function clears and then reads
+        self._taken: dict[int, tuple[Any, set[str]]] = {}  # objects of which only some fields are read, by id
+        self._skipped: list[tuple[LeftOut, str, Any]] = []  # what was left out, where, and its value
+        self._versions: dict[str, str] = {}
+        self._names: set[str] = set()  # names that project code takes
+        self._words: dict[str, set[str]] = {"": set()}  # names and texts in code, by package; "": the project
+        self._whole: dict[int, types.ModuleType] = {}  # modules of which code may take any name
+        # What was written down: of modules and of installed code, by label, and of what was left out.
+        self._done: set[Any] = set()
+        # Ids of constructors of modules. These may compute names, as the walk reads what they have made.
+        self._constructors: set[int] = set()
         self._methods: dict[int, tuple[str, type]] = {}  # by id of a function of a class that is being read
         self._uses_of_methods: dict[int, Uses] = {}
-        self.in_hook = False  # hooks are there to collect, so what they only write counts all the same
+        self._labels: dict[int, bytes] = {}  # of classes, functions and modules that were met
+        self._label_counts: dict[str, int] = {}
+        self._kept_alive: list[Any] = []  # objects that must live as long as their ids are used
+
+    def label(self, obj: Any, label: str) -> bytes:
+        """Give an object that is met for the first time a label, which is unique in this walk."""
+        self._kept_alive.append(obj)
+        self.uses.meet(obj)
+        count = self._label_counts[label] = self._label_counts.get(label, 0) + 1
+        self._labels[id(obj)] = (label if count == 1 else f"{label} ({count})").encode()
+        return self._labels[id(obj)]
+
+    def unreadable(self, value: Any, path: str) -> bytes:
+        """A token that stands for this object in this process."""
+        self.uses.is_dynamic = True  # nothing is known about what this reads
+        self.unread.append(path or type(value).__qualname__)
+        _, token = self._tokens.setdefault(id(value), (value, os.urandom(16)))
+        return b"?" + token
+
+    def ignores(self, value: Any, path: str) -> bool:
+        """Whether the user has said that a value at a path changes no output. Code always counts."""
+        found = [text for text, pattern in self.ignore.items() if pattern.fullmatch(path)]
+        if not found or isinstance(value, _CODE):
+            return False
+        self.ignored[path] = found
+        return True
+
+    def without_ignored(self, state: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The values whose paths, which are the names behind `where`, the user does not leave out."""
+        return {name: one for name, one in state.items() if not self.ignores(one, f"{where}{name}")}
+
+    def without_skipped(self, kind: type, state: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """The attributes of an object without those that the table of `leftout` has."""
+        kept = dict(state)
+        for name, rule in left_out(kind).items():
+            attribute, _, key = name.partition(".")
+            value = kept.get(attribute, _MISSING)
+            if not key and value is not _MISSING:
+                del kept[attribute]
+            elif key and isinstance(value, dict) and key in value:
+                kept[attribute] = {other: item for other, item in value.items() if other != key}
+                value = value[key]
+            else:
+                continue
+            self._skipped.append((rule, f"{path}.{name}", value))
+        return kept
+
+    def watch_names(self, scope: Mapping[str, Any], names: Collection[str]) -> None:
+        """Have it noticed when names of a scope stand for other objects."""
+        if names:
+            # There are two names at least, so that `itemgetter` always returns a tuple.
+            self.reads.append((itemgetter(*sorted(names), min(names)), scope))
+
+    @contextlib.contextmanager
+    def inside(self, code: Any) -> Iterator[None]:
+        """Note whose code a class or function is, while what is in it is read."""
+        before, origin = self.is_foreign, self.origins.of(code)
+        is_theirs = origin == "installed" or isinstance(code, types.FunctionType)
+        is_theirs = is_theirs or (origin == "torch" and not issubclass(code, nn.Module))
+        self.is_foreign = origin != "project" and (before or is_theirs)
+        try:
+            yield
+        finally:
+            self.is_foreign = before
+
+    def write_all(self) -> bool:
+        """Write down what code takes by the ways that show only when code is known; whether there is more."""
+        before = len(self._done)
+        found = self._code_of_others.found
+        for path in sorted(found.keys() - self._done):
+            self._done.add(path)
+            self.parts[f"global {path}"] = self.encode(found[path], path)
+        for module in list(self._whole.values()):
+            for name in sorted(self._names & vars(module).keys()):
+                if not name.startswith("__") and (id(module), name) not in self._done:
+                    self._done.add((id(module), name))
+                    self._name_of_module(module, name)
+        named = {rule for rule in {one[0] for one in self._skipped} if rule.is_named(self._words)}
+        for number, (rule, path, value) in enumerate(self._skipped):
+            if rule in named and number not in self._done:
+                self._done.add(number)
+                self.parts[f"named {path} {number}"] = self.encode(value, path)
+        return len(self._done) > before
+
+    def watch_all(self) -> None:
+        """Have noticed what was met besides what was read."""
+        for scope, names in self._code_of_others.scopes:
+            self.watch_names(scope, names)
+        for registry in self._code_of_others.registries:
+            self.dicts.append(registry)
+            self.reads.append((_values_of, registry))
+        self.reads += [(attrgetter("__class__", *sorted(names)), one) for one, names in self._taken.values()]
+
+    def _name_of_module(self, module: types.ModuleType, name: str) -> None:
+        """Write down what code may take of a module that it uses as a whole, or imports as it runs."""
+        value, path = vars(module)[name], f"{module.__name__}.{name}"
+        if self.ignores(value, path):
+            return
+        self.scopes.append((vars(module), name, value))
+        if self.origins.of(module) == "project":
+            self.parts[f"global {path}"] = self.encode(value, path)
+        elif isinstance(value, types.ModuleType):
+            self._use_whole(value)
+        else:
+            data = self._in_package(module, value, path)
+            if self.origins.of(module) == "installed" or data != self.python_module(module, path):
+                self.parts[f"global {path}"] = data
+
+    # Classes.
 
     def klass(self, kind: type, path: str) -> bytes:
         """Write down a class and its bases; the label of its part."""
         known = self._labels.get(id(kind))
         if known is not None:
             return known
-        reference = self.label(kind, f"class {_short_name(kind)}")
+        label = self.label(kind, f"class {_short_name(kind)}")
         where = self.origins.of(kind)
-        if where in ("torch", "builtin"):
-            parts = [text_bytes(qualified_name(kind))]
-        else:
-            metaclass = [type(kind)] if type(kind) is not type else []
-            parts = [self.items([(base, path) for base in (*kind.__bases__, *metaclass)])]
+        is_module = issubclass(kind, nn.Module)
+        with self.inside(kind):
+            if where in ("torch", "builtin"):
+                parts = [text_bytes(qualified_name(kind))]
+            else:
+                metaclass = [type(kind)] if type(kind) is not type else []
+                parts = [self.items([(base, path) for base in (*kind.__bases__, *metaclass)])]
             if where == "installed":
                 parts.append(self.installed(kind, qualified_name(kind)))
-                if not issubclass(kind, nn.Module):  # of modules, `_reached_by` has some watched
+                if not is_module:  # of modules, `_reached_by` has some watched
                     self.uses.others |= self._code_of_others.names(kind)
                     functions = [n for n, one in vars(kind).items() if isinstance(one, types.FunctionType)]
                     self.watch_names(vars(kind), functions)
-            else:
+            elif where == "project":
                 parts += [text_bytes(kind.__name__), self._fields(kind)]
-        # If a function has made the class, the file does not say with which arguments.
-        is_made = where == "installed" and "<locals>" in kind.__qualname__
-        parts += self._class_contents(kind, reference.decode(), everything=where == "project" or is_made)
-        if where != "project" and issubclass(kind, nn.Module) and kind is not nn.Module:
-            parts.append(self._reached_by(kind))
-        self.parts[reference.decode()] = b"".join(map(sized, parts))
-        return reference
+            # If a function has made the class, the file does not say with which arguments.
+            is_made = where == "installed" and "<locals>" in kind.__qualname__
+            parts += self._class_contents(kind, label.decode(), everything=where == "project" or is_made)
+            if where != "project" and is_module and kind is not nn.Module:
+                parts.append(self._reached_by(kind))
+        self.parts[label.decode()] = b"".join(map(sized, parts))
+        return label
 
     def _fields(self, kind: type) -> bytes:
         """Bytes of the fields of a dataclass, and of what their defaults are made by."""
-        fields = vars(kind).get("__dataclass_fields__", {})
         defaults = [
             [name, *(None if one is MISSING else one for one in (field.default, field.default_factory))]
-            for name, field in fields.items()
+            for name, field in vars(kind).get("__dataclass_fields__", {}).items()
         ]
         return self.encode(defaults, f"{kind.__name__} fields")
 
@@ -111,42 +283,27 @@ class CodeWalk(NameWalk):
         pairs = []
         for base in kind.__mro__:
             if self.origins.of(base) == "installed":
-                own = {name: vars(base)[name] for name in names & vars(base).keys() - _CLASS_NOISE}
                 # Paths are left out, because they differ between machines.
                 plain = {
                     name: value
-                    for name, value in own.items()
-                    if is_plain(value) and not (isinstance(value, str) and os.path.isabs(value))
+                    for name in names & vars(base).keys() - _CLASS_NOISE
+                    if is_plain(value := vars(base)[name])
+                    and not (isinstance(value, str) and os.path.isabs(value))
                 }
                 self.watch_names(vars(base), plain)
                 pairs += [(item, f"{base.__name__}.{item[0]}") for item in sorted(plain.items())]
         return self.items(pairs)
 
-    def finish(self) -> None:
-        """Write down what the user has put into installed code."""
-        while True:
-            super().finish()
-            found = self._code_of_others.found
-            new = sorted(found.keys() - self._put)
-            if not new:
-                break
-            for path in new:
-                self._put.add(path)
-                self.parts[f"global {path}"] = self.encode(found[path], path)
-        for scope, names in self._code_of_others.scopes:
-            self.watch_names(scope, names)
-        for registry in self._code_of_others.registries:
-            self.dicts.append(registry)
-            self.reads.append((values_of, registry))
-
     def _class_contents(self, kind: type, owner: str, *, everything: bool) -> list[bytes]:
         parts = []
         for name, value in sorted(vars(kind).items()):
-            if name in _CLASS_NOISE or name.startswith(("torchcache_", "_torchcache_")):
+            path = f"{kind.__name__}.{name}"
+            is_noise = name in _CLASS_NOISE or name.startswith(("torchcache_", "_torchcache_"))
+            if is_noise or self.ignores(value, path):
                 continue
-            if self.ignores(value, f"{kind.__name__}.{name}"):
-                continue
-            raw = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+            raw = (
+                getattr(value, "__func__", value) if isinstance(value, (staticmethod, classmethod)) else value
+            )
             is_function = isinstance(raw, types.FunctionType)
             marks = vars(raw) if is_function else vars(type(raw))
             if ADDED_ATTRIBUTE in marks and is_ours(raw):
@@ -155,32 +312,30 @@ class CodeWalk(NameWalk):
                 value = marks[ORIGINAL_ATTRIBUTE]
                 self.reads.append((_WRAPPER_FIELDS, raw))  # a notebook that reloads its code changes these
                 self.scopes.append((marks, ORIGINAL_ATTRIBUTE, value))
-            code = getattr(inspect.unwrap(raw), "__code__", None) if is_function else None
-            has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
-            if code is not None and code.co_filename == "<string>" and has_fields:
+            if is_function and (code := _generated(kind, raw)) is not None:
                 if name != "__init__":
                     self.uses.others |= names_in(code)
-                continue  # it was generated from the fields, which count already
-            if everything or self._is_put_there(kind, name, value):
-                if name == "__init__" and issubclass(kind, nn.Module):
-                    self._constructors.add(id(value))
-                is_bound = isinstance(value, (staticmethod, classmethod))
-                inner = value.fget if isinstance(value, property) else value.__func__ if is_bound else value
-                if isinstance(inner, types.FunctionType):
-                    self._methods[id(inspect.unwrap(inner))] = name, kind
-                data = self.encode(value, f"{kind.__name__}.{name}")
-                if is_function or hasattr(type(value), "__get__"):
-                    parts += [name.encode(), data]
-                else:
-                    self.parts[f"value {kind.__name__}.{name} of {owner}"] = data
-                self.scopes.append((vars(kind), name, vars(kind)[name]))
+                continue  # the fields count already
+            if not everything and not self._is_put_there(kind, name, value):
+                continue
+            inner = _function_in(value)
+            if name == "__init__" and issubclass(kind, nn.Module):
+                self._constructors.add(id(value))
+            if isinstance(inner, types.FunctionType):
+                self._methods[id(inspect.unwrap(inner))] = name, kind
+            data = self.encode(value, path)
+            if is_function or hasattr(type(value), "__get__"):
+                parts += [name.encode(), data]
+            else:
+                self.parts[f"value {path} of {owner}"] = data
+            self.scopes.append((vars(kind), name, vars(kind)[name]))
         if everything:
             self.dicts.append(vars(kind))
         return parts
 
     def _is_put_there(self, kind: type, name: str, value: Any) -> bool:
         """Whether an attribute of an installed class, or of torch's, is code that its file does not have."""
-        raw = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        raw = _function_in(value)
         if not isinstance(raw, types.FunctionType):
             return False
         if self.origins.of(raw) == "project":
@@ -189,14 +344,14 @@ class CodeWalk(NameWalk):
             return False
         return (raw.__module__, raw.__qualname__) != (kind.__module__, f"{kind.__qualname__}.{name}")
 
+    # Functions.
+
     def function(self, function: types.FunctionType, path: str) -> bytes:
         """Write down a function and what it names; the label of its part."""
         options = cache_options(function) if is_ours(function) else []
-        if is_ours(function) and (own := own_attributes(function)):
+        if is_ours(function) and own_attributes(function):
             # A cached function may keep values as its own attributes, such as a count of its calls.
-            self.parts[f"attributes of {_short_name(function)} at {path}"] = self.encode(own, path)
-            self.scopes += [(vars(function), *item) for item in own.items()]
-            self.dicts.append(vars(function))
+            self.parts[f"attributes of {_short_name(function)} at {path}"] = self._own(function, path)
         function = original(function)
         if options:
             self.parts[f"cached {_short_name(function)} at {path}"] = self.encode(options, path)
@@ -206,59 +361,66 @@ class CodeWalk(NameWalk):
             if id(function) in self._uses_of_methods:  # it has another name too, or is called without one
                 self.uses.add(self._in_hook(self._uses_of_methods[id(function)]), *method)
             return known
-        reference = self.label(function, f"function {_short_name(function)}")
-        name = function.__name__
+        label = self.label(function, f"function {_short_name(function)}")
         where = self.origins.of(function)
-        wrapped = getattr(function, "__wrapped__", None)
-        if where in ("torch", "builtin"):
-            module = sourcecode.defining_module(function)
-            names = f"{function.__qualname__} {function.__code__.co_name}"
-            if is_ours(function):
-                module, names = public_module(module), _short_name(function)
-            parts = [text_bytes(f"{module} {names}")]
-            parts += [self.encode(wrapped, path), self._closure(function, path)]
-        elif where == "installed":
-            self.uses.others |= self._code_of_others.names(function)
-            parts = [self.installed(function, name), self._closure(function, path), self._defaults(function)]
-            self.reads.append((_FUNCTION_FIELDS, function))
-        else:
-            source = sourcecode.function_source(function, self._texts)
-            if source is None:
-                token = self.unreadable(function, f"{path or name} (no source)")
-                source = sourcecode.instructions(function.__code__) + token.hex()
-            uses = self._texts.once(uses_of, function.__code__, source)
-            uses = self._in_hook(uses)
-            self._note_refilled(function, uses)
-            self.uses.add(uses, *method)
-            if method:
-                self._uses_of_methods[id(function)] = uses
-            elif function.__code__.co_varnames[:1] == ("self",):  # a method that something has wrapped
-                self.uses.is_dynamic |= uses.passes_self
-            parts = [
-                source.encode("utf-8", "surrogatepass"),
-                self.encode(own_attributes(function), name),
-            ]
-            for argument, value in _defaults_of(function).items():
-                self.parts[f"default {argument} of {reference.decode()}"] = self.encode(value, argument)
-            self._captured(function, uses, f"of {reference.decode()}")
-            self.named_globals(function, uses, f"of {reference.decode()}")
-            self.reads.append((_FUNCTION_FIELDS, function))
-            self.dicts.append(vars(function))
-            self.scopes += [(vars(function), *item) for item in own_attributes(function).items()]
-        self.parts[reference.decode()] = b"".join(map(sized, parts))
-        return reference
+        with self.inside(function):
+            if where == "project":
+                parts = self._project_function(function, path, label.decode(), method)
+            elif where == "installed":
+                self.uses.others |= self._code_of_others.names(function)
+                parts = [self.installed(function, function.__name__), self._closure(function)]
+                parts.append(self._defaults(function))
+                self.reads.append((_FUNCTION_FIELDS, function))
+            else:
+                module = sourcecode.defining_module(function)
+                names = f"{function.__qualname__} {function.__code__.co_name}"
+                if is_ours(function):
+                    module, names = public_module(module), _short_name(function)
+                wrapped = self.encode(getattr(function, "__wrapped__", None), path)
+                parts = [text_bytes(f"{module} {names}"), wrapped, self._closure(function)]
+        self.parts[label.decode()] = b"".join(map(sized, parts))
+        return label
+
+    def _project_function(
+        self, function: types.FunctionType, path: str, label: str, method: tuple[Any, ...]
+    ) -> list[bytes]:
+        source = sourcecode.function_source(function, self._texts)
+        if source is None:
+            token = self.unreadable(function, f"{path or function.__name__} (no source)")
+            source = sourcecode.instructions(function.__code__) + token.hex()
+        uses = self._in_hook(self._texts.once(uses_of, function.__code__, source))
+        for name in set(uses.refilled).difference(
+            function.__code__.co_varnames, function.__code__.co_cellvars
+        ):
+            captured = {variable: value for variable, _, value in _cells_of(function)}
+            value = captured.get(name, function.__globals__.get(name))
+            if isinstance(value, MUTABLE):  # hooks may fill it for this function
+                self._refilled[id(value)] = value
+        self.uses.add(uses, *method)
+        if method:
+            self._uses_of_methods[id(function)] = uses
+        elif function.__code__.co_varnames[:1] == ("self",):  # a method that something has wrapped
+            self.uses.is_dynamic |= uses.passes_self
+        parts = [source.encode("utf-8", "surrogatepass"), self._own(function, function.__name__)]
+        count, values = function.__code__.co_argcount, function.__defaults__ or ()
+        names = function.__code__.co_varnames[count - len(values) : count]
+        defaults = dict(zip(names, values, strict=False)) | (function.__kwdefaults__ or {})
+        for argument, value in defaults.items():
+            self.parts[f"default {argument} of {label}"] = self.encode(value, argument)
+        self._captured(function, uses, f"of {label}")
+        self._named(function, uses, f"of {label}")
+        self.reads.append((_FUNCTION_FIELDS, function))
+        return parts
 
     def _in_hook(self, uses: Uses) -> Uses:
         return uses._replace(collected=uses.assigned | uses.added) if self.in_hook else uses
 
-    def _note_refilled(self, function: types.FunctionType, uses: Uses) -> None:
-        """Note the containers that a function clears and then reads: hooks may fill them for it."""
-        captured = {name: value for name, _, value in _cells_of(function)}
-        code = function.__code__
-        for name in set(uses.refilled).difference(code.co_varnames, code.co_cellvars):
-            value = captured.get(name, function.__globals__.get(name))
-            if isinstance(value, MUTABLE):
-                self.refilled[id(value)] = value
+    def _own(self, function: types.FunctionType, path: str) -> bytes:
+        """Bytes of the attributes of a function."""
+        own = own_attributes(function)
+        self.scopes += [(vars(function), *item) for item in own.items()]
+        self.dicts.append(vars(function))
+        return self.encode(own, path)
 
     def _defaults(self, function: types.FunctionType) -> bytes:
         """Bytes of the defaults of an installed function: all, if a function has made it; else plain ones."""
@@ -267,7 +429,7 @@ class CodeWalk(NameWalk):
             values = [value if is_plain(value) else None for value in values]
         return self.encode(values, f"{function.__name__}.__defaults__")
 
-    def _closure(self, function: types.FunctionType, path: str) -> bytes:
+    def _closure(self, function: types.FunctionType) -> bytes:
         """Bytes of what a function of an installed package, or of torch, has captured."""
         pairs = []
         for name, cell, value in _cells_of(function):
@@ -284,14 +446,208 @@ class CodeWalk(NameWalk):
         for name, cell, value in _cells_of(function):
             if self.ignores(value, name):
                 continue
-            if is_left_out := self.only_writes(uses, name, value):
-                self.leave_out(name, value)
-                if name in uses.assigned:
-                    self.written_cells.append(cell)
-                    continue
+            is_left_out = self._only_writes(uses, name, value)
+            if is_left_out and name in uses.assigned:
+                self.written_cells.append(cell)
+                continue
             self.cells.append((cell, value))
             for one, where in () if is_left_out else self.read_of(uses, name, value, name):
                 self.parts[f"closure {where} {owner}"] = self.encode(one, where)
+
+    # What code names.
+
+    def _named(self, function: types.FunctionType, uses: Uses, owner: str) -> None:
+        """Write down what a function names: one part for each global and each import."""
+        names = self._texts.once(names_of, function.__code__)
+        self._names |= names_in(function.__code__)
+        self._words[""] |= self._texts.once(taken_by, function.__code__)
+        for name in names.imports:
+            package = function.__globals__.get("__package__")
+            self.parts[f"import {name} {owner}"] = self._imported(name, package, catches=uses.catches)
+        for chain in names.chains:
+            self._chain(chain, function, uses, owner)
+        for chain in names.looked_up:
+            value: Any = function.__globals__.get(chain[0])
+            for attribute in chain[1:]:
+                value = vars(value).get(attribute) if isinstance(value, types.ModuleType) else None
+            if isinstance(value, types.ModuleType) and self.origins.of(value) == "project":
+                self._unfollowed(function, f"attributes of {'.'.join(chain)} by computed names", owner)
+        for name in names.unfollowed:
+            self._unfollowed(function, name, owner)
+
+    def _chain(self, chain: tuple[str, ...], function: types.FunctionType, uses: Uses, owner: str) -> None:
+        """Write down what a global stands for, or, if it is a module, an attribute of that."""
+        name, *attributes = chain
+        scope: Mapping[str, Any] = function.__globals__
+        value = scope.get(name, _MISSING)
+        path = key = name
+        if self.ignores(value, path):
+            return
+        is_left_out = self._only_writes(uses, name, value)
+        if is_left_out and name in uses.assigned:
+            self.written_scopes.append((scope, name))
+            return
+        self.scopes.append((scope, name, None if value is _MISSING else value))
+        if is_left_out:
+            return
+        if value is _MISSING:  # it is a builtin, or does not exist, so that reading it would fail
+            if any(getattr(builtins, name, None) is one for one in _UNFOLLOWED):
+                self._unfollowed(function, name, owner)
+            return
+        inside = value
+        while attributes and isinstance(value, types.ModuleType):
+            inside, scope, attribute = value, vars(value), attributes.pop(0)
+            key = f".{attribute}"
+            path += key
+            if isinstance(value, OPERATOR_NAMESPACES):
+                getattr(value, attribute, None)  # `torch.ops` loads an operator when it is first read
+            if self.origins.of(inside) == "project":
+                is_computed = attribute not in scope and "__getattr__" in scope
+                if is_computed or attribute == "__dict__":
+                    self._unfollowed(function, path, owner)
+            value = scope.get(attribute)
+            if self.ignores(value, path):
+                return
+            self.scopes.append((scope, attribute, value))
+        is_renamed = any(value is one for one in _IMPORTERS) and chain[-1] not in IMPORTING
+        if is_renamed or any(value is one for one in _UNFOLLOWED):
+            self._unfollowed(function, path, owner)
+        elif not isinstance(inside, types.ModuleType) or self.origins.of(inside) == "project":
+            for one, where in self.read_of(uses, key, value, path):
+                self.parts[f"global {where} {owner}"] = self.encode(one, where)
+        else:
+            self.parts[f"global {path} {owner}"] = self._in_package(inside, value, path)
+
+    def _unfollowed(self, function: types.FunctionType, what: str, owner: str) -> None:
+        if id(function) not in self._constructors:
+            token = self.unreadable(function, f"what {owner.removeprefix('of ')} reaches by {what}")
+            self.parts[f"unfollowed {what} {owner}"] = token
+
+    def _only_writes(self, uses: Uses, name: str, value: Any) -> bool:
+        """Whether nothing depends on the value of a variable, as far as one function uses it."""
+        if id(value) in self._refilled:  # the function that reads it has cleared it before
+            uses = uses._replace(collected=())
+        is_left_out = uses.only_writes(name, value)
+        if is_left_out:
+            self.leave_out(name, value)
+        return is_left_out
+
+    def leave_out(self, name: str, value: Any) -> None:
+        """Note a variable or attribute that code only writes, so that its value counts nowhere."""
+        self.assigned.add(name)
+        if isinstance(value, MUTABLE):
+            self.written.append((name, value))
+
+    def read_of(self, uses: Uses, key: str, value: Any, path: str) -> list[tuple[Any, str]]:
+        """What code reads of the value of a variable or attribute: some plain fields of it, or all of it."""
+        found: list[tuple[Any, str]] = []
+        queue, seen = [(key, value, path)], set()
+        while queue:
+            key, value, path = queue.pop()
+            names = set() if uses.is_dynamic else uses.read_of(key)
+            if not names or id(value) in seen or not has_fields(value, names):
+                found.append((value, path))
+                continue
+            seen.add(id(value))
+            names = {name for name in names if not self.ignores(getattr(value, name), f"{path}.{name}")}
+            self._taken.setdefault(id(value), (value, set()))[1].update(names)
+            queue += [(f".{name}", getattr(value, name), f"{path}.{name}") for name in sorted(names)]
+        return found
+
+    # Modules and packages.
+
+    def _in_package(self, module: types.ModuleType, value: Any, path: str) -> bytes:
+        """Bytes of what code takes from an installed module: its name, or other code that was put there."""
+        known = self.python_module(module, path)
+        is_function = isinstance(value, types.FunctionType)
+        if is_operator(value) or (is_function and self.origins.of(value) == "project"):
+            return self.encode(value, path)
+        is_read = is_function or isinstance(value, type) or is_plain(value)
+        is_installed = self.origins.of(module) == "installed"
+        return known + (self.encode(value, path) if is_read and is_installed else b"")
+
+    def python_module(self, module: types.ModuleType, path: str) -> bytes:
+        """Bytes of a Python module that code uses as a whole."""
+        where = self.origins.of(module)
+        head = b"M" + text_bytes(public_module(module.__name__))
+        if where != "project":
+            return head + (self.installed(module, "") if where == "installed" else b"")
+        if getattr(module, "__file__", None) is None and not hasattr(module, "__path__"):
+            return self.unreadable(module, path)
+        self._use_whole(module)
+        return head
+
+    def _use_whole(self, module: types.ModuleType) -> None:
+        self._whole[id(module)] = module
+
+    def _imported(self, name: str, package: str | None, *, catches: bool) -> bytes:
+        """Bytes of a module that code imports as it runs, or of a name that it takes from one."""
+        data = name.encode()
+        for full in resolved(name, package):
+            for place in accumulate(full.split("."), "{}.{}".format):
+                module = sys.modules.get(place)
+                if module is not None:
+                    if self.origins.of(module) in ("project", "installed"):
+                        data += self.python_module(module, place)
+                    self._use_whole(module)
+                    continue
+                self.reads.append((_loaded, place))  # once it is imported, its names can be read
+                if not sourcecode.is_known_root(place) and (file := place_of(place)) is not None:
+                    self.not_imported.add(place)
+                    data += text_bytes(sourcecode.file_digest(file))
+                    if catches:  # it may have failed, for a reason that no file tells
+                        data += self.unreadable(_MISSING, f"{place} (not imported)")
+        return data
+
+    def installed(self, obj: Any, name: str) -> bytes:
+        """Bytes of code of an installed package: its name, the package's version, and the file."""
+        module = sourcecode.defining_module(obj)
+        if module not in self._versions:
+            root, loaded = module.partition(".")[0], sys.modules.get(module)
+            file = getattr(loaded, "__file__", None) or ""
+            version = f"{sourcecode.package_version(root)} {sourcecode.file_digest(file)}"
+            if loaded and sourcecode.is_newer(file) and sourcecode.loaded_differs(loaded, self._texts):
+                version += self.unreadable(loaded, f"{module} (its file has been changed)").hex()
+            self._versions[module] = version
+            words = self._texts.words(file)
+            self.uses.others |= words
+            self._words.setdefault(root, set()).update(words)
+        return text_bytes(f"{module} {name} {self._versions[module]}")
+
+    def operator(self, value: Any, path: str) -> bytes:
+        """Write down an operator of torch: its name, and the user's functions if it is a custom one."""
+        name = operator_name(value)
+        state = definition(value)
+        if state is None:
+            unknown = self.unreadable(value, path) if registered_otherwise(name) else b""
+            return b"u" + text_bytes(str(value)) + unknown
+        part = f"operator {name}"
+        if part not in self.parts:
+            self.parts[part] = b""  # this comes first, as its functions may refer to it
+            kept = {field: state[field] for field in OPERATOR_FIELDS if field in state}
+            self.scopes += [(state, field, content) for field, content in kept.items()]
+            self.dicts += [content for content in kept.values() if isinstance(content, (dict, set))]
+            self.reads += [(_values_of, content) for content in kept.values() if isinstance(content, dict)]
+            self.parts[part] = self.encode(kept, name)
+        return b"u" + text_bytes(str(value))
+
+    def functions(self) -> list[types.FunctionType]:
+        """The functions that were read."""
+        return [value for _, value in self.reads if isinstance(value, types.FunctionType)]
+
+
+def _generated(kind: type, function: Any) -> types.CodeType | None:
+    """The code of a function that was generated from the fields of a dataclass or named tuple."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
+    return code if has_fields and code is not None and code.co_filename == "<string>" else None
+
+
+def _function_in(value: Any) -> Any:
+    """The function of a property, static method or class method; other values as they are."""
+    if isinstance(value, property):
+        return value.fget
+    return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
 
 
 def _cells_of(function: types.FunctionType) -> Iterator[tuple[str, types.CellType, Any]]:
@@ -301,16 +657,16 @@ def _cells_of(function: types.FunctionType) -> Iterator[tuple[str, types.CellTyp
             yield name, cell, cell.cell_contents
 
 
-def _defaults_of(function: types.FunctionType) -> dict[str, Any]:
-    """The defaults of a function, by the names of its parameters."""
-    values = function.__defaults__ or ()
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return dict(zip(names[len(names) - len(values) :], values, strict=False)) | (
-        function.__kwdefaults__ or {}
-    )
-
-
 def _short_name(obj: Any) -> str:
     if is_ours(obj):  # the function that `torchcache(policy="lru")` returns counts as `torchcache`
         return str(obj.__qualname__).partition(".<locals>")[0]
     return str(obj.__qualname__).rpartition("<locals>.")[2]
+
+
+def _loaded(name: str) -> tuple[Any, ...]:
+    return (sys.modules.get(name),)
+
+
+def _values_of(registry: dict[Any, Any]) -> tuple[Any, ...]:
+    """The values of a dict, to be compared by identity."""
+    return tuple(registry.values())

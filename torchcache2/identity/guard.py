@@ -13,7 +13,7 @@ from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, islice
-from operator import attrgetter, getitem, is_, itemgetter
+from operator import getitem, is_, itemgetter
 from types import CellType
 from typing import Any
 
@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from torchcache2.core.memory import as_bytes
 from torchcache2.core.private import BUFFERS, GLOBAL_HOOKS, HOOKS, MODULES, PARAMETERS, PRE_HOOKS
 from torchcache2.identity.marks import is_method
-
-__all__ = ["MUTABLE", "Guard", "Undo", "content", "size_of"]
 
 MUTABLE = (list, dict, set, deque, bytearray, array, np.ndarray)
 
@@ -42,18 +40,9 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 _DIRECT = (*_MAPPINGS, list, set, deque)  # exactly these are iterated directly, which takes half the time
 _EXACT = (type(None), bool, int, str, bytes)
 _PRINTED = (float, complex)  # 0.0 and -0.0 are equal, but are not the same; with nan it is the reverse
+_KINDS = (OrderedDict, dict, list, set, deque)
 _MISSING = object()
 
-# How to get the size and the elements of a container, even of a subclass that overrides both.
-_Readers = tuple[Callable[[Any], int], tuple[Callable[[Any], Iterable[Any]], ...]]
-_READERS: dict[type, _Readers] = {
-    list: (list.__len__, (list.__iter__,)),
-    deque: (deque.__len__, (deque.__iter__,)),
-    set: (set.__len__, (set.__iter__,)),
-    OrderedDict: (dict.__len__, (OrderedDict.__iter__, OrderedDict.values)),
-    dict: (dict.__len__, (dict.__iter__, dict.values)),
-    np.ndarray: (attrgetter("size"), (attrgetter("flat"),)),  # of objects
-}
 _Read = tuple[Callable[[Any], Any], list[dict[str, Any]]]
 _values: Callable[[Any], Iterable[Any]] = dict.values
 
@@ -267,9 +256,9 @@ class Undo:
 def size_of(container: Any) -> int:
     """How many elements a container has; how many bytes, if it is an array of numbers or bytes."""
     kind = _kind(container)
-    if kind is None:
-        return int(container.nbytes) if isinstance(container, np.ndarray) else memoryview(container).nbytes
-    return _READERS[kind][0](container)
+    if isinstance(container, np.ndarray):
+        return int(container.nbytes if kind is None else container.size)
+    return memoryview(container).nbytes if kind is None else int(kind.__len__(container))
 
 
 def content(container: Any, most: int = _LARGE) -> tuple[Any, ...]:
@@ -277,13 +266,36 @@ def content(container: Any, most: int = _LARGE) -> tuple[Any, ...]:
     kind, is_whole = _kind(container), _cost(container) <= most
     if kind is None:
         return _bytes(container) if is_whole else (size_of(container),)
-    length, readers = _READERS[kind]
-    parts = [read(container) for read in readers]
+    parts = _elements(container, kind)
     if is_whole:
         return tuple(chain.from_iterable(parts))
-    if kind in (list, dict, deque):
+    if hasattr(kind, "__reversed__"):
         parts.append(kind.__reversed__(container))
-    return length(container), *chain.from_iterable(islice(part, _ENDS) for part in parts)
+    return size_of(container), *chain.from_iterable(islice(part, _ENDS) for part in parts)
+
+
+def _kind(container: Any) -> Any:
+    """The class of a container of objects; None if it is an array of numbers or bytes."""
+    if isinstance(container, np.ndarray):
+        return np.ndarray if container.dtype.hasobject else None
+    return next((kind for kind in _KINDS if issubclass(type(container), kind)), None)
+
+
+def _elements(container: Any, kind: Any) -> list[Iterable[Any]]:
+    """The elements, or the keys and the values, even of a subclass that has its own way to iterate."""
+    if kind is np.ndarray:
+        return [container.flat]
+    return [kind.__iter__(container), *([kind.values(container)] if issubclass(kind, dict) else [])]
+
+
+def _cost(container: Any) -> int:
+    return _EMPTY + size_of(container) * (1 if _kind(container) is None else _ELEMENT)
+
+
+def _bytes(numbers: Any) -> tuple[Any, ...]:
+    if isinstance(numbers, np.ndarray):
+        return numbers.tobytes(), numbers.dtype, *numbers.shape
+    return (bytes(numbers),)
 
 
 def _now(container: Any, most: int = _LARGE) -> tuple[Any, ...]:
@@ -313,26 +325,6 @@ def _is_like(left: Any, right: Any) -> bool:
     return left == right if kind in _EXACT else kind in _PRINTED and repr(left) == repr(right)
 
 
-def _kind(container: Any) -> type | None:
-    """The kind of a container of objects; None if it is an array of numbers or bytes."""
-    kind = type(container)
-    if kind not in _READERS:
-        kind = next((base for base in _READERS if issubclass(kind, base)), bytearray)
-    if kind is bytearray or (kind is np.ndarray and not container.dtype.hasobject):
-        return None
-    return kind
-
-
-def _cost(container: Any) -> int:
-    return _EMPTY + size_of(container) * (1 if _kind(container) is None else _ELEMENT)
-
-
-def _bytes(numbers: Any) -> tuple[Any, ...]:
-    if isinstance(numbers, np.ndarray):
-        return numbers.tobytes(), numbers.dtype, *numbers.shape
-    return (bytes(numbers),)
-
-
 def _copied(container: Any) -> Any:
     """A copy of the content of a container, for `_restore`; None if it is empty."""
     kind = _kind(container)
@@ -340,9 +332,8 @@ def _copied(container: Any) -> Any:
         return None
     if kind is None or kind is np.ndarray:
         return copy.copy(container)
-    if kind is OrderedDict:
-        return dict(list(OrderedDict.items(container)))
-    return dict.copy(container) if kind is dict else [*_READERS[kind][1][0](container)]
+    parts = _elements(container, kind)
+    return dict(zip(*parts, strict=True)) if issubclass(kind, dict) else [*parts[0]]
 
 
 def _restore(container: Any, before: Any) -> None:

@@ -84,11 +84,21 @@ def item_keys(
 def _columns(tensors: Sequence[Tensor]) -> list[Bytes2D]:
     """The digest of each item of each tensor. There is one wait for all that comes from accelerators."""
     there = [DIGESTS.of_items(tensor) for tensor in tensors]
-    arrived = to_host([t if digests is None else digests for t, digests in zip(tensors, there, strict=True)])
+    arriving = [t if digests is None else digests for t, digests in zip(tensors, there, strict=True)]
+    if any(tensor.device.type != "cpu" for tensor in arriving):
+        arriving = to_host(arriving)
     return [
-        _digests(item_bytes(tensor).numpy()) if digests is None else tensor.numpy()
-        for tensor, digests in zip(arrived, there, strict=True)
+        _digests(_rows(tensor)) if digests is None else tensor.numpy()
+        for tensor, digests in zip(arriving, there, strict=True)
     ]
+
+
+def _rows(tensor: Tensor) -> Bytes2D:
+    """The bytes of each item of a tensor of the host, shape ``(n, bytes)``."""
+    try:
+        return tensor.detach().numpy().reshape(len(tensor), -1).view(np.uint8)
+    except (RuntimeError, TypeError, ValueError):  # numpy has no such dtype, or there are no items
+        return item_bytes(tensor).numpy()
 
 
 def _digests(rows: Bytes2D) -> Bytes2D:

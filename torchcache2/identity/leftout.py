@@ -1,4 +1,4 @@
-"""`OwnerWalk`: leaves some attributes of well-known packages out of a namespace.
+"""Attributes of well-known packages that are left out of a namespace.
 
 No forward of these packages reads them, and they differ between runs that compute the same. They count all
 the same if other code names them: the user's own, or that of a package that may read them.
@@ -6,20 +6,13 @@ the same if other code names them: the user's own, or that of a package that may
 
 from __future__ import annotations
 
-import importlib.machinery
 import inspect
-import re
-import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from torchcache2.identity import sourcecode
-from torchcache2.identity.codenames import place_of
-from torchcache2.identity.codewalk import CodeWalk
-from torchcache2.identity.marks import original
-from torchcache2.identity.sourcecode import CompiledTexts, code_objects
 
-__all__ = ["OwnerWalk", "left_out", "without_captures"]
+__all__ = ["LeftOut", "left_out", "without_captures"]
 
 # These packages use such names only to save models and to write about them, not to compute.
 _RELATED = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
@@ -37,28 +30,12 @@ class LeftOut(NamedTuple):
     reason: str
     is_called: bool = False  # the package calls it, but uses nothing that it returns
 
-    def is_in_code(self, code: types.CodeType) -> bool:
-        """Whether code, or a text in it, has one of the names."""
-        return any(
-            self._is_in(text)
-            for part in code_objects(code)
-            for text in (*part.co_names, *part.co_consts)
-            if isinstance(text, str)
-        )
-
-    def is_in_file(self, path: str) -> bool:
-        """Whether a source file has one of the names; True if it cannot be read."""
-        if path.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
-            return False
-        try:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                return self._is_in(file.read())
-        except OSError:
-            return True
-
-    def _is_in(self, text: str) -> bool:
-        words = {name.rpartition(".")[2].lstrip("_") for name in self.attributes if not self.is_called}
-        return any(word in text and re.search(rf"\b_*{word}\b", text) for word in words)
+    def is_named(self, words: Mapping[str, Collection[str]]) -> bool:
+        """Whether code names it: the user's, or another package's. `words` are those in code, by package."""
+        last = [name.rpartition(".")[2].lstrip("_") for name in self.attributes if not self.is_called]
+        names = {f"{begin}{name}" for name in last for begin in ("", "_", "__")}
+        others = [those for package, those in words.items() if package not in (self.package, *_RELATED)]
+        return not all(map(names.isdisjoint, others))
 
 
 _PLACE = "where something was loaded from; weights and vocabularies count by content, classes by code"
@@ -151,69 +128,3 @@ def without_captures(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
                 continue
         kept.append((key, hook))
     return kept
-
-
-class OwnerWalk(CodeWalk):
-    """The part of a walk that knows whose code it reads, and what it leaves out."""
-
-    def __init__(self, texts: CompiledTexts) -> None:
-        super().__init__(texts)
-        self.skipped: list[tuple[LeftOut, str, Any]] = []  # what was left out, where, and its value
-        self.is_foreign = False  # whether what is being read is not the user's own code
-        self._code: dict[int, types.CodeType] = {}
-        self._counted: set[int] = set()  # what was left out at first, and is named
-
-    def klass(self, kind: type, path: str) -> bytes:
-        """Write down a class, and note whose code that is."""
-        before, self.is_foreign = self.is_foreign, self.is_foreign and self.origins.of(kind) != "project"
-        try:
-            return super().klass(kind, path)
-        finally:
-            self.is_foreign = before
-
-    def function(self, function: types.FunctionType, path: str) -> bytes:
-        """Write down a function, and note whose code that is."""
-        code = original(function).__code__
-        before, self.is_foreign = self.is_foreign, self.origins.of(original(function)) != "project"
-        if not self.is_foreign:
-            self._code[id(code)] = code
-        try:
-            return super().function(function, path)
-        finally:
-            self.is_foreign = before
-
-    def without_skipped(self, kind: type, state: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """The attributes of an object without those that are left out."""
-        kept = dict(state)
-        for name, rule in left_out(kind).items():
-            attribute, _, key = name.partition(".")
-            if attribute not in kept:
-                continue
-            value = kept[attribute]
-            if not key:
-                del kept[attribute]
-            elif isinstance(value, dict) and key in value:
-                value = value[key]
-                kept[attribute] = {other: item for other, item in kept[attribute].items() if other != key}
-            else:
-                continue
-            self.skipped.append((rule, f"{path}.{name}", value))
-        return kept
-
-    def count_what_is_named(self) -> bool:
-        """Write down what was left out if code that was met names it; returns whether there is more of it."""
-        named = {rule for rule in {one[0] for one in self.skipped} if self._is_named(rule)}
-        due = [n for n, one in enumerate(self.skipped) if one[0] in named and n not in self._counted]
-        for number in due:  # to write this down may meet more code, and leave out more
-            _, path, value = self.skipped[number]
-            self.parts[f"named {path} {number}"] = self.encode(value, path)
-        self._counted.update(due)
-        return bool(due)
-
-    def _is_named(self, rule: LeftOut) -> bool:
-        """Whether code names what is left out: a project's, or that of another package."""
-        files = [*self.project_files]
-        for module in self._versions:
-            if module.partition(".")[0] not in (rule.package, *_RELATED):
-                files.append(place_of(module) or "")
-        return any(map(rule.is_in_code, self._code.values())) or any(map(rule.is_in_file, files))

@@ -22,6 +22,7 @@ from torchcache2.identity.sourcecode import CompiledTexts, Origins, names_in
 from torchcache2.identity.uses import taken_by
 
 __all__ = [
+    "OPERATORS",
     "OPERATOR_NAMESPACES",
     "InstalledCode",
     "ScriptState",
@@ -182,7 +183,7 @@ def _registries(
 
 
 _OVERLOAD = type(torch.ops.aten.add.Tensor)
-_OPERATORS = (_OVERLOAD, type(torch.ops.aten.add), OPERATOR_DEFINITION)
+OPERATORS = (_OVERLOAD, type(torch.ops.aten.add), OPERATOR_DEFINITION)
 OPERATOR_NAMESPACES = (type(torch.ops), type(torch.ops.aten), type(torch.ops.higher_order))
 # Kernels for these dispatch keys do not compute outputs.
 _NO_KERNELS = ("Meta", "Autograd", "ADInplace", "Tracer", "Functionalize")
@@ -195,7 +196,7 @@ _PLAIN = (Tensor, type(None), bool, int, float, complex, str, torch.device)
 
 def is_operator(value: Any) -> bool:
     """Whether a value is an operator, or the definition of one."""
-    return isinstance(value, _OPERATORS)
+    return isinstance(value, OPERATORS)
 
 
 def operator_name(value: Any) -> str:

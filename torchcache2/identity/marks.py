@@ -9,7 +9,6 @@ from typing import Any
 __all__ = [
     "ADDED_ATTRIBUTE",
     "BINDING",
-    "INIT_ATTRIBUTE",
     "LAZY_ATTRIBUTE",
     "METHOD",
     "ORIGINAL_ATTRIBUTE",
@@ -24,7 +23,6 @@ __all__ = [
 ORIGINAL_ATTRIBUTE = "_torchcache_original"  # attribute of a wrapper: what it wraps
 BINDING = "_torchcache_binding"  # attribute of a decorated class: its `Binding`
 ADDED_ATTRIBUTE = "_torchcache_added"  # attribute of what the decorator has added where there was nothing
-INIT_ATTRIBUTE = "_torchcache_init"  # attribute of an instance: its constructor arguments
 METHOD = "method"  # `ADDED_ATTRIBUTE` of the class of what stands in the place of an object's own method
 LAZY_ATTRIBUTE = "_torchcache_lazy"  # attribute of a module that need not be loaded: its `Lazy`
 
@@ -55,7 +53,7 @@ def without_ours(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in own.items()
-        if name not in ("cache_instance", INIT_ATTRIBUTE) and (value is not None or fields[name] is None)
+        if name != "cache_instance" and (value is not None or fields[name] is None)
     }
 
 

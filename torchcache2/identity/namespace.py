@@ -13,18 +13,15 @@ from torchcache2.core.logs import ToldOnce, listed, logger
 from torchcache2.core.private import autocast_keeps_weights, modules_of
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
-from torchcache2.identity.differences import changes, of_root
 from torchcache2.identity.encoding import digest, texts_of
+from torchcache2.identity.fingerprint import Fingerprint, changes, of_root
 from torchcache2.identity.guard import Guard, Undo
 from torchcache2.identity.marks import original
-from torchcache2.identity.modulewalk import Fingerprint, Lazy, Loaded, Walk
-from torchcache2.identity.objectwalk import GENERATORS
 from torchcache2.identity.sharded import ShardedError, Shards, sharding
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.tensors import TensorWatch
 from torchcache2.identity.unsteady import UnsteadyLayer, unseeded_draws, unsteady
-
-__all__ = ["Facts", "History", "NamespaceKeeper", "Seen", "namespace_of"]
+from torchcache2.identity.walk import GENERATORS, Lazy, Loaded, Walk
 
 _NONE = bytes(16)
 _MOST_REMEMBERED = 16
@@ -120,7 +117,8 @@ class NamespaceKeeper:
         """Forget everything that has been read, so that the next look reads it anew."""
         with self._lock():
             self._guard: Guard | None = None
-            self._sharded: Callable[[], nn.Module | None] = _nothing  # the part for which it is not cached
+            # The part for which it is not cached.
+            self._sharded: Callable[[], nn.Module | None] = lambda: None
             self._shards = Shards()
             self._loaded: list[Loaded] = []
             self._tensors = TensorWatch({})
@@ -162,13 +160,12 @@ class NamespaceKeeper:
     def look_at_tensors(self) -> Seen:
         """The namespace as of now, after `facts` has looked at everything else."""
         with self._lock():
-            keeps_casts = autocast_keeps_weights(_DEVICES)
             if not (self._is_known and self._tensors.same()):
                 before = self.fingerprint.namespace
                 self._read()
-                if keeps_casts and self.requires_grad() and before not in (_NONE, self.fingerprint.namespace):
-                    self._has_old_casts = True
-            self._has_old_casts = self._has_old_casts and keeps_casts
+                is_new = before not in (_NONE, self.fingerprint.namespace)
+                self._has_old_casts |= is_new and self.requires_grad()
+            self._has_old_casts = self._has_old_casts and autocast_keeps_weights(_DEVICES)
             tensors = self._tensors
             namespace, generation = self.fingerprint.namespace, tensors.generation
             return Seen(namespace, tensors, generation, self._has_old_casts, self._shards or None)
@@ -335,7 +332,7 @@ class NamespaceKeeper:
 
 
 def namespace_of(module: nn.Module, tokens: dict[int, tuple[object, bytes]]) -> bytes:
-    """What a module is now, as 16 bytes; `tokens` as for `ObjectWalk`. `ShardedError` if it is sharded."""
+    """What a module is now, as 16 bytes; `tokens` as for `CodeWalk`. `ShardedError` if it is sharded."""
     walk = Walk((module,), tokens, CompiledTexts())
     tensors = TensorWatch(walk.tensors)
     tensors.refresh()
@@ -349,10 +346,6 @@ def namespace_of(module: nn.Module, tokens: dict[int, tuple[object, bytes]]) -> 
 def _with_weights(walked: Mapping[str, bytes], digests: Mapping[str, bytes]) -> Fingerprint:
     parts = {name: digest([data]) for name, data in walked.items()}
     return Fingerprint.of_parts(parts | {f"weights {path}": data for path, data in digests.items()})
-
-
-def _nothing() -> None:
-    return None
 
 
 def _told(changes: Mapping[str, str]) -> str | None:

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torchcache2.core.private import FSDP_MARK, FSDP_MODULES, buffers_of, fsdp_policy, parameters_of
 from torchcache2.identity.unsteady import UnsteadyLayer, unsteady
 
-__all__ = ["ShardedError", "Shards", "sharding"]
-
 _ZERO_MARK = "ds_id"  # ZeRO-3 of DeepSpeed sets it on each parameter that it spreads
 
 

@@ -10,11 +10,12 @@ waits for them: with the keys of a batch that is there too, else at a later call
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import weakref
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,6 @@ from torchcache2.core.memory import CUDA, Arriving, Runtime
 from torchcache2.core.private import form_check, has_version, version
 from torchcache2.identity.encoding import UnencodableError, form, tensor_digest
 from torchcache2.identity.xxh3 import DIGESTS
-
-__all__ = ["TensorWatch"]
 
 _HEAD = 64
 _TINY = 256  # bytes of tensors that are compared whole at every call
@@ -44,51 +43,63 @@ Bytes1D = Any
 _form: Callable[[Tensor], tuple[Any, ...]] = attrgetter("dtype", "shape")
 
 
-class _Known(NamedTuple):
-    """The digest of a tensor's content, and what would show that the content has changed."""
+@dataclasses.dataclass(eq=False)
+class _Read:
+    """What was read of a tensor, and what would show that its content has changed."""
 
-    digest: bytes
-    content: bytes | None  # the digest of the memory that it spans, if that was read
-    mark: tuple[Any, ...]
+    tensor: Tensor
+    memory: Bytes1D | None  # that it spans, if that is on the host
+    mark: tuple[Any, ...] | None  # see `TensorWatch._marked`; None if another may show no change
     sample: tuple[bytes, bytes]  # what a call compares of it, and more of its bytes
-    is_gone: Callable[[], bool]  # whether its storage is freed, so that another tensor may have its address
+    storage: StorageWeakRef | None  # if it is freed, another tensor may have its address
+    digest: bytes = b""  # empty: it is to be read
+    content: bytes | None = None  # the digest of the memory that it spans, if that was read
+
+    def is_at(self, mark: tuple[Any, ...] | None) -> bool:
+        """Whether this is about the tensor that has a mark now."""
+        is_same = self.storage is not None and mark is not None and self.mark == mark
+        return is_same and not self.storage.expired()  # type: ignore[union-attr]
+
+    @property
+    def size(self) -> int:
+        """Bytes that it spans."""
+        return _span(self.tensor) if self.memory is None else len(self.memory)
 
 
 class _Scan:
     """Reads tensors again, in pieces, and compares each with what was read when it comes to its end."""
 
     def __init__(self) -> None:
-        # Each tensor, its memory if that is on the host, the size of that, and what is known of it.
-        self.queue: list[tuple[Tensor, Bytes1D | None, int, _Known]] = []
+        self.queue: list[_Read] = []
         self._turn = self._start = 0
         self._hasher = xxh3_128()
 
-    def go_on(self, queue: list[tuple[Tensor, Bytes1D | None, int, _Known]]) -> None:
+    def go_on(self, queue: list[_Read]) -> None:
         """Read these tensors from now on, first the one that is being read if it is as it was."""
-        current = self.queue[self._turn][-1] if self.queue else None
-        turn = next((turn for turn, one in enumerate(queue) if one[-1] is current), None)
-        if turn is None:
-            turn = self._turn % max(1, len(queue))
+        if self.queue and self.queue[self._turn] in queue:
+            self._turn = queue.index(self.queue[self._turn])
+        else:
+            self._turn %= max(1, len(queue))
             self._start, self._hasher = 0, xxh3_128()
-        self.queue, self._turn = queue, turn
+        self.queue = queue
 
     def piece(self) -> Any:
         """What to read next: memory of the host, or a tensor elsewhere."""
-        tensor, content, size, _ = self.queue[self._turn]
-        memory = _head(tensor, size) if content is None else content
+        one = self.queue[self._turn]
+        memory = _head(one.tensor, one.size) if one.memory is None else one.memory
         return memory[self._start : self._start + _PIECE]
 
     def read(self, piece: Bytes1D) -> bool:
         """Take the bytes of the piece; False if they end a tensor that is not as it was."""
-        _, _, size, known = self.queue[self._turn]
+        one = self.queue[self._turn]
         self._hasher.update(piece)
         self._start += len(piece)
-        if self._start < size:
+        if self._start < one.size:
             return True
         found = self._hasher.digest()
         self._turn = (self._turn + 1) % len(self.queue)
         self._start, self._hasher = 0, xxh3_128()
-        return bool(found == known.content)
+        return found == one.content
 
 
 class TensorWatch:
@@ -135,9 +146,9 @@ class TensorWatch:
         self._lags = False  # whether there was a call since bytes were sent
         # Bytes on their way to the host: the first of a tensor, how many, and whether a piece of the scan.
         self._arriving: tuple[int, int, bool, Arriving] | None = None
-        known: dict[int, _Known] = {} if before is None else before._known
+        known: dict[int, _Read] = {} if before is None else before._known
         mine = [id(tensor) for tensor in self.tensors]  # other ids may soon be those of new tensors
-        self._known: dict[int, _Known] = {key: known[key] for key in mine if key in known}
+        self._known: dict[int, _Read] = {key: known[key] for key in mine if key in known}
         if before is not None and before._follows:
             self._follow_optimizers()
         self.same_forms()
@@ -217,66 +228,54 @@ class TensorWatch:
         self.generation += 1
         # These are taken before the tensors are read, because other threads may write to them meanwhile.
         self._marks = self._marked(state)
-        near = [tensor for tensor in self.tensors if read and not self._is_far(tensor)]
-        memory = {id(tensor): memoryview(_content(tensor)) for tensor in near}
-        samples = {id(t): _sample(t, memory.get(id(t))) for t in self.tensors} if read else {}
-        marks = {id(t): self._marks[id(t)] for t in self._counted if _is_plain(t)}
-        before = {k: one for k, one in self._known.items() if one.mark == marks.get(k) and not one.is_gone()}
+        found = {id(tensor): self._sampled(tensor) for tensor in self.tensors} if read else {}
+        before = {key: one for key, one in self._known.items() if key in found and one.is_at(found[key].mark)}
         self._known = {}
         # If one has changed without its counter, somebody writes through ``.data`` or numpy, perhaps also
         # where there is no sample: then all are read.
-        is_honest = all(one.sample == samples.get(key) for key, one in before.items())
-        known = dict(before) if is_honest and not self._is_doubtful else {}
-        digests = self._read(known, marks, memory, samples) if read else {}
-        self.digests = {n: digests[id(t)] for n, t in self._named.items() if id(t) in digests}
-        changed = [key for key, one in before.items() if digests[key] != one.digest]
+        if not self._is_doubtful and all(one.sample == found[key].sample for key, one in before.items()):
+            found |= before
+        self._read(found)
+        self.digests = {n: found[id(t)].digest for n, t in self._named.items() if id(t) in found}
+        pairs = [(old, found[key]) for key, old in before.items() if old.digest != found[key].digest]
         # The last call has compared the first bytes of these.
-        compared = [key for key in changed if key in memory or key == self._compared]
-        self.is_late = changed != [] and all(samples[key][0] == before[key].sample[0] for key in compared)
+        compared = [one for one in pairs if one[1].memory is not None or id(one[1].tensor) == self._compared]
+        self.is_late = pairs != [] and all(old.sample[0] == new.sample[0] for old, new in compared)
         # To read memory views takes half of the time that arrays take.
-        self._heads = list(map(_first, memory.values()))
+        self._heads = [_first(one.memory) for one in found.values() if one.memory is not None]
         self._head_bytes = b"".join(self._heads)
-        self._far = [tensor for tensor in self.tensors if id(tensor) in known and id(tensor) not in memory]
+        known = {key: one for key, one in found.items() if one.mark is not None}
+        self._far = [one.tensor for one in known.values() if one.memory is None]
         self._compared, self._is_doubtful = 0, False
-        queue = [(t, memory.get(id(t)), _span(t), known[id(t)]) for t in self.tensors if id(t) in known]
-        self._scan.go_on(
-            [one for one in queue if one[-1].content and one[2] > (0 if one[1] is None else _TINY)]
-        )
+        due = [one for one in known.values() if one.content]
+        self._scan.go_on([one for one in due if one.size > (0 if one.memory is None else _TINY)])
         self._known, self._state = known, state
 
-    def _read(
-        self,
-        known: dict[int, _Known],
-        marks: dict[int, tuple[Any, ...]],
-        memory: dict[int, Bytes1D],
-        samples: dict[int, tuple[bytes, bytes]],
-    ) -> dict[int, bytes]:
-        """The digest of each tensor by its id. Those that are not `known` are read, and are from then on."""
+    def _sampled(self, tensor: Tensor) -> _Read:
+        is_near = tensor.device.type == "cpu" and not self._runtime.owns(tensor)
+        memory = memoryview(_content(tensor)) if is_near else None
+        mark = self._marks[id(tensor)] if has_version(tensor) and _is_plain(tensor) else None
+        storage = None if mark is None else StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        return _Read(tensor, memory, mark, _sample(tensor, memory), storage)
+
+    def _read(self, found: dict[int, _Read]) -> None:
+        """Read the tensors that have no digest yet."""
         self.unreadable = []
-        digests = {key: one.digest for key, one in known.items()}
-        there = DIGESTS.of_tensors([tensor for tensor in self.tensors if id(tensor) not in known])  # on a GPU
-        for name, tensor in self._named.items():
-            key = id(tensor)
-            if key in digests:  # tied weights have several names
-                continue
-            content, in_order = there.get(key), _is_in_order(tensor)
+        new = [one for one in found.values() if not one.digest]
+        there = DIGESTS.of_tensors([one.tensor for one in new])  # on a GPU
+        for one in new:
+            content, in_order = there.get(id(one.tensor)), _is_in_order(one.tensor)
             try:
-                if key in memory:
-                    content = xxh3_128_digest(memory[key])
-                elif in_order and content is None:
-                    content = xxh3_128_digest(_content(tensor))
-                digests[key] = tensor_digest(tensor, content if in_order else there.get(key))
+                if one.memory is not None:
+                    content = one.content = xxh3_128_digest(one.memory)
+                elif in_order:
+                    content = one.content = content or xxh3_128_digest(_content(one.tensor))
+                one.digest = tensor_digest(one.tensor, content if in_order else there.get(id(one.tensor)))
             except torch.cuda.OutOfMemoryError:
                 raise  # it can be read once there is memory: all is read again then
             except (RuntimeError, TypeError, NotImplementedError, UnencodableError):
-                self.unreadable.append(name)
-                digests[key] = os.urandom(16)
-                continue
-            if key in marks:
-                content = content if key in memory or in_order else None
-                gone = _storage_is_gone(tensor)
-                known[key] = _Known(digests[key], content, marks[key], samples[key], gone)
-        return digests
+                self.unreadable += [name for name, tensor in self._named.items() if tensor is one.tensor][:1]
+                one.digest, one.mark = os.urandom(16), None
 
     def forms(self) -> dict[str, str]:
         """Dtype and shape of each tensor by its path, for people."""
@@ -308,9 +307,6 @@ class TensorWatch:
         found = zip(self.tensors, pointers, self._forms, strict=True)
         return {id(t): (pointer, *form, written.get(id(t))) for t, pointer, form in found}
 
-    def _is_far(self, tensor: Tensor) -> bool:
-        return tensor.device.type != "cpu" or self._runtime.owns(tensor)
-
     def _follow_optimizers(self) -> None:
         # Fused optimizers write to tensors without moving their version counters.
         watch = weakref.ref(self)
@@ -328,12 +324,6 @@ def _pointer(tensor: Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:  # a subclass without storage
         return 0
-
-
-def _storage_is_gone(tensor: Tensor) -> Callable[[], bool]:
-    """Whether the storage that a tensor has now is gone."""
-    expired: Callable[[], bool] = StorageWeakRef(tensor.untyped_storage()).expired  # type: ignore[no-untyped-call]
-    return expired
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchcache2.identity.sourcecode import code_objects, names_in, parse
 
-__all__ = ["UseTable", "Uses", "has_fields", "is_passive", "is_plain", "taken_by", "unmangled", "uses_of"]
+__all__ = ["UseTable", "Uses", "has_fields", "is_plain", "taken_by", "unmangled", "uses_of"]
 
 _ALL = ""  # in place of an attribute: all of the value is read
 _FILLING = ("append", "appendleft", "clear", "extend", "extendleft", "insert", "update", "__setitem__")
@@ -26,27 +26,17 @@ _ADDING = (*_FILLING, "add", "subtract")  # as statements, as those of tensors r
 # What is read of an object by these is not told by names.
 _DYNAMIC = frozenset(
     (
-        *(
-            "getattr",
-            "hasattr",
-            "vars",
-            "dir",
-            "locals",
-            "globals",
-            "eval",
-            "exec",
-            "attrgetter",
-            "getmembers",
-        ),
-        *("methodcaller", "format", "format_map", "getattr_static", "_getframe", "currentframe", "__dict__"),
-        *("__getattribute__", "__getattr__", "__setattr__", "__delattr__"),
+        *("getattr", "hasattr", "vars", "dir", "locals", "globals", "eval", "exec", "attrgetter"),
+        *("getmembers", "methodcaller", "format", "format_map", "getattr_static", "_getframe"),
+        *("currentframe", "__dict__", "__getattribute__", "__getattr__", "__setattr__", "__delattr__"),
         *("__getstate__", "__reduce__", "__reduce_ex__", "__closure__", "__globals__"),
     )
 )
-_CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 _PLAIN = (bool, int, float, complex, str, bytes)
 _MAPPINGS = (dict, Counter, OrderedDict, defaultdict)
-_UNCERTAIN = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Match, ast.Delete)
+_CONTAINERS = (list, set, deque, *_MAPPINGS)
+# What is in these may run at another time than the code around them.
+_LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
@@ -60,22 +50,30 @@ class Uses(NamedTuple):
     # The attributes that are taken of it; with an empty name if it is used otherwise.
     reads: Mapping[str, Collection[str]]
     assigned: set[str]  # ``global name; name = …``, ``self.name = …``, ``self.name += 1``
-    added: set[str]  # ``self.name += 1``, ``name.append(1)``, ``name[key] = …``
+    added: set[str]  # ``self.name += 1``, ``name.append(1)``; ``name[]`` of ``name[key] = …``; ``name.clear``
     is_dynamic: bool = False  # it reads attributes by computed names
     passes_self: bool = False  # it uses its first argument otherwise than to take attributes of it
     catches: bool = False  # it may go on after an exception, such as that of a key that is missing
     refilled: Collection[str] = ()  # what it assigns or clears, and reads afterwards
     collected: Collection[str] = ()  # what it writes as a hook, for whoever reads it later
+    others: Collection[str] = ()  # attributes that code of which no more is known may read
+
+    def read_of(self, key: str) -> set[str]:
+        """The attributes that are taken of a variable or attribute; empty if it is not read."""
+        is_named = key.startswith(".") and key[1:] in self.others
+        return {*self.reads.get(key, ()), *((_ALL,) if is_named else ())}
 
     def only_writes(self, key: str, value: Any) -> bool:
         """Whether nothing depends on the value of a variable or attribute, which is `value` now."""
-        if self.is_dynamic or key in self.reads or (key in self.collected and key not in self.refilled):
+        if self.is_dynamic or self.read_of(key) or (key in self.collected and key not in self.refilled):
             return False
         if f"{key}.clear" in self.added and type(value) not in (list, dict, set, OrderedDict):
             return False  # some have more than their content, such as a default
         if f"{key}[]" in self.added and (type(value) not in _MAPPINGS or self.catches):
             return False  # whether an element can be written depends on the content
-        return is_passive(value) if key in self.added else key in self.assigned
+        # To add to a value of another type may run code of the user's.
+        is_passive = is_plain(value) or type(value) in _CONTAINERS or isinstance(value, Tensor)
+        return is_passive if key in self.added else key in self.assigned
 
 
 def is_plain(value: Any) -> bool:
@@ -83,11 +81,6 @@ def is_plain(value: Any) -> bool:
     if type(value) is tuple:
         return all(map(is_plain, value))
     return value is None or type(value) in _PLAIN
-
-
-def is_passive(value: Any) -> bool:
-    """Whether to add to a value runs no code of the user's."""
-    return is_plain(value) or type(value) in _CONTAINERS or isinstance(value, Tensor)
 
 
 def has_fields(value: Any, names: set[str]) -> bool:
@@ -116,6 +109,23 @@ def unmangled(name: str) -> str:
     return "__" + name[1:].partition("__")[2] if is_mangled else name
 
 
+def taken_by(code: types.CodeType) -> set[str]:
+    """Every name that code takes, and those in its texts."""
+    texts = [text for inner in code_objects(code) for one in inner.co_consts for text in _texts(one)]
+    return set(map(unmangled, names_in(code).union(texts)))
+
+
+def _texts(constant: object) -> Iterator[str]:
+    """The names in a text, as in ``"name"``, ``"name.attribute"`` and ``"{0.name}"``."""
+    if isinstance(constant, str):
+        parts = re.findall(r"\w+", constant) if "{" in constant else constant.split(".")
+        if "{" in constant or all(part.isidentifier() for part in parts):  # most texts are sentences
+            yield from map(unmangled, parts)
+    elif isinstance(constant, (tuple, frozenset)):
+        for one in constant:
+            yield from _texts(one)
+
+
 def uses_of(code: types.CodeType, source: str) -> Uses:
     """The uses in a function, and in all code that is nested in it; `source` is without indentation."""
     try:
@@ -131,182 +141,145 @@ def uses_of(code: types.CodeType, source: str) -> Uses:
     return Uses(reads, set(), set(), not _DYNAMIC.isdisjoint(names), passes_self=True, catches=True)
 
 
-def taken_by(code: types.CodeType) -> set[str]:
-    """Every name that code takes, and those in its texts."""
-    texts = [text for inner in code_objects(code) for one in inner.co_consts for text in _texts(one)]
-    return set(map(unmangled, names_in(code).union(texts)))
-
-
-def _texts(constant: object) -> Iterator[str]:
-    """The names in a text, as in ``"name"``, ``"name.attribute"`` and ``"{0.name}"``."""
-    if isinstance(constant, str):
-        if "{" in constant:
-            parts = re.findall(r"\w+", constant)
-        else:  # most texts are sentences
-            parts = [] if " " in constant else constant.split(".")
-            parts = parts if all(part.isidentifier() for part in parts) else []
-        yield from map(unmangled, parts)
-    elif isinstance(constant, (tuple, frozenset)):
-        for one in constant:
-            yield from _texts(one)
-
-
 class _Scan:
     """Follows the statements of a function, and notes names that may be read before they are assigned."""
 
     def __init__(self, function: Any) -> None:
-        arguments = [*function.args.posonlyargs, *function.args.args]
-        self._first = arguments[0].arg if arguments else None
-        self._owners: set[int] = set()  # ids of nodes of which an attribute is taken
-        self._outer: set[str] = set()
-        self._taken: dict[int, str] = {}  # by id of a node, the attribute that is all that is read of it
-        self._written: set[int] = set()  # ids of nodes to which the code only adds
-        # Ids of ``getattr`` with a constant name, and of keys that are only written.
-        self._constant: set[int] = set()
-        self._cleared: dict[int, str] = {}  # by id of a statement, what it clears
-        self._refilled: set[str] = set()
         self._reads: dict[str, set[str]] = {}
         self._assigned: set[str] = set()
         self._added: set[str] = set()
-        self._is_dynamic = self._passes_self = self._catches = False
-        self._prepare(function)
-        for part in (function.args, *getattr(function, "decorator_list", ())):
-            self._expressions(part, set())
-        if isinstance(function, ast.Lambda):
-            self._expressions(function.body, set())
-        else:
-            self._block(function.body, set())
+        self._refilled: set[str] = set()
+        nodes = list(ast.walk(function))
+        # The class of such a pattern says which attributes it reads.
+        self._is_dynamic = any(isinstance(node, ast.MatchClass) for node in nodes)
+        self._outer = {n for one in nodes if isinstance(one, (ast.Global, ast.Nonlocal)) for n in one.names}
+        self._catches = any(map(_catches, nodes))
+        arguments = [*function.args.posonlyargs, *function.args.args]
+        self._first = arguments[0].arg if arguments else None
+        bound = [getattr(node, field, None) for node in nodes for field in ("arg", "name", "asname", "rest")]
+        bound += [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        self._passes_self = bound.count(self._first) > 1
+        if self._passes_self:
+            self._first = None  # the name may stand for something else
+        self._visit(function, set())
 
     def uses(self) -> Uses:
         flags = self._is_dynamic, self._passes_self, self._catches
         return Uses(self._reads, self._assigned, self._added, *flags, self._refilled)
 
-    def _prepare(self, function: ast.AST) -> None:
-        """Note nodes whose use depends on what is around them."""
-        nodes = list(ast.walk(function))
-        again = [getattr(node, field, None) for node in nodes for field in ("arg", "name", "asname", "rest")]
-        again += [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-        if again.count(self._first) > 1:
-            self._passes_self, self._first = True, None  # the name may stand for something else
+    def _visit_all(self, nodes: list[Any], assigned: set[str]) -> None:
         for node in nodes:
-            self._catches |= _catches(node)
-            if isinstance(node, (ast.Global, ast.Nonlocal)):
-                self._outer.update(node.names)
-            elif isinstance(node, ast.Attribute):
-                self._owners.add(id(node.value))
-                if isinstance(node.ctx, ast.Load):
-                    self._taken[id(node.value)] = unmangled(node.attr)
-                if node.attr.startswith("format") and isinstance(node.value, ast.Constant):
-                    self._constant.add(id(node))
-            elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-                if isinstance(node.value, (ast.Name, ast.Attribute)):
-                    self._written.add(id(node.value))
-                    self._added.add(f"{_key(node.value)}[]")
-                    self._constant.add(id(node.slice))
-            elif isinstance(node, ast.alias):
-                self._is_dynamic |= node.name.rpartition(".")[2] in _DYNAMIC
-            elif isinstance(node, (ast.Expr, ast.Lambda)):
-                self._prepare_call(node, node.value if isinstance(node, ast.Expr) else node.body)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
-                name = node.args[1]
-                is_text = isinstance(name, ast.Constant) and isinstance(name.value, str)
-                if node.func.id in ("getattr", "hasattr") and is_text:
-                    self._constant.add(id(node.func))
-                    self._taken[id(node.args[0])] = name.value  # type: ignore[attr-defined]
-            elif isinstance(node, ast.AugAssign) and isinstance(node.target, (ast.Name, ast.Attribute)):
-                self._added.add(_key(node.target))
+            if isinstance(node, ast.AST):
+                self._visit(node, assigned)
 
-    def _prepare_call(self, node: ast.AST, call: ast.expr) -> None:
-        """Note what a call adds to, if it is a statement, or all of a lambda."""
-        called = call.func if isinstance(call, ast.Call) else None
-        names = _ADDING if isinstance(node, ast.Expr) else _FILLING
-        if not isinstance(called, ast.Attribute) or called.attr not in names:
+    def _visit(self, node: Any, assigned: set[str], taken: str | None = _ALL) -> None:
+        """Note what code does with names, of which `assigned` have been assigned or cleared before.
+
+        `taken` is the attribute that is taken of this expression, None if something is added to it.
+        """
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            self._name(node, assigned, taken)
             return
-        self._written.add(id(called.value))
-        if isinstance(called.value, (ast.Name, ast.Attribute)):
-            if called.attr == "__setitem__":
-                self._added.add(f"{_key(called.value)}[]")
-            is_own = isinstance(called.value, ast.Name) or self._own(called.value) is not None
-            if called.attr == "clear" and is_own:
-                self._cleared[id(node)] = _key(called.value)
-
-    def _block(self, statements: list[ast.stmt], assigned: set[str]) -> None:
-        for statement in statements:
-            blocks = [
-                block
-                for _, block in ast.iter_fields(statement)
-                if isinstance(block, list) and block and isinstance(block[0], (ast.stmt, ast.ExceptHandler))
-            ]
-            if isinstance(statement, _UNCERTAIN):
-                # This statement may be skipped or left halfway, so nothing counts as assigned by it.
-                self._expressions(statement, set())
-                continue
-            if not blocks:
-                self._expressions(statement, assigned)
-                continue
-            for name, field in ast.iter_fields(statement):
-                if isinstance(field, ast.expr):
-                    # The target of a loop is not assigned if there is nothing to loop over.
-                    self._expressions(field, set(assigned) if name == "target" else assigned)
-                elif name == "items":
-                    for item in field:
-                        self._expressions(item, assigned)
-            for block in blocks:
-                for part in block:
-                    if isinstance(part, ast.ExceptHandler):
-                        if part.type is not None:
-                            self._expressions(part.type, set(assigned))
-                        self._block(part.body, set(assigned))
-                # The block may not run, and under a `with` it may end early.
-                self._block([part for part in block if isinstance(part, ast.stmt)], set(assigned))
-
-    def _expressions(self, node: ast.AST, assigned: set[str]) -> None:
-        stored = set()
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.Constant) and id(inner) not in self._constant:
-                for text in _texts(inner.value):
-                    self._read(f".{text}")
-            elif isinstance(inner, ast.MatchClass):
-                self._is_dynamic |= bool(inner.patterns)  # the class says which attributes these are
-                for name in inner.kwd_attrs:
-                    self._read(f".{name}")
-            elif isinstance(inner, (ast.Name, ast.Attribute)):
-                own = self._own(inner)
-                key = _key(inner)
-                if isinstance(inner, ast.Name) and inner.id == self._first:
-                    self._passes_self |= id(inner) not in self._owners
-                if key.removeprefix(".") in _DYNAMIC and id(inner) not in self._constant:
-                    self._is_dynamic = True
-                if isinstance(inner.ctx, ast.Store):
-                    if own is not None:
-                        stored.add((id(inner), own))
-                elif isinstance(inner.ctx, ast.Del):
-                    self._read(key)
-                elif id(inner) in self._written:
-                    self._added.add(key)
-                elif f"{key}.clear" in assigned and (own is not None or isinstance(inner, ast.Name)):
-                    self._added.add(f"{key}.clear")
-                    self._refilled.add(key)
-                elif own is not None and own in assigned:
-                    self._refilled.add(key)
-                else:
-                    self._read(key, self._taken.get(id(inner), _ALL))
-        self._assigned |= {own for _, own in stored}
+        if isinstance(node, ast.Constant):
+            for text in _texts(node.value):
+                self._read(f".{text}")
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            self._adds(node.value, assigned, "[]")
+            if not isinstance(node.slice, ast.Constant):
+                self._visit(node.slice, assigned)
+            return
+        elif isinstance(node, ast.Call):
+            if self._call(node, assigned):
+                return
+        elif isinstance(node, (ast.Expr, ast.Lambda)):
+            if self._addition(node, assigned):
+                return
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, (ast.Name, ast.Attribute)):
+            self._added.add(_key(node.target))
+        elif isinstance(node, ast.alias):
+            self._is_dynamic |= node.name.rpartition(".")[2] in _DYNAMIC
+        before = set[str]() if isinstance(node, _LATER) else assigned
+        for _, field in ast.iter_fields(node):
+            if isinstance(field, list):  # a block may not run, or end early
+                self._visit_all(field, set(before))
+            else:
+                self._visit_all([field], before)
         if isinstance(node, ast.Assign):  # other statements and expressions may not come to it
-            targets = {id(inner) for target in node.targets for inner in ast.walk(target)}
-            assigned |= {own for place, own in stored if place in targets}
-        elif id(node) in self._cleared:
-            assigned.add(f"{self._cleared[id(node)]}.clear")
+            assigned |= {
+                own for target in node.targets for inner in ast.walk(target) if (own := self._stored(inner))
+            }
+
+    def _name(self, node: Any, assigned: set[str], taken: str | None) -> None:
+        key, own = _key(node), self._own(node)
+        self._is_dynamic |= key.removeprefix(".") in _DYNAMIC
+        if isinstance(node.ctx, ast.Store):
+            self._assigned |= {own} if own else set()
+        elif isinstance(node.ctx, ast.Del):
+            self._read(key)
+        elif taken is None:
+            self._added.add(key)
+        elif key in assigned and (own or isinstance(node, ast.Name)):
+            self._refilled.add(key)
+        else:
+            self._read(key, taken)
+        if isinstance(node, ast.Name):
+            self._passes_self |= node.id == self._first
+        elif not (isinstance(node.value, ast.Name) and node.value.id == self._first):
+            attribute = unmangled(node.attr) if isinstance(node.ctx, ast.Load) else _ALL
+            self._visit(node.value, assigned, attribute)
+
+    def _call(self, node: ast.Call, assigned: set[str]) -> bool:
+        """Visit a call of ``getattr`` with a constant name, or of ``format`` of a constant text."""
+        called, args = node.func, list[Any](node.args)
+        if isinstance(called, ast.Name) and called.id in ("getattr", "hasattr") and len(args) > 1:
+            name = getattr(args[1], "value", None)
+            if not isinstance(args[1], ast.Constant) or not isinstance(name, str):
+                return False
+            self._visit(args.pop(0), assigned, name)
+        elif not (isinstance(called, ast.Attribute) and called.attr.startswith("format")):
+            return False
+        elif isinstance(called.value, ast.Constant):
+            args.append(called.value)
+        else:
+            return False
+        self._visit_all([*args, *node.keywords], assigned)
+        return True
+
+    def _addition(self, node: Any, assigned: set[str]) -> bool:
+        """Visit what does nothing but add to a value, such as the statement ``self.seen.append(x)``."""
+        is_statement = isinstance(node, ast.Expr)
+        call = node.value if is_statement else node.body
+        called = call.func if isinstance(call, ast.Call) else None
+        if not isinstance(called, ast.Attribute) or called.attr not in (
+            _ADDING if is_statement else _FILLING
+        ):
+            return False
+        before = assigned if is_statement else set[str]()
+        self._visit_all([*call.args, *call.keywords, *([] if is_statement else [node.args])], before)
+        self._adds(called.value, before, "[]" if called.attr == "__setitem__" else "")
+        is_known = isinstance(called.value, ast.Name) or self._own(called.value)
+        if called.attr == "clear" and is_known:
+            self._added.add(f"{_key(called.value)}.clear")
+            before.add(_key(called.value))
+        return True
+
+    def _adds(self, node: Any, assigned: set[str], what: str) -> None:
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            self._added.add(f"{_key(node)}{what}")
+        self._visit(node, assigned, None)
 
     def _read(self, key: str, taken: str = _ALL) -> None:
         self._reads.setdefault(key, set()).add(taken)
 
-    def _own(self, node: ast.AST) -> str | None:
-        """The key of an outer variable, or of an attribute of the first argument."""
+    def _own(self, node: Any) -> str:
+        """The key of an outer variable, or of an attribute of the first argument; empty for others."""
         if isinstance(node, ast.Name):
-            return node.id if node.id in self._outer else None
+            return node.id if node.id in self._outer else ""
         is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-        return _key(node) if is_own and node.value.id == self._first else None  # type: ignore[attr-defined]
+        return _key(node) if is_own and node.value.id == self._first else ""
+
+    def _stored(self, node: Any) -> str:
+        return self._own(node) if isinstance(getattr(node, "ctx", None), ast.Store) else ""
 
 
 def _key(node: Any) -> str:
@@ -332,8 +305,6 @@ class UseTable:
         self.is_dynamic = False  # whether there is code that nothing is known about
         self.root: type | None = None  # a class of which any method may be called from outside
         self._codes: list[tuple[Uses, str | None, type | None]] = []
-        self._counted: set[str] = set()  # of `others`, those that are in `_base`, which has their keys
-        self._base: dict[str, frozenset[str]] = {}
         self._total: tuple[tuple[int, int, bool], Uses, set[type]] | None = None
 
     def add(self, uses: Uses, name: str | None = None, owner: type | None = None) -> None:
@@ -350,44 +321,41 @@ class UseTable:
         if self._total is None or self._total[0] != state:
             self._total = state, *self._add_up()
         _, total, passing = self._total
-        if any(issubclass(kind, owner) for owner in passing):
-            return total._replace(is_dynamic=True)
-        return total
+        return total._replace(is_dynamic=True) if passing.intersection(kind.__mro__) else total
 
     def _add_up(self) -> tuple[Uses, set[type]]:
         """The uses in code that is reached, and the classes of which a method passes on the object itself."""
-        new = self.others - self._counted  # there are thousands, and some more each time
-        self._counted |= new
-        self._base |= {f".{name}": frozenset((_ALL,)) for name in new}
-        reads: dict[str, Collection[str]] = dict(self._base)
-        waiting, reached, passing = self._codes, list[Uses](), set[type]()
-        while True:
-            due = [one for one in waiting if self._is_reached(*one[1:], reads)]
-            if not due:
-                break
-            waiting = [one for one in waiting if not self._is_reached(*one[1:], reads)]
-            for uses, _, owner in due:
-                reached.append(uses)
+        reads: dict[str, set[str]] = {}
+        refilled, collected = set[str](), set[str]()
+        total = Uses(reads, set(), set(), self.is_dynamic, False, False, refilled, collected, self.others)
+        waiting, passing, count = self._codes, set[type](), -1
+        while len(waiting) != count:
+            count, left = len(waiting), []
+            for one in waiting:
+                uses, name, owner = one
+                if not self._is_reached(name, owner, total):
+                    left.append(one)
+                    continue
                 for key, taken in uses.reads.items():
-                    reads[key] = {*reads.get(key, ()), *taken}
+                    reads.setdefault(key, set()).update(taken)
+                total.assigned.update(uses.assigned)
+                total.added.update(uses.added)
+                refilled.update(uses.refilled)
+                collected.update(uses.collected)
+                is_dynamic, catches = total.is_dynamic or uses.is_dynamic, total.catches or uses.catches
+                total = total._replace(is_dynamic=is_dynamic, catches=catches)
                 if uses.passes_self and owner is not None:
                     passing.add(owner)
-        return Uses(
-            reads,
-            set().union(*[uses.assigned for uses in reached]),
-            set().union(*[uses.added for uses in reached]),
-            self.is_dynamic or any(uses.is_dynamic for uses in reached),
-            catches=any(uses.catches for uses in reached),
-            refilled=set().union(*[uses.refilled for uses in reached]),
-            collected=set().union(*[uses.collected for uses in reached]),
-        ), passing
+            waiting = left
+        return total, passing
 
-    def _is_reached(self, name: str | None, owner: type | None, reads: Collection[str]) -> bool:
+    def _is_reached(self, name: str | None, owner: type | None, total: Uses) -> bool:
         """Whether the forward may call a function, or a method of a class."""
         if name is None or owner is None or not issubclass(owner, nn.Module):
             return True
         if name == "__init__":  # what it has made of a module is read, so only another that it makes matters
-            return any(one in reads for one in (owner.__name__, f".{owner.__name__}", "type", ".__class__"))
+            makers = (owner.__name__, f".{owner.__name__}", "type", ".__class__")
+            return any(map(total.read_of, makers))
         if self.root is not None and issubclass(self.root, owner):
             return True
-        return name.startswith("__") or hasattr(nn.Module, name) or f".{unmangled(name)}" in reads
+        return name.startswith("__") or hasattr(nn.Module, name) or bool(total.read_of(f".{unmangled(name)}"))

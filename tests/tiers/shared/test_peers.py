@@ -47,7 +47,6 @@ def test_one_warning_names_what_differs(rank, log):
     ("first", "second", "text"),
     [
         ({"attribute cfg": "long" * 10}, {"attribute cfg": "longer" * 10}, "attribute cfg changed"),
-        ({"constructor argument gpu": "0"}, {"constructor argument gpu": "1"}, "argument gpu: 0 → 1"),
         (
             {"global RANK of function f": "0"},
             {"global RANK of function f": "1"},

@@ -66,9 +66,8 @@ from torchcache2.engine.collective.wire import (
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import Counters
 from torchcache2.engine.values.outputs import found, joined, stored
-from torchcache2.identity.differences import differences, from_document
 from torchcache2.identity.encoding import digest
-from torchcache2.identity.modulewalk import Fingerprint
+from torchcache2.identity.fingerprint import Fingerprint, differences, from_document
 from torchcache2.tiers.base import replicas_of
 from torchcache2.tiers.make import job_of
 from torchcache2.tiers.meeting import machine

@@ -16,7 +16,7 @@ from typing import Any
 
 from torchcache2.core.logs import listed, logger
 from torchcache2.core.process import ranks_here
-from torchcache2.identity.differences import differences_of_state, from_document
+from torchcache2.identity.fingerprint import differences_of_state, from_document
 from torchcache2.tiers.shared.job import Job
 from torchcache2.tiers.shared.space import Space
 from torchcache2.tiers.shared.table import SharedTable

@@ -1,15 +1,24 @@
-"""What differs between two fingerprints, one line for each part."""
+"""`Fingerprint`: the named parts behind a namespace, and what differs between two, one line for each part."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchcache2.identity.encoding import INNER
-from torchcache2.identity.modulewalk import Fingerprint
+from torchcache2.identity.encoding import INNER, digest
 
-__all__ = ["at_most", "changes", "differences", "differences_of_state", "from_document", "of_root"]
+__all__ = [
+    "Fingerprint",
+    "at_most",
+    "changes",
+    "differences",
+    "differences_of_state",
+    "from_document",
+    "of_root",
+]
 
 _MOST_LINES = 50
 _MOST_ALIKE = 3  # more parts that differ in the same way share a line
@@ -22,6 +31,37 @@ _TITLES = {
 _NAMED = ("attribute", "closure", "default", "global", "weights", "value")  # what `ignore` can leave out
 _STATE = ("attribute ", "attributes of ", "constructor argument ", "global ", "hook ")
 _CODE = ("class ", "closure ", "default ", "function ", "import ", "named ", "value ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """The named parts behind a namespace.
+
+    Attributes
+    ----------
+    namespace : bytes
+        16 bytes.
+    parts : mapping of str to bytes
+        Digest of each part by its name, such as ``attribute blocks.0.heads``.
+    values : mapping of str to str
+        The text of each part that is a short value. The namespace does not depend on these texts.
+    """
+
+    namespace: bytes
+    parts: Mapping[str, bytes]
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def code(self) -> bytes:
+        """A digest of everything but the content of tensors."""
+        parts = {name: data for name, data in self.parts.items() if not name.startswith("weights ")}
+        return Fingerprint.of_parts(parts).namespace
+
+    @classmethod
+    def of_parts(cls, parts: Mapping[str, bytes], values: Mapping[str, str] | None = None) -> Fingerprint:
+        """The fingerprint made of some parts."""
+        namespace = digest([data for name in sorted(parts) for data in (name.encode(), parts[name])])
+        return cls(namespace, dict(parts), values or {})
 
 
 def differences(before: Fingerprint, now: Fingerprint) -> list[str]:

@@ -1,0 +1,777 @@
+"""`Walk`: everything that the output of a forward depends on, written down as named parts.
+
+Code counts by its source, attributes by their values. Hooks, closures, and the globals that code names count
+too. What an object is written down by stands in one table of types; those that are not in it count by their
+class and their state. Tensors are listed but not read, so that a walk is cheap: `NamespaceKeeper` reads them
+later. Attributes of modules are read last, when it is known what code reads of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import random
+import re
+import sys
+import threading
+import types
+import typing
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, MutableSet
+from multiprocessing.synchronize import SemLock
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchcache2.core.private import (
+    COMPILED_FROM,
+    GLOBAL_HOOKS,
+    HOOKS,
+    PRE_HOOKS,
+    REPLICATE,
+    SCRIPT,
+    SCRIPT_FIELDS,
+    buffers_of,
+    has_version,
+    modules_of,
+    parameters_of,
+    script_parts,
+    version,
+)
+from torchcache2.core.settings import CacheSettings
+from torchcache2.identity.codewalk import CodeWalk
+from torchcache2.identity.encoding import (
+    CONTAINERS,
+    INNER,
+    UNCOUNTED,
+    Bulk,
+    Encoder,
+    UnencodableError,
+    attributes,
+    digest,
+    qualified_name,
+    readable,
+    sized,
+    tensor_digest,
+    text_bytes,
+)
+from torchcache2.identity.fingerprint import Fingerprint
+from torchcache2.identity.guard import MUTABLE, content
+from torchcache2.identity.leftout import left_out, without_captures
+from torchcache2.identity.libraries import OPERATORS, ScriptState, graph_code, script_code
+from torchcache2.identity.marks import (
+    ADDED_ATTRIBUTE,
+    LAZY_ATTRIBUTE,
+    ORIGINAL_ATTRIBUTE,
+    cache_options,
+    is_method,
+    is_ours,
+    without_ours,
+)
+from torchcache2.identity.sharded import Shards
+from torchcache2.identity.sourcecode import CompiledTexts
+from torchcache2.identity.uses import is_plain, unmangled
+
+__all__ = ["GENERATORS", "Lazy", "Loaded", "Walk", "has_plain_state"]
+
+_FORMAT = 3
+_COMPILED = (  # attributes that the compiler, and Lightning around it, put on modules and tensors
+    *("_dynamo", "_torchdynamo", "_is_torch_compile", "_compiled_call_impl", "_compile_kwargs"),
+    *("dynamo_ctx", "get_compiler_config"),
+)
+_NOISE = ("torchcache_", *_COMPILED)
+_INTERNAL = {*vars(nn.Module()), LAZY_ATTRIBUTE, REPLICATE}
+_PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
+_SMALL = 1 << 16
+_MOST_NOTES = 500
+_HOOK_FLAGS = ("with_kwargs", "always_called")
+_WATCHED = (  # what `Watch` and `NamespaceKeeper` take of a walk, lists of which one may follow another
+    *("modules", "scopes", "cells", "reads", "dicts", "written", "written_scopes", "written_cells"),
+    *("generators", "lazies"),
+)
+_LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
+
+
+class Lazy(Protocol):
+    """What a walk asks of a module that need not be loaded; see `torchcache2.LazyModule`."""
+
+    loader: Callable[[], nn.Module]
+    module: nn.Module | None  # None: it is not loaded
+    tokens: dict[int, tuple[object, bytes]]  # see `CodeWalk`
+    watchers: MutableSet[Any]  # the keepers that have walked it: they refer to what is loaded
+
+    def places(self) -> dict[str, int]:
+        """The files that the loader reads: the number of each by its absolute path."""
+        ...
+
+    def content(self, settings: CacheSettings | None) -> bytes:
+        """A digest of what is in these files; if the module is loaded, of those that it was loaded from."""
+        ...
+
+    def device(self) -> torch.device:
+        """Where its weights are, or will be."""
+        ...
+
+    def expected(self, loader: bytes, content: bytes, settings: CacheSettings) -> bytes:
+        """The namespace that a module loaded by this loader from this content had at first."""
+        ...
+
+
+class Loaded(NamedTuple):
+    """A module that was loaded, as a walk has found it."""
+
+    path: str
+    lazy: Lazy
+    loader: bytes  # digests of the loader, and of the content of its files
+    content: bytes
+    parts: dict[str, bytes]
+    names: dict[str, str]  # what a tensor is called in the walk around it → in the module
+
+
+class _Field(NamedTuple):
+    """An attribute of a module."""
+
+    kind: type  # the class of the module
+    name: str
+    path: str
+    value: Any
+    names: list[str]  # attributes of the module that are watched
+    skipped: set[str]  # those that are not
+    read: set[str]  # paths of what was written down of it
+
+
+class Walk(CodeWalk):
+    """Everything that a module or function computes with, as named parts.
+
+    A walk inside of another one gets the `labels` of what that has met, by id. `shards` says what happens to
+    sharded modules. With `reads_all`, nothing is left out for the reason that no code reads it. `methods` are
+    those of an object that are called: if there are others than forward, or it is no module, all of them
+    count. The `settings` say where digests of files are remembered. A path in `places` counts as its number.
+    """
+
+    most_objects = most_before_bulk = 100_000
+    held_in_bulk: tuple[type, ...] = (tuple,)  # containers in bulk are not watched, so they must not change
+
+    def __init__(
+        self,
+        root: Any,
+        tokens: MutableMapping[int, tuple[object, bytes]],
+        texts: CompiledTexts,
+        labels: Mapping[int, bytes] | None = None,
+        shards: Shards | None = None,
+        settings: CacheSettings | None = None,
+        reads_all: bool = False,
+        ignore: Iterable[str] = (),
+        methods: Collection[str] = (),
+        places: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__(tokens, texts, ignore)
+        self.generators: list[Any] = []  # random generators, whose state is not part of the namespace
+        self.opaque: list[str] = []  # where something was met whose changes leave no sign
+        # Containers by id, with their content at that time, and where they were met.
+        self.containers: dict[int, tuple[Any, tuple[Any, ...], str]] = {}
+        self.tensors: dict[str, Tensor] = {}  # by path; their content becomes part of the namespace later
+        # Every module that was met, the attributes of it that were read, and those that were left out. A root
+        # that is a plain object is among them.
+        self.modules: list[tuple[Any, list[str], set[str]]] = []
+        self.lazies: list[Lazy] = []  # modules that need not be loaded
+        self.loaded: list[Loaded] = []  # those that are
+        self.names_grad = False  # whether code may turn grad mode on by itself
+        self.shards = shards if shards is not None else Shards()
+        self.uses.is_dynamic = reads_all
+        self.uses.root = type(root) if set(methods) - {"forward"} else None
+        self._plain_root = root if methods and _has_fields_alone(root) else None  # it is read as a module is
+        self._settings, self._places = settings, places or {}
+        self._is_inner = labels is not None
+        self._labels.update(labels or {})
+        self._attributes: list[_Field] = []
+        self._tensor_names: dict[int, str] = {}
+        self._objects = 0
+        self._too_much = os.urandom(16)
+        self._bulk = Bulk(self.most_before_bulk, self.held_in_bulk)
+        self._notes: dict[str, Any] = {}  # plain values inside of objects, by path
+        self._noted: set[int] = set()
+        self.parts["format"] = str(_FORMAT).encode()
+        self.parts["root"] = self.encode(root, "")
+        for hooks in GLOBAL_HOOKS:
+            for number, hook in enumerate(hooks.values()):
+                self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
+        # To write down what code reads may meet more code, which reads more.
+        while self.write_all() or self._read_fields() or self._distrust():
+            pass
+        self._close_fields()
+        self.watch_all()
+        self.names_grad |= any("enable_grad" in name or "grad_enabled" in name for name in self.parts)
+
+    def encode(self, value: Any, path: str) -> bytes:
+        """The bytes of `value`, or a token if there is too much of it."""
+        if self.ignore and self.ignores(value, path):
+            return b"-"
+        if self._places and isinstance(value, (str, os.PathLike)) and value:
+            number = self._places.get(os.path.abspath(os.fsdecode(value)))
+            if number is not None:
+                return b"file" + text_bytes(str(number))
+        if isinstance(value, UNCOUNTED):
+            return super().encode(value, path)
+        self._objects += 1
+        if self._objects > self.most_objects:
+            if self._objects == self.most_objects + 1:
+                self.unread.append(f"{path} (more than {self.most_objects} objects)")
+            return self._too_much
+        if issubclass(type(value), MUTABLE):  # the type is asked, as an object may claim another `__class__`
+            self.containers.setdefault(id(value), (value, content(value), path))
+        try:
+            return super().encode(value, path)
+        except RecursionError:
+            return self.unreadable(value, f"{path} (too deep)")
+
+    def kind(self, kind: type, path: str) -> bytes:
+        """Walk a class."""
+        return self.klass(kind, path)
+
+    def contents(self, value: Any, path: str) -> bytes:
+        """Read a set in an order that does not depend on the process, as labels are given in this order."""
+        if (data := self._bulk.read(value, self._objects)) is not None:
+            return data
+        if isinstance(value, (set, frozenset)):
+            ordered = sorted(value, key=self._rank)
+            return b"".join(map(sized, sorted(self.encode(element, f"{path}{{…}}") for element in ordered)))
+        if isinstance(value, dict):
+            if left_out(type(value)):
+                value = self.without_skipped(type(value), dict(value), path)
+            self._note(value, value, path)
+        return super().contents(value, path)
+
+    def _rank(self, element: Any) -> bytes:
+        """Bytes to sort by: an element's label, its content, or what a separate walk of it writes."""
+        if id(element) in self._labels:
+            return self._labels[id(element)]
+        try:
+            return Encoder().encode(element, "")
+        except UnencodableError:
+            pass
+        if self._is_inner:
+            return b""  # the element may contain this set, which would never end
+        walk = Walk(element, self._tokens, self._texts, self._labels, self.shards)
+        small = [tensor for tensor in walk.tensors.values() if tensor.nbytes <= _SMALL]
+        return digest([Fingerprint.of_parts(walk.parts).namespace, *map(tensor_digest, small)])
+
+    def compound(self, value: Any, kind: type, path: str) -> bytes:
+        """Walk a subclass of a container or a dataclass, with the attributes that it has besides."""
+        if value is self._plain_root:
+            return self.module(value, path)
+        if not hasattr(kind, "__dataclass_fields__") and not isinstance(value, CONTAINERS):
+            return self.other(value, path)
+        return super().compound(value, kind, path)
+
+    def fields(self, value: Any, path: str) -> dict[str, Any]:
+        """The fields of a dataclass by name, without those that are left out."""
+        fields = self.without_ignored(super().fields(value, path), f"{path}.")
+        fields = self.without_skipped(type(value), fields, path)
+        self._note(value, fields, path)
+        return fields
+
+    def besides(self, value: Any, path: str) -> bytes:
+        """The bytes of further attributes, those in slots included; they are watched from then on."""
+        fields = getattr(type(value), "__dataclass_fields__", ())
+        state = self.without_ignored(attributes(value), f"{path}.")
+        self.watch(value, state)
+        state = {name: item for name, item in state.items() if name not in fields}
+        state = self.without_skipped(type(value), state, path)
+        if isinstance(value, defaultdict):
+            state["default_factory"] = value.default_factory
+        return self.state(state, path)
+
+    def other(self, value: Any, path: str) -> bytes:
+        """Walk code and objects, by the table of types."""
+        kind = type(value)
+        if hasattr(kind, ADDED_ATTRIBUTE):
+            if not is_ours(value):  # somebody's subclass of `Cache` may compute something
+                return self.klass(kind, path) + self.unreadable(value, path)
+            # A wrapper may refer to a cached forward: it counts as the forward that it caches. A method
+            # counts with its object.
+            plain = value.plain() if is_method(value) else getattr(value, ORIGINAL_ATTRIBUTE, None)
+            return b"z" + self.encode(plain, path)
+        if (parts := _parts_of_type(value)) is not None:
+            return b"t" + self.encode(parts, path)
+        if kind is object:
+            return _class_alone(self, value, path)
+        write = next((_TABLE[base] for base in kind.__mro__ if base in _TABLE), Walk._object)
+        return write(self, value, path)
+
+    def state(self, state: Mapping[str, Any], path: str) -> bytes:
+        """Bytes of named values."""
+        names = sorted(state)
+        pairs = [(state[name], f"{path}.{name}") for name in names]
+        return text_bytes(" ".join(names)) + self.items(pairs)
+
+    def watch(self, value: Any, state: Mapping[str, Any]) -> None:
+        """Have it noticed when an attribute of an object changes."""
+        scope = getattr(value, "__dict__", None)
+        if type(scope) is dict:
+            self.dicts.append(scope)
+            self.reads.append((_class_of, value))
+        else:
+            scope = {}
+        self.scopes += [(scope, name, item) for name, item in state.items() if name in scope]
+        slots = [name for name in state if name not in scope and hasattr(value, name)]
+        if slots:
+            # There are two names at least, so that `attrgetter` always returns a tuple.
+            self.reads.append((attrgetter("__class__", *slots), value))
+
+    def texts(self) -> dict[str, str]:
+        """For people, the plain values inside of objects, so that it can be told which one has changed."""
+        texts = {path: readable(Encoder().encode(value, path)) for path, value in self._notes.items()}
+        return {f"{INNER}{path}": text for path, text in texts.items() if text is not None}
+
+    def _note(self, owner: Any, state: Mapping[Any, Any], path: str) -> None:
+        if id(owner) in self._noted or len(self._notes) > _MOST_NOTES:
+            return  # several modules may share a configuration
+        self._noted |= {id(owner), id(getattr(owner, "__dict__", None))}
+        where = "{}[{!r}]" if isinstance(owner, dict) else "{}.{}"
+        plain = {name: value for name, value in state.items() if isinstance(name, str) and is_plain(value)}
+        self._notes |= {where.format(path, name): value for name, value in plain.items()}
+
+    # Objects.
+
+    def _object(self, value: Any, path: str) -> bytes:
+        with self.inside(type(value)):
+            return self._object_of_class(value, type(value), path)
+
+    def _object_of_class(self, value: Any, kind: type, path: str) -> bytes:
+        state = self.without_ignored(attributes(value), f"{path}.")
+        if hasattr(kind, "__enter__") and self.origins.of(kind) == "torch":
+            # Such an attribute is the state that a context manager goes back to, and changes with each use.
+            state = {name: item for name, item in state.items() if not name.startswith("prev")}
+        self.watch(value, state)
+        if hasattr(kind, "set_truncation_and_padding") and hasattr(state.get("_tokenizer"), "to_str"):
+            # Each call of such a tokenizer sets the first two members of its JSON anew, so they do not count.
+            self.reads.append((_parts_of_tokenizer, state["_tokenizer"]))
+            text = state["_tokenizer"].to_str()  # "truncation", "padding", "added_tokens", …
+            state["_tokenizer"] = text[max(0, text.find('"added_tokens"')) :]
+        cached = cache_options(value) if "cache_instance" in state else []
+        state = self.without_skipped(kind, without_ours(state), path)
+        if qualified_name(kind) == "tokenizers.Tokenizer":
+            self.reads.append((_tokenizer, value))
+        self._note(value, state, path)
+        head = self.klass(kind, path) + self.state(state, path)
+        head += self.encode(cached, path) if cached else b""
+        if has_plain_state(value):
+            return b"o" + head
+        if hasattr(kind, "__next__"):
+            return self.unreadable(value, path)  # an iterator's position changes as it is used
+        try:
+            reduced = value.__reduce_ex__(4)  # this includes state that only C code can read
+        except Exception:
+            reduced = None
+        if isinstance(reduced, str):
+            return b"R" + head + text_bytes(reduced)
+        if isinstance(reduced, tuple):
+            if not qualified_name(kind).startswith(("tokenizers.", "functools.")):
+                self.opaque.append(path)
+            parts = [list(part) if hasattr(part, "__next__") else part for part in reduced]
+            if self.ignore and type(fields := getattr(value, "__dict__", None)) is dict:
+                kept = self.without_ignored(fields, f"{path}.")
+                parts = [kept if part is fields else part for part in parts]
+            return b"R" + head + self.encode(parts, path)
+        text = repr(value)
+        if self.origins.of(kind) != "torch" or _ADDRESS.search(text):
+            return self.unreadable(value, path)
+        return b"r" + head + text_bytes(text)  # such as torch.finfo
+
+    # Tensors.
+
+    def tensor(self, value: Tensor, path: str) -> bytes:
+        """List a tensor, to be read later."""
+        if hasattr(value, "__tensor_flatten__"):
+            names, context = value.__tensor_flatten__()
+            inner = [(getattr(value, name), f"{path}.{name}") for name in names]
+            return b"s" + self.items([(type(value), path), (context, path), *inner])
+        if not is_lazy(value) and (value.layout != torch.strided or value.is_quantized or value.is_nested):
+            self.reads.append((_version, value))  # some of its parts are copies
+            if parts := _parts_of_tensor(value):
+                return b"S" + self.encode([str(value.layout), tuple(value.shape), *parts], path)
+            return self.unreadable(value, path)
+        if value.is_meta:
+            return b"meta" + self.encode([value.dtype, tuple(value.shape)], path)
+        if id(value) in self._tensor_names:
+            return b"the same as " + text_bytes(self._tensor_names[id(value)])
+        name = self._tensor_names[id(value)] = self._list(value, path)
+        state = {k: v for k, v in attributes(value).items() if not k.startswith(_COMPILED)}
+        return text_bytes(name) + (self.state(state, path) if state else b"")
+
+    def _list(self, tensor: Tensor, name: str) -> str:
+        while name in self.tensors:
+            name += "'"
+        self.tensors[name] = tensor
+        return name
+
+    # Modules.
+
+    def module(self, module: Any, path: str) -> bytes:
+        """Write down a module, or a root that is read like one; the label of its part."""
+        if id(module) in self._labels:
+            return self._labels[id(module)]
+        label = self.label(module, f"module {path}")
+        if not isinstance(module, nn.Module) or not self.shards.takes(module):
+            with self.inside(type(module)):
+                # Labels are unique, so this path is unique too.
+                self._new_module(module, label.decode(), label.decode().removeprefix("module "))
+        return label
+
+    def _new_module(self, module: Any, label: str, path: str) -> None:
+        kind, own = type(module), vars(module)
+        where = f"{path}." if path else ""
+        head = self.klass(kind, path)
+        if path:
+            self._hooks(module, where)
+        children: dict[str, Any] = {}
+        if isinstance(module, nn.Module):
+            for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
+                if tensor is not None and not self.ignores(tensor, f"{where}{name}"):
+                    self.parts[f"tensor {where}{name}"] = self.encode(tensor, f"{where}{name}")
+            children = self.without_ignored(modules_of(module), where)
+        for name, child in children.items():
+            if child is not None:
+                self.parts[f"child {where}{name}"] = self.module(child, f"{where}{name}")
+        fields = {
+            name: value
+            for name, value in sorted(without_ours(self._made_by_tools(module, path)).items())
+            if name not in _INTERNAL and not name.startswith(_NOISE)
+        }
+        watched = self.without_ignored(fields, where)
+        # What stands in the place of the root's own methods refers to the cache, which would refer to itself.
+        names = [name for name in watched if path or fields[name] is own[name]]
+        if path and "cache_instance" in own:
+            names += {"cache_instance": 0, **{n: 0 for n, one in own.items() if is_method(one)}}.keys() - {
+                *names
+            }
+        skipped = fields.keys() - watched.keys()
+        self.modules.append((module, names, skipped))
+        for name, value in self.without_skipped(kind, watched, path).items():
+            self._attributes.append(_Field(kind, name, f"{where}{name}", value, names, skipped, set()))
+        if LAZY_ATTRIBUTE in own:
+            self._lazy(own[LAZY_ATTRIBUTE], path)
+        if path and (options := cache_options(module)):
+            self.parts[f"cached {path}"] = self.encode(options, path)
+        self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
+        self.parts[label] = head + Encoder().encode(list(children), path)
+        if not path:  # hooks of the root run outside of the forward: what they collect does not matter
+            containers = dict(self.containers)
+            self._hooks(module, where)
+            self.containers = containers
+
+    def _hooks(self, module: nn.Module, where: str) -> None:
+        before, self.in_hook = self.in_hook, bool(where)
+        for hooks in (PRE_HOOKS, HOOKS):
+            for number, (key, hook) in enumerate(without_captures(vars(module).get(hooks, {}))):
+                name = f"{where}{hooks}[{number}]"
+                flags = [key in vars(module).get(f"{hooks}_{flag}", ()) for flag in _HOOK_FLAGS]
+                self.parts[f"hook {name}"] = self.encode([hook, *flags], name)
+        self.in_hook = before
+
+    def _made_by_tools(self, module: nn.Module, path: str) -> dict[str, Any]:
+        """The attributes of a module without those that stand for its code, which this writes down."""
+        fields = vars(module)
+        # Generated code may read any attribute.
+        self.uses.is_dynamic |= isinstance(module, (torch.fx.GraphModule, torch.jit.ScriptModule))
+        if isinstance(module, torch.fx.GraphModule):
+            _ = module.code  # a lazy graph makes the code of its class when it is first read
+            # The class may have the code of an earlier graph; an interpreter runs the graph as it is now.
+            self.parts[f"graph {path}".rstrip()] = self.encode(module.graph, path)
+        if not isinstance(module, torch.jit.ScriptModule) or SCRIPT not in fields:
+            return fields
+        parts, own, code = script_parts(module), SCRIPT_FIELDS, None
+        if parts is not None:
+            state = ScriptState(parts)
+            code = script_code(parts.methods) if state.is_plain else None
+            own = own.union(method.name for method in parts.methods)
+        if parts is None or code is None:
+            self.parts[f"script {path}".rstrip()] = self.unreadable(module, path)
+        else:
+            tensors = {*parameters_of(module).keys(), *buffers_of(module).keys()}
+            plain = {name: value for name, value in state.values.items() if name not in tensors}
+            self.parts[f"script {path}".rstrip()] = self.encode([code, parts.constants, plain], path)
+            self.reads.append((state, module))
+        return {name: value for name, value in fields.items() if name not in own}
+
+    def _read_fields(self) -> bool:
+        """Write down what code reads of attributes of modules; whether that is more than before."""
+        is_more = False
+        for field in self._attributes:  # which may grow
+            key, uses = f".{unmangled(field.name)}", self.uses.of(field.kind)
+            if uses.only_writes(key, field.value):
+                continue
+            for value, path in self.read_of(uses, key, field.value, field.path):
+                if path not in field.read:
+                    is_more = True
+                    field.read.add(path)
+                    self.parts[f"attribute {path}"] = self.encode(value, path)
+        return is_more
+
+    def _close_fields(self) -> None:
+        """Leave out the attributes of modules that code only writes."""
+        for field in self._attributes:
+            key, uses = f".{unmangled(field.name)}", self.uses.of(field.kind)
+            if uses.only_writes(key, field.value):
+                self.leave_out(f"{field.kind.__name__}.{field.name}", field.value)
+                if key in uses.assigned:
+                    field.skipped.add(field.name)
+                    if field.name in field.names:
+                        field.names.remove(field.name)
+
+    def _distrust(self) -> bool:
+        """Write down containers that code only adds to, if something may tell their content all the same."""
+        catches = self.uses.of(object).catches
+        doubted = [one for one in self.written if self.unread or (catches and isinstance(one[1], dict))]
+        due = [one for one in doubted if id(one[1]) not in self.containers]
+        for name, container in due:
+            self.parts[f"global {name}"] = self.encode(container, name)
+        return bool(due)
+
+    def _lazy(self, lazy: Lazy, path: str) -> None:
+        """Write down how a module is loaded. If it is, it is watched as any other.
+
+        What the module is counts only if that is not what the loader makes. So it has a walk of its own, in
+        which it is no root, as its hooks run inside of the forward.
+        """
+        where = f"{path}." if path else ""
+        self.lazies.append(lazy)
+        self.reads.append((_module_of, lazy))
+        settings = self._settings
+        # The path of a file that it reads counts as that file's number: its content counts.
+        loader = Walk(lazy.loader, self._tokens, self._texts, settings=settings, places=lazy.places())
+        self.parts |= {f"loader {where}{name}": data for name, data in loader.parts.items()}
+        self.unread += loader.unread
+        self._take_over(loader, f"{where}loader")
+        content = lazy.content(settings)
+        self.parts[f"files {path}".rstrip()] = content
+        if lazy.module is not None:
+            inner = Walk((lazy.module,), lazy.tokens, self._texts, shards=self.shards, settings=settings)
+            names = self._take_over(inner, path)
+            code = Fingerprint.of_parts(loader.parts).namespace
+            self.loaded.append(Loaded(path, lazy, code, content, inner.parts, names))
+
+    def _take_over(self, inner: Walk, path: str) -> dict[str, str]:
+        """Have what another walk has met watched; the names of its tensors there, by those that they get."""
+        mine = {
+            name: self._list(tensor, f"{path}.{name.removeprefix('[0]').removeprefix('.')}".strip("."))
+            for name, tensor in inner.tensors.items()
+        }
+        for field in _WATCHED:
+            getattr(self, field).extend(getattr(inner, field))
+        self.containers |= inner.containers
+        self.not_imported |= inner.not_imported
+        self.names_grad |= inner.names_grad
+        for one in inner.loaded:
+            self.loaded.append(one._replace(names={mine.pop(name): its for name, its in one.names.items()}))
+        return {theirs: name for name, theirs in mine.items()}
+
+
+# What an object of a type is written down by. Each function has the walk, the value, and its path.
+
+
+def _fields_of(tag: bytes, *names: str) -> Callable[[Walk, Any, str], bytes]:
+    """By these attributes."""
+    return lambda walk, value, path: tag + walk.items([(getattr(value, name), path) for name in names])
+
+
+def _class_alone(walk: Walk, value: Any, path: str) -> bytes:
+    """Of an object whose state does not count."""
+    return b"z" + text_bytes(qualified_name(type(value)))
+
+
+def _function(walk: Walk, value: types.FunctionType, path: str) -> bytes:
+    compiled = vars(value).get(COMPILED_FROM)
+    return walk.function(value, path) if compiled is None else walk.encode(compiled, path)
+
+
+def _builtin(walk: Walk, value: Any, path: str) -> bytes:
+    walk.uses.meet(value)
+    owner = getattr(value, "__self__", None)
+    is_bound = owner is not None and not isinstance(owner, (types.ModuleType, type))
+    name = text_bytes(qualified_name(value) + repr(getattr(value, "__objclass__", "")))
+    return b"u" + name + (walk.encode(owner, path) if is_bound else b"")
+
+
+def _generator(walk: Walk, value: Any, path: str) -> bytes:
+    if not isinstance(value, random.SystemRandom):
+        walk.generators.append(value)
+    return _class_alone(walk, value, path)
+
+
+def _logger(walk: Walk, value: logging.Logger, path: str) -> bytes:
+    """By its name; unreadable if it has more state than the standard library's own."""
+    walk.dicts.append(vars(value))
+    state = {name: item for name, item in vars(value).items() if name not in _LOGGER_FIELDS}
+    head, origin = b"h" + text_bytes(value.name), walk.origins.of(type(value))
+    if origin == "installed" or (origin == "builtin" and not state):
+        return head
+    walk.watch(value, state)
+    return head + walk.unreadable(value, path) + walk.klass(type(value), path) + walk.state(state, path)
+
+
+def _weak(walk: Walk, value: Any, path: str) -> bytes:
+    """Of a container whose content depends on which other objects are alive."""
+    if not walk.is_foreign:  # else it is, for example, the cache of functools.singledispatch
+        walk.reads.append((_is_empty, value))
+        if len(value):
+            return walk.unreadable(value, path)
+    return _class_alone(walk, value, path)
+
+
+def _thread_local(walk: Walk, value: threading.local, path: str) -> bytes:
+    if not walk.is_foreign:
+        walk.reads.append((_of_this_thread, value))
+        if vars(value) or type(value) is not threading.local:
+            token = walk.unreadable(value, path)
+            return token + walk.klass(type(value), path) + walk.state(dict(vars(value)), path)
+    return _class_alone(walk, value, path)
+
+
+def _script_function(walk: Walk, value: Any, path: str) -> bytes:
+    code = script_code([value])
+    return walk.unreadable(value, path) if code is None else b"J" + walk.encode(code, path)
+
+
+def _storage(walk: Walk, value: torch.UntypedStorage | torch.TypedStorage, path: str) -> bytes:
+    dtype = value.dtype if isinstance(value, torch.TypedStorage) else torch.uint8
+    return b"B" + walk.encode(torch.empty(0, dtype=dtype, device=value.device).set_(value), path)
+
+
+_TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
+    nn.Module: Walk.module,
+    type: Walk.klass,
+    types.FunctionType: _function,
+    types.MethodType: _fields_of(b"m", "__func__", "__self__"),
+    types.ModuleType: Walk.python_module,
+    staticmethod: _fields_of(b"hs", "__func__"),
+    classmethod: _fields_of(b"hc", "__func__"),
+    property: _fields_of(b"hp", "fget", "fset"),
+    functools.cached_property: _fields_of(b"hf", "func"),
+    type(functools.lru_cache(print)): _fields_of(b"hl", "__wrapped__"),
+    weakref.ReferenceType: lambda walk, value, path: b"w" + walk.encode(value(), path),
+    logging.Logger: _logger,
+    torch.jit.ScriptFunction: _script_function,
+    torch.UntypedStorage: _storage,
+    torch.TypedStorage: _storage,
+    torch.fx.Graph: lambda walk, value, path: b"G" + walk.encode(graph_code(value), path),
+    torch.fx.Node: _fields_of(b"G", "name", "graph"),
+    threading.local: _thread_local,
+    **dict.fromkeys(OPERATORS, Walk.operator),
+    **dict.fromkeys(GENERATORS, _generator),
+    **dict.fromkeys((weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet), _weak),
+    **dict.fromkeys((type(threading.Lock()), type(threading.RLock()), SemLock), _class_alone),
+    **dict.fromkeys(
+        (
+            *(types.BuiltinFunctionType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
+            *(types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType),
+            *(types.MethodWrapperType, np.ufunc),
+        ),
+        _builtin,
+    ),
+}
+
+
+def _parts_of_tensor(value: Tensor) -> list[Any]:
+    """The dense tensors and numbers that a tensor is made of which is not dense; empty if not known."""
+    if value.layout == torch.sparse_coo and value.is_coalesced():
+        return [value.detach().indices(), value.detach().values()]
+    if value.layout == torch.sparse_csr:
+        return [value.crow_indices(), value.col_indices(), value.values()]
+    if value.is_quantized and value.qscheme() == torch.per_tensor_affine:
+        return [value.q_scale(), value.q_zero_point(), value.int_repr()]
+    if value.is_quantized and value.qscheme() in _PER_CHANNEL:
+        scales, points = value.q_per_channel_scales(), value.q_per_channel_zero_points()
+        return [scales, points, value.q_per_channel_axis(), value.int_repr()]
+    return []
+
+
+# Types as they stand in annotations, such as ``int | None`` and type variables, are objects whose classes
+# differ between versions of Python.
+_FORMS = (type(typing.ClassVar), type(typing.List))  # noqa: UP006  such as Final, or List by itself
+_NAMED_TYPES = tuple(
+    getattr(typing, name)
+    for name in ("TypeVar", "ParamSpec", "TypeVarTuple", "TypeAliasType")
+    if hasattr(typing, name)
+)
+_TYPE_FIELDS = (
+    *("__name__", "__bound__", "__constraints__", "__covariant__", "__contravariant__", "__value__"),
+    "__forward_arg__",
+)
+
+
+def _parts_of_type(value: Any) -> list[Any] | None:
+    """The parts of such a type, which are the same in every process; None for any other value."""
+    if value is typing.Any:  # a class in some versions of Python
+        return ["Any"]
+    if isinstance(value, (*_NAMED_TYPES, typing.ForwardRef)):
+        return [type(value).__name__, *[getattr(value, field, None) for field in _TYPE_FIELDS]]
+    if isinstance(value, (typing.ParamSpecArgs, typing.ParamSpecKwargs)):
+        return [type(value).__name__, value.__origin__]
+    origin = typing.get_origin(value)
+    if origin is None:
+        return [str(value)] if isinstance(value, _FORMS) else None
+    return ["Union" if origin in (typing.Union, types.UnionType) else origin, list(typing.get_args(value))]
+
+
+# What is read at every call, as a tuple of objects that stay the same as long as nothing changes.
+
+
+def _class_of(value: Any) -> tuple[Any, ...]:
+    return type(value), value.__dict__
+
+
+def _is_empty(value: Any) -> tuple[bool]:
+    return (len(value) == 0,)
+
+
+def _module_of(lazy: Lazy) -> tuple[nn.Module | None]:
+    return (lazy.module,)
+
+
+def _of_this_thread(value: threading.local) -> tuple[Any, ...]:
+    return (len(vars(value)), *vars(value), *vars(value).values())
+
+
+def _version(tensor: Tensor) -> tuple[str]:
+    return (sys.intern(str(version(tensor))) if has_version(tensor) else "",)
+
+
+def _parts_of_tokenizer(value: Any) -> tuple[str]:
+    """What shows most changes of a tokenizer, in some 4 µs."""
+    parts = (value.normalizer, value.pre_tokenizer, value.post_processor, value.decoder)
+    # In old versions a text is that of an object, and then names its address.
+    shown = [text if " at 0x" not in (text := repr(part)) else type(part) for part in parts]
+    model = value.model
+    return (sys.intern(f"{value.get_vocab_size()} {shown} {type(model)} {getattr(model, 'dropout', None)}"),)
+
+
+def _tokenizer(value: Any) -> tuple[str, str]:
+    return *_parts_of_tokenizer(value), sys.intern(f"{value.truncation} {value.padding}")
+
+
+def has_plain_state(value: Any) -> bool:
+    """Whether an object keeps all of its state in attributes, as its classes have no methods in C."""
+    return not any(
+        isinstance(method, (types.MethodDescriptorType, types.WrapperDescriptorType))
+        and method.__objclass__ is kind
+        for kind in type(value).__mro__[:-1]
+        for method in vars(kind).values()
+    )
+
+
+def _has_fields_alone(value: Any) -> bool:
+    """Whether an object, no module, has all of its state in its ``__dict__``."""
+    odd = (nn.Module, types.FunctionType, *CONTAINERS)
+    if isinstance(value, odd) or type(getattr(value, "__dict__", None)) is not dict:
+        return False
+    return has_plain_state(value) and attributes(value).keys() == vars(value).keys()
