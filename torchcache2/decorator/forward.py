@@ -20,8 +20,7 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import UnstorableError, has_attributes, leaves_of, mapped
 from torchcache2.decorator.bypass import BypassError, not_stored, of_module
-from torchcache2.decorator.elsewhere import are_weights_elsewhere, with_device_hint
-from torchcache2.decorator.lazymodule import asked_for, lazies_of
+from torchcache2.decorator.lazymodule import devices_apart, lazies_of, with_device_hint
 from torchcache2.decorator.probe import Probe, alone, talks
 from torchcache2.decorator.traces import Inputs, filling
 from torchcache2.decorator.tracing import Runner
@@ -95,7 +94,7 @@ def may_check(
     A batch that is all found is not worth loading a module for. Ranks in step share out what is computed,
     so that one that computes its whole batch delays all: only a rank that `is_alone` checks later batches.
     """
-    if are_weights_elsewhere(call, root, seen) or not (is_first or is_alone):
+    if devices_apart(call, root, seen) or not (is_first or is_alone):
         return False
     loaded = [lazy.module for lazy in lazies_of(keeper, call)]
     if is_found and None in loaded:
@@ -168,16 +167,14 @@ class Computation:
             If the output must not be stored.
         """
         self.has_run = True
-        count, size = len(positions), self.call.batch_size
-        with asked_for(count, size):
-            if self.is_sharded:
-                if not self.ran:
-                    self._run_once()
-                return WholeBatch(self.ran[0]) if count < size else self.ran[0]
-            with with_device_hint(self.keeper.name, self.call, self.root, self.seen, positions):
-                return self._output(positions)
+        return with_device_hint(self._output, self.call, self.keeper.name, self.root, self.seen)(positions)
 
     def _output(self, positions: Tensor) -> Any:
+        if self.is_sharded:
+            if not self.ran:
+                self._run_once()
+            is_part = len(positions) < self.call.batch_size
+            return WholeBatch(self.ran[0]) if is_part else self.ran[0]
         is_whole = len(positions) == self.call.batch_size
         if not (is_whole or self._may_compute_parts()):
             return self._whole_batch()

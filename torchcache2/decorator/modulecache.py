@@ -25,7 +25,6 @@ from torchcache2.core.settings import CacheSettings, disabled_by_environment, st
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.decorator import bypass
 from torchcache2.decorator.bypass import BypassError, not_stored
-from torchcache2.decorator.explain import NOTHING_DIFFERS, CallSeen, explained
 from torchcache2.decorator.forward import Computation, Known, may_check
 from torchcache2.decorator.probe import CallChecks, Probes
 from torchcache2.decorator.shortcuts import Glance, Shortcuts, glance
@@ -35,6 +34,7 @@ from torchcache2.decorator.warmup import warm_up
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
 from torchcache2.engine.collective.exchange import apart
+from torchcache2.engine.explain import NOTHING_DIFFERS, CallSeen, compared, of_calls
 from torchcache2.engine.running import Forward, OwnMemoryError
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import CacheStats
@@ -234,7 +234,10 @@ class ModuleCache:
         self.engine.namespace = self.keeper.look(self.living_root()).namespace
         now, before = self.fingerprint, self.keeper.history.before(self.fingerprint)
         calls, directory, why = list(self._calls), self.engine.tiers.directory, self._why_not_cached()
-        text = explained(self.name, self._class(), now, before, calls, why, directory, self._made)
+        if len(calls) == 2 and calls[0].namespace == calls[1].namespace == now.namespace:
+            text = of_calls(*calls) if why is None else f"not cached: {why}"
+        else:
+            text = compared(self.name, self._class(), now, before, why, directory, self._made)
         ignored = at_most([f"left out by ignore: {path}" for path in self.keeper.ignored])
         return "\n".join([text, *ignored])
 

@@ -1,19 +1,16 @@
-"""Why an item was not found: what differs between two fingerprints, and between two calls."""
+"""Why an item was not found: what differs between two calls, or between a namespace and the one before it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-from torchcache2.engine.earlier import compared
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.encoding import form, readable, split
-from torchcache2.identity.fingerprint import Fingerprint, at_most
-
-__all__ = ["NOTHING_DIFFERS", "CallSeen", "explained"]
+from torchcache2.identity.fingerprint import Fingerprint, at_most, differences, from_document
 
 NOTHING_DIFFERS = "nothing but the items differs between the last two calls"
 
@@ -37,28 +34,8 @@ class CallSeen(NamedTuple):
         return cls(namespace, call.context, leaves)
 
 
-def explained(
-    name: str,
-    kind: str,
-    now: Fingerprint,
-    before: Fingerprint | None,
-    calls: Sequence[CallSeen],
-    bypass: str | None,
-    directory: CacheDirectory | None,
-    since: str,
-) -> str:
-    """Why items may have been misses; see `ModuleCache.explain`, and `compared` for the arguments.
-
-    `calls` are the last two.
-    """
-    if len(calls) == 2 and calls[0].namespace == calls[1].namespace == now.namespace:
-        lines = [f"not cached: {bypass}"] if bypass is not None else _call_differences(*calls)
-        return "\n".join(lines) or NOTHING_DIFFERS
-    return compared(name, kind, now, before, bypass, directory, since)
-
-
-def _call_differences(before: CallSeen, now: CallSeen) -> list[str]:
-    """One line for each argument or mode that differs."""
+def of_calls(before: CallSeen, now: CallSeen) -> str:
+    """Why items of the second of two calls may be misses: one line for each argument or mode that differs."""
     lines = []
     old, new = _named(before.context), _named(now.context)
     for name in sorted(old.keys() | new.keys()):
@@ -73,7 +50,7 @@ def _call_differences(before: CallSeen, now: CallSeen) -> list[str]:
             texts = [form(*leaf) if leaf else "not given" for leaf in (left, right)]
             padding = ": another padding?" if left and right and _differ_in_length(left, right) else ""
             lines.append(f"items of {path}: {texts[0]} → {texts[1]}{padding}")
-    return at_most(lines)
+    return "\n".join(at_most(lines)) or NOTHING_DIFFERS
 
 
 def _differ_in_length(left: Leaf, right: Leaf) -> bool:
@@ -97,3 +74,50 @@ def _shown(named: Mapping[str, bytes], name: str) -> str:
     if name == "modes":
         return data.decode()
     return readable(data) or "another value"
+
+
+def compared(
+    name: str,
+    kind: str,
+    now: Fingerprint,
+    before: Fingerprint | None,
+    bypass: str | None,
+    directory: CacheDirectory | None,
+    since: str,
+) -> str:
+    """Why rows of `name`, whose class is `kind`, may not have been found.
+
+    `before` is the fingerprint before that of `now`, `bypass` says why nothing is cached, and `since` is when
+    this run began, as an ISO time.
+    """
+    lines = [f"not cached: {bypass}"] if bypass is not None else []
+    if before is not None:
+        lines += differences(before, now)
+    if lines:
+        return "\n".join(lines)
+    first = f"namespace {now.namespace.hex()} is the first of {name} in this process"
+    if directory is None:
+        return first
+    known = _latest(directory, kind, now.namespace, since)
+    if known is None:
+        return f"{first}, and in {directory.path}"
+    if known.namespace == now.namespace:
+        return f"{first}; an earlier run has left rows of it in {directory.path}"
+    lines = differences(known, now)
+    return "\n".join([f"compared with {known.namespace.hex()} in {directory.path}:", *lines])
+
+
+def _latest(directory: CacheDirectory, kind: str, namespace: bytes, since: str) -> Fingerprint | None:
+    """The fingerprint that earlier runs have left of a namespace, else of the class's last used one."""
+    try:
+        contents = [one for one in directory.scan() if one.segments]
+    except OSError:
+        return None
+    contents.sort(key=lambda one: (one.namespace == namespace.hex(), one.last_used), reverse=True)
+    for one in contents:
+        document = directory.fingerprint(one.namespace)
+        if one.namespace == namespace.hex() and str(document.get("created")) >= since:
+            continue  # this run has written it
+        if document.get("class") == kind and (fingerprint := from_document(one.namespace, document)):
+            return fingerprint
+    return None
