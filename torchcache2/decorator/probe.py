@@ -46,7 +46,7 @@ from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.sourcecode import names_in
 
 _ALIKE = 0.75  # rows from batches of one size differ by less than the precision to this power
-_MOST_KINDS = 10_000
+_MOST_KINDS = 1_000
 _MOST_NAMESPACES = 256
 _MOST_VALUES = 8  # if so many kinds that differ in values only have one result, the others have it too
 _ALL_MIXED = 64  # so many batches are all checked of which some items were found: the forward runs anyway
