@@ -213,8 +213,8 @@ def _blocks(step):
     """How many bytes a rank gives to each round of a step: see `Channel`."""
     lengths, gather = {}, Channel.gather
 
-    def counted(channel, kind, data):
-        said = gather(channel, kind, data)
+    def counted(channel, kind, data, *more):
+        said = gather(channel, kind, data, *more)
         lengths[kind] = max(map(len, said))
         return said
 

@@ -36,7 +36,8 @@ class ThreadChannel:
         self.board.barrier.wait()
         return said
 
-    def gather(self, kind, data):
+    def gather(self, kind, data, meanwhile=lambda: None):
+        meanwhile()
         said = self._all((kind, bytes(data)))
         assert {theirs for theirs, _ in said} == {kind}, said
         self.kinds.append(kind)

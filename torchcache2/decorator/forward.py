@@ -167,15 +167,15 @@ class Computation:
             If the output must not be stored.
         """
         self.has_run = True
-        count, size = len(positions), self.call.batch_size
         with with_device_hint(self.keeper.name, self.call, self.root, self.seen, positions):
-            if not self.is_sharded:
-                return self._output(positions)
-            if not self.ran:
-                self._run_once()
-            return WholeBatch(self.ran[0]) if count < size else self.ran[0]
+            return self._output(positions)
 
     def _output(self, positions: Tensor) -> Any:
+        if self.is_sharded:
+            if not self.ran:
+                self._run_once()
+            is_part = len(positions) < self.call.batch_size
+            return WholeBatch(self.ran[0]) if is_part else self.ran[0]
         is_whole = len(positions) == self.call.batch_size
         if not (is_whole or self._may_compute_parts()):
             return self._whole_batch()

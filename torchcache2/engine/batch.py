@@ -35,6 +35,7 @@ __all__ = [
     "is_computed_again",
 ]
 
+Compute = Callable[[Tensor], Any]
 _AGAIN = ContextVar("torchcache2_again", default=False)
 
 
@@ -178,7 +179,7 @@ class FunctionSource:
 
     def __init__(
         self,
-        compute: Callable[[Tensor], Any],
+        compute: Compute,
         device: torch.device,
         description: Callable[[bytes], Mapping[str, Any]] = lambda namespace: {},
     ) -> None:
@@ -213,6 +214,10 @@ class Hits(NamedTuple):
     positions: Positions
     rows: Rows | None
     checked: Positions
+
+    def is_all(self, count: int) -> bool:
+        """Whether they are all of `count` items, and none is to be checked."""
+        return self.rows is not None and len(self.positions) == count and len(self.checked) == 0
 
 
 class Misses(NamedTuple):

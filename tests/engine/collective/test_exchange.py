@@ -46,6 +46,34 @@ def test_what_all_find_is_one_round():
     assert told(in_threads(2, run)) == [["ask"], ["ask"]]
 
 
+@pytest.mark.parametrize("gone", ["row", "memory"])
+def test_a_row_may_go_while_the_others_are_told_that_it_is_there(gone):
+    def run(rank, channel):
+        mine, told = Rank(channel), channel.gather
+        for _ in range(2):
+            mine.fetch([rank, 5])
+
+        def gather(kind, data, meanwhile):
+            if rank == 0 and gone == "row":
+                mine.cache._tiers.drop(mine.namespace)
+            elif rank == 0:
+                mine.cache._rows = no_memory
+            return told(kind, data, meanwhile)
+
+        def no_memory(keys):
+            raise torch.cuda.OutOfMemoryError("no memory")
+
+        channel.gather = gather
+        mine.fetch([rank, 5])
+        channel.gather = told
+        vars(mine.cache).pop("_rows", None)
+        mine.fetch([7])
+        return mine.computed
+
+    first, second = told(in_threads(2, run))
+    assert first.count(0) == 2 and second.count(1) == 1 and (first + second).count(7) == 1
+
+
 def test_a_row_that_was_sent_is_found_next_time():
     def run(rank, channel):
         mine = Rank(channel)

@@ -59,6 +59,11 @@ _PATIENCE = 1.5  # seconds until ranks that have not failed count as missing; th
 _STORE = 2.0  # seconds until a store that does not answer is given up
 _PAUSE = 0.001, 0.05  # seconds between two looks at the store: the first one, and the longest
 
+
+def _nothing() -> None:
+    pass
+
+
 Verdict = tuple[str, "int | None"]  # why no rank can go on, and the rank that is to blame, if it is one
 
 
@@ -97,15 +102,19 @@ class Channel:
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._next = itertools.cycle(self._others)
 
-    def gather(self, kind: str, data: bytes) -> list[bytes]:
-        """What each rank has given to this call, by rank. `kind` names rounds that have about one length."""
+    def gather(self, kind: str, data: bytes, meanwhile: Callable[[], None] = _nothing) -> list[bytes]:
+        """What each rank has given to this call, by rank. `kind` names rounds that have about one length.
+
+        ``meanwhile()`` is called once the data is on its way.
+        """
         with self._turn():
             self._number += 1
             mark = zlib.crc32(kind.encode(), self._number)
             found = self._rounds.get(kind) or _Round(self.size, _SMALLEST)
             while True:
                 found.write(data, mark)
-                self._wait(self._gloo.allgather, [found.rows], [found.sent])
+                self._wait(self._gloo.allgather, [found.rows], [found.sent], meanwhile=meanwhile)
+                meanwhile = _nothing
                 if found.marks.tolist().count(mark) < self.size:
                     raise self._failed("they have made different calls")
                 lengths = found.lengths.tolist()
@@ -205,9 +214,11 @@ class Channel:
         except RuntimeError as error:
             raise self._failed(str(error)) from error
 
-    def _wait(self, begin: Callable[..., Any], *args: Any) -> None:
+    def _wait(self, begin: Callable[..., Any], *args: Any, meanwhile: Callable[[], None] = _nothing) -> None:
         try:
-            work, end = begin(*args), time.monotonic() + self._timeout.total_seconds()
+            work = begin(*args)
+            meanwhile()
+            end = time.monotonic() + self._timeout.total_seconds()
             while not _is_done(work):
                 if self._closed(itertools.islice(self._next, min(_LOOKS, self.size - 1))):
                     if _is_done(work):  # a rank has ended after all that it had to send was sent

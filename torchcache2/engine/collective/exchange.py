@@ -115,12 +115,15 @@ class Holdings:
     ----------
     dropped : dict of bytes
         Namespaces that were dropped, in this order, until the other ranks have dropped them, too.
+    had_all : bool
+        Whether the last batch was found: then so may the next one be.
     """
 
     def __init__(self, tiers: TierStack) -> None:
         self._tiers = tiers
         self._own = os.urandom(PLACE_BYTES)
         self.dropped: dict[bytes, None] = {}
+        self.had_all = False
 
     @functools.cached_property
     def place(self) -> bytes:
@@ -136,6 +139,12 @@ class Holdings:
             return parts
         replicas = self._tiers.tiers[0].get(_as_replicas(keys.take(missing))).parts
         return merged([*parts, *((missing[positions], rows) for positions, rows in replicas)])
+
+    def has_all(self, keys: Keys) -> bool:
+        """Whether the fastest tier has a row or a replica of each key now."""
+        tier = self._tiers.tiers[0]
+        has = tier.has(keys)
+        return bool(has.all()) or bool((has | tier.has(_as_replicas(keys))).all())
 
     def owned(self, keys: Keys) -> Parts:
         """The rows that are in the tiers."""
@@ -216,6 +225,9 @@ class Part:
         if self._error is not None:
             raise self._error
         return NO_KEYS
+
+    def read(self) -> None:
+        """Called while the other ranks are told what was found."""
 
     def description(self) -> Mapping[str, Any]:
         """What the namespace stands for, as JSON."""
@@ -414,7 +426,7 @@ class Exchange:
             text = "" if failure is None else _text_of(failure)
             names = part.name, part.namespace.hex(), dropped.hex()
             mine = Ask(self.steps, flags, *names, text, keys, holdings.place).to_bytes()
-            said = self.channel.gather("ask", mine)
+            said = self.channel.gather("ask", mine, part.read)
             needs_nothing = not (len(keys) or dropped or flags & ~(Flag.SHARDED | Flag.CUDA))
             if needs_nothing and all(data[:-PLACE_BYTES] == mine[:-PLACE_BYTES] for data in said):
                 return []
@@ -686,22 +698,27 @@ class _BatchPart(Part):
         self.namespace, self.group, self.device = batch.keys.namespace, batch.keys.group, batch.source.device
         self._cache, self._batch, self._source = cache, batch, batch.source
         self._hits: Hits | None = None
-        self._has_run = False
+        self._has_run = self._is_read_later = False
         self._wrong: str | None = None  # how found rows differ from computed ones
         self._whole: Any = None  # the output of the whole batch, if all of it was computed at once
 
     def find(self) -> Bytes2D:
         """The distinct keys that this rank does not have."""
         batch = self._batch
+        self.flags = Flag(
+            Flag.WHOLE * self._source.runs_whole_batch() | Flag.SHARDED * self._source.is_sharded
+        )
+        may_have_all = self.holdings.had_all and len(batch.keys) > 0 and not self._source.is_sharded
+        self._is_read_later = may_have_all and self.holdings.has_all(batch.keys)
+        if self._is_read_later:
+            return NO_KEYS
         hits = self._hits = self._cache.find(batch)
+        self.holdings.had_all = hits is not None and len(hits.positions) == len(batch.keys)
         if hits is None:  # rows of several shapes
             self.flags = Flag.BYPASS
             return NO_KEYS
         self._misses = Misses.of(batch.keys, hits)
         self._keys = batch.keys.take(self._misses.distinct)
-        self.flags = Flag(
-            Flag.WHOLE * self._source.runs_whole_batch() | Flag.SHARDED * self._source.is_sharded
-        )
         if self._source.is_sharded:
             is_all = len(self._keys) == 0
             must_run = len(hits.checked) > 0 or (is_all and not self.is_enough(Received()))
@@ -711,6 +728,17 @@ class _BatchPart(Part):
     def description(self) -> Mapping[str, Any]:
         """What the namespace stands for, as JSON."""
         return self._source.description(self.namespace)
+
+    def read(self) -> None:
+        """Read rows of which only the keys were looked up; some may have gone meanwhile."""
+        if self._is_read_later:
+            try:
+                self._hits = self._cache.find(self._batch)
+                if self._hits is not None and not self._hits.is_all(len(self._batch.keys)):
+                    self._misses = Misses.of(self._batch.keys, self._hits)
+                    self._keys = self._batch.keys.take(self._misses.distinct)
+            except Exception as error:  # the others have what they need, so it is raised after the step
+                self._error = error
 
     def note(self) -> str:
         """Whether items do not depend on their batch, as far as that is known."""
@@ -744,7 +772,12 @@ class _BatchPart(Part):
 
     def output(self, received: Received) -> Any:
         """The output of the batch, after a step has brought what this rank did not have."""
+        if self._error is not None:
+            raise self._error
         batch, cache, hits, parts = self._batch, self._cache, self._hits, received.parts
+        is_all = hits is not None and hits.is_all(len(batch.keys)) and not received.must_run
+        if hits is not None and hits.rows is not None and is_all:
+            return batch.output(hits.rows)
         if hits is None:
             return cache.not_stacked(batch)
         if received.refused is not None:
@@ -757,6 +790,8 @@ class _BatchPart(Part):
         ):
             # No rank has probed a batch like this one, so rows of others may depend on their batches.
             received.lacking, parts = np.arange(len(self._keys)), []
+        if self._is_read_later:
+            received.lacking = np.arange(len(self._keys))
         if len(received.lacking) or received.must_run or not len(batch.keys):
             rows = self.compute(received.lacking)
             if len(received.lacking):
