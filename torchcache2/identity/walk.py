@@ -45,6 +45,7 @@ from torchcache2.core.private import (
     version,
 )
 from torchcache2.core.settings import CacheSettings
+from torchcache2.core.values import attributes
 from torchcache2.identity.codewalk import CodeWalk
 from torchcache2.identity.encoding import (
     CONTAINERS,
@@ -53,7 +54,6 @@ from torchcache2.identity.encoding import (
     Bulk,
     Encoder,
     UnencodableError,
-    attributes,
     digest,
     qualified_name,
     readable,
@@ -63,8 +63,14 @@ from torchcache2.identity.encoding import (
 )
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, content
-from torchcache2.identity.leftout import left_out, without_captures
-from torchcache2.identity.libraries import OPERATORS, ScriptState, graph_code, script_code
+from torchcache2.identity.libraries import (
+    OPERATORS,
+    ScriptState,
+    graph_code,
+    left_out,
+    script_code,
+    without_captures,
+)
 from torchcache2.identity.marks import (
     ADDED_ATTRIBUTE,
     LAZY_ATTRIBUTE,
