@@ -201,6 +201,7 @@ def test_a_part_is_no_method():
     "methods, words",
     [
         (("encode",), "'encode': Named has no method"),
+        (("passed_on",), "'passed_on': Named has no method"),
         (("prop",), "'prop': it is a property. Name the method that it calls"),
         (("static",), "'static': it is a staticmethod"),
         (("made",), "'made': it is a classmethod"),
@@ -227,6 +228,11 @@ def test_what_cannot_be_named(methods, words):
 
         async def later(self, x):
             return x
+
+        def __getattr__(self, name):
+            if name == "passed_on":
+                return abs
+            raise AttributeError(name)
 
     named = Named()
     with pytest.raises(DecorationError, match=words):

@@ -175,10 +175,10 @@ def test_containers_of_other_classes_and_short_ones_are_read_one_by_one(containe
 
 def test_the_bytes_are_those_of_every_version():
     values = long([(f"é {i}", i, -0.5, None, True, b"x", (2**70,), [1], {"a": 1j}) for i in range(3)])
-    assert read(values)[-16:].hex() == "b563c997d89da2c3cccbfa5b1fc8568d"
+    assert read(values)[-16:].hex() == "e5f2f457699ad68ecedf93f6dcdc4293"
     assert (
         read([*values, pathlib.PurePosixPath("a/b"), np.float32(1)])[-16:].hex()
-        == "5339605ebd76a34231c6610b0f2238e3"
+        == "4c0404e056fdda56319bef9a8f0623bf"
     )
 
 

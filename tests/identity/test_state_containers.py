@@ -550,6 +550,21 @@ def test_the_caller_sees_what_one_plain_forward_does():
     assert bypasses(module)["state"] >= 14
 
 
+def test_an_attribute_beside_one_that_is_only_written_is_noticed():
+    class Noting(nn.Module):
+        factor = 1
+
+        def forward(self, x):
+            self.seen = len(x)
+            return x * self.factor
+
+    module = torchcache(nn.Sequential(Noting(), Noting()))
+    assert torch.equal(module(X), X) and torch.equal(module(X), X)
+    module[0].factor = 3
+    assert torch.equal(module(X), X * 3)
+    assert hits(module) == len(X) and bypasses(module) == {}
+
+
 # Edits between two calls.
 
 

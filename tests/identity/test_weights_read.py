@@ -1,5 +1,6 @@
 """Which weights are read when: those that may have changed, and no others."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -349,6 +350,36 @@ def test_tensors_of_256_bytes_are_compared_whole_at_every_call(name):
         cached(X)
     module.tables[name].data.view(-1)[-1] = 7
     assert torch.equal(cached(X), Tables.forward(module, X)) == (name == "tiny")
+
+
+MODES = {
+    "": contextlib.nullcontext,
+    "no grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fast", [True, False], ids=["", "without torch's own check"])
+def test_a_form_is_noticed_in_every_mode(mode, fast, monkeypatch):
+    if not fast:
+        monkeypatch.setattr(tensors, "form_check", lambda tensors: None)
+    weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+    watch = TensorWatch({"weight": weight, "other": torch.zeros(3)})
+    watch.refresh()
+    whole = weight.data
+    with MODES[mode]():
+        assert watch.same_forms() and not watch.requires_grad and not watch.moved()
+        weight.requires_grad_()
+        assert watch.same_forms() and watch.requires_grad and watch.same()
+        weight.requires_grad_(False)
+        for view in (whole.t(), whole.view(2, 8), whole.view(torch.int32), whole[:2]):
+            weight.data = view
+            assert watch.moved() and watch.moved_names() == ["weight"]
+            weight.data = whole
+            watch.refresh()
+            assert not watch.moved() and watch.moved_names() == []
 
 
 def test_the_digest_of_a_tensor_does_not_depend_on_its_strides():

@@ -9,7 +9,7 @@ import torch
 from torchcache2.core.version import __version__
 from torchcache2.datasets.fingerprint import Identity
 from torchcache2.engine.cache import now as time_now
-from torchcache2.engine.earlier import compared
+from torchcache2.engine.explain import compared
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.identity.encoding import qualified_name
 from torchcache2.identity.fingerprint import Fingerprint

@@ -27,18 +27,6 @@ from torchcache2.engine.randomness import RandomContexts
 from torchcache2.identity.arguments import BoundCall, Signature, UncachedArgumentError
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
 
-__all__ = [
-    "REASONS",
-    "BypassError",
-    "Reason",
-    "ask_arguments",
-    "ask_randomness",
-    "ask_weights",
-    "batch_advice",
-    "not_stored",
-    "of_module",
-]
-
 
 class Reason(NamedTuple):
     """A reason why calls are not cached.

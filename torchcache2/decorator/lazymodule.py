@@ -1,4 +1,9 @@
-"""`LazyModule`: a frozen module that is loaded when it first has to compute something."""
+"""Weights that are not here when an item is missing: of a `LazyModule`, or of a module on another device.
+
+A `LazyModule` is loaded when it first has to compute something. Another module may be moved away once its
+items are cached, because hits need no weights. A miss needs them, and the error that torch raises for it says
+neither that a cache is involved, nor what to do: see `with_device_hint`.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,12 @@ import copy
 import functools
 import importlib
 import os
+import re
 import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from itertools import chain
 from typing import Any
@@ -20,11 +26,13 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128
 
-from torchcache2.core.errors import OptionError
+from torchcache2.core.errors import DeviceError, OptionError
 from torchcache2.core.logs import ToldOnce, listed, logger, shown
 from torchcache2.core.places import Bucket
+from torchcache2.core.private import COMPILER_ERRORS
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
+from torchcache2.engine.batch import Compute
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import opaque
 from torchcache2.files.notes import Notes
@@ -32,11 +40,9 @@ from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.codenames import names_of, resolved
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
-from torchcache2.identity.namespace import NamespaceKeeper, namespace_of
+from torchcache2.identity.namespace import NamespaceKeeper, Seen, namespace_of
 from torchcache2.identity.sharded import ShardedError
 from torchcache2.identity.walk import Lazy
-
-__all__ = ["LazyModule", "asked_for", "lazies_of"]
 
 _RACY = 2.0  # seconds; a file may be written again within one tick of the clock of its file system
 _PIECE = 4 << 20
@@ -44,19 +50,56 @@ _WHY: ContextVar[str] = ContextVar("torchcache2_why", default="it is called past
 _Status = list[tuple[Any, ...]]
 
 
-@contextlib.contextmanager
-def asked_for(count: int, batch_size: int) -> Iterator[None]:
-    """In this context, modules are loaded because so many items of a batch have to be computed."""
-    token = _WHY.set(f"{count} of {batch_size} items of a call have to be computed")
-    try:
-        yield
-    finally:
-        _WHY.reset(token)
-
-
 def lazies_of(keeper: NamespaceKeeper, call: BoundCall) -> list[Lazy]:
     """The modules that need not be loaded, of a cached module or function and of the arguments of a call."""
     return [*keeper.lazies, *[lazy for one in call.objects for lazy in one.keeper.lazies]]
+
+
+def devices_apart(call: BoundCall, root: Any, seen: Seen) -> tuple[str, str] | None:
+    """The devices of the batch and of the weights, if no weight is where the batch is."""
+    own = chain(root.parameters(), root.buffers()) if isinstance(root, nn.Module) else ()
+    weights = list(own) or seen.tensors.tensors  # a `LazyModule` has none itself
+    here, there = {tensor.device for _, tensor in call.leaves}, {tensor.device for tensor in weights}
+    if not (here and there and here.isdisjoint(there)):
+        return None
+    return " and ".join(sorted(map(str, here))), " and ".join(sorted(map(str, there)))
+
+
+def with_device_hint(compute: Compute, call: BoundCall, name: str, root: Any, seen: Seen) -> Compute:
+    """The same computation; if torch refuses it while its weights are elsewhere, the error says so.
+
+    The forward is run as ever: it may move its weights or its inputs itself. A module that is loaded for it
+    knows why.
+    """
+
+    def computed(positions: Tensor) -> Any:
+        token = _WHY.set(f"{len(positions)} of {call.batch_size} items of a call have to be computed")
+        try:
+            return compute(positions)
+        except RuntimeError as error:
+            apart = devices_apart(call, root, seen)
+            if apart is None or seen.shards is not None or not _is_torchs(error):
+                raise
+            here, there = apart
+            moved = "" if there == "meta" else f", or the batch to {there}"  # those have no content
+            said = str(error).partition("\n")[0]
+            raise DeviceError(
+                f"{name}: {len(set(positions.tolist()))} of the {call.batch_size} items of this call have to "
+                f"be computed, but they are on {here}, and all weights on {there}. Move the module "
+                f"to {here}{moved}. Only a call whose items are all found needs no weights. "
+                f"(The forward: {said})"
+            ) from error
+        finally:
+            _WHY.reset(token)
+
+    return computed
+
+
+def _is_torchs(error: RuntimeError) -> bool:
+    """Whether torch may have raised it for tensors of differing devices: its texts name devices or types."""
+    kind = type(error)
+    is_known = kind in (RuntimeError, NotImplementedError) or kind.__module__ == COMPILER_ERRORS
+    return is_known and re.search("device|type|backend|cpu|cuda|meta", str(error), re.IGNORECASE) is not None
 
 
 class LazyModule(nn.Module):

@@ -21,10 +21,8 @@ from torchcache2.core.process import AtExit, before_pools_end
 from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.decorator import bypass
 from torchcache2.decorator.bypass import BypassError, not_stored
-from torchcache2.decorator.elsewhere import are_weights_elsewhere, telling
-from torchcache2.decorator.explain import NOTHING_DIFFERS, CallSeen, explained
 from torchcache2.decorator.forward import Computation, Shapes
-from torchcache2.decorator.lazymodule import lazies_of
+from torchcache2.decorator.lazymodule import devices_apart, lazies_of, with_device_hint
 from torchcache2.decorator.passing import Passing
 from torchcache2.decorator.probe import CallChecks, Probes, talks
 from torchcache2.decorator.shortcuts import glance
@@ -34,6 +32,7 @@ from torchcache2.decorator.warmup import warm_up
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
 from torchcache2.engine.collective.exchange import apart
+from torchcache2.engine.explain import NOTHING_DIFFERS, CallSeen, compared, of_calls
 from torchcache2.engine.randomness import RandomContexts
 from torchcache2.engine.running import Forward, OwnMemoryError
 from torchcache2.engine.stack import TierStack
@@ -220,7 +219,10 @@ class ModuleCache(Passing):
         self.namespace = self.keeper.look(self._living_root()).namespace
         now, before = self.fingerprint, self.keeper.history.before(self.fingerprint)
         calls, directory, why = list(self._calls), self._tiers.directory, self._why_not_cached()
-        text = explained(self._name(), self._class(), now, before, calls, why, directory, self._made)
+        if len(calls) == 2 and calls[0].namespace == calls[1].namespace == now.namespace:
+            text = of_calls(*calls) if why is None else f"not cached: {why}"
+        else:
+            text = compared(self._name(), self._class(), now, before, why, directory, self._made)
         ignored = at_most([f"left out by ignore: {path}" for path in self.keeper.ignored])
         return "\n".join([text, *ignored])
 
@@ -394,7 +396,7 @@ class ModuleCache(Passing):
         A batch that is all found is not worth loading a module for. Ranks in step share out what is computed,
         so that one that computes its whole batch delays all.
         """
-        if are_weights_elsewhere(call, root, seen) or not (is_first or self.collective is None):
+        if devices_apart(call, root, seen) or not (is_first or self.collective is None):
             return False
         loaded = [lazy.module for lazy in lazies_of(self.keeper, call)]
         if is_found and None in loaded:
@@ -408,10 +410,12 @@ class ModuleCache(Passing):
 
     def _cached(self, computation: Computation, start: float) -> Any:
         keys, checks = computation.keys, computation.checks
+        call, seen = computation.call, computation.seen
+        compute = with_device_hint(computation.steps, call, self.keeper.name, computation.root, seen)
         try:
             output = self.output(
                 keys,
-                telling(computation),
+                compute,
                 computation.device,
                 computation.dtypes,
                 since=start,

@@ -48,8 +48,6 @@ from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
 from torchcache2.identity.sourcecode import names_in
 
-__all__ = ["CallChecks", "Kind", "Probe", "Probes", "alone", "talks"]
-
 _ALIKE = 0.75  # rows from batches of one size differ by less than the precision to this power
 _MOST_KINDS = 10_000
 _MOST_NAMESPACES = 256

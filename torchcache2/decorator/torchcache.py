@@ -7,7 +7,6 @@ An instance gets a callable in the place of its forward. Either way the cache of
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import os
@@ -23,26 +22,10 @@ from torchcache2.core.errors import DecorationError, OptionError
 from torchcache2.core.logs import shown
 from torchcache2.core.settings import CacheSettings, Compression, Distributed, MissBatch, Policy
 from torchcache2.core.sizes import Size
+from torchcache2.decorator import wrap
 from torchcache2.decorator.modulecache import ModuleCache
-from torchcache2.decorator.wrap import (
-    DEFERRED,
-    Binding,
-    CachedMethod,
-    bindings_of,
-    cache_of_object,
-    decorate_class,
-    decorate_function,
-    decorate_method,
-    decorate_object,
-    is_cached_function,
-    methods_of,
-    restore_class,
-    restore_object,
-)
 from torchcache2.identity.encoding import qualified_name
 from torchcache2.identity.marks import BINDING, ORIGINAL_ATTRIBUTE
-
-__all__ = ["cache_of", "torchcache", "uncache"]
 
 T = TypeVar("T")
 _CALL_IT = "write a function that calls it, and decorate that"
@@ -164,7 +147,7 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
         is_module = isinstance(target, nn.Module) or (
             isinstance(target, type) and issubclass(target, nn.Module)
         )
-        if isinstance(target, (types.MethodType, CachedMethod)):
+        if isinstance(target, (types.MethodType, wrap.CachedMethod)):
             return _decorate_bound(target, settings, methods)
         if isinstance(target, types.FunctionType) and not methods:
             return _decorate_function(target, settings)
@@ -175,7 +158,9 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
             return _decorate_class(target, settings, named)
         if not hasattr(target, "__dict__"):
             raise _refusal(target)
-        decorate_object(target, Binding(settings, qualified_name(type(target)), named), exactly=True)
+        wrap.decorate_object(
+            target, wrap.Binding(settings, qualified_name(type(target)), named), exactly=True
+        )
         return target
 
     if target is None:
@@ -188,27 +173,20 @@ torchcache.__module__ = "torchcache2"  # the path that pickles name, wherever th
 
 def _decorate_class(cls: type, settings: CacheSettings, methods: tuple[str, ...]) -> type:
     for name in methods:
-        method = getattr(cls, name, None)
-        if not isinstance(inspect.getattr_static(cls, name, None), types.FunctionType):
-            raise DecorationError(f"torchcache cannot decorate {cls.__name__}: its {name!r} is no method")
-        _check_deferred(method, cls)
-    known: Binding | None = vars(cls).get(BINDING)
+        wrap.check_method(cls, name, in_body=True)
+    known: wrap.Binding | None = vars(cls).get(BINDING)
     if known is not None and (known.settings, known.methods) != (settings, methods):
-        restore_class(cls)
+        wrap.restore_class(cls)
         known = None
-    return cls if known is not None else decorate_class(cls, Binding(settings, qualified_name(cls), methods))
-
-
-def _check_deferred(function: Any, target: Any) -> None:
-    if any(is_deferred(function) for is_deferred in DEFERRED):
-        raise DecorationError(
-            f"torchcache cannot decorate {shown(target)}: calling it returns a coroutine or generator, "
-            "not an output. Decorate what computes the output"
-        )
+    return (
+        cls
+        if known is not None
+        else wrap.decorate_class(cls, wrap.Binding(settings, qualified_name(cls), methods))
+    )
 
 
 def _decorate_function(function: types.FunctionType, settings: CacheSettings) -> Callable[..., Any]:
-    if is_cached_function(function):
+    if wrap.is_cached_function(function):
         cache = vars(function).get("cache_instance")
         before = cache.settings if cache is not None else getattr(vars(function)[BINDING], "settings", None)
         if before == settings:
@@ -216,14 +194,15 @@ def _decorate_function(function: types.FunctionType, settings: CacheSettings) ->
         if cache is not None:
             cache.close()
         function = getattr(function, ORIGINAL_ATTRIBUTE)
-    _check_deferred(function, function)
-    binding = Binding(settings, qualified_name(function))
+    if wrap.is_deferred(function):
+        raise DecorationError(f"torchcache cannot decorate {shown(function)}: {wrap.DEFERRED}")
+    binding = wrap.Binding(settings, qualified_name(function))
     if _is_in_class_body(function):
         parameters = list(inspect.signature(function).parameters.values())
         if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
             raise _refusal(staticmethod(function))
-        return decorate_method(function, function.__name__, binding)
-    return decorate_function(function, binding)
+        return wrap.decorate_function(function, binding, function.__name__)
+    return wrap.decorate_function(function, binding)
 
 
 def _is_in_class_body(function: types.FunctionType) -> bool:
@@ -242,8 +221,8 @@ def _decorate_bound(method: Any, settings: CacheSettings, methods: tuple[str, ..
     is_call = isinstance(obj, nn.Module) and name in ("__call__", "_wrapped_call_impl")
     if methods or isinstance(obj, type) or is_call or getattr(obj, name, None) != method:
         raise _refusal(method)
-    decorate_object(obj, Binding(settings, qualified_name(type(obj)), (name,)), exactly=False)
-    cached = methods_of(obj).get(name)
+    wrap.decorate_object(obj, wrap.Binding(settings, qualified_name(type(obj)), (name,)), exactly=False)
+    cached = wrap.methods_of(obj).get(name)
     return cached.holding() if cached is not None else method  # else its class is decorated
 
 
@@ -281,22 +260,22 @@ def uncache(target: T, /) -> T:
         If it is not cached, or its class is.
     """
     cached: Any = target
-    if isinstance(cached, type) and bindings_of(cached):
-        restore_class(cached)
+    if isinstance(cached, type) and wrap.bindings_of(cached):
+        wrap.restore_class(cached)
         return target
-    if is_cached_function(cached) and (cache := vars(cached).get("cache_instance")) is not None:
+    if wrap.is_cached_function(cached) and (cache := vars(cached).get("cache_instance")) is not None:
         cache.close()
         return getattr(cached, ORIGINAL_ATTRIBUTE)  # type: ignore[no-any-return]
-    is_bound = isinstance(cached, (types.MethodType, CachedMethod))
+    is_bound = isinstance(cached, (types.MethodType, wrap.CachedMethod))
     obj, known = (
         (cached.__self__ if is_bound else cached),
-        methods_of(cached.__self__ if is_bound else cached),
+        wrap.methods_of(cached.__self__ if is_bound else cached),
     )
     names = [cached.__name__] if is_bound else list(known)
     if known and set(names) <= known.keys():
-        restore_object(obj, names)
+        wrap.restore_object(obj, names)
         return getattr(obj, names[0]) if is_bound else target
-    is_of_class = not isinstance(obj, (type, types.FunctionType)) and bindings_of(type(obj))
+    is_of_class = not isinstance(obj, (type, types.FunctionType)) and wrap.bindings_of(type(obj))
     why = f"its class is: uncache({type(obj).__name__})" if is_of_class else "torchcache has not decorated it"
     raise DecorationError(f"{shown(target)} is not cached: {why}")
 
@@ -321,21 +300,14 @@ def cache_of(target: Any, /) -> ModuleCache:
     >>> cache_of(backbone).stats().misses
     3
     """
-    obj = target.__self__ if isinstance(target, (types.MethodType, CachedMethod)) else target
-    cache = None
-    if not isinstance(obj, type):
-        with contextlib.suppress(AttributeError, DecorationError):
-            cache = getattr(obj, "cache_instance", None) or cache_of_object(obj)
-    if isinstance(cache, ModuleCache):
-        is_left = cache.root is obj and not (methods_of(obj) or bindings_of(type(obj)))  # of a class that was
-        if isinstance(obj, types.FunctionType) or not is_left:
-            return cache
-    why = (
-        "each object of a class has a cache of its own"
-        if isinstance(obj, type)
-        else "decorate it by torchcache"
-    )
-    raise DecorationError(f"{shown(target)} is not cached: {why}")
+    obj = target.__self__ if isinstance(target, (types.MethodType, wrap.CachedMethod)) else target
+    if wrap.is_cached_function(obj) and "cache_instance" in vars(obj):
+        return vars(obj)["cache_instance"]  # type: ignore[no-any-return]
+    if isinstance(obj, type):
+        raise DecorationError(f"{shown(target)} is not cached: each object of a class has a cache of its own")
+    if not (wrap.methods_of(obj) or wrap.bindings_of(type(obj))):
+        raise DecorationError(f"{shown(target)} is not cached: decorate it by torchcache")
+    return wrap.cache_of_object(obj)
 
 
 for _function in (uncache, cache_of):

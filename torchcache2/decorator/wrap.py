@@ -41,23 +41,8 @@ from torchcache2.identity.marks import (
 )
 from torchcache2.identity.namespace import History
 
-__all__ = [
-    "DEFERRED",
-    "Binding",
-    "CachedMethod",
-    "bindings_of",
-    "cache_of_object",
-    "decorate_class",
-    "decorate_function",
-    "decorate_method",
-    "decorate_object",
-    "is_cached_function",
-    "methods_of",
-    "restore_class",
-    "restore_object",
-]
-
-DEFERRED = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+_ASKS = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+DEFERRED = "calling it returns a coroutine or generator, not an output. Decorate what computes the output"
 
 _PREFIX = "torchcache_"
 _WATCHED: ContextVar[frozenset[int]] = ContextVar("torchcache2_watched", default=frozenset())
@@ -110,28 +95,52 @@ class Binding:
 # Functions
 
 
-def decorate_function(function: types.FunctionType, binding: Binding) -> Callable[..., Any]:
-    """A function that calls the cache of this one."""
-    cache = binding.cache(function, function)
+def decorate_function(
+    function: Callable[..., Any], binding: Binding | None, method: str | None = None
+) -> Callable[..., Any]:
+    """A function in the place of another one, or of a `method` in the body of a class, which calls the cache.
 
+    For a method, that is the cache of the instance; without a `binding`, that of the class counts.
+    """
+
+    # Dynamo compiles this function, so it does no more than it must.
     @with_own_code
     @functools.wraps(function)
     def cached(*args: Any, **kwargs: Any) -> Any:
         if is_exported():
             return function(*args, **kwargs)
-        return outside(_call_function, cached, args, kwargs)
+        return outside(_call, cached, method, args, kwargs)
 
     setattr(cached, ORIGINAL_ATTRIBUTE, function)
-    cached.cache_instance = cache  # type: ignore[attr-defined]
+    if method is not None:
+        setattr(cached, BINDING, binding)
+    elif binding is not None:
+        cached.cache_instance = binding.cache(function, function)  # type: ignore[attr-defined]
     return cached
 
 
-def _call_function(
-    compiler: Compiler, wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+def _call(
+    compiler: Compiler,
+    wrapper: Callable[..., Any],
+    name: str | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    # Both are read at each call: a notebook that reloads the function in place gives the wrapper others.
-    cache: ModuleCache = getattr(wrapper, "cache_instance")  # noqa: B009
-    return cache.call(Forward(getattr(wrapper, ORIGINAL_ATTRIBUTE), compiler), args, kwargs)
+    # What is wrapped is read at each call: a notebook that reloads it in place gives the wrapper another one.
+    if name is None:
+        cache: ModuleCache = getattr(wrapper, "cache_instance")  # noqa: B009
+        return cache.call(Forward(getattr(wrapper, ORIGINAL_ATTRIBUTE), compiler), args, kwargs)
+    if not args:
+        return getattr(wrapper, ORIGINAL_ATTRIBUTE)(**kwargs)  # without the object: Python says so
+    obj, rest = args[0], args[1:]
+    kind, forward = type(obj), Forward(_original_method(obj, name, wrapper), compiler)
+    # The key stands for the method of the object's own class. If a subclass calls this one by `super()`, that
+    # is another computation, which is not cached by itself.
+    is_other = getattr(kind, name, None) is not wrapper and not _is_own(kind, name, wrapper)
+    # A traced call makes no cache, as some exporters look for attributes that a call adds.
+    if is_other or ("cache_instance" not in getattr(obj, "__dict__", ()) and is_traced()):
+        return forward(*rest, **kwargs)
+    return cache_of_object(obj, name).call(forward, rest, kwargs)
 
 
 def is_cached_function(value: Any) -> bool:
@@ -145,7 +154,7 @@ def is_cached_function(value: Any) -> bool:
 def decorate_class(cls: Any, binding: Binding) -> Any:
     """Patch a class and those that will be derived from it, and return it."""
     setattr(cls, BINDING, binding)
-    setattr(cls, "cache_instance", _CacheAttribute())  # noqa: B010  mypy knows no such attribute
+    setattr(cls, "cache_instance", _CacheAttribute(cache_of_object))  # noqa: B010  mypy knows no such attribute
     _patch_methods(cls)
     inherited = cls.__dict__.get("__init_subclass__")
     if hasattr(getattr(inherited, "__func__", None), ADDED_ATTRIBUTE):
@@ -172,12 +181,12 @@ def _patch_methods(cls: Any) -> None:
         wraps = {REPLICATE: _cached_replicate}
         if "forward" in methods:
             wraps |= dict.fromkeys(_methods_with_arguments(cls), _watched_method)
-    wraps |= dict.fromkeys(methods, decorate_method)
+    wraps |= {name: functools.partial(decorate_function, binding=None) for name in methods}
     for name, wrap in wraps.items():
         method = getattr(cls, name, None)
         if method is None or is_cached_function(method):
             continue  # it is wrapped already, here or in the base class
-        wrapper = wrap(method, name)
+        wrapper = wrap(method, method=name)
         setattr(wrapper, ORIGINAL_ATTRIBUTE, method)
         if name not in cls.__dict__:
             setattr(wrapper, ADDED_ATTRIBUTE, weakref.ref(cls))
@@ -216,46 +225,6 @@ def _restore(cls: Any) -> None:
             _restore(subclass)
 
 
-def decorate_method(
-    function: Callable[..., Any], name: str, binding: Binding | None = None
-) -> Callable[..., Any]:
-    """A function for the body of a class, which calls the cache of the instance.
-
-    Without a `binding`, that of the class counts.
-    """
-
-    # Dynamo compiles this function, so it does no more than it must.
-    @with_own_code
-    @functools.wraps(function)
-    def cached_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_exported():
-            return function(self, *args, **kwargs)
-        return outside(_call_method, self, name, cached_method, args, kwargs)
-
-    setattr(cached_method, ORIGINAL_ATTRIBUTE, function)
-    setattr(cached_method, BINDING, binding)
-    return cached_method
-
-
-def _call_method(
-    compiler: Compiler,
-    obj: Any,
-    name: str,
-    wrapper: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    kind, forward = type(obj), Forward(_original_method(obj, name, wrapper), compiler)
-    # The key stands for the method of the object's own class. If a subclass calls this one by `super()`, that
-    # is another computation, which is not cached by itself.
-    if getattr(kind, name, None) is not wrapper and not _is_own(kind, name, wrapper):
-        return forward(*args, **kwargs)
-    # A traced call makes no cache, as some exporters look for attributes that a call adds.
-    if "cache_instance" not in getattr(obj, "__dict__", ()) and is_traced():
-        return forward(*args, **kwargs)
-    return cache_of_object(obj, name).call(forward, args, kwargs)
-
-
 def _original_method(obj: Any, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
     """What a wrapper in a class wraps; it is read at each call, as a notebook may reload classes in place."""
     added_to = getattr(wrapper, ADDED_ATTRIBUTE, None)
@@ -283,7 +252,7 @@ def _layers(function: Any) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _cached_replicate(replicate: Callable[..., nn.Module], name: str) -> Callable[..., nn.Module]:
+def _cached_replicate(replicate: Callable[..., nn.Module], method: str) -> Callable[..., nn.Module]:
     @functools.wraps(replicate)
     def cached_replicate(self: nn.Module) -> nn.Module:
         cache_of_object(self)  # the cache is made before the replicas are, so that they share it
@@ -292,14 +261,8 @@ def _cached_replicate(replicate: Callable[..., nn.Module], name: str) -> Callabl
     return cached_replicate
 
 
-class _CacheAttribute:
+class _CacheAttribute(property):
     """``object.cache_instance`` of a decorated class."""
-
-    def __get__(self, obj: Any, owner: type) -> Any:
-        return self if obj is None else cache_of_object(obj)
-
-    def __set__(self, obj: Any, value: object) -> None:
-        raise AttributeError("cache_instance cannot be set")
 
 
 setattr(_CacheAttribute, ADDED_ATTRIBUTE, True)
@@ -345,16 +308,14 @@ def _make(obj: Any, name: str | None) -> ModuleCache:
         plains = {method: _plain(obj, method) for method in bindings}
         for method, binding in bindings.items():
             if first is None or method not in first.methods:
-                others = [
-                    plains[one] for one, other in bindings.items() if other is binding and one != method
-                ]
+                others = [plains[one] for one in plains if bindings[one] is binding and one != method]
                 cache = binding.cache(obj, plains[method], method, others, first)
+                if isinstance(obj, nn.Module) and method == "forward":
+                    cache.on_first_call = _unwatch
                 if first is None:
                     first = obj.__dict__["cache_instance"] = cache
                 else:
                     first.kept.append(cache)
-                if isinstance(obj, nn.Module) and method == "forward":
-                    cache.on_first_call = _unwatch
         found: ModuleCache = first if name is None else first.methods[name]
         return found
 
@@ -458,15 +419,15 @@ class _WatchedMethod(CachedMethod):
         return _run_watched(obj, self.__name__, types.MethodType(function, obj), args, kwargs)
 
 
-def _watched_method(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _watched_method(function: Callable[..., Any], method: str) -> Callable[..., Any]:
     """The same for all modules of a class."""
 
     @with_own_code
-    @functools.wraps(method)
+    @functools.wraps(function)
     def watched_method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return method(self, *args, **kwargs)
-        return _run_watched(self, name, _original_method(self, name, watched_method), args, kwargs)
+            return function(self, *args, **kwargs)
+        return _run_watched(self, method, _original_method(self, method, watched_method), args, kwargs)
 
     return watched_method
 
@@ -474,8 +435,7 @@ def _watched_method(method: Callable[..., Any], name: str) -> Callable[..., Any]
 def _run_watched(
     obj: Any, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    fields, watched = getattr(obj, "__dict__", {}), _WATCHED.get()
-    cache = fields.get("cache_instance")
+    cache, watched = getattr(obj, "__dict__", {}).get("cache_instance"), _WATCHED.get()
     if is_traced() or (cache is not None and cache.on_first_call is None):
         return method(*args, **kwargs)
     token = _WATCHED.set(watched | {id(obj)})
@@ -483,9 +443,8 @@ def _run_watched(
         output = method(*args, **kwargs)
     finally:
         _WATCHED.reset(token)
-    is_cached = fields.keys() & {"cache_instance"} or bindings_of(type(obj))
-    is_outermost = is_cached and id(obj) not in watched
-    if is_outermost and _has_items(args, kwargs, output) and not _is_being_made(obj):
+    is_cached = cache is not None or bindings_of(type(obj))
+    if is_cached and id(obj) not in watched and _has_items(args, kwargs, output) and not _is_being_made(obj):
         cache_of_object(obj).miss_forward(name)
     return output
 
@@ -582,8 +541,8 @@ def decorate_object(obj: Any, binding: Binding, *, exactly: bool) -> None:
         return
     owns = {name: own_method(obj, name) for name in binding.methods}
     plains = {name: own or _plain(obj, name) for name, own in owns.items()}
-    caches = {}
     first = None if exactly else next((known[name].cache for name in known if name not in owns), None)
+    caches: dict[str, ModuleCache] = {}
     for name, plain in plains.items():
         others = [other for other in plains.values() if other is not plain]
         caches[name] = binding.cache(obj, plain, name, others, first)
@@ -609,26 +568,40 @@ def own_method(obj: Any, name: str) -> Any:
     own: Any = obj.__dict__.get(name)
     if isinstance(own, CachedMethod):
         return own.own
-    kind = type(obj)
-    raw = inspect.getattr_static(kind, name, None)
+    raw = inspect.getattr_static(type(obj), name, None)
     if own is None and raw is None and isinstance(obj, LazyModule):
         return obj.method(name)
+    part = getattr(obj, name, None) if raw is None else None
+    check_method(type(obj), name, part if isinstance(part, nn.Module) else own)
+    return own
+
+
+def check_method(kind: type, name: str, own: Any = None, *, in_body: bool = False) -> None:
+    """Raise if what a class, or an object of it as its `own`, has under a name cannot be cached.
+
+    Methods that Python looks up in the class are cached `in_body` only.
+    """
+    raw = inspect.getattr_static(kind, name, None)
     why = ""
-    if isinstance(getattr(obj, name, None) if raw is None else own, nn.Module):
+    if isinstance(own, nn.Module):
         why = f"it is a module. Decorate that: torchcache(model.{name})"
     elif own is None and raw is None:
         why = f"{kind.__name__} has no method of this name"
     elif hasattr(type(raw), "__set__"):
         why = f"it is a {type(raw).__name__}. Name the method that it calls"
-    elif name.startswith("__"):
+    elif name.startswith("__") and not in_body:
         why = f"Python looks it up in the class. Put @torchcache above it in the body of {kind.__name__}"
     elif own is None and not isinstance(raw, types.FunctionType):
         why = f"it is a {type(raw).__name__}. Decorate a function that calls it"
-    elif any(is_deferred(own or raw) for is_deferred in DEFERRED):
-        why = "calling it returns a coroutine or generator, not an output. Decorate what computes the output"
+    elif is_deferred(own or raw):
+        why = DEFERRED
     if why:
         raise DecorationError(f"torchcache cannot decorate the method {name!r}: {why}")
-    return own
+
+
+def is_deferred(function: Any) -> bool:
+    """Whether calling a function returns a coroutine or generator."""
+    return any(asks(function) for asks in _ASKS)
 
 
 def restore_object(obj: Any, names: Collection[str]) -> None:

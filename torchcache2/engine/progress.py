@@ -9,13 +9,11 @@ import importlib
 import math
 import sys
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from torchcache2.core.process import ranks_here
 from torchcache2.core.sizes import size_text
 from torchcache2.engine.stack import TierStack
-
-__all__ = ["Progress", "WarmupStats"]
 
 _INDEX_BYTES = 43  # of memory for each row, besides the row
 _SHOWN_EVERY, _LOGGED_EVERY = 0.2, 30.0  # seconds, on a terminal and in a file
@@ -45,15 +43,8 @@ class WarmupStats:
     bytes: int
 
 
-class Counts(Protocol):
-    """What is counted elsewhere while a warmup runs."""
-
-    hits: int
-    misses: int
-
-
 class Progress:
-    """Counts the items of a warmup by the counters of its cache.
+    """Counts the items of a warmup by the counters of its cache, which count `hits` and `misses`.
 
     There are `total` items, of which `items` are this rank's; None: not known. If it `is_shown`, there is a
     bar, as far as tqdm is installed, and one line of cost when that is known, which ends in `advice` if the
@@ -63,7 +54,7 @@ class Progress:
     def __init__(
         self,
         name: str,
-        counters: Counts,
+        counters: Any,
         tiers: TierStack,
         items: int | None,
         total: int | None,

@@ -28,12 +28,13 @@ from torchcache2.identity import sourcecode
 from torchcache2.identity.codenames import IMPORTING, names_of, place_of, resolved
 from torchcache2.identity.encoding import Encoder, public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.guard import MUTABLE
-from torchcache2.identity.leftout import LeftOut, left_out
 from torchcache2.identity.libraries import (
     OPERATOR_NAMESPACES,
     InstalledCode,
+    LeftOut,
     definition,
     is_operator,
+    left_out,
     operator_name,
     registered_otherwise,
 )
@@ -45,7 +46,7 @@ from torchcache2.identity.marks import (
     original,
     own_attributes,
 )
-from torchcache2.identity.sourcecode import CompiledTexts, names_in
+from torchcache2.identity.sourcecode import CompiledTexts, cells_of, names_in
 from torchcache2.identity.uses import Uses, UseTable, has_fields, is_plain, taken_by, uses_of
 
 __all__ = ["CodeWalk"]
@@ -157,7 +158,7 @@ class CodeWalk(Encoder):
         return {name: one for name, one in state.items() if not self.ignores(one, f"{where}{name}")}
 
     def without_skipped(self, kind: type, state: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """The attributes of an object without those that the table of `leftout` has."""
+        """The attributes of an object without those that `left_out` names."""
         kept = dict(state)
         for name, rule in left_out(kind).items():
             attribute, _, key = name.partition(".")
@@ -404,7 +405,7 @@ class CodeWalk(Encoder):
             token = self.unreadable(function, f"{path or function.__name__} (no source)")
             source = sourcecode.instructions(function.__code__) + token.hex()
         uses = self._in_hook(self._texts.once(uses_of, function.__code__, source))
-        captured = {variable: value for variable, _, value in _cells_of(function)}
+        captured = {variable: value for variable, _, value in cells_of(function)}
         local = {*function.__code__.co_varnames, *function.__code__.co_cellvars}
         for name in set(uses.refilled) - local:
             value = captured.get(name, function.__globals__.get(name))
@@ -430,7 +431,7 @@ class CodeWalk(Encoder):
 
     def _captured(self, function: types.FunctionType, uses: Uses | None, owner: str) -> None:
         """Write down what a function reads of the variables that it has captured: one part for each."""
-        for name, cell, value in _cells_of(function):
+        for name, cell, value in cells_of(function):
             if uses is not None and self.ignores(value, name):
                 continue
             is_left_out = uses is not None and self._only_writes(uses, name, value)
@@ -641,13 +642,6 @@ def _function_in(value: Any) -> Any:
     if isinstance(value, property):
         return value.fget
     return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-
-
-def _cells_of(function: types.FunctionType) -> Iterator[tuple[str, types.CellType, Any]]:
-    """The variables that a function has captured, with their cells and their values."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # the variable is not assigned yet
-            yield name, cell, cell.cell_contents
 
 
 def _defaults_of(function: types.FunctionType) -> dict[str, Any]:

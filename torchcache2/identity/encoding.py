@@ -22,37 +22,16 @@ import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from xxhash import xxh3_128, xxh3_128_digest
+from xxhash import xxh3_128_digest
 
 from torchcache2.core.memory import item_bytes
 from torchcache2.core.values import attributes
 from torchcache2.identity.xxh3 import DIGESTS
-
-__all__ = [
-    "CONTAINERS",
-    "INNER",
-    "UNCOUNTED",
-    "Bulk",
-    "Encoder",
-    "UnencodableError",
-    "attributes",
-    "digest",
-    "dtype_text",
-    "form",
-    "public_module",
-    "qualified_name",
-    "readable",
-    "sized",
-    "split",
-    "tensor_digest",
-    "text_bytes",
-    "texts_of",
-]
 
 _OURS = __name__.partition(".")[0]
 _PRINTED = (
@@ -326,53 +305,45 @@ class Bulk:
             return None
         if id(value) not in self._known:
             elements = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
-            found = self._census(elements)
-            if found is None or objects + found.objects <= self._least:
+            is_set = isinstance(value, (set, frozenset))
+            parts: list[bytes] = []
+            for start in range(0, len(elements), _CHUNK):
+                chunk = elements[start : start + _CHUNK]
+                count, has_others = self._census(chunk)
+                if count is None:
+                    return None
+                objects += count
+                plain = [*map(_stand_in, chunk)] if has_others or is_set else chunk
+                try:
+                    data = [marshal.dumps(one, _VERSION) for one in (plain if is_set else [plain])]
+                except ValueError:  # a text of 2 GB
+                    return None
+                parts += map(xxh3_128_digest, data)
+            if objects <= self._least:
                 return None
-            if isinstance(value, (set, frozenset)):
-                elements = sorted(marshal.dumps(_stand_in(one), _VERSION) for one in elements)
-            try:
-                data = _digest(elements, has_others=found.has_others)
-            except ValueError:  # a text of 2 GB
-                return None
-            self._known[id(value)] = value, b"in bulk " + struct.pack("<Q", len(value)) + data
+            data = [b"in bulk ", struct.pack("<Q", len(value)), digest(sorted(parts) if is_set else parts)]
+            self._known[id(value)] = value, b"".join(data)
         return self._known[id(value)][1]
 
-    def _census(self, elements: list[Any]) -> _Census | None:
-        """Count elements; None if there is something among them that cannot be read in bulk."""
+    def _census(self, level: list[Any]) -> tuple[int | None, bool]:
+        """How many elements are not `UNCOUNTED`, and whether there are paths or scalars of NumPy among them.
+
+        There is no count if something cannot be read in bulk.
+        """
         objects, has_others = 0, False
-        for start in range(0, len(elements), _CHUNK):
-            level = elements[start : start + _CHUNK]
-            for _ in range(_DEEPEST):
-                kinds = Counter(map(type, level))
-                others = kinds.keys() - _PLAIN_TYPES - self._held
-                if not others <= _PATHS | _SCALARS:
-                    return None
-                has_others = has_others or bool(others)
-                objects += sum(count for kind, count in kinds.items() if not issubclass(kind, UNCOUNTED))
-                if kinds.keys().isdisjoint(self._held):
-                    break
-                inner = [one for one in level if type(one) in self._held]
-                level = list(chain.from_iterable(inner))
-                level += chain.from_iterable([one.values() for one in inner if type(one) is dict])
-            else:
-                return None  # too deep, or a container that holds itself
-        return _Census(objects, has_others)
-
-
-class _Census(NamedTuple):
-    objects: int  # elements that are not `UNCOUNTED`, and theirs
-    has_others: bool  # paths and scalars of NumPy
-
-
-def _digest(elements: list[Any], *, has_others: bool) -> bytes:
-    hasher = xxh3_128()
-    for start in range(0, len(elements), _CHUNK):
-        chunk = elements[start : start + _CHUNK]
-        data = marshal.dumps([*map(_stand_in, chunk)] if has_others else chunk, _VERSION)
-        hasher.update(struct.pack("<Q", len(data)))
-        hasher.update(data)
-    return hasher.digest()
+        for _ in range(_DEEPEST):
+            kinds = Counter(map(type, level))
+            others = kinds.keys() - _PLAIN_TYPES - self._held
+            if not others <= _PATHS | _SCALARS:
+                return None, True
+            has_others = has_others or bool(others)
+            objects += sum(count for kind, count in kinds.items() if not issubclass(kind, UNCOUNTED))
+            if kinds.keys().isdisjoint(self._held):
+                return objects, has_others
+            inner = [one for one in level if type(one) in self._held]
+            level = list(chain.from_iterable(inner))
+            level += chain.from_iterable([one.values() for one in inner if type(one) is dict])
+        return None, True  # too deep, or a container that holds itself
 
 
 def _stand_in(value: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_128_digest
 
 from torchcache2.core.memory import as_bytes
 from torchcache2.core.private import BUFFERS, GLOBAL_HOOKS, HOOKS, MODULES, PARAMETERS, PRE_HOOKS
@@ -35,7 +36,6 @@ _MOST_LARGE = 400
 _ENDS = 32  # elements of a container that is too large to be compared whole
 _MOST_COPIED = 1_000_000  # elements
 
-_NUMBERS = (bytearray, array, np.ndarray)  # their content is not kept, as it may be large
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _DIRECT = (*_MAPPINGS, list, set, deque)  # exactly these are iterated directly, which takes half the time
 _EXACT = (type(None), bool, int, str, bytes)
@@ -81,10 +81,12 @@ class Guard:
         self._scopes = [(scope, name) for scope, name, _ in walk.scopes]
         self._cells = [cell for cell, _ in walk.cells]
         self._reads = walk.reads
-        self._written = [container for _, container in walk.written]
-        self._written_variables = walk.written_scopes, walk.written_cells
         read = [*walk.containers.values()]
-        self._before = [one for one in read if not isinstance(one[0], _NUMBERS)]
+        # What a forward may change, for `Undo`.
+        self.containers = [container for container, _, _ in read] + [one for _, one in walk.written]
+        self.scopes = self._scopes + walk.written_scopes
+        self.cells = self._cells + walk.written_cells
+        self._before = read
         self._watch_containers([container for container, _, _ in read])
         self._sizes, seen = self._look(root)
         self._seen = [*seen]
@@ -110,7 +112,6 @@ class Guard:
             self._dicts.append(fields)
 
     def _watch_containers(self, containers: list[Any]) -> None:
-        self._containers = containers
         ordered = sorted(containers, key=_cost)
         totals = accumulate(map(_cost, ordered))
         small = [
@@ -213,15 +214,13 @@ class Undo:
         self._variables: list[tuple[Any, str, Any]] = []
         if guard is not None:
             own = {id(value) for value, _ in self._contents}
-            found = [*guard._containers, *guard._written]
-            sizes = accumulate(map(size_of, found))
-            few = [one for one, size in zip(found, sizes, strict=True) if size <= _MOST_COPIED]
+            sizes = accumulate(map(size_of, guard.containers))
+            few = [one for one, size in zip(guard.containers, sizes, strict=True) if size <= _MOST_COPIED]
             self._contents += [(value, _copied(value)) for value in few if id(value) not in own]
-            scopes, cells = guard._written_variables
-            for scope, name in guard._scopes + scopes:
+            for scope, name in guard.scopes:
                 if type(scope) is dict:
                     self._variables.append((scope, name, scope.get(name, _MISSING)))
-            for cell in guard._cells + cells:
+            for cell in guard.cells:
                 with contextlib.suppress(ValueError):  # the cell is empty
                     self._variables.append((cell, "cell_contents", cell.cell_contents))
 
@@ -294,8 +293,8 @@ def _cost(container: Any) -> int:
 
 def _bytes(numbers: Any) -> tuple[Any, ...]:
     if isinstance(numbers, np.ndarray):
-        return numbers.tobytes(), numbers.dtype, *numbers.shape
-    return (bytes(numbers),)
+        return xxh3_128_digest(numbers.tobytes()), numbers.dtype, *numbers.shape
+    return (xxh3_128_digest(numbers),)
 
 
 def _now(container: Any, most: int = _LARGE) -> tuple[Any, ...]:

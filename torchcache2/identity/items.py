@@ -26,8 +26,6 @@ from torchcache2.core.memory import is_channels_last, item_bytes, to_host
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.xxh3 import DIGESTS
 
-__all__ = ["item_keys"]
-
 _SHORT = 256  # bytes; to copy so few is cheaper than to make an array for each row
 _BLOCK = 250  # elements; single elements with a stride would touch as many cache lines
 

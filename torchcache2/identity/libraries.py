@@ -1,11 +1,12 @@
-"""Code of libraries: what others have put into installed code, and torch's operators, graphs and scripts."""
+"""Code of libraries: patched installed code, torch's operators, graphs and scripts, and what is left out."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,27 +19,26 @@ from torchcache2.core.private import (
     ScriptParts,
     pytree,
 )
-from torchcache2.identity.sourcecode import CompiledTexts, Origins, names_in
+from torchcache2.identity.sourcecode import (
+    CompiledTexts,
+    Origins,
+    cells_of,
+    defining_module,
+    names_in,
+    origin,
+)
 from torchcache2.identity.uses import taken_by
-
-__all__ = [
-    "OPERATORS",
-    "OPERATOR_NAMESPACES",
-    "InstalledCode",
-    "ScriptState",
-    "definition",
-    "graph_code",
-    "is_operator",
-    "operator_name",
-    "registered_otherwise",
-    "script_code",
-]
 
 _LARGEST_REGISTRY = 1000
 
 
 class InstalledCode:
-    """Follows forwards of installed classes by name, through the methods and functions of their package."""
+    """Follows installed code by name, to what others have put into it.
+
+    Installed code counts by its file and version, and torch's by name. That does not cover code that others
+    have put in the place of globals and methods, and into registries that it names, such as
+    ``ALL_ATTENTION_FUNCTIONS`` of transformers.
+    """
 
     def __init__(self, origins: Origins, texts: CompiledTexts) -> None:
         self.found: dict[str, Any] = {}  # the user's code that was met, by the place where it is
@@ -46,7 +46,7 @@ class InstalledCode:
         self._origins, self._texts = origins, texts
         self._named: dict[int, Any] = {}
         self._scopes: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
-        self._reached_by: dict[int, tuple[set[str], list[types.FunctionType]]] = {}
+        self._reached: dict[int, tuple[set[str], list[types.FunctionType]]] = {}
 
     @property
     def scopes(self) -> list[tuple[Mapping[str, Any], set[str]]]:
@@ -54,7 +54,7 @@ class InstalledCode:
         return list(self._scopes.values())
 
     def reach(self, kind: type) -> set[str]:
-        """Follow the forwards of a class and its bases; every name that they take."""
+        """Follow the forwards of a class and its bases through their package; every name that they take."""
         bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
         queue = list(self._methods(bases, {"forward"}))
         names: set[str] = set()
@@ -62,15 +62,14 @@ class InstalledCode:
         is_installed = self._origins.of(kind) == "installed"
         while queue:
             function = queue.pop()
-            own, reached = self._one(function)
-            reached = [*reached, *self._methods(bases, own - names)]
-            names |= own
-            for other in reached:
+            own, reached = self._reached_by(function)
+            for other in [*reached, *self._methods(bases, own - names)]:
                 root = other.__globals__.get("__name__", "").partition(".")[0]
                 is_near = is_installed or other.__globals__ is function.__globals__
                 if id(other) not in seen and is_near and root == kind.__module__.partition(".")[0]:
                     seen.add(id(other))
                     queue.append(other)
+            names |= own
         return names
 
     def names(self, start: types.FunctionType | type) -> set[str]:
@@ -83,17 +82,12 @@ class InstalledCode:
                 continue
             self._named[id(one)] = one
             if isinstance(one, type):
-                queue += [
-                    inner for base in one.__mro__ for v in vars(base).values() for inner in _functions(v)
-                ]
-                continue
-            own, scope = self._texts.once(taken_by, one.__code__), one.__globals__
-            names |= own
-            found = [scope[name] for name in own & scope.keys()]
-            modules = [value for value in found if isinstance(value, types.ModuleType)]
-            found += [vars(module)[name] for module in modules for name in own & vars(module).keys()]
-            found += [inner for cell in one.__closure__ or () for inner in _in_cell(cell)]
-            queue += [inner for value in found for inner in _functions(value)]
+                values = [value for base in one.__mro__ for value in vars(base).values()]
+            else:
+                own = self._texts.once(taken_by, one.__code__)
+                names |= own
+                values = [scope[name] for scope, name in _globals_of(one, own)] + _captured(one)
+            queue += [inner for value in values for inner in _functions(value)]
         return names
 
     def _methods(self, bases: list[type], names: set[str]) -> Iterator[types.FunctionType]:
@@ -104,82 +98,74 @@ class InstalledCode:
                     self._watch(base, name)
                 yield from _functions(value)
 
-    def _one(self, function: types.FunctionType) -> tuple[set[str], list[types.FunctionType]]:
+    def _reached_by(self, function: types.FunctionType) -> tuple[set[str], list[types.FunctionType]]:
         """The names that a function takes, and the functions that these stand for."""
-        known = self._reached_by.get(id(function))
-        if known is not None:
-            return known
-        names, scope = names_in(function.__code__), function.__globals__
-        reached = [inner for cell in function.__closure__ or () for inner in _in_cell(cell)]
-        reached += _functions(getattr(function, "__wrapped__", None))
-        modules: list[types.ModuleType] = []
-        for name in names & scope.keys():
-            reached += self._global(scope, name, modules)
-        for module in modules:
-            for name in names & vars(module).keys():
-                reached += self._global(vars(module), name, modules)
-        found = self._reached_by[id(function)] = names, reached
+        if id(function) in self._reached:
+            return self._reached[id(function)]
+        names = names_in(function.__code__)
+        values = [*_captured(function), getattr(function, "__wrapped__", None)]
+        for scope, name in _globals_of(function, names):
+            value, where = scope[name], f"{scope.get('__name__', '')}.{name}"
+            for registry in self._registries(scope, name):
+                for key, code in list(registry.items()):
+                    if self._origins.is_project(code):
+                        place = repr(key) if isinstance(key, (str, int)) else "…"
+                        self.found[f"{where}[{place}]"] = code
+            if callable(value):
+                self._watch(scope, name)
+                if self._origins.is_project(value):
+                    self.found[where] = value
+                else:
+                    values.append(value)
+        found = names, [inner for value in values for inner in _functions(value)]
+        self._reached[id(function)] = found
         return found
 
-    def _global(
-        self, scope: dict[str, Any], name: str, modules: list[types.ModuleType]
-    ) -> Iterator[types.FunctionType]:
+    def _registries(self, scope: dict[str, Any], name: str) -> Iterator[dict[Any, Any]]:
+        """The dicts in which a global keeps what others have registered, as far as they are not known."""
         value = scope[name]
-        where = f"{scope.get('__name__', '')}.{name}"
-        if isinstance(value, types.ModuleType):
-            if not any(value is module for module in modules):
-                modules.append(value)
-            return
-        for owner, place, registry in _registries(scope, name):
+        places: list[tuple[Any, str]] = [(scope, name)] if isinstance(value, dict) else []
+        if isinstance(value, Mapping) and not isinstance(value, (dict, type)):
+            owners = [getattr(value, "__dict__", {}), *type(value).__mro__]
+            contents = [(owner, list(_scope_of(owner).items())) for owner in owners]
+            places = [(owner, key) for owner, items in contents for key, one in items if type(one) is dict]
+        for owner, place in places:
             self._watch(owner, place)
-            if any(registry is one for one in self.registries) or len(registry) > _LARGEST_REGISTRY:
-                continue
-            self.registries.append(registry)
-            for key, value in list(registry.items()):
-                if self._origins.is_project(value):
-                    self.found[f"{where}[{key!r}]" if isinstance(key, (str, int)) else f"{where}[…]"] = value
-        if callable(value):
-            self._watch(scope, name)
-            if self._origins.is_project(value):
-                self.found[where] = value
-            else:
-                yield from _functions(value)
+            registry = _scope_of(owner)[place]
+            if len(registry) <= _LARGEST_REGISTRY and not any(registry is one for one in self.registries):
+                self.registries.append(registry)
+                yield registry
 
     def _watch(self, owner: type | dict[str, Any], name: str) -> None:
-        scope = vars(owner) if isinstance(owner, type) else owner
-        self._scopes.setdefault(id(owner), (scope, set()))[1].add(name)
+        self._scopes.setdefault(id(owner), (_scope_of(owner), set()))[1].add(name)
+
+
+def _scope_of(owner: type | dict[str, Any]) -> Mapping[str, Any]:
+    return vars(owner) if isinstance(owner, type) else owner
+
+
+def _globals_of(function: types.FunctionType, names: set[str]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where the globals with some names are, and those of the modules among them."""
+    scopes = [function.__globals__]
+    for scope in scopes:  # which grows
+        for name in names & scope.keys():
+            if not isinstance(scope[name], types.ModuleType):
+                yield scope, name
+            elif not any(vars(scope[name]) is one for one in scopes):
+                scopes.append(vars(scope[name]))
+
+
+def _captured(function: types.FunctionType) -> list[Any]:
+    values = [value for _, _, value in cells_of(function)]
+    return [value for value in values if isinstance(value, types.FunctionType)]
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:
     """The Python function of a function, method, property or wrapper."""
-    for inner in (value, getattr(value, "__func__", None), getattr(value, "fget", None)):
+    names = ("__func__", "fget") if isinstance(value, type) else ("__func__", "fget", "__wrapped__")
+    for inner in (value, *[getattr(value, name, None) for name in names]):
         if isinstance(inner, types.FunctionType):
             yield inner
-    wrapped = getattr(value, "__wrapped__", None) if not isinstance(value, type) else None
-    if isinstance(wrapped, types.FunctionType):
-        yield wrapped
-
-
-def _in_cell(cell: types.CellType) -> Iterator[types.FunctionType]:
-    try:
-        value = cell.cell_contents
-    except ValueError:  # the variable is not assigned yet
-        return
-    if isinstance(value, types.FunctionType):
-        yield value
-
-
-def _registries(
-    scope: dict[str, Any], name: str
-) -> Iterator[tuple[type | dict[str, Any], str, dict[Any, Any]]]:
-    """The dicts in which a global keeps what others have registered, each with where it is."""
-    value = scope[name]
-    if isinstance(value, dict):
-        yield scope, name, value
-    elif not isinstance(value, type) and isinstance(value, Mapping):
-        for owner in (getattr(value, "__dict__", {}), *type(value).__mro__):
-            content = vars(owner) if isinstance(owner, type) else owner
-            yield from [(owner, place, one) for place, one in list(content.items()) if type(one) is dict]
 
 
 _OVERLOAD = type(torch.ops.aten.add.Tensor)
@@ -270,17 +256,93 @@ class ScriptState:
         The attributes themselves are new objects each time that they are read.
         """
         now = self._read()
-        if not all(map(_same, now.values(), self.values.values())):
+        (leaves, shape), (before, old_shape) = map(pytree.tree_flatten, (now, self.values))
+        if shape != old_shape or not all(map(_same, leaves, before)):
             self.values = now
         return (self.values,)
 
 
 def _same(left: Any, right: Any) -> bool:
-    if left is right:
-        return True
-    if type(left) is not type(right) or isinstance(left, Tensor):
-        return False
-    if not isinstance(left, (list, tuple, dict)):
-        return repr(left) == repr(right)  # NaN is not equal to itself
-    (left_leaves, left_shape), (right_leaves, right_shape) = map(pytree.tree_flatten, (left, right))
-    return left_shape == right_shape and all(map(_same, left_leaves, right_leaves))
+    """Whether two plain values are the same; NaN is not equal to itself."""
+    if left is right or type(left) is not type(right) or isinstance(left, Tensor):
+        return left is right
+    return repr(left) == repr(right)
+
+
+# What is left out of namespaces: attributes of classes, or keys if they are mappings. No forward of these
+# packages reads them, and they differ between runs that compute the same. In ``attribute.key``, the attribute
+# is a dict, and only this key is left out.
+_OF_TOKENIZERS = ("name_or_path", "vocab_file", "tokenizer_file")
+_LEFT_OUT = {
+    # Python's hash of a text, another in each process; tells save_pretrained of changes.
+    ("transformers", "GenerationConfig"): ("_original_object_hash",),
+    # Where something was loaded from; weights and vocabularies count by content, classes by code.
+    ("transformers", "PreTrainedConfig"): ("_name_or_path",),
+    ("transformers", "PretrainedConfig"): ("_name_or_path",),  # before version 5
+    # And whether hidden states were asked for before: see `without_captures`.
+    ("transformers", "PreTrainedModel"): ("name_or_path", "_output_capturing_hooks_installed"),
+    ("transformers", "PreTrainedTokenizerBase"): (
+        *_OF_TOKENIZERS,
+        *[f"init_kwargs.{name}" for name in _OF_TOKENIZERS],
+    ),
+    # And a list in the order of a set, another in each process; read when a config is loaded.
+    ("diffusers", "FrozenDict"): ("_name_or_path", "_use_default_values"),
+    ("peft", "PeftConfigMixin"): ("base_model_name_or_path",),
+    # A memo of what its tokenizer makes of prompts.
+    ("sentence_transformers", "Transformer"): ("_prompt_length_mapping",),
+    # A count of the hooks of the process, to remove one; hooks count where they run.
+    ("torch", "RemovableHandle"): ("id", "hooks_dict_ref", "extra_dict_ref"),
+    # Notes of tools about a graph, whose code counts.
+    ("torch", "GraphModule"): (
+        *("_code", "_graph", "_lineno_map", "_prologue_start", "_tracer_cls", "_tracer_extras"),
+        *("_create_node_hooks", "_erase_node_hooks", "_replace_hooks", "_deepcopy_hooks"),
+        *("meta", "range_constraints", "shape_env"),
+    ),
+    # Raises where arguments are not as they were exported, and returns nothing.
+    ("torch", "GuardsFn"): ("forward",),
+}
+_CALLED = ("forward",)  # the package calls it, but uses nothing that it returns
+# These packages use such names only to save models and to write about them, not to compute.
+_RELATED = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
+
+
+class LeftOut(NamedTuple):
+    """An attribute that is left out unless the user's code names it, or a package that may read it does."""
+
+    package: str
+    attribute: str
+
+    def is_named(self, words: Mapping[str, Collection[str]]) -> bool:
+        """Whether such code names it. `words` are those in code, by package."""
+        last = self.attribute.rpartition(".")[2].lstrip("_")
+        names = {last, f"_{last}", f"__{last}"} - {*_CALLED}
+        others = [those for package, those in words.items() if package not in (self.package, *_RELATED)]
+        return not all(map(names.isdisjoint, others))
+
+
+def left_out(kind: type) -> dict[str, LeftOut]:
+    """What is left out of instances of a class, by name of the attribute or key."""
+    found = {}
+    for base in kind.__mro__:
+        package = defining_module(base).partition(".")[0]
+        attributes = _LEFT_OUT.get((package, base.__qualname__), ())
+        if attributes and origin(base) in ("installed", "torch"):
+            found.update({name: LeftOut(package, name) for name in attributes})
+    return found
+
+
+def without_captures(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
+    """The hooks of a module without those by which transformers collects hidden states.
+
+    It sets them in the first call that asks for these, and they do nothing in others. Set twice, as they may
+    be for a model and one around it, they collect twice, and count.
+    """
+    kept, collected = [], set()
+    for key, hook in hooks.items():
+        if getattr(hook, "__module__", None) == "transformers.utils.output_capturing":
+            what = inspect.getclosurevars(hook).nonlocals.get("key")
+            if what not in collected:
+                collected.add(what)
+                continue
+        kept.append((key, hook))
+    return kept

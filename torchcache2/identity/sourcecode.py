@@ -33,26 +33,6 @@ from xxhash import xxh3_128_hexdigest
 
 from torchcache2.core.process import ProcessLock
 
-__all__ = [
-    "CompiledTexts",
-    "Origin",
-    "Origins",
-    "cells_of",
-    "code_objects",
-    "defining_module",
-    "file_digest",
-    "function_source",
-    "instructions",
-    "is_known_root",
-    "is_newer",
-    "is_site",
-    "loaded_differs",
-    "names_in",
-    "origin",
-    "package_version",
-    "parse",
-]
-
 Origin = Literal["project", "installed", "torch", "builtin"]
 
 _LOADED = time.time()  # an installed file that is older than this has not changed since it was loaded
@@ -93,7 +73,9 @@ def origin(obj: Any) -> Origin:
     path = getattr(sys.modules.get(module), "__file__", None)
     if root in sys.stdlib_module_names and (path is None or os.path.realpath(path).startswith(_STDLIB)):
         return "builtin"
-    return "installed" if path is not None and is_site(path) else "project"
+    real = "" if path is None else os.path.realpath(path)
+    is_installed = real.startswith(_SITE) or any(name in real for name in _SITE_NAMES)
+    return "installed" if is_installed else "project"
 
 
 class Origins:
@@ -122,12 +104,6 @@ def is_known_root(module: str) -> bool:
     """Whether a module belongs to the standard library, torch, or this library by its name."""
     root = module.partition(".")[0]
     return root in sys.stdlib_module_names or root in ("torch", _OURS)
-
-
-def is_site(path: str) -> bool:
-    """Whether a file is part of an installed package."""
-    path = os.path.realpath(path)
-    return path.startswith(_SITE) or any(name in path for name in _SITE_NAMES)
 
 
 def package_version(root: str) -> str:

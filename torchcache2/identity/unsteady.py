@@ -19,8 +19,6 @@ from torchcache2.core.private import BATCH_NORMS, DROPOUTS
 from torchcache2.identity.codenames import chains_in, steps_of
 from torchcache2.identity.sourcecode import cells_of, code_objects, names_in, origin
 
-__all__ = ["UnsteadyLayer", "unseeded_draws", "unsteady"]
-
 _FROM_SYSTEM: list[Any] = [os.urandom, random.SystemRandom, uuid.uuid1, uuid.uuid4]
 _FROM_SYSTEM += [vars(secrets)[name] for name in secrets.__all__ if name != "compare_digest"]
 _GENERATORS: list[Any] = [random.Random, np.random.default_rng, np.random.RandomState, np.random.SeedSequence]

@@ -31,6 +31,7 @@ from torch.nn.parameter import is_lazy
 
 from torchcache2.core import private
 from torchcache2.core.settings import CacheSettings
+from torchcache2.core.values import attributes
 from torchcache2.identity import marks
 from torchcache2.identity.codewalk import CodeWalk
 from torchcache2.identity.encoding import (
@@ -40,7 +41,6 @@ from torchcache2.identity.encoding import (
     Bulk,
     Encoder,
     UnencodableError,
-    attributes,
     digest,
     qualified_name,
     readable,
@@ -50,8 +50,14 @@ from torchcache2.identity.encoding import (
 )
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, content
-from torchcache2.identity.leftout import left_out, without_captures
-from torchcache2.identity.libraries import OPERATORS, ScriptState, graph_code, script_code
+from torchcache2.identity.libraries import (
+    OPERATORS,
+    ScriptState,
+    graph_code,
+    left_out,
+    script_code,
+    without_captures,
+)
 from torchcache2.identity.sharded import Shards
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.uses import is_plain, unmangled

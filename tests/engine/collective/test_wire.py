@@ -18,7 +18,7 @@ from tests.helpers.storage import CPU, DTYPES
 from tests.helpers.trees import LEAVES, OTHERS, build, nested
 from torchcache2.core.rows import Rows
 from torchcache2.engine.collective import wire
-from torchcache2.engine.collective.wire import VERSION, Ask, Flag, Offer, Schemas, Status, packed, unpacked
+from torchcache2.engine.collective.wire import VERSION, Ask, Flag, Offer, Schemas, packed, unpacked
 
 SOAK = bool(os.environ.get("SOAK"))
 TEXTS = st.sampled_from(["", "out of memory", "größer ☃", "\ud800", "x" * 200])
@@ -27,7 +27,7 @@ KEYS = st.binary(max_size=80).map(lambda data: np.frombuffer(data[: len(data) //
 MESSAGES = st.builds(
     Ask,
     step=st.integers(0, 2**64 - 1),
-    flags=st.integers(0, 127).map(Flag),
+    flags=st.integers(0, 255).map(Flag),
     caller=TEXTS,
     namespace=NAMES,
     dropped=NAMES,
@@ -36,7 +36,7 @@ MESSAGES = st.builds(
     place=st.binary(min_size=16, max_size=16),
 ) | st.builds(
     Offer,
-    status=st.sampled_from(Status),
+    flags=st.sampled_from([Flag(0), Flag.FAILED, Flag.NOT_STORED]),
     reason=st.sampled_from(["", "random", "state"]),
     text=TEXTS,
     numbers=st.lists(st.integers(0, 2**16 - 1), max_size=9).map(lambda some: np.array(some, "<u2")),
@@ -110,8 +110,8 @@ def test_the_bytes_are_those_of_the_specification():
     head = b'[2, 7, 40, "Net", "ab", "cd", "\\u00e9"]'
     sizes = [size.to_bytes(4, "little") for size in (len(head), 16, 16)]
     assert ask.to_bytes() == sizes[0] + head + sizes[1] + b"\1" * 16 + sizes[2] + b"p" * 16
-    offer = Offer(Status.NOT_STORED, "state", "why", np.array([1, 0], "<u2"), [b"{}"])
-    head = b'[2, 2, "state", "why"]'
+    offer = Offer(Flag.NOT_STORED, "state", "why", np.array([1, 0], "<u2"), [b"{}"])
+    head = b'[2, 128, "state", "why"]'
     sizes = [size.to_bytes(4, "little") for size in (len(head), 4, 2)]
     assert offer.to_bytes() == sizes[0] + head + sizes[1] + b"\1\0\0\0" + sizes[2] + b"{}"
 

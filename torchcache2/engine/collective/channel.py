@@ -57,6 +57,11 @@ _AT_ONCE = timedelta(milliseconds=1)
 _UNUSED = 1 << 20  # a tag with which nothing is ever sent
 _PATIENCE = 1.5  # seconds until ranks that have not failed count as missing; those that wait notice in 0.3 s
 _STORE = 2.0  # seconds until a store that does not answer is given up
+_ENDED = "ended, so the others cannot go on: see what it printed last"
+_LATE = (
+    "not come to this call within {:g} s, which is the timeout of the process group: with "
+    "distributed='collective', all ranks have to make the same calls; see cache.join() and cache.alone()"
+)
 _PAUSE = 0.001, 0.05  # seconds between two looks at the store: the first one, and the longest
 
 
@@ -117,14 +122,13 @@ class Channel:
                 meanwhile = _nothing
                 if found.marks.tolist().count(mark) < self.size:
                     raise self._failed("they have made different calls")
-                lengths = found.lengths.tolist()
-                needed = 1 << max(max(lengths) - 1, _SMALLEST - 1).bit_length()
+                needed = 1 << max(int(found.lengths.max()) - 1, _SMALLEST - 1).bit_length()
                 if needed <= found.capacity:
                     break
                 found = _Round(self.size, needed)
             found.too_large = found.too_large + 1 if needed < found.capacity else 0
             self._rounds[kind] = found if found.too_large < _REVIEW else _Round(self.size, needed)
-            return found.read(lengths)
+            return found.read()
 
     def swap(self, data: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send to each rank its part of some bytes, and return what all have sent to this one, by rank.
@@ -264,10 +268,9 @@ class Channel:
             closed = self._closed(self._others)
             gone = [rank for rank in closed if self._ranks[rank] == 0] or closed
             text = (
-                f"the exchange between the ranks has failed: {error}; nor does the store of torch.distributed"
+                f"the exchange between the ranks has failed: {error}; nor does the store of the group answer"
             )
-            text += " answer, which most often is in rank 0 of all"
-            self._why = self._ended(gone) if gone else (text, None)
+            self._why = self._blamed(gone, _ENDED) if gone else (text, None)
         self._end()
         return RankError(*self._why)
 
@@ -275,16 +278,17 @@ class Channel:
         """Leave a mark, and wait until all ranks have; else why they cannot go on."""
         self._store.set(f"{mark}/{self.rank}", "1")
         marks = [f"{mark}/{rank}" for rank in range(self.size)]
+        late = _LATE.format(self._timeout.total_seconds())
         end, pause = time.monotonic() + seconds, _PAUSE[0]
         while not self._store.check(["verdict"]):
             if self._store.check(marks):
                 return None
             closed = self._closed(self._others)
             if gone := [rank for rank in closed if not self._store.check([f"failed/{rank}"])]:
-                return self._settled(*self._ended(gone))
+                return self._settled(*self._blamed(gone, _ENDED))
             if time.monotonic() > end:
                 missing = [rank for rank in range(self.size) if not self._store.check([marks[rank]])]
-                return self._settled(*self._not_come(missing)) if missing else None
+                return self._settled(*self._blamed(missing, late)) if missing else None
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE[1])
         return self._settled("", None)
@@ -307,17 +311,6 @@ class Channel:
         thread.join(seconds)
         return answers[0] if answers else None
 
-    def _ended(self, ranks: Sequence[int]) -> Verdict:
-        return self._blamed(ranks, "ended, so the others cannot go on: see what it printed last")
-
-    def _not_come(self, ranks: Sequence[int]) -> Verdict:
-        return self._blamed(
-            ranks,
-            f"not come to this call within {self._timeout.total_seconds():g} s, which is the timeout of "
-            "the process group: with distributed='collective', all ranks have to make the same calls; see "
-            "cache.join() and cache.alone()",
-        )
-
     def _blamed(self, ranks: Sequence[int], what: str) -> Verdict:
         names = [
             str(rank) if self._ranks[rank] == rank else f"{rank} of the group ({self._ranks[rank]} of all)"
@@ -336,20 +329,18 @@ class _Round:
         with torch.inference_mode(False):  # or only calls in inference mode could use these buffers
             self.sent = torch.zeros(_HEAD + capacity, dtype=torch.uint8, device="cpu")
             every = torch.zeros(size, _HEAD + capacity, dtype=torch.uint8, device="cpu")
-            self.rows = list(every)
+        self.rows = list(every)
         self.lengths, self.marks = every.numpy()[:, :_HEAD].view(np.uint32).T
-        self._head = self.sent.numpy()[:_HEAD].view(np.uint32)
-        self._written = self.sent.numpy().data
-        self._read = [row.data for row in every.numpy()]
+        self._every, self._sent = every.numpy(), self.sent.numpy()
 
     def write(self, data: bytes, mark: int) -> None:
-        self._head[:] = len(data), mark
+        self._sent[:_HEAD].view(np.uint32)[:] = len(data), mark
         if len(data) <= self.capacity:
-            self._written[_HEAD : _HEAD + len(data)] = data
+            self._sent[_HEAD : _HEAD + len(data)] = np.frombuffer(data, np.uint8)
 
-    def read(self, lengths: Sequence[int]) -> list[bytes]:
-        pairs = zip(self._read, lengths, strict=True)
-        return [bytes(row[_HEAD : _HEAD + length]) for row, length in pairs]
+    def read(self) -> list[bytes]:
+        ends = (_HEAD + self.lengths).tolist()
+        return [row[_HEAD:end].tobytes() for row, end in zip(self._every, ends, strict=True)]
 
 
 def _is_done(work: Any) -> bool:

@@ -51,18 +51,7 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.batch import Batch, Hits, Misses, NotRunError, NotStoredError, RefusedError
 from torchcache2.engine.collective.channel import Channel
 from torchcache2.engine.collective.plan import Asked, planned
-from torchcache2.engine.collective.wire import (
-    NO_KEYS,
-    PLACE_BYTES,
-    Ask,
-    Flag,
-    Offer,
-    Schemas,
-    Status,
-    Told,
-    packed,
-    unpacked,
-)
+from torchcache2.engine.collective.wire import NO_KEYS, Ask, Flag, Offer, Schemas, Told, packed, unpacked
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import Counters
 from torchcache2.engine.values.outputs import found, joined, stored
@@ -78,6 +67,7 @@ if TYPE_CHECKING:  # not all builds of torch have it
 __all__ = ["Collective", "Exchange", "Holdings", "apart", "is_apart", "is_told"]
 
 _CPU = torch.device("cpu")
+_PLACE = 16  # bytes, at the end of what each rank says in round 1
 _NOWHERE: Positions = np.empty(0, np.int64)
 _MOST_COMPARED = 8  # modules that change at every step are compared no more
 _MOST_PARTS = 65_535  # of the rows that a rank offers in a step
@@ -121,7 +111,7 @@ class Holdings:
 
     def __init__(self, tiers: TierStack) -> None:
         self._tiers = tiers
-        self._own = os.urandom(PLACE_BYTES)
+        self._own = os.urandom(_PLACE)
         self.dropped: dict[bytes, None] = {}
         self.had_all = False
 
@@ -287,7 +277,7 @@ class Shipment:
         for rank, offer in enumerate(offers):
             self._told[rank] += map(self._schemas.told, offer.schemas)
             keys = np.flatnonzero(told[:, rank])
-            numbers = offer.numbers if offer.status == Status.OK else np.zeros(len(keys), np.uint16)
+            numbers = offer.numbers if not offer.flags else np.zeros(len(keys), np.uint16)
             if len(numbers) != len(keys) or numbers.max(initial=0) > len(self._told[rank]):
                 raise RankError(f"rank {rank} has offered other rows than it was asked for")
             self.number[keys, rank] = numbers
@@ -428,10 +418,10 @@ class Exchange:
             mine = Ask(self.steps, flags, *names, text, keys, holdings.place).to_bytes()
             said = self.channel.gather("ask", mine, part.read)
             needs_nothing = not (len(keys) or dropped or flags & ~(Flag.SHARDED | Flag.CUDA))
-            if needs_nothing and all(data[:-PLACE_BYTES] == mine[:-PLACE_BYTES] for data in said):
+            if needs_nothing and all(data[:-_PLACE] == mine[:-_PLACE] for data in said):
                 return []
             asks = _read(Ask.of, said)
-            self._check_failures([(ask.flags & Flag.FAILED != 0, ask.error) for ask in asks], failure)
+            self._check_failures([(ask.flags, ask.error) for ask in asks], failure)
             self._check_in_step(asks)
             holdings.dropped.pop(dropped, None)
             all_dropped = {bytes.fromhex(ask.dropped) for ask in asks if ask.dropped}
@@ -511,7 +501,7 @@ class Exchange:
                     rows = part.compute(wanted)
                 except RefusedError as stop:
                     received.refusal = stop
-                    return Offer(Status.NOT_STORED, stop.reason, stop.text)
+                    return Offer(Flag.NOT_STORED, stop.reason, stop.text)
                 received.parts += [(wanted[where], one) for where, one in stored(rows)]
             parts = [(asked.mine[where], one) for where, one in received.parts]
             return noted(shipment.offer(parts, told[:, rank]))
@@ -529,14 +519,14 @@ class Exchange:
         shipment.source = source
         if shipment.number[np.arange(len(asked)), source].any():
             self._receive(shipment, asked, asks, part, received)
-        received.notes = [offer.reason for offer in offers if offer.status == Status.OK]
+        received.notes = [offer.reason for offer in offers if not offer.flags]
         received.lacking = _others(len(asked.mine), received.parts)
         if is_sharded:
             must_run = len(received.lacking) > 0 or not part.is_enough(received)
             received.must_run = any(data[0] for data in self.channel.gather("run", bytes([must_run])))
         sources = np.unique(source[asked.mine[received.lacking]]).tolist()
         for offer in [offers[one] for one in sources if one not in (-1, rank)]:
-            if offer.status == Status.NOT_STORED:
+            if offer.flags & Flag.NOT_STORED:
                 received.refused = offer.reason, offer.text
         return received
 
@@ -546,9 +536,9 @@ class Exchange:
         try:
             offer = make()
         except Exception as error:
-            failure, offer = error, Offer(Status.FAILED, text=_text_of(error))
+            failure, offer = error, Offer(Flag.FAILED, text=_text_of(error))
         offers = _read(Offer.of, self.channel.gather(kind, offer.to_bytes()))
-        self._check_failures([(one.status == Status.FAILED, one.text) for one in offers], failure)
+        self._check_failures([(one.flags, one.text) for one in offers], failure)
         return offers
 
     def _receive(
@@ -565,12 +555,12 @@ class Exchange:
                 part.holdings.put_replicas(Keys(part.namespace, asked.data[numbers], part.group), rows)
         received.to_others = shipment.rows_sent
 
-    def _check_failures(self, said: Sequence[tuple[bool, str]], own: Exception | None) -> None:
+    def _check_failures(self, said: Sequence[tuple[Flag, str]], own: Exception | None) -> None:
         """Raise if a rank has failed: its own exception in that rank, a `RankError` in the others."""
-        failed = [rank for rank, (has_failed, _) in enumerate(said) if has_failed]
-        if failed:
-            text = f"rank {failed[0]} has failed, so that no rank goes on: {said[failed[0]][1]}"
-            raise self._known(RankError(text, failed[0]) if own is None else own)
+        for rank, (flags, text) in enumerate(said):
+            if flags & Flag.FAILED:
+                text = f"rank {rank} has failed, so that no rank goes on: {text}"
+                raise self._known(RankError(text, rank) if own is None else own)
 
     def _known(self, error: Exception) -> Exception:
         """Note that this step ends with an error in all ranks; returns the error."""
@@ -779,13 +769,16 @@ class _BatchPart(Part):
     def output(self, received: Received) -> Any:
         """The output of the batch, after a step has brought what this rank did not have."""
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its traceback refers to this part: a cycle, which would keep tensors
         batch, cache, hits, parts = self._batch, self._cache, self._hits, received.parts
-        is_all = hits is not None and hits.is_all(len(batch.keys)) and not received.must_run
-        if hits is not None and hits.rows is not None and is_all:
-            return batch.output(hits.rows)
         if hits is None:
             return cache._not_stacked(batch.compute_all())
+        if hits.is_all(len(batch.keys)) and not received.must_run:
+            assert hits.rows is not None
+            return batch.output(hits.rows)
         if received.refused is not None:
             raise NotStoredError(*received.refused, batch.compute_all())
         if batch.is_checked and not self._has_run and parts and not batch.checks.is_known(received.notes):

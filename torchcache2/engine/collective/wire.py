@@ -25,35 +25,15 @@ import torch
 from torch import Tensor
 
 from torchcache2.core.keys import Array, Bytes2D, Positions
-from torchcache2.core.memory import (
-    as_bytes,
-    empty_bytes,
-    gather_into,
-    select,
-    to_device,
-    to_host,
-    with_ordinary_tensors,
-)
+from torchcache2.core.memory import as_bytes, empty_bytes, gather_into, with_ordinary_tensors
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.schemajson import schema_from_json, schema_to_json
 
-__all__ = [
-    "NO_KEYS",
-    "PLACE_BYTES",
-    "Ask",
-    "Flag",
-    "Offer",
-    "Schemas",
-    "Status",
-    "Told",
-    "packed",
-    "unpacked",
-]
+__all__ = ["NO_KEYS", "Ask", "Flag", "Offer", "Schemas", "Told", "packed", "unpacked"]
 
 VERSION = 2
 NO_KEYS: Bytes2D = np.empty((0, 16), np.uint8)
-PLACE_BYTES = 16
 _LONGEST = 1000  # characters of a text
 _MOST_SCHEMAS = 4096  # ragged rows have a schema for each shape
 _MOST_BYTES = 1 << 48  # of a leaf in one row
@@ -64,20 +44,13 @@ class Flag(enum.IntFlag):
     """What a rank says of itself in a step."""
 
     BYPASS = 1  # it takes part without keys
-    FAILED = 2  # it raises; the error says what
+    FAILED = 2  # it raises; a text says what
     DONE = 4  # it has left `join`
     WHOLE = 8  # its forward runs for the whole batch only
     SHARDED = 16  # its forward has collectives, so that all ranks run it or none
     CUDA = 32  # its rows end on CUDA
     RUN = 64  # it has to run its forward, whatever it finds
-
-
-class Status(enum.IntEnum):
-    """What became of the rows that a rank computes."""
-
-    OK = 0
-    FAILED = 1
-    NOT_STORED = 2
+    NOT_STORED = 128  # what it has computed is not to be stored, for a reason
 
 
 class Ask(NamedTuple):
@@ -107,7 +80,7 @@ class Ask(NamedTuple):
     dropped: str = ""
     error: str = ""
     keys: Bytes2D = NO_KEYS
-    place: bytes = bytes(PLACE_BYTES)
+    place: bytes = bytes(16)
 
     def to_bytes(self) -> bytes:
         """The message; the place comes last."""
@@ -125,7 +98,8 @@ class Offer(NamedTuple):
 
     Attributes
     ----------
-    status : Status
+    flags : Flag
+        `FAILED`, `NOT_STORED` or none.
     reason : str
         The word for statistics, if its output is not stored. Else what this rank knows of such calls, for
         ranks whose forward runs for the whole batch only.
@@ -137,7 +111,7 @@ class Offer(NamedTuple):
         The texts of the schemas of the parts of its rows.
     """
 
-    status: Status = Status.OK
+    flags: Flag = Flag(0)
     reason: str = ""
     text: str = ""
     numbers: Array = np.empty(0, "<u2")
@@ -145,14 +119,14 @@ class Offer(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """The message."""
-        head = [self.status, self.reason, self.text[:_LONGEST]]
+        head = [self.flags, self.reason, self.text[:_LONGEST]]
         return _joined(head, self.numbers.tobytes(), *self.schemas)
 
     @classmethod
     def of(cls, data: bytes) -> Offer:
         """What some bytes say; `ValueError` if they are nothing."""
-        (status, *texts), (numbers, *schemas) = _split(data)
-        return cls._make([Status(status), *texts, np.frombuffer(numbers, "<u2"), schemas])
+        (flags, *texts), (numbers, *schemas) = _split(data)
+        return cls._make([Flag(flags), *texts, np.frombuffer(numbers, "<u2"), schemas])
 
 
 def _joined(fields: list[Any], *pieces: bytes) -> bytes:
@@ -255,28 +229,19 @@ def packed(
         sum(_aligned(len(which) * leaf.row_bytes) for rows, which in some for leaf in rows.schema.leaves)
         for some in parts
     ]
-    pieces = [
-        (column, torch.from_numpy(which)) for some in parts for rows, which in some for column in rows.columns
-    ]
-    on_host = all(column.is_cpu for column, _ in pieces)
-    if on_host:  # they are put together there: one copy to the device is faster than many
-        data = empty_bytes(sum(sizes))
-    else:
-        columns = [select(column, which.to(column.device)) for column, which in pieces]
-        columns = to_host(columns) if device.type == "cpu" else columns
-        pieces = [(column, which) for column, (_, which) in zip(columns, pieces, strict=True)]
-        data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    is_host = device.type == "cpu"
+    data = empty_bytes(sum(sizes)) if is_host else torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     start = 0
-    for column, which in pieces:
-        flat = as_bytes(column)
-        size = len(which) * flat.shape[1]
-        target = data[start : start + size].view(len(which), flat.shape[1])
-        if size and on_host:
-            gather_into(target, flat, which)
-        elif size:
-            target.copy_(flat)
-        start += _aligned(size)
-    return to_device(data, device), sizes
+    for rows, which in [part for some in parts for part in some]:
+        for column in rows.columns:
+            flat, index = as_bytes(column), torch.from_numpy(which)
+            target = data[start : start + len(which) * flat.shape[1]].view(len(which), flat.shape[1])
+            start += _aligned(target.numel())
+            if is_host and flat.is_cpu and target.numel():
+                gather_into(target, flat, index)
+            else:
+                target.copy_(flat.index_select(0, index.to(flat.device)))
+    return data, sizes
 
 
 @with_ordinary_tensors
