@@ -7,7 +7,7 @@ from tests.helpers.stepruns import failures, shown
 
 CASES = Path(__file__).parent / "collective"
 SOAK = bool(os.environ.get("SOAK"))
-PLACES = ["compute", "swap", "join"] + ["ask", "have", "tell", "schema", "exit"] * SOAK
+PLACES = ["compute", "swap", "join"] + ["ask", "have", "tell", "exit"] * SOAK
 
 
 def test_ranks_share_rows_and_work(tmp_path):

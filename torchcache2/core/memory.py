@@ -293,7 +293,7 @@ def gather_into(picked: Tensor, data: Tensor, positions: Tensor) -> None:
     use the cores too, each such copy may wait for the scheduler. So long rows are copied in pieces.
     """
     if picked.numel() <= _ALONE:
-        np.take(data.numpy(), positions.numpy(), axis=0, out=picked.numpy(), mode="clip")
+        data.numpy().take(positions.numpy(), 0, picked.numpy(), "clip")  # faster than `np.take`
         return
     source = as_words(data)
     words = source.shape[1]

@@ -363,7 +363,7 @@ def _shared(leaf: Leaf, column: Tensor) -> Tensor:
     """The first row of a column whose rows are all the same."""
     if len(column) == 0:
         raise UnstorableError("unknown for an empty batch").inside(f"output{leaf.path}")
-    if len(column) > 1 and not bool((column == column[0]).all()):
+    if len(column) > 1 and not torch.equal(column, column[:1].expand_as(column)):
         raise UnstorableError("different in rows of one batch").inside(f"output{leaf.path}")
     return column[:1]
 

@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from torchcache2.core.errors import OptionError, require
-from torchcache2.core.groups import check_group
 from torchcache2.core.logs import shown
 from torchcache2.core.places import Bucket, Place, Secrets, Servers, place_of
+from torchcache2.core.process import check_group
 from torchcache2.core.sizes import Size, free_disk, free_memory, host_memory, parse_size
 
 Policy = Literal["mru", "lru"]

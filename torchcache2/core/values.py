@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -142,7 +141,7 @@ def register_value(cls: type, take_apart: Callable[[Any], Any], rebuild: Callabl
             f"cls={_name(cls)} is a node type of pytrees already: its objects are cached as such"
         )
     try:
-        setattr(cls, _VALUE, (take_apart, rebuild))
+        setattr(cls, _VALUE, (take_apart, lambda cls, parts: rebuild(parts)))
     except TypeError:
         text = "takes no attributes: register it with torch.utils._pytree.register_pytree_node"
         raise OptionError(f"cls={_name(cls)} {text}") from None
@@ -151,27 +150,24 @@ def register_value(cls: type, take_apart: Callable[[Any], Any], rebuild: Callabl
 register_value.__module__ = "torchcache2"  # where people import it from
 
 
-def _diagonal_gaussian(parts: tuple[Any, ...]) -> Any:
-    cls: Any = sys.modules["diffusers.models.autoencoders.vae"].DiagonalGaussianDistribution
-    return cls(*parts)
-
-
-def _encoding(state: bytes) -> Any:
-    value = sys.modules["tokenizers"].Encoding()
+def _encoding(cls: Any, state: bytes) -> Any:
+    value = cls()
     value.__setstate__(state)  # JSON, which the library parses
     return value
 
 
-_KNOWN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # as `register_value` would
+# How classes are taken apart, and rebuilt by a function of the class and its parts.
+_Functions = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
+_KNOWN: dict[str, _Functions] = {
     "diffusers.models.autoencoders.vae.DiagonalGaussianDistribution": (
         lambda value: (value.parameters, value.deterministic),
-        _diagonal_gaussian,
+        lambda cls, parts: cls(*parts),
     ),
     "tokenizers.Encoding": (lambda value: value.__getstate__(), _encoding),
 }
 
 
-def _functions(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+def _functions(cls: Any) -> _Functions | None:
     """How a class is taken apart and rebuilt that is neither a pytree nor a dataclass."""
     functions = type.__getattribute__(cls, "__dict__").get(_VALUE)
     if functions is not None:
@@ -252,12 +248,12 @@ def closed(kind: Any, context: Any, children: Iterable[Any]) -> Any:
     children, is_known = list(children), is_registered(kind)
     functions = None if is_known else _functions(kind)
     if functions is not None:
-        value = functions[1](*children)
+        value: Any = functions[1](kind, *children)
         if type(value) is not kind:
             raise UnstorableError(f"a {_name(kind)} that is rebuilt as a {_name(type(value))}")
     elif is_record(kind) or not is_known:
-        value = object.__new__(kind)
-        for name, child in zip(fields_of(kind) or [] if is_record(kind) else context, children, strict=True):
+        value, names = object.__new__(kind), fields_of(kind) or [] if is_record(kind) else context
+        for name, child in zip(names, children, strict=True):
             if type(static(kind, name)) is types.MemberDescriptorType:
                 object.__setattr__(value, name, child)
             else:  # not through a descriptor of the class, which may compute

@@ -73,11 +73,11 @@ class KeyTable:
 
     def find_one(self, words: Words) -> int:
         """As `find`, of the one key of a batch, for which numbers are faster than arrays."""
-        mask, place = len(self.slots) - 1, words.item(0)
-        tag = words.item(1) & int(_TAG) | int(_USED)
+        mask, key = len(self.slots) - 1, words[0].tolist()
+        place, tag = key[0], key[1] & int(_TAG) | int(_USED)
         while (slot := self.slots.item(place & mask)) != _FREE:
             ordinal = slot & 0xFFFFFFFF
-            if slot - ordinal == tag and ordinal < len(self.keys) and (self.keys[ordinal] == words[0]).all():
+            if slot - ordinal == tag and ordinal < len(self.keys) and self.keys[ordinal].tolist() == key:
                 return ordinal
             place += 1
         return -1

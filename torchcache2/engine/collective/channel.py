@@ -75,6 +75,8 @@ Verdict = tuple[str, "int | None"]  # why no rank can go on, and the rank that i
 class Channel:
     """How the ranks of a group speak to each other. All of them make it, and call its methods, in step.
 
+    One thread of the process that has made it calls them; see `Exchange`.
+
     It has connections of its own, made in the first round, so nothing mixes with what the program sends over
     the group. It does not keep the group.
 
@@ -92,7 +94,7 @@ class Channel:
     def __init__(self, group: ProcessGroup) -> None:
         self.rank, self.size, self.seconds = group.rank(), group.size(), 0.0
         self._group = weakref.ref(group)
-        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._pid = os.getpid()
         self._why: Verdict | None = None
         self._rounds: dict[str, _Round] = {}
         self._number = 0
@@ -180,17 +182,6 @@ class Channel:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        if os.getpid() != self._pid:
-            raise RankError(
-                f"this process was forked from rank {self.rank}, and cannot speak for it: call the module in "
-                "the rank itself"
-            )
-        if not self._lock.acquire(blocking=False):
-            raise RankError(
-                f"two threads of rank {self.rank} have called modules of one process group at once; only one "
-                "thread of a rank can be in step with the other ranks",
-                self.rank,
-            )
         start = time.perf_counter()
         try:
             if self._why is None and self._gloo is None:
@@ -203,7 +194,6 @@ class Channel:
             raise
         finally:
             self.seconds += time.perf_counter() - start
-            self._lock.release()
 
     def _connect(self) -> None:
         try:

@@ -42,10 +42,9 @@ import torch
 from torch.utils.data import get_worker_info
 
 from torchcache2.core.errors import RankError
-from torchcache2.core.groups import group_of
 from torchcache2.core.keys import Bytes2D, Flags, Keys, Positions
 from torchcache2.core.logs import listed, logger
-from torchcache2.core.process import Place
+from torchcache2.core.process import Place, group_of
 from torchcache2.core.rows import Parts, Rows, merged
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.batch import Batch, Hits, Misses, NotRunError, NotStoredError, RefusedError
@@ -326,7 +325,7 @@ class Exchange:
 
     # Process groups are state of the process, and torch itself keeps them so. All decorated modules of a
     # group share one exchange: with two, ranks that call different modules would wait in different ones.
-    _of_group: ClassVar[WeakKeyDictionary[ProcessGroup, tuple[int, Exchange]]] = WeakKeyDictionary()
+    _of_group: ClassVar[WeakKeyDictionary[ProcessGroup, Exchange]] = WeakKeyDictionary()
     _making: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, channel: Channel) -> None:
@@ -335,7 +334,7 @@ class Exchange:
         self._schemas = Schemas()
         self._compared: set[tuple[str, ...]] = set()  # the same on all ranks
         self._holdings: WeakValueDictionary[tuple[str, int], Holdings] = WeakValueDictionary()
-        self._thread = threading.Lock()
+        self._pid, self._thread = os.getpid(), threading.Lock()
         self._do_all_know = False
 
     @classmethod
@@ -343,14 +342,8 @@ class Exchange:
         """That of a group in this process; it goes when the group goes."""
         with cls._making:
             if group not in cls._of_group:
-                cls._of_group[group] = os.getpid(), cls(Channel(group))
-            pid, exchange = cls._of_group[group]
-        if pid != os.getpid():
-            raise RankError(
-                "this process was forked from a rank, and cannot speak for it: call the module in the rank "
-                "itself"
-            )
-        return exchange
+                cls._of_group[group] = cls(Channel(group))
+            return cls._of_group[group]
 
     def step(self, part: Part) -> Received | None:
         """Take a step with all ranks; returns what it has brought, None if all ranks have left.
@@ -381,7 +374,12 @@ class Exchange:
 
     @contextlib.contextmanager
     def _taken(self) -> Iterator[None]:
-        """Keep other threads out; if this one leaves a step that others are in, close the channel."""
+        """Keep other threads and processes out; who leaves a step that others are in closes the channel."""
+        if os.getpid() != self._pid:
+            raise RankError(
+                "this process was forked from a rank, and cannot speak for it: call the module in the rank "
+                "itself"
+            )
         if not self._thread.acquire(blocking=False):
             raise RankError(
                 "two threads of this rank call modules with distributed='collective' at once: the ranks "

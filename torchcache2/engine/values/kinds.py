@@ -8,7 +8,6 @@ put together column by column, so that a batch costs few steps.
 
 from __future__ import annotations
 
-import collections
 import importlib
 import re
 import sys
@@ -43,6 +42,13 @@ _TORCH = {char: torch.from_numpy(np.zeros(0, name)).dtype for char, name in _NAT
 _DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,7}\])?|[ilqILQ]")
 _LARGE = 16 << 10  # bytes of a tensor
 _MOST_EMPTY = 1 << 16  # pixels of a side of an image without pixels, as PIL takes memory for each line
+_ADVICE: tuple[tuple[Any, str], ...] = (  # what to return for a value ``{}`` of a type
+    (Tensor, "{}.detach().as_subclass(torch.Tensor)"),
+    (np.ndarray, "numpy.array({})"),
+    (Mapping, "dict({})"),
+    ((set, frozenset, range, Iterator), "list({})"),
+    *((base, base.__name__ + "({})") for base in (bool, int, float, str, bytes, tuple)),
+)
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 
@@ -327,13 +333,13 @@ def opened(value: Any) -> Opened | None:
         raise UnstorableError(error.what, _advice(value)) from None
     if node is None or kind in NODES:
         raise _strange(value)
-    if kind is not collections.OrderedDict:
-        _check(kind)
-        try:
-            _check(node[1])
-        except UnstorableError as error:
-            what = f"a {classes.qualified(kind)} that keeps {error.what}"
-            raise UnstorableError(what, _advice(value)) from None
+    _check(kind)
+    try:
+        _check(node[1])
+    except UnstorableError as error:
+        raise UnstorableError(
+            f"a {classes.qualified(kind)} that keeps {error.what}", _advice(value)
+        ) from None
     return node
 
 
@@ -436,17 +442,7 @@ def _strange(value: Any) -> UnstorableError:
 
 def _advice(value: Any) -> str:
     """What to return in place of a value that cannot be kept, which is called ``{}``."""
-    if isinstance(value, Tensor):
-        return "return {}.detach().as_subclass(torch.Tensor)"
-    if isinstance(value, np.ndarray):
-        return "return numpy.array({})"
-    if isinstance(value, Mapping):
-        return "return dict({})"
-    if isinstance(value, (set, frozenset, range, Iterator)):
-        return "return list({})"
-    if hasattr(type(value), "__dataclass_fields__"):
-        return "return dataclasses.asdict({})"
-    for base in (bool, int, float, str, bytes, tuple):
-        if isinstance(value, base):
-            return f"return {base.__name__}({{}})"
+    for of, advice in _ADVICE:
+        if isinstance(value, of):
+            return f"return {advice}"
     return "return tensors, arrays, images, numbers, texts, and tuples, lists and dicts of them"

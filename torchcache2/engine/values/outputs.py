@@ -14,7 +14,7 @@ outside of such lists, and its entry of each, which is kept as a sample of a dat
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -146,11 +146,8 @@ class ItemRows(Rows):
 
     def values(self, device: torch.device) -> list[tuple[Any, ...]]:
         """The entries of each row, one of each list, in memory of their own."""
-        values: list[Any] = [None] * self.count
-        for positions, rows in self.by_schema():
-            for position, value in zip(positions.tolist(), from_rows(rows, device), strict=True):
-                values[position] = value
-        return values
+        parts = [(positions, from_rows(rows, device)) for positions, rows in self.by_schema()]
+        return _spread(parts, self.count)
 
 
 def rows_of(
@@ -185,11 +182,8 @@ def rows_of(
         for i, path in enumerate(entries):
             text = text.replace(f"sample[{i}]", f"output{path}[{position}]")
         raise OutputError(text)
-    places: list[Any] = [None] * count
-    for positions, part in batch.parts:
-        for i, position in enumerate(positions.tolist()):
-            places[position] = part, i
-    return ItemRows(rows.schema, rows.columns, rows.count, places)
+    parts = [(positions, [(part, i) for i in range(len(part))]) for positions, part in batch.parts]
+    return ItemRows(rows.schema, rows.columns, rows.count, _spread(parts, count))
 
 
 @with_ordinary_tensors
@@ -240,14 +234,17 @@ def joined(parts: Parts, count: int, *, device: torch.device) -> Rows | None:
     if any(rows.schema != schema for _, rows in parts):
         return None
     rows = Rows.scatter(parts, count, device=device)
-    if not isinstance(parts[0][1], ItemRows):
-        return rows
-    entries: list[Any] = [None] * count
+    entries = [(positions, part.entries) for positions, part in parts if isinstance(part, ItemRows)]
+    return ItemRows(rows.schema, rows.columns, count, _spread(entries, count)) if entries else rows
+
+
+def _spread(parts: Iterable[tuple[Positions, Sequence[Any]]], count: int) -> list[Any]:
+    """One list of what parts have at the positions of a batch."""
+    values: list[Any] = [None] * count
     for positions, part in parts:
-        assert isinstance(part, ItemRows)
-        for position, entry in zip(positions.tolist(), part.entries, strict=True):
-            entries[position] = entry
-    return ItemRows(rows.schema, rows.columns, count, entries)
+        for position, value in zip(positions.tolist(), part, strict=True):
+            values[position] = value
+    return values
 
 
 def entry_parts(rows: ItemRows) -> Parts:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -98,6 +99,7 @@ class Samples:
     def __init__(self, *, packs: bool = True) -> None:
         self._packs = packs
         self._families: set[Schema] = set()
+        self._leaf = functools.lru_cache(1024)(Leaf)  # to make one anew takes several times as long
         self._spare = SpareMemory()
 
     @with_ordinary_tensors
@@ -124,10 +126,10 @@ class Samples:
         refused, opened = {}, self._opener(device)
         for position, sample in enumerate(samples):
             try:
-                schema, values = _described(*taken_apart(sample, opened), dtype)
+                schema, values = self._described(*taken_apart(sample, opened), dtype)
                 group = groups.get(schema)
                 if group is None and self._packs and not self._has_columns(schema):
-                    schema, values = _described([("", pack(sample))], _PACKED, None)
+                    schema, values = self._described([("", pack(sample))], _PACKED, None)
             except UnstorableError as error:
                 refused[position] = OutputError(str(error.inside("sample")))
                 continue
@@ -158,6 +160,25 @@ class Samples:
 
         return opened
 
+    def _described(
+        self, pairs: Sequence[tuple[str, Any]], structure: pytree.TreeSpec, dtype: torch.dtype | None
+    ) -> tuple[Schema, list[Any]]:
+        """The schema of leaves with these paths, and what their columns are made of."""
+        leaves, values = [], []
+        for path, value in pairs:
+            plain = plain_bytes(value)
+            if plain is not None:
+                data = plain[1]
+                leaf = self._leaf(path, plain[0], torch.uint8, torch.uint8, (len(data),))
+            else:
+                data, stored = value, value.dtype
+                if dtype is not None and stored.is_floating_point and not getattr(value, "is_exact", False):
+                    stored = dtype
+                leaf = self._leaf(path, "tensor", value.dtype, stored, tuple(value.shape))
+            leaves.append(leaf)
+            values.append(data)
+        return Schema(structure, tuple(leaves)), values
+
     def _has_columns(self, schema: Schema) -> bool:
         """Whether samples of a schema have a column for each leaf."""
         if len(schema.leaves) > _LEAVES:
@@ -170,11 +191,7 @@ class Samples:
         """The column of one leaf's values, in memory that is theirs."""
         count, dtype = len(values), leaf.dtype
         if leaf.kind != "tensor":
-            data = bytearray(b"".join(values))
-            column = (
-                torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device=_HOST)
-            )
-            return column.view(count, *leaf.shape)
+            return _tensor_of(b"".join(values)).view(count, *leaf.shape)
         if type(values[0]) is not Raw and dtype not in COMMON:
             column = torch.cat([_bytes_of(dense(value)) for value in values]).view(dtype)
             return column.view(count, *leaf.shape).to(leaf.stored)
@@ -185,24 +202,6 @@ class Samples:
         else:
             torch.stack([value.resolve_conj().resolve_neg() for value in values], out=column)
         return column.to(leaf.stored)
-
-
-def _described(
-    pairs: Sequence[tuple[str, Any]], structure: pytree.TreeSpec, dtype: torch.dtype | None
-) -> tuple[Schema, list[Any]]:
-    """The schema of leaves with these paths, and what their columns are made of."""
-    leaves, values = [], []
-    for path, value in pairs:
-        plain = plain_bytes(value)
-        if plain is not None:
-            values.append(plain[1])
-            leaves.append(Leaf(path, plain[0], torch.uint8, torch.uint8, (len(plain[1]),)))
-            continue
-        is_exact = dtype is None or not value.dtype.is_floating_point or getattr(value, "is_exact", False)
-        values.append(value)
-        stored = value.dtype if is_exact or dtype is None else dtype
-        leaves.append(Leaf(path, "tensor", value.dtype, stored, tuple(value.shape)))
-    return Schema(structure, tuple(leaves)), values
 
 
 @with_ordinary_tensors
@@ -243,6 +242,11 @@ def from_rows(rows: Rows, device: torch.device = _HOST) -> list[Any]:
     except Exception as error:
         # Anybody may have written the schema, such as one with a dtype that a node cannot have.
         raise DamagedError(f"rows that are no samples: {error!r}") from None
+
+
+def _tensor_of(data: Any) -> Tensor:
+    """A copy of some bytes, uint8 ``(bytes,)``."""
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
 
 
 def _bytes_of(value: Tensor) -> Tensor:
@@ -460,11 +464,10 @@ class _Reader:
         if name not in _DTYPES:
             raise DamagedError("a tensor of no known dtype")
         dtype = _DTYPES[name]
-        data = bytearray(self.take(math.prod(shape) * dtype.itemsize))
-        if dtype is torch.bool and data.translate(None, b"\0\1"):
+        data = self.take(math.prod(shape) * dtype.itemsize)
+        if dtype is torch.bool and bytes(data).translate(None, b"\0\1"):
             raise DamagedError("a boolean that is none")
-        column = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device=_HOST)
-        return column.view(1, *shape)
+        return _tensor_of(data).view(dtype).view(1, *shape)
 
     def node(self, depth: int) -> list[Any]:
         name, fields, context = [self.value(depth + 1) for _ in range(3)]

@@ -220,7 +220,7 @@ class MemoryTier(Tier):
         self._arenas.last_used[keys.namespace] = self._clock
         for arena in arenas:
             ordinals = arena.find(keys.words)
-            positions = np.flatnonzero(ordinals >= 0)
+            positions = (ordinals >= 0).nonzero()[0]
             if len(positions) == 0:
                 continue
             if len(positions) < len(ordinals):
