@@ -172,7 +172,7 @@ def _memory_of(rank, ranks, distributed, meet, _):
     meet()
     for part in parts:
         cache.fetch(part, _not_here)
-    size, index = cache.stats().memory_bytes, cache._tiers.tiers[0]._tables.open[cache.namespace]._index
+    size, index = cache.stats().memory_bytes, cache.tiers.tiers[0]._tables.open[cache.namespace]._index
     meet()
     pss, is_shared = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -402,7 +402,7 @@ def test_a_module_that_is_dropped_leaves_its_rows_on_disk_and_nothing_in_memory(
     before = writers()
     module = run(path)()
     module(X)
-    tiers = weakref.ref(module.cache_instance._tiers)
+    tiers = weakref.ref(module.cache_instance.engine.tiers)
     del module
     gc.collect()
     assert tiers() is None

@@ -6,7 +6,7 @@ import torch
 
 from tests.helpers.storage import NAMESPACES, keys_of
 from torchcache2 import Cache, CacheSettings, OptionError, OutputError
-from torchcache2.engine.batch import Batch
+from torchcache2.engine.batch import Batch, FunctionSource
 
 NAMESPACE = NAMESPACES[0]
 
@@ -102,7 +102,7 @@ def test_rows_stay_what_they_were_if_the_forward_uses_its_memory_again():
         memory[: len(positions)] = positions.double() ** 2
         return memory[: len(positions)]
 
-    batch = Batch(keys_of(range(4)), compute, torch.device("cpu"), CacheSettings(), tuple)
+    batch = Batch(keys_of(range(4)), FunctionSource(compute, torch.device("cpu")), CacheSettings())
     _, first = batch.compute(np.array([0, 2]))
     _, second = batch.compute(np.array([1, 3]))
     assert first.columns[0].tolist() == [0, 4] and second.columns[0].tolist() == [1, 9]

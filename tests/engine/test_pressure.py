@@ -12,7 +12,7 @@ from tests.helpers import storage
 from tests.helpers.storage import CPU, NAMESPACES, keys_of, put, rows_of, warnings_of
 from torchcache2 import Cache, torchcache
 from torchcache2.core.rows import Rows
-from torchcache2.decorator import modulecache
+from torchcache2.decorator import forward
 from torchcache2.decorator.forward import Computation
 from torchcache2.engine.running import Forward, device_of, is_of_forward
 from torchcache2.identity.arguments import BoundCall
@@ -128,7 +128,7 @@ def test_messages_name_their_device():
 
 
 OWN = {
-    "keys": (modulecache, "item_keys"),
+    "keys": (forward, "item_keys"),
     "rows that are found": (arena.Arena, "gather"),
     "rows that are put": (columns.Column, "write"),
     "rows of a part": (Rows, "scatter"),

@@ -933,7 +933,7 @@ def test_an_interrupt_anywhere_leaves_the_cache_working(options, collector_off):
         if error is None:
             break
         # The error is alive, as the last one is in a notebook, and with it all frames.
-        assert not module.cache_instance._tiers.tiers[0]._lock().locked(), traceback.format_tb(
+        assert not module.cache_instance.engine.tiers.tiers[0]._lock().locked(), traceback.format_tb(
             error.__traceback__
         )
         assert torch.equal(module(x), expected)

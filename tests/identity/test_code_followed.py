@@ -457,14 +457,21 @@ def inner(x):
 class Registry(dict):
     pass
 
+def wrapping(function):
+    return lambda self, x: function(self, x)
+
+def widen(x):
+    return x
+
 class Layer(nn.Module):
     rate = 2
     def forward(self, x):
         for extra in TABLE.values():
             x = extra(x)
         return F.relu(self.scaled(attend(x))) * self.rate
+    @wrapping
     def scaled(self, x):
-        return x
+        return widen(x)
 
 def make(scale):
     def function(x):
@@ -519,6 +526,7 @@ PATCHES = {
     "static method": lambda m, patch: patch(m.Layer, "scaled", staticmethod(mine)),
     "function that forward names": lambda m, patch: patch(m, "attend", mine),
     "function that such a one names": lambda m, patch: patch(m, "inner", mine),
+    "function that a wrapped one names": lambda m, patch: patch(m, "widen", mine),
     "entry of a registry": lambda m, patch: m.TABLE.update(mine=mine),
     "attribute of the class": lambda m, patch: patch(m.Layer, "rate", 7),
     "function of torch": lambda m, patch: patch(torch.nn.functional, "relu", mine),

@@ -20,51 +20,129 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import UnstorableError, has_attributes, leaves_of, mapped
 from torchcache2.decorator.bypass import BypassError, not_stored, of_module
-from torchcache2.decorator.lazymodule import lazies_of
-from torchcache2.decorator.probe import Probe, alone
-from torchcache2.decorator.traces import Inputs
+from torchcache2.decorator.lazymodule import devices_apart, lazies_of, with_device_hint
+from torchcache2.decorator.probe import Probe, alone, talks
+from torchcache2.decorator.traces import Inputs, filling
+from torchcache2.decorator.tracing import Runner
 from torchcache2.engine.batch import Checks, NotStoredError, WholeBatch
 from torchcache2.engine.randomness import RandomContexts, RandomState
-from torchcache2.identity.arguments import BoundCall
+from torchcache2.engine.running import Forward
+from torchcache2.engine.values.outputs import Lists
+from torchcache2.engine.values.samples import Samples
+from torchcache2.identity.arguments import BoundCall, Signature
+from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import Undo
+from torchcache2.identity.items import item_keys
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
 
-__all__ = ["Computation", "Shapes"]
+__all__ = ["Computation", "Known", "may_check"]
 
+_MOST_CONTEXTS = 1000  # of which it is known what lists in their outputs are
 _MOST_KINDS = 10_000
 _CPU = torch.device("cpu")
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
+class Known:
+    """What is known of the calls of one method, of all threads.
+
+    Attributes
+    ----------
+    signature : Signature
+        That of the method without the cache.
+    random : RandomContexts
+        Calls whose forward was random, by `Computation.context`.
+    shapes : dict
+        The shapes of items' outputs, by group of keys, of calls that leave no trace; see `_shapes_of_items`.
+    """
+
+    signature: Signature
+
+    def __init__(self, settings: CacheSettings, keeper: NamespaceKeeper, runner: Runner) -> None:
+        self.settings, self.keeper, self.runner = settings, keeper, runner
+        self.random = RandomContexts()
+        self.shapes: dict[bytes, Shapes | None] = {}
+        self.samples = Samples()
+        self._lists: dict[bytes, dict[str, bool]] = {}
+
+    def keys(self, namespace: bytes, call: BoundCall) -> Keys:
+        """The keys of the items of a call."""
+        entries = [*call.entries, *call.aligned]
+        count = self.settings.subsample_count
+        return item_keys(namespace, call.context, call.leaves, entries, subsample_count=count)
+
+    def lists(self, context: bytes) -> dict[str, bool]:
+        """What is known of lists in the outputs of calls of a context; see `Lists.known`."""
+        if len(self._lists) >= _MOST_CONTEXTS:
+            self._lists.clear()
+        return self._lists.setdefault(context, {})
+
+
+def may_check(
+    keeper: NamespaceKeeper,
+    root: Any,
+    call: BoundCall,
+    seen: Seen,
+    fingerprint: Fingerprint,
+    is_alone: bool,
+    is_first: bool,
+    is_found: bool = False,
+) -> bool:
+    """Whether the forward can run to check a batch, the first of its kind or a later one.
+
+    A batch that is all found is not worth loading a module for. Ranks in step share out what is computed,
+    so that one that computes its whole batch delays all: only a rank that `is_alone` checks later batches.
+    """
+    if devices_apart(call, root, seen) or not (is_first or is_alone):
+        return False
+    loaded = [lazy.module for lazy in lazies_of(keeper, call)]
+    if is_found and None in loaded:
+        return False
+    return not any(talks(one, fingerprint) for one in (root, *loaded))
+
+
 @dataclasses.dataclass
 class Computation:
-    """Runs the forward for some items of a call, and finds out whether the output may be stored."""
+    """Runs the forward for some items of a call, and finds out whether the output may be stored.
 
+    It is the `Source` of a batch. There is one for each call, and most find all items, so that it computes
+    nothing.
+    """
+
+    known: Known
     call: BoundCall
     keys: Keys
     context: bytes  # a digest of the namespace and the arguments that are not batched, 16 bytes
-    forward: Callable[[Any, Mapping[str, Any]], Any]  # ``forward(args, kwargs)`` runs the plain forward
-    root: Any  # the module or function; below its keeper, and what that has seen for this call
-    keeper: NamespaceKeeper
+    plain: Forward
+    root: Any  # the module or function, and what its keeper has seen for this call
     seen: Seen
-    checks: Checks
-    random: RandomContexts
-    shapes: dict[bytes, Shapes | None]  # of items' outputs, by group of keys; of calls without a trace
-    bind: Callable[[tuple[Any, ...], Mapping[str, Any]], BoundCall]  # for this and the next see `Inputs`
-    keys_of: Callable[[BoundCall], Bytes2D]
-    settings: CacheSettings
     walks: int  # of the keeper, before the call
-    may_run: Callable[[bool], bool] = lambda is_first: False  # as for `CallChecks`
+    description: Callable[[bytes], Mapping[str, Any]]
+    distrust: Callable[[], None]
+    checks: Checks
+    may_run: Callable[[bool], bool] | None  # see `may_check`; None if it never may
+    known_lists: dict[str, bool] | None = None  # of the kind of calls
     has_run: bool = False  # whether it was asked for any item
     ran: list[Any] = dataclasses.field(default_factory=list)  # the output of a forward that may not run again
+
+    @property
+    def keeper(self) -> NamespaceKeeper:
+        """What watches the module."""
+        return self.known.keeper
 
     @property
     def is_sharded(self) -> bool:
         """Whether the forward waits for other processes: it runs for whole batches, and once at most."""
         return self.seen.shards is not None
 
-    @property
+    @functools.cached_property
+    def lists(self) -> Lists:
+        """What is known of lists in the output."""
+        lists = self.known_lists
+        return Lists(self.known.samples, self.known.lists(self.context) if lists is None else lists)
+
+    @functools.cached_property
     def device(self) -> torch.device:
         """The device of the batch or, if that is no tensor, of the weights."""
         tensors = chain(self.seen.tensors.tensors, self.seen.shards.tensors() if self.seen.shards else ())
@@ -76,7 +154,11 @@ class Computation:
         of_shards = self.seen.shards.dtypes() if self.seen.shards else set()
         return self.call.dtypes | self.seen.tensors.dtypes | of_shards
 
-    def steps(self, positions: Tensor) -> Any:
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The output of the plain forward; see `filling`."""
+        return filling(functools.partial(self.known.runner.run, self.plain))(args, kwargs)
+
+    def compute(self, positions: Tensor) -> Any:
         """The output for the items at some positions (int64, CPU, shape ``(k,)``), or a `WholeBatch`.
 
         Raises
@@ -85,6 +167,9 @@ class Computation:
             If the output must not be stored.
         """
         self.has_run = True
+        return with_device_hint(self._output, self.call, self.keeper.name, self.root, self.seen)(positions)
+
+    def _output(self, positions: Tensor) -> Any:
         if self.is_sharded:
             if not self.ran:
                 self._run_once()
@@ -93,7 +178,7 @@ class Computation:
         is_whole = len(positions) == self.call.batch_size
         if not (is_whole or self._may_compute_parts()):
             return self._whole_batch()
-        suspect = self.random.is_suspect(self.context)
+        suspect = self.known.random.is_suspect(self.context)
         # A forward that may be random runs a second time, and then needs the caller's arguments as they were:
         # so at first it gets a copy of them.
         is_callers = is_whole and not suspect
@@ -101,10 +186,9 @@ class Computation:
             args, kwargs = (self.call.args, self.call.kwargs) if is_callers else self.call.take(positions)
         except UnstorableError as error:
             output = self.forward(self.call.args, self.call.kwargs)
-            raise not_stored(
-                "batch", output, f"an argument for a part of the batch is {error.what}"
-            ) from None
-        inputs = Inputs(self.call, args, kwargs, positions, self.bind, self.keys_of)
+            why = f"an argument for a part of the batch is {error.what}"
+            raise not_stored("batch", output, why) from None
+        inputs = Inputs(self.call, args, kwargs, positions, self.known.signature.bind, self._key_bytes)
         undo = None if is_callers else self.keeper.undo(self.seen, self.root, self.call.objects)
         state = RandomState(self.keeper.generators)
         output = self._run(inputs, state, undo, suspect, len(positions))
@@ -145,6 +229,9 @@ class Computation:
         self._remember(shapes)
         return self._own(output, inputs.tensors) if is_whole else output
 
+    def _key_bytes(self, call: BoundCall) -> Bytes2D:
+        return self.known.keys(self.seen.namespace, call).data
+
     def runs_whole_batch(self) -> bool:
         """Whether the forward would run for the whole batch, whatever items are asked for."""
         return not self._may_compute_parts()
@@ -155,9 +242,11 @@ class Computation:
         Another run, such as a probe, would wait for them in vain. So calls that were random once stay random.
         """
         positions = torch.arange(self.call.batch_size, device="cpu")
-        inputs = Inputs(self.call, self.call.args, self.call.kwargs, positions, self.bind, self.keys_of)
+        inputs = Inputs(
+            self.call, self.call.args, self.call.kwargs, positions, self.known.signature.bind, self._key_bytes
+        )
         state = RandomState(self.keeper.generators)
-        was_random = self.random.is_suspect(self.context)
+        was_random = self.known.random.is_suspect(self.context)
         output = self.forward(inputs.args, inputs.kwargs)
         with contextlib.suppress(RecursionError):  # it is not kept, and returned as it is
             output = mapped(_waited, output, objects=True)
@@ -181,11 +270,11 @@ class Computation:
         calls, must do so once, and with the caller's own arguments. Also, it must be known which arguments
         belong to the items.
         """
-        is_known = self.keys.group in self.shapes or self.random.is_suspect(self.context)
+        is_known = self.keys.group in self.known.shapes or self.known.random.is_suspect(self.context)
         return is_known and not self.checks.computes_parts and not self.call.aligned
 
     def _whole_batch(self) -> WholeBatch:
-        output = self.steps(torch.arange(self.call.batch_size, device="cpu"))
+        output = self._output(torch.arange(self.call.batch_size, device="cpu"))
         return WholeBatch(output)
 
     def _run(self, inputs: Inputs, state: RandomState, undo: Undo | None, suspect: bool, count: int) -> Any:
@@ -212,7 +301,7 @@ class Computation:
             raise
         if not state.moved():
             state.restore()
-            self.random.clear(self.context)
+            self.known.random.clear(self.context)
         return output
 
     def _run_again(self, output: Any, undo: Undo | None, state: RandomState | None = None) -> Any:
@@ -231,8 +320,8 @@ class Computation:
     def _trace(self, inputs: Inputs, state: RandomState, suspect: bool, output: Any) -> BypassError | None:
         """The traces of the forward for which its output must not be stored; None if it has left none."""
         found = []
-        if (not suspect or self.random.is_suspect(self.context)) and state.moved():
-            self.random.add(self.context)
+        if (not suspect or self.known.random.is_suspect(self.context)) and state.moved():
+            self.known.random.add(self.context)
             found.append(BypassError.because("random", ""))
         if changes := self.keeper.changed_since(self.seen, self.root):
             found.append(BypassError.because("state", f"while the forward ran, {changes}"))
@@ -265,8 +354,8 @@ class Computation:
 
         All items of a batch have outputs of one shape. If it differs between batches, it depends on them.
         """
-        known = self.shapes.get(self.keys.group)
-        return self.settings.probe and None not in (known, shapes) and known != shapes
+        known = self.known.shapes.get(self.keys.group)
+        return self.known.settings.probe and None not in (known, shapes) and known != shapes
 
     def _whole_of_odd(self, shapes: Shapes | None) -> WholeBatch:
         """Compute the whole batch, after a part of it had outputs of other shapes than items had before."""
@@ -277,7 +366,7 @@ class Computation:
         return whole
 
     def _odd_text(self, shapes: Shapes | None) -> str:
-        known = self.shapes.get(self.keys.group)
+        known = self.known.shapes.get(self.keys.group)
         return f"items of one shape have outputs of the shapes {known} and {shapes}"
 
     def _probe(self, output: Any) -> Probe:
@@ -289,8 +378,8 @@ class Computation:
             self._alone(),
             device=self.device,
             dtypes=self.dtypes(),
-            lists=self.checks.lists,
-            pads=self.settings.miss_batch == "pad",
+            lists=self.lists,
+            pads=self.known.settings.miss_batch == "pad",
         )
 
     def _alone(self) -> Callable[..., Any]:
@@ -298,9 +387,9 @@ class Computation:
 
     def _remember(self, shapes: Shapes | None) -> None:
         """Note that calls like this one leave no trace."""
-        if len(self.shapes) >= _MOST_KINDS:
-            self.shapes.clear()
-        self.shapes[self.keys.group] = shapes
+        if len(self.known.shapes) >= _MOST_KINDS:
+            self.known.shapes.clear()
+        self.known.shapes[self.keys.group] = shapes
 
     def _own(self, output: Any, inputs: list[Tensor]) -> Any:
         """The output, in which tensors that share memory with other tensors are copied."""
@@ -325,11 +414,11 @@ class Computation:
         If a list is as long as the batch for the first time, one item is computed again, in a batch of
         another size.
         """
-        lists, count = self.checks.lists, len(positions)
-        if isinstance(output, Tensor) or lists is None:
+        if isinstance(output, Tensor):
             return output
+        lists, count = self.lists, len(positions)
         unsettled = lists.unsettled(output, count)
-        if unsettled and self.may_run(True):
+        if unsettled and self.may_run is not None and self.may_run(True):
             # The forward may write to the memory of this output.
             output = mapped(_copied, output, objects=True)
             part = positions[:1].tolist() * (1 if count > 1 else 2)
@@ -344,12 +433,7 @@ class Computation:
 
         Those in lists with an entry for each item may have any.
         """
-        if isinstance(output, Tensor):
-            leaves = [output]
-        elif self.checks.lists is None:
-            leaves = leaves_of(output, objects=True)
-        else:
-            leaves = self.checks.lists.leaves(output)[1]
+        leaves = [output] if isinstance(output, Tensor) else self.lists.leaves(output)[1]
         arrays = (Tensor, np.ndarray)
         shapes = [
             leaf.shape for leaf in leaves if type(leaf) in arrays and not getattr(leaf, "is_nested", False)

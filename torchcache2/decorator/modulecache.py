@@ -11,43 +11,41 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchcache2.core.errors import NotCachedError, OptionError
-from torchcache2.core.keys import Keys
 from torchcache2.core.logs import logger
 from torchcache2.core.process import AtExit, before_pools_end
-from torchcache2.core.settings import CacheSettings, disabled_by_environment
+from torchcache2.core.settings import CacheSettings, disabled_by_environment, strict_by_environment
+from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.decorator import bypass
 from torchcache2.decorator.bypass import BypassError, not_stored
-from torchcache2.decorator.forward import Computation, Shapes
-from torchcache2.decorator.lazymodule import devices_apart, lazies_of, with_device_hint
-from torchcache2.decorator.passing import Passing
-from torchcache2.decorator.probe import CallChecks, Probes, talks
-from torchcache2.decorator.shortcuts import glance
-from torchcache2.decorator.traces import filling, given_back
+from torchcache2.decorator.forward import Computation, Known, may_check
+from torchcache2.decorator.probe import CallChecks, Probes
+from torchcache2.decorator.shortcuts import Glance, Shortcuts, glance
+from torchcache2.decorator.traces import given_back
 from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
 from torchcache2.decorator.warmup import warm_up
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
 from torchcache2.engine.collective.exchange import apart
 from torchcache2.engine.explain import NOTHING_DIFFERS, CallSeen, compared, of_calls
-from torchcache2.engine.randomness import RandomContexts
 from torchcache2.engine.running import Forward, OwnMemoryError
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import CacheStats
-from torchcache2.engine.values.outputs import Lists
-from torchcache2.engine.values.samples import Samples
-from torchcache2.identity.arguments import BoundCall, Signature
+from torchcache2.identity.arguments import Signature
 from torchcache2.identity.encoding import digest, qualified_name
 from torchcache2.identity.fingerprint import Fingerprint, at_most
-from torchcache2.identity.items import item_keys
-from torchcache2.identity.namespace import History, NamespaceKeeper, Seen
+from torchcache2.identity.marks import ADDED_ATTRIBUTE
+from torchcache2.identity.namespace import History, NamespaceKeeper
 
 __all__ = ["ModuleCache"]
 
-_MOST_CONTEXTS = 1000  # of which it is known what lists in their outputs are
 Plain = Callable[..., Any]
 _MANY = 1000  # items that are missed before a hint says why none was found
 
@@ -85,7 +83,7 @@ class _Owner:
                 keeper.reset()
 
 
-class ModuleCache(Passing):
+class ModuleCache:
     """The cache of one module, another object or function, which `bind` names.
 
     There is one for each method that is cached; of these, an object has the first as its ``cache_instance``,
@@ -104,21 +102,22 @@ class ModuleCache(Passing):
         beside: ModuleCache | None = None,
     ) -> None:
         if beside is not None and tiers is None and settings.shares_tiers_with(beside.settings):
-            tiers = beside._tiers
-        super().__init__(bytes(16), settings, tiers=tiers)
+            tiers = beside.engine.tiers
+        self.settings: CacheSettings = settings
+        self.engine: Cache = Cache(bytes(16), settings, tiers=tiers)
+        self.engine.must_stack = settings.probe
         self._owner: _Owner = beside._owner if beside is not None else _Owner(history)
         self.kept: list[ModuleCache] = []  # those of other methods, if nothing else refers to them
         self.on_first_call: Callable[[Any], None] | None = None  # gets the object
         self._tell_missed: AtExit | None = None  # that another method was called, and this one never
-        self._runner = Runner(self._owner.thread)
         self._made = now()
         self.method = "forward"
         self.keeper = self._owner.keeper(settings)
+        self._known = Known(settings, self.keeper, Runner(self._owner.thread))
         self._calls: deque[CallSeen] = deque(maxlen=2)
-        self._random = RandomContexts()
-        self._shapes: dict[bytes, Shapes | None] = {}
-        self._samples = Samples()
-        self._lists: dict[bytes, dict[str, bool]] = {}  # by context, without a probe; see `Kind.lists`
+        self._shortcuts = Shortcuts()
+        self.bypass: str | None = None  # the reason of the last call, if it was not cached
+        self.reasons: dict[str, str] = {}  # the last text for each reason
         self._probes = probes if probes is not None else Probes()
         self._walks = 1
         self._writes_at_exit = False
@@ -134,7 +133,8 @@ class ModuleCache(Passing):
         self._owner.root = weakref.ref(root)
         self.keeper.name = root.__name__ if _is_function(root) else type(root).__name__
         self._read_signature(plain)
-        self._runner.bind(plain)
+        self._known.runner.bind(plain)
+        self.engine.name = self.name
         if not _is_function(root):
             self._owner.add(method, self)
 
@@ -142,7 +142,7 @@ class ModuleCache(Passing):
         shared, items = (
             self._own(names, plain) for names in (self.settings.shared_args, self.settings.item_args)
         )
-        self.signature = Signature(plain, shared=shared, item_args=items, method=self.method)
+        self._known.signature = Signature(plain, shared=shared, item_args=items, method=self.method)
         self._is_without_grad = turns_grad_off(plain)
 
     def _own(self, names: Sequence[str], plain: Plain) -> tuple[str, ...]:
@@ -181,15 +181,30 @@ class ModuleCache(Passing):
         """What the caches of this object have done so far, or that of one method."""
         self._tell()
         chosen = [self.of(method)] if method is not None else self.methods.values()
-        return functools.reduce(_added, [one._stats() for one in chosen])
+        return functools.reduce(_added, [one.engine.stats() for one in chosen])
 
-    def _stats(self) -> CacheStats:
-        return super().stats()
+    @property
+    def namespace(self) -> bytes:
+        """The namespace of the last call, 16 bytes."""
+        return self.engine.namespace
+
+    @property
+    def cache_dir(self) -> Path | None:
+        """The folder where rows are kept; None if they are kept in memory only."""
+        return self.engine.cache_dir
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Within this context, calls of this rank are answered without the others; see `Cache.alone`."""
+        return self.engine.alone()
+
+    def join(self) -> AbstractContextManager[None]:
+        """Around a loop: a rank that is done with it answers until all others are, too; see `Cache.join`."""
+        return self.engine.join()
 
     @property
     def module_hash(self) -> str:
         """The namespace, 32 hexadecimal digits, as of now."""
-        self.namespace = self.keeper.look(self._living_root()).namespace
+        self.engine.namespace = self.keeper.look(self.living_root()).namespace
         return self.namespace.hex()
 
     @property
@@ -216,13 +231,13 @@ class ModuleCache(Passing):
         return asked._explained()
 
     def _explained(self) -> str:
-        self.namespace = self.keeper.look(self._living_root()).namespace
+        self.engine.namespace = self.keeper.look(self.living_root()).namespace
         now, before = self.fingerprint, self.keeper.history.before(self.fingerprint)
-        calls, directory, why = list(self._calls), self._tiers.directory, self._why_not_cached()
+        calls, directory, why = list(self._calls), self.engine.tiers.directory, self._why_not_cached()
         if len(calls) == 2 and calls[0].namespace == calls[1].namespace == now.namespace:
             text = of_calls(*calls) if why is None else f"not cached: {why}"
         else:
-            text = compared(self._name(), self._class(), now, before, why, directory, self._made)
+            text = compared(self.name, self._class(), now, before, why, directory, self._made)
         ignored = at_most([f"left out by ignore: {path}" for path in self.keeper.ignored])
         return "\n".join([text, *ignored])
 
@@ -230,7 +245,7 @@ class ModuleCache(Passing):
 
     def description(self, namespace: bytes) -> dict[str, Any]:
         """What a namespace of this cache stands for, as JSON, for people and `explain`."""
-        document = super().description(namespace)
+        document = self.engine.description(namespace)
         document["class"] = self._class()
         fingerprint = self.fingerprint  # once: another thread may change it meanwhile
         if fingerprint.namespace == namespace:
@@ -245,11 +260,14 @@ class ModuleCache(Passing):
         self._owner.last = self.method
         if self.on_first_call is not None:
             self._begin(self.on_first_call)
-        is_passed = self._runner.is_inside or not self.settings.enabled
+        is_passed = self._known.runner.is_inside or not self.settings.enabled
         if is_passed or is_traced() or disabled_by_environment():
             return forward(*args, **kwargs)
-        with self._relieved():
-            output = self._called_with(forward, args, kwargs)
+        try:
+            output = self._call(forward, args, kwargs)
+        except torch.cuda.OutOfMemoryError as error:
+            self.engine.relieve(error)
+            raise
         if not self._has_hinted:
             self._hint()
         return given_back(output, args, kwargs)
@@ -266,13 +284,13 @@ class ModuleCache(Passing):
         if self.on_first_call is None or not self.settings.enabled or disabled_by_environment():
             return
         text = (
-            f"{self._name()}: nothing is cached, as only calls of forward would be, and only {other} is "
+            f"{self.name}: nothing is cached, as only calls of forward would be, and only {other} is "
             f"called; torchcache(model, methods=({other!r},)) caches that"
         )
         if self._is_strict():
             raise NotCachedError(text)
         if self._tell_missed is None:
-            self._tell_missed = AtExit(functools.partial(self._told, "missed", "%s", text), 0)
+            self._tell_missed = AtExit(functools.partial(self.engine.tell, "missed", "%s", text), 0)
 
     def _tell(self) -> None:
         for cache in self.methods.values():
@@ -281,36 +299,37 @@ class ModuleCache(Passing):
 
     def _hint(self) -> None:
         """Say once why no item is found, if many have come."""
-        if self._counters.hits == 0 and self._counters.misses < _MANY:
+        counters = self.engine.counters
+        if counters.hits == 0 and counters.misses < _MANY:
             return
         self._has_hinted = True
-        if self._counters.hits == 0:
+        if counters.hits == 0:
             why = self.explain()
             # In a first epoch, all items are new.
             log = logger.info if why.startswith(("namespace ", NOTHING_DIFFERS)) else logger.warning
             text = "%s: none of the first %s items was found; explain() says: %s"
-            self._told("hint", text, self._name(), f"{self._counters.misses:,}", why, log=log)
+            self.engine.tell("hint", text, self.name, f"{counters.misses:,}", why, log=log)
 
-    def _called_with(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        start = time.perf_counter()
-        root = self._living_root()
+    def _call(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        start, root = time.perf_counter(), self.living_root()
         kind = glance(root, args, kwargs)
         try:
             computation = self._cacheable(root, forward, args, kwargs, kind)
         except Exception as error:
-            self._stand_by(error)
+            self.engine.stand_by(error)
             raise
+        runner = self._known.runner
         if computation is None:
-            with self._stand_by():
-                return self._runner.run(forward, args, kwargs)
+            with self.engine.stand_by():
+                return runner.run(forward, args, kwargs)
         try:
             output = self._cached(computation, start)
             self._shortcuts.clear(kind)
             return output
         except BypassError as stop:
-            self._step_aside(stop, kind, self.signature.count(args, kwargs))
+            self._step_aside(stop, kind, self._known.signature.count(args, kwargs))
         except NotStoredError as stop:
-            is_final = stop.reason != "random" or self._random.is_final(computation.context)
+            is_final = stop.reason != "random" or self._known.random.is_final(computation.context)
             self._step_aside(BypassError.of(stop, is_final=is_final), kind, len(computation.keys))
             return stop.output
         except OwnMemoryError as stop:
@@ -319,7 +338,49 @@ class ModuleCache(Passing):
         if computation.ran:
             return computation.ran[0]
         with apart():  # the other ranks have taken their step
-            return self._runner.run(forward, args, kwargs)
+            return runner.run(forward, args, kwargs)
+
+    def _cacheable(
+        self, root: Any, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: Glance
+    ) -> Computation | None:
+        """What computes the items of a call; None if it is not cached, which is counted."""
+        reason = None if self._is_strict() else self._shortcuts.reason(kind)
+        self.bypass = reason
+        if reason is not None:
+            self.engine.count_bypass(reason, self._known.signature.count(args, kwargs), "")
+            return None
+        try:
+            return self._computation(root, forward, args, kwargs)
+        except BypassError as stop:
+            self._step_aside(stop, kind, self._known.signature.count(args, kwargs))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.engine.do_without(self._known.signature.count(args, kwargs), error)
+        return None
+
+    def _step_aside(self, stop: BypassError, kind: Glance, items: int) -> None:
+        """Count a call that is not cached, or raise if such calls are errors."""
+        self.reasons[stop.reason] = stop.text
+        self.bypass = stop.reason
+        if self._is_strict():
+            raise stop.as_error(self.name) from None
+        self.engine.count_bypass(stop.reason, items, stop.text)
+        if stop.is_final:
+            self._shortcuts.add(kind, stop.reason)
+
+    def _is_strict(self) -> bool:
+        return self.settings.strict or strict_by_environment()
+
+    def _why_not_cached(self) -> str | None:
+        """Why the last call was not cached; None if it was."""
+        if self.engine.is_closed:
+            return "the cache is closed"
+        if not self.settings.enabled:
+            return "enabled=False"
+        if disabled_by_environment():
+            return "TORCHCACHE_DISABLE is set"
+        return None if self.bypass is None else f"{self.bypass}: {self.reasons[self.bypass]}"
 
     def _computation(
         self, root: Any, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -328,108 +389,69 @@ class ModuleCache(Passing):
 
         None if the arguments do not fit the signature: the plain forward then raises the usual error.
         """
-        stops = bypass.of_module(self.keeper, root, is_without_grad=self._is_without_grad)
-        walks = self.keeper.walks
-        if stops and stops[0].reason in self._reasons and not self._is_strict():
+        keeper, known = self.keeper, self._known
+        stops = bypass.of_module(keeper, root, is_without_grad=self._is_without_grad)
+        walks = keeper.walks
+        if stops and stops[0].reason in self.reasons and not self._is_strict():
             raise BypassError.all_of(stops)  # what the arguments add has been said
-        if self._walks != self.keeper.walks:  # the source has been read again, so defaults may have changed
+        if self._walks != walks:  # the source has been read again, so defaults may have changed
             self._read_signature(forward.function)
-            self._walks = self.keeper.walks
+            self._walks = walks
         call = bypass.ask_arguments(
-            self.signature, args, kwargs, self.keeper, stops, is_without_grad=self._is_without_grad
+            known.signature, args, kwargs, keeper, stops, is_without_grad=self._is_without_grad
         )
         if call is None:
             return None
-        seen = self.keeper.look_at_tensors()
-        if self.keeper.mistaken:
+        seen = keeper.look_at_tensors()
+        if keeper.mistaken:
             self._drop_mistaken()
-        self.namespace = seen.namespace
+        self.engine.namespace = seen.namespace
         bypass.ask_weights(seen)
-        leaves = tuple([(path, tensor.dtype, tensor.shape[1:]) for path, tensor in call.leaves])
-        self._calls.append(CallSeen(seen.namespace, call.context, leaves))
+        self._calls.append(CallSeen.of(seen.namespace, call))
         context = digest([seen.namespace, call.context])
-        bypass.ask_randomness(self._random, context)
-        keys = self._keys(seen.namespace, call)
-        if not self.keeper.holds():  # bytes of weights that have come with the keys show an edit
+        bypass.ask_randomness(known.random, context)
+        keys = known.keys(seen.namespace, call)
+        if not keeper.holds():  # bytes of weights that have come with the keys show an edit
             self._calls.pop()
             return self._computation(root, forward, args, kwargs)
-        computation = Computation(
+        checks = Checks()
+        may_run = None
+        if seen.shards is None:
+            is_alone = self.engine.collective is None
+            may_run = functools.partial(may_check, keeper, root, call, seen, self.fingerprint, is_alone)
+        lists = None
+        if self.settings.probe and may_run is not None:
+            kind = self._probes.kind(keys.group, self.fingerprint, call, self._probed_before, self.method)
+            checks, lists = CallChecks(self._probes, kind, keys, may_run), kind.lists
+        return Computation(
+            known,
             call,
             keys,
             context,
-            filling(functools.partial(self._runner.run, forward)),
-            root=root,
-            keeper=self.keeper,
-            seen=seen,
-            checks=Checks(),
-            random=self._random,
-            shapes=self._shapes,
-            bind=self.signature.bind,
-            keys_of=lambda call: self._keys(seen.namespace, call).data,
-            settings=self.settings,
-            walks=walks,
+            forward,
+            root,
+            seen,
+            walks,
+            self.description,
+            self.refresh,
+            checks,
+            may_run,
+            lists,
         )
-        if seen.shards is None:
-            may_run = functools.partial(self._may_check, root, call, seen, self.fingerprint)
-            computation.may_run = may_run
-        if self.settings.probe and seen.shards is None:
-            kind = self._probes.kind(keys.group, self.fingerprint, call, self._probed_before, self.method)
-            computation.checks = CallChecks(self._probes, kind, keys, may_run)
-            computation.checks.lists = Lists(self._samples, kind.lists)
-        else:
-            if len(self._lists) >= _MOST_CONTEXTS:
-                self._lists.clear()
-            computation.checks.lists = Lists(self._samples, self._lists.setdefault(context, {}))
-        return computation
-
-    def _may_check(
-        self,
-        root: Any,
-        call: BoundCall,
-        seen: Seen,
-        fingerprint: Fingerprint,
-        is_first: bool,
-        is_found: bool = False,
-    ) -> bool:
-        """Whether the forward can run to check a batch, the first of its kind or a later one.
-
-        A batch that is all found is not worth loading a module for. Ranks in step share out what is computed,
-        so that one that computes its whole batch delays all.
-        """
-        if devices_apart(call, root, seen) or not (is_first or self.collective is None):
-            return False
-        loaded = [lazy.module for lazy in lazies_of(self.keeper, call)]
-        if is_found and None in loaded:
-            return False
-        return not any(talks(one, fingerprint) for one in (root, *loaded))
-
-    def _keys(self, namespace: bytes, call: BoundCall) -> Keys:
-        entries = [*call.entries, *call.aligned]
-        count = self.settings.subsample_count
-        return item_keys(namespace, call.context, call.leaves, entries, subsample_count=count)
 
     def _cached(self, computation: Computation, start: float) -> Any:
         keys, checks = computation.keys, computation.checks
-        call, seen = computation.call, computation.seen
-        compute = with_device_hint(computation.steps, call, self.keeper.name, computation.root, seen)
         try:
-            output = self.output(
-                keys,
-                compute,
-                computation.device,
-                computation.dtypes,
-                since=start,
-                checks=checks,
-                is_whole=computation.runs_whole_batch,
-                is_sharded=computation.is_sharded,
-            )
+            output = self.engine.output(keys, computation, start)
         except NotStoredError as stop:
             was_found = isinstance(stop, WrongRowsError)
+            if stop.reason == "stack":
+                stop = not_stored("batch", stop.output, stop.text, cause="stack")
             is_edited = stop.reason == "batch" and self._depends(computation, may_be_old=was_found)
             if was_found:
                 cause = "edited" if is_edited else "found"
-                raise not_stored("batch", stop.output, stop.text, cause=cause) from None
-            raise
+                stop = not_stored("batch", stop.output, stop.text, cause=cause)
+            raise stop from None
         if isinstance(checks, CallChecks) and checks.settle(has_run=computation.has_run):
             self._write_probes(keys.namespace)
         return output
@@ -451,32 +473,32 @@ class ModuleCache(Passing):
         return not is_same
 
     def _drop(self, namespace: bytes) -> None:
-        super()._drop(namespace)
+        self.engine.drop(namespace)
         self._probes.start_anew(namespace)
 
     def _write_probes(self, namespace: bytes, *, create: bool = False) -> None:
         """Keep what checks have found in the cache directory too."""
         description = self.description(namespace) if self.root is not None else {}
-        if description.get("probed") and self._tiers.directory is not None:
-            self._tiers.describe(namespace, description, create=create)
+        if description.get("probed") and self.engine.tiers.directory is not None:
+            self.engine.tiers.describe(namespace, description, create=create)
             if not self._writes_at_exit:
                 self._writes_at_exit = True
                 before_pools_end(self._write_at_exit)
 
     def _write_at_exit(self) -> None:
-        if not self._closed:
+        if not self.engine.is_closed:
             self._write_probes(self.namespace)
 
     def flush(self) -> None:
         """Return when everything that was computed is as durable as the tiers make it."""
         for cache in self.methods.values():
-            super(ModuleCache, cache).flush()
+            cache.engine.flush()
             cache._write_probes(cache.namespace)
 
     def clear(self) -> None:
         """Forget every row of this object, on disk too."""
         for cache in self.methods.values():
-            super(ModuleCache, cache).clear()
+            cache._drop(cache.namespace)
 
     def close(self) -> None:
         """Stop caching and let go of the rows in memory; calls compute everything from then on.
@@ -484,74 +506,74 @@ class ModuleCache(Passing):
         What waits to be written is on disk when this returns.
         """
         for cache in (self, *self.methods.values()):
-            if not cache._closed:
+            if not cache.engine.is_closed:
                 cache._write_probes(cache.namespace)
-            super(ModuleCache, cache).close()
+            cache.engine.close()
 
     def leave(self) -> None:
         """Close this cache alone: its method is not cached any more."""
         if self._owner.methods.get(self.method) is self:
             del self._owner.methods[self.method]
         self._write_probes(self.namespace)
-        if any(one._tiers is self._tiers for one in self._owner.methods.values()):
-            self._closed = True  # rows of the other methods have the same namespace
-            self._tiers.leave(self)
-        else:
-            super().close()
+        others = self._owner.methods.values()  # their rows have the same namespace
+        self.engine.close(forgets=all(one.engine.tiers is not self.engine.tiers for one in others))
 
     def _probed_before(self, namespace: bytes) -> Mapping[str, Any]:
         """What the checks of earlier runs have left in the cache directory."""
-        found = self._tiers.description(namespace).get("probed")
+        found = self.engine.tiers.description(namespace).get("probed")
         return found if isinstance(found, dict) else {}
-
-    def _not_stacked(self, output: Any) -> Any:
-        if not self.settings.probe:
-            return output
-        # All items of a batch have outputs of one shape. If it differs between batches, it depends on them.
-        text = "items have outputs of another shape in another batch"
-        raise not_stored("batch", output, text, cause="stack")
-
-    def _distrust(self) -> None:
-        self.refresh()
 
     def _drop_mistaken(self) -> None:
         """Drop rows that may have been computed with other weights than those of their namespace."""
         mistaken, self.keeper.mistaken = self.keeper.mistaken, []
-        for namespace in mistaken if not self._closed else ():
+        for namespace in mistaken if not self.engine.is_closed else ():
             self._drop(namespace)
-        self._told(
+        self.engine.tell(
             "edited",
             "%s: weights were edited through .data or numpy, which leaves no sign, so it was noticed some "
             "calls later. Rows that may be wrong are dropped. After such an edit, call "
             ".cache_instance.refresh(); one in place, under torch.no_grad(), is noticed at once",
-            self._name(),
+            self.name,
         )
 
-    def _living_root(self) -> Any:
+    def living_root(self) -> Any:
+        """The object or function; raises `ReferenceError` if it does not exist any more."""
         root = self.root
         if root is None:
             text = "the module of this cache does not exist any more, or was not called since it was loaded"
             raise ReferenceError(text)
         return root
 
-    def _name(self) -> str:
+    @property
+    def name(self) -> str:
+        """What messages call it."""
         return self.keeper.name + f".{self.method}" * (self.method != "forward")
 
     def _class(self) -> str:
         root = self.root
         return qualified_name(root if _is_function(root) else type(root))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+    def __enter__(self) -> ModuleCache:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<ModuleCache {self.namespace.hex()}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleCache:
         # If the object is copied with it, the copy gets a cache of its own, within the same budget.
         copy = None if _is_function(self.root) else memo.get(id(self.root))
         if copy is None:
             return self
         first = memo.get(id(self._owner))  # the copy of another method's cache
-        twin = ModuleCache(self.settings, self._tiers, self.keeper.history, self._probes, first)
+        twin = ModuleCache(self.settings, self.engine.tiers, self.keeper.history, self._probes, first)
         memo.setdefault(id(self._owner), twin)
-        twin.method, twin._others, twin.signature = self.method, self._others, self.signature
+        twin.method, twin._others = self.method, self._others
+        twin._known.signature = self._known.signature
         twin._is_without_grad = self._is_without_grad
-        twin.keeper.name = self.keeper.name
+        twin.keeper.name, twin.engine.name = self.keeper.name, self.engine.name
         twin._owner.root = weakref.ref(copy)
         twin._owner.add(twin.method, twin)
         twin.on_first_call = self.on_first_call
@@ -587,4 +609,5 @@ def _added(left: CacheStats, right: CacheStats) -> CacheStats:
     return dataclasses.replace(left, **counts, bypasses=bypasses, seconds_saved=saved)
 
 
+setattr(ModuleCache, ADDED_ATTRIBUTE, True)
 _load_cache.__module__ = "torchcache2"  # the path that pickles name, wherever this file is

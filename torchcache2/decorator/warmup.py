@@ -111,9 +111,9 @@ def warm_up(
 def _warmed_up(
     self: Any, data: Any, inputs: Callable[[Any], Any] | None, batch_size: int, num_workers: int
 ) -> WarmupStats:
-    root, name = self._living_root(), self._name()
-    where = place() if self.collective is None else self.collective.place()
-    if self._closed:
+    collective = self.engine.collective
+    root, name, where = self.living_root(), self.name, place() if collective is None else collective.place()
+    if self.engine.is_closed:
         raise NotCachedError(f"{name}: its cache is closed, so nothing would be kept")
     is_sharded = self.keeper.looks_sharded(root)  # then all ranks have to make as many calls
     share = share_of(data, where, batch_size, num_workers, is_even=is_sharded)
@@ -126,7 +126,9 @@ def _warmed_up(
             "call .eval() first if it is to be used in that mode",
             name,
         )
-    progress = Progress(name, self._counters, self._tiers, share.items, share.total, is_shown=where.rank == 0)
+    progress = Progress(
+        name, self.engine.counters, self.engine.tiers, share.items, share.total, is_shown=where.rank == 0
+    )
     generator = getattr(share.batches, "generator", None)
     generators = [generator] if isinstance(generator, torch.Generator) else []
     random = RandomState([*self.keeper.generators, *generators])
@@ -145,7 +147,7 @@ def _warmed_up(
 
 def _warm(cache: Any, root: Any, batch: Any, inputs: Callable[[Any], Any] | None, progress: Progress) -> None:
     """Have the items of one batch computed, those that are not there."""
-    name = cache._name()
+    name = cache.name
     args, kwargs = _arguments(batch, inputs)
     if progress.batches == 0:
         _check_arguments(name, root, cache.method, batch, args, kwargs)
@@ -160,12 +162,12 @@ def _warm(cache: Any, root: Any, batch: Any, inputs: Callable[[Any], Any] | None
             output = root(*args, **kwargs)
         else:
             output = getattr(root, cache.method)(*args, **kwargs)
-        reason = cache._bypass
+        reason = cache.bypass
         if reason is None:
             progress.update(_stored_bytes(output, cache.settings.cache_dtype))
             return
         if is_last:
-            raise BypassError(reason, cache._reasons[reason]).as_error(name)
+            raise BypassError(reason, cache.reasons[reason]).as_error(name)
 
 
 def _arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,13 +22,15 @@ from torchcache2.engine.values.outputs import Lists, output_of, rows_of
 __all__ = [
     "Batch",
     "Checks",
-    "Compute",
+    "FunctionSource",
     "Hits",
     "Misses",
     "NotRunError",
     "NotStoredError",
     "RefusedError",
+    "Source",
     "WholeBatch",
+    "WrongRowsError",
     "computed_again",
     "is_computed_again",
 ]
@@ -100,13 +102,10 @@ class Checks:
         Whether parts of the batch are to be computed by themselves, too.
     is_conclusive : bool
         Whether the forward could compute what it was asked for.
-    lists : Lists, optional
-        What is known of lists in the output; None if none has an entry for each item.
     """
 
     computes_parts = False
     is_conclusive = True
-    lists: Lists | None = None
 
     def is_due(self, found: int) -> bool:
         """Whether to compute the whole batch, of which so many items were found."""
@@ -122,6 +121,81 @@ class Checks:
     def is_known(self, notes: Collection[str]) -> bool:
         """Whether the notes of other ranks are enough to take their rows."""
         return True
+
+
+class Source(Protocol):
+    """What computes the items of a batch."""
+
+    @property
+    def checks(self) -> Checks:
+        """Whether to check the rows of this batch."""
+        ...
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the forward of a rank waits for those of other ranks."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the call, on which outputs are returned that were computed there."""
+        ...
+
+    @property
+    def lists(self) -> Lists | None:
+        """What is known of lists in the output; None if none has an entry for each item."""
+        ...
+
+    def compute(self, positions: Tensor) -> Any:
+        """The output for the items at some positions (int64, CPU, shape ``(k,)``), or a `WholeBatch`.
+
+        The output is a pytree whose tensors have shape ``(k, ...)``. Positions are ascending; with
+        ``miss_batch="pad"`` the last one may be there several times.
+        """
+        ...
+
+    def dtypes(self) -> Collection[torch.dtype]:
+        """Those of the tensors that the forward reads: comparisons tolerate what the coarsest rounds."""
+        ...
+
+    def runs_whole_batch(self) -> bool:
+        """Whether the forward would run for the whole batch, whatever items are asked for."""
+        ...
+
+    def description(self, namespace: bytes) -> Mapping[str, Any]:
+        """What the namespace stands for, as JSON, for people and `explain`."""
+        ...
+
+    def distrust(self) -> None:
+        """Note that a row was wrong: what the namespace stands for may have changed unnoticed."""
+        ...
+
+
+class FunctionSource:
+    """A source that is a function of positions."""
+
+    lists: Lists | None = None
+    is_sharded = False
+
+    def __init__(
+        self,
+        compute: Compute,
+        device: torch.device,
+        description: Callable[[bytes], Mapping[str, Any]] = lambda namespace: {},
+    ) -> None:
+        self.compute, self.device, self.description = compute, device, description
+        self.checks = Checks()
+
+    def dtypes(self) -> Collection[torch.dtype]:
+        """It is not known what the function reads."""
+        return ()
+
+    def runs_whole_batch(self) -> bool:
+        """It computes what it is asked for."""
+        return False
+
+    def distrust(self) -> None:
+        """Nothing was noticed, so that nothing is to be looked at again."""
 
 
 class Hits(NamedTuple):
@@ -176,22 +250,7 @@ class Misses(NamedTuple):
 
 
 class Batch:
-    """Computes items of a batch, and counts what it computed.
-
-    Parameters
-    ----------
-    keys : Keys
-        Of the n items of the batch.
-    compute : callable
-        ``compute(positions)`` is the output for those items: a pytree whose tensors have shape
-        ``(k, ...)``, for positions of shape ``(k,)``, int64 on the CPU; or a `WholeBatch`.
-    device : torch.device
-        The device of the call, on which outputs are returned that were computed there.
-    settings : CacheSettings
-    dtypes : callable
-        ``dtypes()`` are those of the tensors that `compute` reads.
-    checks : Checks, optional
-        Whether to check the rows of this batch.
+    """Has a source compute items of a batch, and counts what it computed.
 
     Attributes
     ----------
@@ -207,38 +266,19 @@ class Batch:
         Whether the whole batch is computed, and all rows that are found are compared.
     is_compared : bool
         Whether any rows that are found are compared.
-    is_whole : callable
-        ``is_whole()`` says whether `compute` computes the whole batch whatever it is asked for.
-    is_sharded : bool
-        Whether the forward of a rank waits for those of other ranks.
     may_run : bool
         Whether the forward may run now; if not, `NotRunError` is raised in its place.
     """
 
-    def __init__(
-        self,
-        keys: Keys,
-        compute: Compute,
-        device: torch.device,
-        settings: CacheSettings,
-        dtypes: Callable[[], Collection[torch.dtype]],
-        checks: Checks | None = None,
-    ) -> None:
-        self.keys = keys
-        self.checks = checks if checks is not None else Checks()
-        self.is_checked = self.is_compared = False
-        self.dtypes = dtypes
+    def __init__(self, keys: Keys, source: Source, settings: CacheSettings) -> None:
+        self.keys, self.source = keys, source
         self.dtype = settings.cache_dtype
-        self.misses = 0
-        self.computed = 0
+        self.misses = self.computed = 0
         self.seconds = 0.0
         self.whole: Rows | None = None
-        self.is_whole: Callable[[], bool] = lambda: False
-        self.is_sharded = False
+        self.is_checked = self.is_compared = False
         self.may_run = True
-        self._compute = compute
-        self._last: Rows | None = None  # what `compute` has returned last
-        self.device = device
+        self._last: Rows | None = None  # what the source has computed last
         self._pads = settings.miss_batch == "pad"
 
     def compute(self, positions: Positions) -> tuple[Any, Rows]:
@@ -272,7 +312,8 @@ class Batch:
             self.computed += len(self.keys) - len(padded)
             padded = np.arange(len(self.keys))
         try:
-            rows = rows_of(output, len(padded), self.checks.lists, device=self.device, dtype=self.dtype)
+            source = self.source
+            rows = rows_of(output, len(padded), source.lists, device=source.device, dtype=self.dtype)
         except (UnstorableError, OutputError) as error:
             if len(padded) < len(self.keys):
                 output = self._timed(np.arange(len(self.keys)))
@@ -294,7 +335,7 @@ class Batch:
     def output(self, rows: Rows) -> Any:
         """The output that the n rows of the whole batch stand for, tensors of shape ``(n, ...)``."""
         try:
-            return output_of(rows, device=self.device)
+            return output_of(rows, device=self.source.device)
         # A value that belongs to the whole batch may differ between rows that come from different batches; or
         # the class of a node may have changed since the rows were written, and refuse its children.
         except Exception:
@@ -319,7 +360,7 @@ class Batch:
         start = time.perf_counter()
         try:
             with computed_again(self.is_compared):
-                return self._compute(torch.from_numpy(positions))
+                return self.source.compute(torch.from_numpy(positions))
         finally:
             self.seconds += time.perf_counter() - start
             self.computed += len(positions)

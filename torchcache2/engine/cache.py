@@ -1,6 +1,10 @@
-"""`Cache`, the engine: looks keys up in the tiers, has the misses computed once, and keeps them.
+"""`Cache`, the engine: finds rows of a batch, claims, computes and keeps the others, puts all together.
 
-All caches of one budget share a `TierStack`; each keeps the rows of its namespace there.
+All caches of one budget share a `TierStack`; each keeps the rows of its namespace there. A batch goes this
+way: its keys are looked up in the tiers (`find`); the missing ones are claimed, so that other processes wait
+for them; the forward computes them, together with hits that are to be verified; computed rows are kept in the
+tiers; hits and computed rows are put together in the order of the batch. With ``distributed="collective"``,
+a `Collective` goes this way in step with the other ranks.
 """
 
 from __future__ import annotations
@@ -8,22 +12,32 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchcache2.core.errors import OptionError, OutputError
 from torchcache2.core.keys import Keys, Positions
-from torchcache2.core.logs import ToldOnce, shown
+from torchcache2.core.logs import ToldOnce, logger, shown
+from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory, size_text
 from torchcache2.core.version import __version__
-from torchcache2.engine.batch import Batch, Checks, Compute, NotStoredError, WrongRowsError
-from torchcache2.engine.collective.exchange import apart, is_told
-from torchcache2.engine.outcomes import Outcomes
+from torchcache2.engine.batch import (
+    Batch,
+    FunctionSource,
+    Hits,
+    Misses,
+    NotStoredError,
+    Source,
+    WrongRowsError,
+)
+from torchcache2.engine.collective.exchange import Collective, apart, is_told
 from torchcache2.engine.running import (
     Compiler,
     Forward,
@@ -34,8 +48,11 @@ from torchcache2.engine.running import (
     transparent,
 )
 from torchcache2.engine.stack import TierStack
-from torchcache2.engine.stats import CacheStats
+from torchcache2.engine.stats import CacheStats, Counters
+from torchcache2.engine.values.outputs import found, joined, stored
+from torchcache2.engine.verify import differences
 from torchcache2.identity.marks import ADDED_ATTRIBUTE
+from torchcache2.tiers.base import Claim
 
 __all__ = ["Cache", "now"]
 
@@ -48,7 +65,7 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
 
 
-class Cache(Outcomes):
+class Cache:
     """Finds rows of one namespace, and has the others computed.
 
     Safe under threads. Two threads that miss the same key at once both compute it.
@@ -80,13 +97,21 @@ class Cache(Outcomes):
         if not isinstance(namespace, bytes) or len(namespace) != 16:
             raise OptionError(f"namespace={shown(namespace)}: expected 16 bytes, such as a 128-bit digest")
         self.namespace = namespace
-        settings = settings if settings is not None else CacheSettings()
-        super().__init__(settings, tiers if tiers is not None else TierStack(settings))
-        self._told = ToldOnce()
-        self._tiers.join(self)
+        self.settings = settings if settings is not None else CacheSettings()
+        self.tiers = tiers if tiers is not None else TierStack(self.settings)
+        self.counters = Counters()
+        self.tell = ToldOnce()
+        self.name = repr(self)  # in messages
+        self.is_closed = False
+        self.must_stack = False  # whether rows that do not stack are refused: items depend on their batch
+        self.collective: Collective | None = None
+        if self.settings.distributed == "collective":
+            self.collective = Collective(self.settings, self.tiers, self.counters, type(self).__name__)
+        self._random_shares = np.random.default_rng()
+        self.tiers.join(self)
 
     @transparent
-    def fetch(self, keys: Keys, compute: Compute, *, device: torch.device = _CPU) -> Any:
+    def fetch(self, keys: Keys, compute: Callable[[Tensor], Any], *, device: torch.device = _CPU) -> Any:
         """The output for a batch: rows that are found, and the others computed.
 
         Parameters
@@ -112,54 +137,50 @@ class Cache(Outcomes):
         """
         return outside(self._fetch, keys, compute, device)
 
-    def _fetch(self, compiler: Compiler, keys: Keys, compute: Compute, device: torch.device) -> Any:
+    def _fetch(
+        self, compiler: Compiler, keys: Keys, compute: Callable[[Tensor], Any], device: torch.device
+    ) -> Any:
         forward = Forward(compute, compiler)
         try:
-            with self._relieved():
-                return self.output(keys, forward, device)
+            return self.output(keys, FunctionSource(forward, device, self.description))
         except NotStoredError as stop:
             if isinstance(stop.error, OutputError):
                 raise stop.error from None
             why = "; items depend on their batch, or on what their keys do not cover"
-            self.count_bypass(stop.reason, len(keys), stop.text + why * isinstance(stop, WrongRowsError))
+            text = stop.text + why * isinstance(stop, WrongRowsError)
+            self.count_bypass(stop.reason, len(keys), text)
             return stop.output
         except OwnMemoryError:
             pass
-        with self._relieved():
-            return forward(torch.from_numpy(np.arange(len(keys))))
+        except torch.cuda.OutOfMemoryError as error:
+            self.relieve(error)
+            raise
+        return forward(torch.from_numpy(np.arange(len(keys))))
 
-    def output(
-        self,
-        keys: Keys,
-        compute: Compute,
-        device: torch.device,
-        dtypes: Callable[[], Collection[torch.dtype]] = tuple,
-        since: float | None = None,
-        checks: Checks | None = None,
-        is_whole: Callable[[], bool] = lambda: False,
-        is_sharded: bool = False,
-    ) -> Any:
-        """What `fetch` returns, for a `compute` that calls a `Forward`.
+    def output(self, keys: Keys, source: Source, since: float | None = None) -> Any:
+        """What `fetch` returns, of items that a source computes.
 
-        ``dtypes()`` are those of the tensors that `compute` reads: comparisons tolerate what the coarsest of
-        them rounds. The cost of caching is counted from the time `since` on (of `time.perf_counter`), by
-        default from now on. `checks` say whether the rows of this batch are checked. ``is_whole()`` says
-        whether `compute` runs for the whole batch whatever it is asked for, and `is_sharded`, whether it
-        waits for the other ranks. `NotStoredError` if the output of `compute` must not, or cannot, be stored;
-        `OwnMemoryError` if there is no memory for the cache's own work.
+        The cost of caching is counted from the time `since` on (of `time.perf_counter`), by default from now
+        on.
+
+        Raises
+        ------
+        NotStoredError
+            If the output must not, or cannot, be stored.
+        OwnMemoryError
+            If there is no memory for the cache's own work.
         """
         start = time.perf_counter() if since is None else since
-        batch = Batch(keys, compute, device, self.settings, dtypes, checks)
-        batch.is_whole, batch.is_sharded = is_whole, is_sharded
+        batch = Batch(keys, source, self.settings)
         try:
-            output = self._outcome(batch)
+            output = self._output(batch)
         except Exception as error:
             # No rank may go on alone if a step of all ranks has ended with the error.
             if not is_out_of_memory(error) or is_told(error) or is_of_forward(error):
                 raise
-            self._do_without(len(keys), error)
+            self.do_without(len(keys), error)
             raise OwnMemoryError(error) from None
-        self._counters.count(
+        self.counters.count(
             hits=len(keys) - batch.misses,
             misses=batch.misses,
             computed=batch.computed,
@@ -168,48 +189,223 @@ class Cache(Outcomes):
         )
         return output
 
-    def _do_without(self, items: int, error: Exception) -> None:
-        """Count items that are computed past the cache because there is no memory for its own work."""
-        self._counters.count(hits=0, misses=items, computed=items, seconds=0.0, spent=0.0)
-        text = "%s: there is no memory for the cache's own work, so the items are only computed: %s"
-        self._told("own memory", text, self._name(), str(error))
+    def _output(self, batch: Batch) -> Any:
+        """The output of a batch: find, claim, compute, keep, put together."""
+        if self.is_closed:
+            with self.stand_by():
+                return batch.compute_all()
+        if self.collective is not None and (exchange := self.collective.exchange()) is not None:
+            return self.collective.output(exchange, self, batch)
+        hits = self.find(batch)
+        rows = None if hits is None or len(hits.positions) < len(batch.keys) else hits.rows
+        if hits is None or rows is None or len(hits.checked):
+            with apart():  # a rank that finds these rows does not run the forward, nor the modules in it
+                if hits is None:
+                    return self.not_stacked(batch)
+                if rows is None:
+                    return self._computed(batch, hits)
+                self.checked(lambda: self._computed(batch, hits))
+        return batch.output(rows)
 
-    @contextlib.contextmanager
-    def _relieved(self) -> Iterator[None]:
-        """Around calls of the forward: if a device has no memory for one, the rows that are there go."""
+    def find(self, batch: Batch) -> Hits | None:
+        """The rows that are there; None if some are of different schemas, which do not stack."""
+        if self.collective is None:
+            parts = self.tiers.get(batch.keys).parts
+        else:
+            parts = self.collective.holdings.get(batch.keys)
+        parts = [(positions, found(rows)) for positions, rows in parts]
+        positions, rows = parts[0] if parts else (_NOWHERE, None)
+        if len(parts) > 1:
+            positions = np.unique(np.concatenate([where for where, _ in parts]))
+            ranked = [(np.searchsorted(positions, where), rows) for where, rows in parts]
+            rows = joined(ranked, len(positions), device=batch.source.device)
+            if rows is None:
+                return None
+        checked, share = _NOWHERE, self.settings.verify
+        batch.is_checked = batch.source.checks.is_due(len(positions))
+        if batch.is_checked:  # all items are computed, so all rows that are found can be compared
+            checked = positions
+        elif share > 0.0:  # this generator is the cache's own: the caller's generators must not move
+            checked = positions[self._random_shares.random(len(positions)) < share]
+        batch.is_compared = len(checked) > 0
+        return Hits(positions, rows, checked)
+
+    def _computed(self, batch: Batch, hits: Hits) -> Any:
+        """The output of a batch for which the forward runs, here or where its misses are claimed."""
+        misses = Misses.of(batch.keys, hits)
+        claim = self.tiers.claim(batch.keys.take(misses.distinct))
+        parts: Parts = []
         try:
-            yield
-        except torch.cuda.OutOfMemoryError as error:
-            freed = self._tiers.give_back(device_of(error))
-            if freed:
-                torch.cuda.empty_cache()
-                self._told(
-                    "memory",
-                    "%s: the forward has found no memory on its device, so the cache has given back all that "
-                    "its rows took there, %s. To keep fewer of them, lower max_memory_cache_size; "
-                    "memory_cache_device='cpu' keeps them on the host",
-                    *(self._name(), size_text(freed)),
-                )
+            # A check looks at the whole batch, so it waits for nobody: rows of others would not be compared.
+            wanted = np.arange(len(misses.distinct)) if batch.is_checked else claim.mine
+            # If others compute all misses, this call computes none. An empty batch has an output, too.
+            if len(wanted) or len(hits.checked) or not len(claim.others):
+                output, rows, wrong = self.compute(batch, hits, misses.distinct[wanted])
+                if wrong is not None:
+                    raise self.distrusted(batch, wrong, output)
+                if len(wanted) == len(batch.keys):
+                    return output if batch.dtype is None else batch.output(rows)
+                if len(wanted) or not len(claim.others):  # else only hits were computed, to be checked
+                    parts.append((wanted, rows))
+            if len(wanted) < len(misses.distinct):
+                parts += self._of_others(batch, misses.distinct, claim)
+        finally:
+            claim.release()
+        together: Rows | None = parts[0][1]
+        if len(parts) > 1:
+            together = joined(parts, len(misses.distinct), device=batch.source.device)
+        return (
+            self.not_stacked(batch) if together is None else self.put_together(batch, hits, misses, together)
+        )
+
+    def compute(self, batch: Batch, hits: Hits, mine: Positions) -> tuple[Any, Rows, str | None]:
+        """Compute and keep the rows of items at some positions; compute hits that are to be checked, too.
+
+        Returns the output of the whole batch, if all of it was computed; the rows; and how rows that were
+        found differ from computed ones: then nothing is kept.
+        """
+        checked, count = hits.checked, len(batch.keys)
+        asked = np.union1d(mine, checked) if len(checked) else mine
+        output, rows = batch.compute(asked)
+        batch.misses += len(mine)
+        is_whole = len(asked) == count or batch.whole is not None
+        output = output if is_whole else None
+        if len(checked):
+            wrong = self._mismatch(batch, hits, asked, rows)
+            rows = rows.take(torch.from_numpy(np.searchsorted(asked, mine)))
+            if wrong is not None:
+                return output, rows, wrong
+        if is_whole and len(checked) == len(hits.positions):
+            batch.source.checks.computed_whole()
+        self.keep(batch, mine, rows)
+        return output, rows, None
+
+    def _of_others(self, batch: Batch, distinct: Positions, claim: Claim) -> Parts:
+        """Rows of the misses that others have claimed; those that they give up are computed here."""
+        parts: Parts = []
+        while len(claim.others):
+            if batch.whole is not None:  # the forward could only compute the whole batch
+                batch.misses += len(claim.others)
+                parts.append((claim.others, batch.whole.take(torch.from_numpy(distinct[claim.others]))))
+                break
+            left, there = claim.wait(), claim.appeared
+            is_gone = np.ones(len(there), bool)  # a row may be damaged, or forgotten again
+            for positions, rows in self.tiers.get(batch.keys.take(distinct[there])).parts:
+                parts.append((there[positions], found(rows)))
+                is_gone[positions] = False
+            left = np.union1d(left, there[is_gone])
+            if len(left):
+                _, rows = batch.compute(distinct[left])
+                batch.misses += len(left)
+                self.keep(batch, distinct[left], rows)
+                parts.append((left, rows))
+        return parts
+
+    def put_together(self, batch: Batch, hits: Hits, misses: Misses, rows: Rows | None) -> Any:
+        """The output of the batch in its order: of hits, and of the rows of distinct misses, if any."""
+        if len(misses.positions) == 0 or rows is None:
+            assert hits.rows is not None
+            return batch.output(hits.rows)
+        if misses.inverse is not None:
+            rows = rows.take(torch.from_numpy(misses.inverse))
+        if hits.rows is not None:
+            parts = [(hits.positions, hits.rows), (misses.positions, rows)]
+            rows = joined(parts, len(batch.keys), device=batch.source.device)
+        return self.not_stacked(batch) if rows is None else batch.output(rows)
+
+    def not_stacked(self, batch: Batch) -> Any:
+        """The output of a batch whose rows are of different schemas; `NotStoredError` if that is refused."""
+        output = batch.compute_all()
+        if self.must_stack:
+            raise NotStoredError("stack", "items have outputs of another shape in another batch", output)
+        return output
+
+    def checked(self, compute: Callable[[], Any]) -> None:
+        """Compute items to check their rows, if the forward can run now: its weights may be elsewhere."""
+        try:
+            compute()
+        except NotStoredError:
             raise
+        except Exception as error:
+            logger.debug("%s: rows that were found are not checked: %r", self.name, error)
+
+    def _mismatch(self, batch: Batch, hits: Hits, asked: Positions, rows: Rows) -> str | None:
+        """How the hits to check differ from the `rows` computed at the positions `asked`; None if equal."""
+        assert hits.rows is not None
+        before = hits.rows.take(torch.from_numpy(np.searchsorted(hits.positions, hits.checked)))
+        again = rows.take(torch.from_numpy(np.searchsorted(asked, hits.checked)))
+        apart = differences(before, again, batch.source.dtypes())
+        mismatched, worst = int(np.count_nonzero(apart)), apart.argmax()
+        self.counters.verify(verified=len(apart), mismatched=mismatched)
+        if not mismatched:
+            return None
+        return (
+            f"{mismatched} of {len(apart)} rows that were found differ from what the forward computes now, "
+            f"most at position {hits.checked[worst]} of the batch, by {apart[worst]:.3g}"
+        )
+
+    def distrusted(self, batch: Batch, text: str, output: Any = None) -> WrongRowsError:
+        """Drop the namespace: one row was wrong, so none can be trusted. Returns the error to raise.
+
+        `output` is that of the whole batch; if it is None, the forward runs for it.
+        """
+        try:
+            if output is None:
+                output = batch.compute_all()
+        finally:
+            batch.source.distrust()
+            self.drop(batch.keys.namespace)
+        return WrongRowsError("batch", text, output)
+
+    def keep(self, batch: Batch, positions: Positions, rows: Rows) -> None:
+        """Put the rows of the items at some positions into the tiers."""
+        for where, part in stored(rows):
+            keys = batch.keys if len(where) == len(batch.keys) else batch.keys.take(positions[where])
+            self.tiers.put(batch.source, keys, part)
+        if self.is_closed:  # another thread has closed it while this one computed
+            self.tiers.forget(batch.keys.namespace)
+
+    def drop(self, namespace: bytes) -> None:
+        """Forget every row of a namespace, on disk too."""
+        (self.tiers if self.collective is None else self.collective).drop(namespace)
+
+    def stand_by(self, error: Exception | None = None) -> AbstractContextManager[None]:
+        """The context of a call that is passed by, or raises, in step with other ranks if there are any."""
+        return contextlib.nullcontext() if self.collective is None else self.collective.stand_by(error)
+
+    def do_without(self, items: int, error: Exception) -> None:
+        """Count items that are computed past the cache because there is no memory for its own work."""
+        self.counters.count(hits=0, misses=items, computed=items, seconds=0.0, spent=0.0)
+        text = "%s: there is no memory for the cache's own work, so the items are only computed: %s"
+        self.tell("own memory", text, self.name, str(error))
+
+    def relieve(self, error: torch.cuda.OutOfMemoryError) -> None:
+        """Give up the rows on a device that had no memory for the forward."""
+        freed = self.tiers.give_back(device_of(error))
+        if freed:
+            torch.cuda.empty_cache()
+            self.tell(
+                "memory",
+                "%s: the forward has found no memory on its device, so the cache has given back all that its "
+                "rows took there, %s. To keep fewer of them, lower max_memory_cache_size; "
+                "memory_cache_device='cpu' keeps them on the host",
+                *(self.name, size_text(freed)),
+            )
 
     def count_bypass(self, reason: str, items: int, text: str) -> None:
         """Count items that were computed and not stored; warns once for each reason."""
-        self._counters.bypass(reason, items)
-        self._told(reason, "%s: not cached (%s): %s", self._name(), reason, text)
+        self.counters.bypass(reason, items)
+        self.tell(reason, "%s: not cached (%s): %s", self.name, reason, text)
 
     def stats(self) -> CacheStats:
         """What this cache has done so far."""
-        return self._counters.stats(**self._tiers.stats())
+        return self.counters.stats(**self.tiers.stats())
 
     @property
     def cache_dir(self) -> Path | None:
         """The folder where rows are kept; None if they are kept in memory only."""
-        directory = self._tiers.directory
+        directory = self.tiers.directory
         return None if directory is None else Path(directory.path)
-
-    def description(self, namespace: bytes) -> dict[str, Any]:
-        """What a namespace of this cache stands for, as JSON, for people and `explain`."""
-        return {"class": None, "library": __version__, "torch": str(torch.__version__), "created": now()}
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -247,23 +443,28 @@ class Cache(Outcomes):
         with contextlib.nullcontext() if self.collective is None else self.collective.join():
             yield
 
+    def description(self, namespace: bytes) -> dict[str, Any]:
+        """What a namespace of this cache stands for, as JSON, for people and `explain`."""
+        return {"class": None, "library": __version__, "torch": str(torch.__version__), "created": now()}
+
     def flush(self) -> None:
         """Return when everything that was computed is as durable as the tiers make it."""
-        self._tiers.flush()
+        self.tiers.flush()
 
     def clear(self) -> None:
         """Forget every row of this cache's namespace, on disk too."""
-        self._drop(self.namespace)
+        self.drop(self.namespace)
 
-    def close(self) -> None:
+    def close(self, *, forgets: bool = True) -> None:
         """Stop caching and let go of the rows in memory; calls compute everything from then on.
 
         What waits to be written is on disk when this returns.
         """
-        if not self._closed:
-            self._closed = True
-            self._tiers.forget(self.namespace)
-            self._tiers.leave(self)
+        if not self.is_closed:
+            self.is_closed = True
+            if forgets:
+                self.tiers.forget(self.namespace)
+            self.tiers.leave(self)
 
     def __enter__(self) -> Cache:
         return self

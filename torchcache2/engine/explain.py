@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from torchcache2.files.directory import CacheDirectory
+from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.encoding import form, readable, split
 from torchcache2.identity.fingerprint import Fingerprint, at_most, differences, from_document
 
@@ -25,6 +26,12 @@ class CallSeen(NamedTuple):
     namespace: bytes
     context: bytes
     leaves: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, namespace: bytes, call: BoundCall) -> CallSeen:
+        """Of one call."""
+        leaves = tuple([(path, tensor.dtype, tensor.shape[1:]) for path, tensor in call.leaves])
+        return cls(namespace, call.context, leaves)
 
 
 def of_calls(before: CallSeen, now: CallSeen) -> str:

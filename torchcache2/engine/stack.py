@@ -27,14 +27,18 @@ __all__ = ["TierStack", "has_any"]
 _MOST_DESCRIBED = _MOST_DROPS = 256
 
 
-class NamespaceUser(Protocol):
+class Describer(Protocol):
+    """What knows what namespaces stand for."""
+
+    def description(self, namespace: bytes) -> Mapping[str, Any]:
+        """What a namespace stands for, as JSON."""
+        ...
+
+
+class NamespaceUser(Describer, Protocol):
     """A cache."""
 
     namespace: bytes
-
-    def description(self, namespace: bytes) -> Mapping[str, Any]:
-        """What a namespace of this cache stands for."""
-        ...
 
 
 class Users:
@@ -191,11 +195,11 @@ class TierStack:
             claim = JointClaim(claim, keys, tier.claim)
         return claim
 
-    def put(self, cache: NamespaceUser, keys: Keys, rows: Rows) -> int:
+    def put(self, source: Describer, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys, in every tier; how many were kept in any."""
         namespace, tiers = keys.namespace, self.tiers
         if namespace not in self._users.described and any(tier.is_lasting for tier in tiers):
-            self._users.describe(namespace, cache.description(namespace))
+            self._users.describe(namespace, source.description(namespace))
         return max([tier.put(keys, rows) for tier in tiers])
 
     def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:

@@ -55,18 +55,18 @@ def test_a_row_may_go_while_the_others_are_told_that_it_is_there(gone):
 
         def gather(kind, data, meanwhile):
             if rank == 0 and gone == "row":
-                mine.cache._tiers.drop(mine.namespace)
+                mine.cache.tiers.drop(mine.namespace)
             elif rank == 0:
-                mine.cache._rows = no_memory
+                mine.cache.find = no_memory
             return told(kind, data, meanwhile)
 
-        def no_memory(keys):
+        def no_memory(batch):
             raise torch.cuda.OutOfMemoryError("no memory")
 
         channel.gather = gather
         mine.fetch([rank, 5])
         channel.gather = told
-        vars(mine.cache).pop("_rows", None)
+        vars(mine.cache).pop("find", None)
         mine.fetch([7])
         return mine.computed
 

@@ -6,7 +6,7 @@ from tests.helpers.threadranks import NAMESPACE, Rank, in_threads, keys_of, told
 from torchcache2 import torchcache
 from torchcache2.core.errors import OptionError, RankError
 from torchcache2.core.settings import CacheSettings
-from torchcache2.engine.batch import NotStoredError
+from torchcache2.engine.batch import FunctionSource, NotStoredError
 from torchcache2.engine.cache import Cache
 from torchcache2.engine.collective.exchange import Exchange, is_apart
 
@@ -56,12 +56,12 @@ def test_a_rank_without_memory_for_the_caches_own_work_goes_on_only_with_the_oth
         mine, raised = Rank(channel), []
         for step in range(4):
             if rank == 0 and step in (1, 2):
-                setattr(mine.cache, ("_find", "_keep")[step - 1], no_memory)
+                setattr(mine.cache, ("find", "keep")[step - 1], no_memory)
             try:
                 mine.fetch([10 * step + rank, 10 * step + 5])
             except Exception as error:
                 raised.append((step, type(error)))
-            for name in ("_find", "_keep"):
+            for name in ("find", "keep"):
                 vars(mine.cache).pop(name, None)
         return raised
 
@@ -96,7 +96,7 @@ def test_rows_are_counted_if_what_else_a_rank_computes_is_not_stored():
             raise NotStoredError("random", "it is random", "output")
 
         try:
-            mine.cache.output(keys_of([0, 1, 10 + rank]), compute, torch.device("cpu"))
+            mine.cache.output(keys_of([0, 1, 10 + rank]), FunctionSource(compute, torch.device("cpu")))
         except NotStoredError as stop:
             stats = mine.cache.stats()
             return stop.output, stats.received, stats.sent, stats.exchange_seconds >= 0
@@ -124,7 +124,7 @@ def test_a_module_within_one_that_each_rank_caches_for_itself_takes_no_steps():
 
 def in_step(module, channel):
     net, exchange = torchcache(distributed="collective")(module), Exchange(channel)
-    net.cache_instance.collective.exchange = lambda: None if is_apart() else exchange
+    net.cache_instance.engine.collective.exchange = lambda: None if is_apart() else exchange
     return net
 
 

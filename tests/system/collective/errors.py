@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.steps import ITEMS, SOAK, Backbone, case, dist, raises, run_cases
 from torchcache2 import InputError, RankError
-from torchcache2.decorator.modulecache import ModuleCache
+from torchcache2.engine.cache import Cache
 from torchcache2.engine.collective import exchange
 from torchcache2.engine.collective.exchange import Holdings, Shipment
 
@@ -55,7 +55,7 @@ def in_looking(ranks):
 
 
 def in_keeping(ranks):
-    return mock.patch.object(ModuleCache, "_keep", planned)
+    return mock.patch.object(Cache, "keep", planned)
 
 
 def in_preparing(ranks):

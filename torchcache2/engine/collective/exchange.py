@@ -683,8 +683,8 @@ class _BatchPart(Part):
 
     def __init__(self, name: str, holdings: Holdings, cache: Any, batch: Batch) -> None:
         super().__init__(name, holdings, Flag(0))
-        self.namespace, self.group, self.device = batch.keys.namespace, batch.keys.group, batch.device
-        self._cache, self._batch = cache, batch
+        self.namespace, self.group, self.device = batch.keys.namespace, batch.keys.group, batch.source.device
+        self._cache, self._batch, self._source = cache, batch, batch.source
         self._hits: Hits | None = None
         self._has_run = self._is_read_later = False
         self._wrong: str | None = None  # how found rows differ from computed ones
@@ -693,19 +693,21 @@ class _BatchPart(Part):
     def find(self) -> Bytes2D:
         """The distinct keys that this rank does not have."""
         batch = self._batch
-        self.flags = Flag(Flag.WHOLE * batch.is_whole() | Flag.SHARDED * batch.is_sharded)
-        may_have_all = self.holdings.had_all and len(batch.keys) > 0 and not batch.is_sharded
+        self.flags = Flag(
+            Flag.WHOLE * self._source.runs_whole_batch() | Flag.SHARDED * self._source.is_sharded
+        )
+        may_have_all = self.holdings.had_all and len(batch.keys) > 0 and not self._source.is_sharded
         self._is_read_later = may_have_all and self.holdings.has_all(batch.keys)
         if self._is_read_later:
             return NO_KEYS
-        hits = self._hits = self._cache._find(batch)
+        hits = self._hits = self._cache.find(batch)
         self.holdings.had_all = hits is not None and len(hits.positions) == len(batch.keys)
         if hits is None:  # rows of several shapes
             self.flags = Flag.BYPASS
             return NO_KEYS
         self._misses = Misses.of(batch.keys, hits)
         self._keys = batch.keys.take(self._misses.distinct)
-        if batch.is_sharded:
+        if self._source.is_sharded:
             is_all = len(self._keys) == 0
             must_run = len(hits.checked) > 0 or (is_all and not self.is_enough(Received()))
             self.flags |= Flag.RUN if must_run else Flag(0)
@@ -713,14 +715,13 @@ class _BatchPart(Part):
 
     def description(self) -> Mapping[str, Any]:
         """What the namespace stands for, as JSON."""
-        description: Mapping[str, Any] = self._cache.description(self.namespace)
-        return description
+        return self._source.description(self.namespace)
 
     def read(self) -> None:
         """Read rows of which only the keys were looked up; some may have gone meanwhile."""
         if self._is_read_later:
             try:
-                self._hits = self._cache._find(self._batch)
+                self._hits = self._cache.find(self._batch)
                 if self._hits is not None and not self._hits.is_all(len(self._batch.keys)):
                     self._misses = Misses.of(self._batch.keys, self._hits)
                     self._keys = self._batch.keys.take(self._misses.distinct)
@@ -729,7 +730,7 @@ class _BatchPart(Part):
 
     def note(self) -> str:
         """Whether items do not depend on their batch, as far as that is known."""
-        return self._batch.checks.note(has_run=self._has_run)
+        return self._source.checks.note(has_run=self._has_run)
 
     def is_enough(self, received: Received) -> bool:
         """Whether the output can be made of what is there, without a forward; it is kept.
@@ -751,15 +752,8 @@ class _BatchPart(Part):
         assert self._hits is not None
         self._has_run = True
         batch, mine = self._batch, self._misses.distinct[wanted]
-        checked = self._hits.checked
-        asked = np.union1d(mine, checked) if len(checked) else mine
-        output, rows = batch.compute(asked)
-        batch.misses += len(mine)
-        if len(checked):
-            self._wrong = self._cache._mismatch(batch, self._hits, asked, rows)
-            rows = rows.take(torch.from_numpy(np.searchsorted(asked, mine)))
-        if self._wrong is None:
-            self._cache._keep(self._keys.take(wanted), rows)
+        rows: Rows
+        output, rows, self._wrong = self._cache.compute(batch, self._hits, mine)
         if len(mine) == len(batch.keys):
             self._whole = output if batch.dtype is None else batch.output(rows)
         return rows
@@ -773,13 +767,18 @@ class _BatchPart(Part):
                 self._error = None  # its traceback refers to this part: a cycle, which would keep tensors
         batch, cache, hits, parts = self._batch, self._cache, self._hits, received.parts
         if hits is None:
-            return cache._not_stacked(batch.compute_all())
+            return cache.not_stacked(batch)
         if hits.is_all(len(batch.keys)) and not received.must_run:
             assert hits.rows is not None
             return batch.output(hits.rows)
         if received.refused is not None:
             raise NotStoredError(*received.refused, batch.compute_all())
-        if batch.is_checked and not self._has_run and parts and not batch.checks.is_known(received.notes):
+        if (
+            batch.is_checked
+            and not self._has_run
+            and parts
+            and not self._source.checks.is_known(received.notes)
+        ):
             # No rank has probed a batch like this one, so rows of others may depend on their batches.
             received.lacking, parts = np.arange(len(self._keys)), []
         if self._is_read_later:
@@ -789,14 +788,14 @@ class _BatchPart(Part):
             if len(received.lacking):
                 parts = [*parts, (received.lacking, rows)]
         elif len(hits.checked) and not self._has_run:
-            cache._checked(lambda: self.compute(received.lacking))
+            cache.checked(lambda: self.compute(received.lacking))
         if self._wrong is not None:
-            raise cache._distrusted(batch, self._wrong)
+            raise cache.distrusted(batch, self._wrong)
         if self._whole is not None:
             return self._whole
         # The rows of others are views of the memory in which they were received, so they are copied.
         parts = [(positions, found(rows)) for positions, rows in parts]
-        copied = joined(parts, len(self._keys), device=batch.device) if parts else None
+        copied = joined(parts, len(self._keys), device=self._source.device) if parts else None
         if parts and copied is None:
-            return cache._not_stacked(batch.compute_all())
-        return cache._put_together(batch, hits, self._misses, copied)
+            return cache.not_stacked(batch)
+        return cache.put_together(batch, hits, self._misses, copied)
