@@ -617,22 +617,25 @@ def test_a_dataset_without_a_length_has_a_namespace():
     assert "length" not in identify(Endless()).fingerprint.parts
 
 
+@pytest.mark.parametrize("helper", ["scale_within", "folder_within.scale"])
 @pytest.mark.parametrize("is_loaded", [False, True])
-def test_what_a_dataset_imports_as_it_runs_counts_imported_or_not(is_loaded, tmp_path, monkeypatch):
+def test_what_a_dataset_imports_as_it_runs_counts_imported_or_not(is_loaded, helper, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     text = "class Data:\n    def __len__(self):\n        return 2\n    def __getitem__(self, index):\n"
-    text += "        import scale_within\n        return scale_within.scaled(index)\n"
+    text += f"        import {helper} as helper\n        return helper.scaled(index)\n"
     (tmp_path / "data_within.py").write_text(text)
     found = []
     for factor in (2, 2, 3):
-        (tmp_path / "scale_within.py").write_text(f"N = {factor}\ndef scaled(x):\n    return x * N\n")
+        path = tmp_path / f"{helper.replace('.', '/')}.py"  # of a package without a file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"N = {factor}\ndef scaled(x):\n    return x * N\n")
         importlib.invalidate_caches()
-        for name in ("scale_within", "data_within"):
+        for name in (helper, helper.partition(".")[0], "data_within"):
             monkeypatch.delitem(sys.modules, name, raising=False)
         if is_loaded:
-            importlib.import_module("scale_within")
+            importlib.import_module(helper)
         found.append(identify(importlib.import_module("data_within").Data()).namespace)
-        sys.modules.pop("scale_within", None)
+        sys.modules.pop(helper, None)
     assert found[0] == found[1] != found[2]
-    importlib.import_module("scale_within").N = 2
+    importlib.import_module(helper).N = 2
     assert identify(importlib.import_module("data_within").Data()).namespace == found[0]

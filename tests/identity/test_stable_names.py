@@ -1,5 +1,6 @@
 """Namespaces that another process finds again, and what is left out to that end."""
 
+import copy
 import functools
 import importlib
 import json
@@ -7,6 +8,7 @@ import logging
 import shutil
 import sys
 import threading
+import types
 import typing
 import weakref
 
@@ -17,6 +19,7 @@ from torch import nn
 from tests.helpers import stable, warm
 from tests.helpers.stable import Net, Outer, Thing, holding, plain
 from torchcache2 import torchcache
+from torchcache2.identity.libraries import ScriptState
 
 TRACED = "ignore:.*torch.jit"
 X = torch.rand(4, 3)
@@ -406,6 +409,15 @@ def test_edits_of_a_scripted_child_are_noticed(log):
             change(one)
         right()
     assert warnings_of(log) == [] and module.cache_instance.stats().hits == 5 * len(X)
+
+
+def test_a_list_of_a_scripted_module_that_becomes_shorter_is_noticed():
+    values = {"rate": float("nan"), "sizes": [1, 2]}
+    state = ScriptState(types.SimpleNamespace(attributes=values, read=lambda name: copy.copy(values[name])))
+    (before,) = state(None)
+    assert state(None)[0] is before
+    values["sizes"].pop()
+    assert state(None)[0] is not before
 
 
 class Branching(nn.Module):

@@ -6,6 +6,7 @@ Right is what the same module or function returns without a cache, after the sam
 import contextlib
 import copy
 import functools
+import operator
 import threading
 
 import pytest
@@ -91,6 +92,18 @@ MAKERS = pytest.mark.parametrize("make", [as_class, as_instance])
 
 def assert_close(left, right):
     torch.testing.assert_close(left, right)
+
+
+def assert_hit(cached, plain, x=X):
+    """Right twice, and found the second time in the cache of the module or of its part."""
+    assert_same(cached(x), plain(x))
+    before = hits(cache_of(cached))
+    assert_same(cached(x), plain(x))
+    assert hits(cache_of(cached)) == before + len(x)
+
+
+def cache_of(module):
+    return getattr(module, "inner", module)
 
 
 def assert_found(cached, plain, x=X, same=assert_same):
@@ -308,6 +321,7 @@ PRUNE = {
     "from a mask": lambda m: prune.custom_from_mask(m.first, "weight", half_mask()),
     "global": global_prune,
     "twice": lambda m: [prune.l1_unstructured(m.first, "weight", 0.2) for _ in range(2)],
+    "nothing": lambda m: prune.identity(m.first, "weight"),
     "weight and bias": lambda m: [prune.l1_unstructured(m.first, name, 0.4) for name in ("weight", "bias")],
 }
 AFTER_PRUNING = {
@@ -333,13 +347,6 @@ def test_pruning(name, change, make):
     on_both(AFTER_PRUNING[change], cached, plain)
     frozen(cached), frozen(plain)
     assert_found_at_last(cached, plain)
-
-
-def test_pruning_that_masks_nothing():
-    cached, plain = twins(as_class)
-    on_both(lambda m: prune.identity(m.first, "weight"), cached, plain)
-    frozen(cached), frozen(plain)
-    assert_found(cached, plain)
 
 
 def test_pruning_of_the_cached_module_itself():
@@ -588,28 +595,17 @@ def test_replicas_inside_of_a_model(make):
 
 
 @MAKERS
-def test_replicas_of_a_copy_are_the_copys(make):
+def test_replicas_are_those_of_the_module_or_its_copy_with_its_weights(make):
     cached, plain = twins(make, Normed)
     assert_found(cached, plain)
     copied, expected = copy.deepcopy(cached), copy.deepcopy(plain)
-    on_both(lambda m: multiply(m.first.weight), copied, expected)
-    for _ in range(2):
-        for replica in replicate(copied, 2):
-            assert_same(replica(X), expected(X))
-    for replica in replicate(cached, 2):
-        assert_same(replica(X), plain(X))
-    assert (misses(copied), hits(copied)) == (6, 18)
-    assert (misses(cached), hits(cached)) == (6, 12 + 12)
-
-
-@MAKERS
-def test_replicas_follow_the_originals_weights(make):
-    cached, plain = twins(make, Normed)
     for _ in range(3):
-        for replica in replicate(cached, 2):
-            assert_same(replica(X), plain(X))
-        on_both(lambda m: multiply(m.second.weight), cached, plain)
-    assert (misses(cached), hits(cached)) == (18, 18)
+        on_both(lambda m: multiply(m.first.weight), copied, expected)
+        for module, right in ((copied, expected), (cached, plain)):
+            for replica in replicate(module, 2):
+                assert_same(replica(X), right(X))
+    assert (misses(copied), hits(copied)) == (18, 18)
+    assert (misses(cached), hits(cached)) == (6, 12 + 36)
 
 
 @MAKERS
@@ -653,35 +649,6 @@ def tie(module):
     module.decoder.weight = module.encoder.weight
 
 
-@MAKERS
-@pytest.mark.parametrize("kind", [Tied, TellsTied])
-def test_tied_weights(kind, make):
-    cached, plain = twins(make, kind)
-    assert cached.encoder.weight is cached.decoder.weight
-    assert_found(cached, plain)
-    hashes = [cached.cache_instance.module_hash]
-    for change in (
-        lambda m: multiply(m.encoder.weight),
-        untie,
-        lambda m: multiply(m.encoder.weight),
-        lambda m: multiply(m.decoder.weight, 4),
-        tie,
-    ):
-        on_both(change, cached, plain)
-        assert_found(cached, plain)
-        hashes.append(cached.cache_instance.module_hash)
-    assert len(set(hashes)) == len(hashes)
-
-
-def test_tied_and_untied_instances_of_one_class():
-    kind = torchcache(type("TellsTied", (TellsTied,), {}))
-    tied, untied, plain = frozen(kind()), frozen(kind()), frozen(TellsTied())
-    untie(untied)
-    for _ in range(2):
-        assert_same(tied(X), plain(X))
-        assert_same(untied(X), -plain(X))
-
-
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
@@ -692,23 +659,44 @@ class Twice(nn.Module):
         return self.again(self.layer(x))
 
 
+TYING = [
+    lambda m: multiply(m.encoder.weight),
+    untie,
+    lambda m: multiply(m.encoder.weight),
+    lambda m: multiply(m.decoder.weight, 4),
+    tie,
+]
+SHARING = [
+    lambda m: multiply(m.layer.weight),
+    lambda m: setattr(m, "again", copy.deepcopy(m.layer)),
+    lambda m: multiply(m.again.weight),
+    lambda m: setattr(m, "layer", m.again),
+    lambda m: setattr(m, "again", m.layer),  # changes nothing
+]
+
+
 @MAKERS
-def test_shared_submodules(make):
-    cached, plain = twins(make, Twice)
+@pytest.mark.parametrize(
+    "kind, changes, same", [(Tied, TYING, 0), (TellsTied, TYING, 0), (Twice, SHARING, 1)]
+)
+def test_tied_weights_and_shared_submodules(kind, changes, same, make):
+    cached, plain = twins(make, kind)
     assert_found(cached, plain)
     hashes = [cached.cache_instance.module_hash]
-    for change in (
-        lambda m: multiply(m.layer.weight),
-        lambda m: setattr(m, "again", copy.deepcopy(m.layer)),
-        lambda m: multiply(m.again.weight),
-        lambda m: setattr(m, "layer", m.again),
-        lambda m: setattr(m, "again", m.layer),
-    ):
+    for change in changes:
         on_both(change, cached, plain)
         assert_found(cached, plain)
         hashes.append(cached.cache_instance.module_hash)
-    # The last assignment changes nothing.
-    assert len(set(hashes)) == len(hashes) - 1
+    assert len(set(hashes)) == len(hashes) - same
+
+
+def test_tied_and_untied_instances_of_one_class():
+    kind = torchcache(type("TellsTied", (TellsTied,), {}))
+    tied, untied, plain = frozen(kind()), frozen(kind()), frozen(TellsTied())
+    untie(untied)
+    for _ in range(2):
+        assert_same(tied(X), plain(X))
+        assert_same(untied(X), -plain(X))
 
 
 def test_a_cached_module_that_is_shared_by_two_models():
@@ -852,33 +840,26 @@ class Lazy(nn.Module):
         return self.linear(self.norm(self.conv(x[:, None])).flatten(1))
 
 
-@pytest.mark.filterwarnings(LAZY)
-@MAKERS
-def test_lazy_modules(make):
-    cached, plain = make(Lazy).eval(), Lazy().eval()
-    outputs = []
-    with torch.no_grad():
-        for module in (cached, plain):
-            torch.default_generator.manual_seed(3)
-            outputs.append(module(X))
-        assert_same(*outputs)
-        assert bypasses(cached) == {"lazy": 6}
-        assert type(cached.linear) is nn.Linear
-        assert_found(cached, plain)
-    assert bypasses(cached) == {"lazy": 6}
+LAZIES = {
+    "class": (lambda: as_class(Lazy), Lazy),
+    "instance": (lambda: as_instance(Lazy), Lazy),
+    "itself": (lambda: torchcache(nn.LazyLinear(4)), lambda: nn.LazyLinear(4)),
+}
 
 
 @pytest.mark.filterwarnings(LAZY)
-def test_a_lazy_module_itself():
-    cached, plain = torchcache(nn.LazyLinear(4)), nn.LazyLinear(4)
+@pytest.mark.parametrize("name", LAZIES)
+@torch.no_grad()
+def test_lazy_modules(name):
+    cached, plain = (make().eval() for make in LAZIES[name])
     outputs = []
-    with torch.no_grad():
-        for module in (cached, plain):
-            torch.default_generator.manual_seed(3)
-            outputs.append(module(X))
-        assert_same(*outputs)
-        assert type(cached) is nn.Linear
-        assert_found(cached, plain)
+    for module in (cached, plain):
+        torch.default_generator.manual_seed(3)
+        outputs.append(module(X))
+    assert_same(*outputs)
+    assert type(getattr(cached, "linear", cached)) is nn.Linear
+    assert_found(cached, plain)
+    assert bypasses(cached) == ({} if name == "itself" else {"lazy": 6})
 
 
 @pytest.mark.filterwarnings(LAZY)
@@ -931,26 +912,23 @@ def test_functional_call_with_weights_of_the_same_tensors(make):
         assert hits(cached) == before + 6
 
 
-@MAKERS
-def test_functional_call_with_some_weights_and_buffers(make):
-    cached, plain = twins(make, Normed)
-    for some in ({"mean": X[0]}, {"first.weight": Y[:1].expand(8, 8)}, {}):
-        for batch in (X, X, Y):
-            expected = functional_call(plain, some, (batch,))
-            assert_same(functional_call(cached, some, (batch,)), expected)
-    assert_same(cached(X), plain(X))
+SOME = {
+    "a buffer": (Normed, lambda m: {"mean": X[0]}, {}),
+    "a weight": (Normed, lambda m: {"first.weight": Y[:1].expand(8, 8)}, {}),
+    "none": (Normed, lambda m: {}, {}),
+    "tied": (Tied, lambda m: {"encoder.weight": m.encoder.weight * 2}, {"tie_weights": True}),
+    "one of two tied": (Tied, lambda m: {"encoder.weight": m.encoder.weight * 2}, {"tie_weights": False}),
+}
 
 
 @MAKERS
-def test_functional_call_of_tied_weights(make):
-    cached, plain = twins(make, Tied)
-    for tie_weights in (True, False):
-        some = {"encoder.weight": plain.encoder.weight * 2}
-        for _ in range(2):
-            assert_same(
-                functional_call(cached, some, (X,), tie_weights=tie_weights),
-                functional_call(plain, some, (X,), tie_weights=tie_weights),
-            )
+@pytest.mark.parametrize("name", SOME)
+def test_functional_call_with_some_weights_and_buffers(name, make):
+    kind, some, options = SOME[name]
+    cached, plain = twins(make, kind)
+    for batch in (X, X, Y):
+        outputs = [functional_call(one, some(plain), (batch,), **options) for one in (cached, plain)]
+        assert_same(*outputs)
     assert_same(cached(X), plain(X))
 
 
@@ -1216,10 +1194,6 @@ def traced_targets(name, warm):
     return cached, plain
 
 
-def cache_of(module):
-    return getattr(module, "inner", module)
-
-
 def can_export_strictly():
     return hasattr(torch.compiler, "is_exporting")
 
@@ -1248,10 +1222,7 @@ def test_export(target, warm, strict):
     plain.load_state_dict(state)
     assert_same(exported(Y), plain(Y))
     cached.load_state_dict(state)
-    assert_same(cached(X), plain(X))
-    before = hits(cache_of(cached))
-    assert_same(cached(X), plain(X))
-    assert hits(cache_of(cached)) == before + 6
+    assert_hit(cached, plain)
 
 
 @WARM
@@ -1280,20 +1251,7 @@ def test_jit_trace(target, warm):
     for batch in (X, Y):
         assert_same(traced(batch), plain(batch))
         assert_same(cached(batch), plain(batch))
-    before = hits(cache_of(cached))
-    assert_same(cached(X), plain(X))
-    assert hits(cache_of(cached)) == before + 6
-
-
-@pytest.mark.filterwarnings(TRACED)
-@WARM
-def test_jit_trace_of_a_function(warm):
-    cached, plain = torchcache(lambda x: x * 2 + 1), lambda x: x * 2 + 1
-    if warm:
-        cached(X)
-    traced = torch.jit.trace(cached, (X,))
-    for batch in (X, Y, Y[:2]):
-        assert_same(traced(batch), plain(batch))
+    assert_hit(cached, plain)
 
 
 @WARM
@@ -1310,23 +1268,22 @@ def test_symbolic_trace(target, warm):
     for batch in (X, Y):
         assert_same(graph(batch), plain(batch))
     # The graph's modules are those of the model.
-    assert_same(cached(X), plain(X))
-    before = hits(cache_of(cached))
-    assert_same(cached(X), plain(X))
-    assert hits(cache_of(cached)) == before + 6
+    assert_hit(cached, plain)
     fresh = copy.deepcopy(graph)
     on_both(lambda m: [multiply(p, -2) for p in m.parameters()], fresh, plain)
     assert_same(fresh(Y), plain(Y))
 
 
+@pytest.mark.filterwarnings(TRACED)
+@pytest.mark.parametrize("trace", [lambda f: torch.jit.trace(f, (X,)), torch.fx.symbolic_trace])
 @WARM
-def test_symbolic_trace_of_a_function(warm):
+def test_traces_of_a_function(warm, trace):
     cached, plain = torchcache(lambda x: x.relu() * 2), lambda x: x.relu() * 2
     if warm:
         cached(X)
-    graph = torch.fx.symbolic_trace(cached)
+    traced = trace(cached)
     for batch in (X, Y, Y[:2]):
-        assert_same(graph(batch), plain(batch))
+        assert_same(traced(batch), plain(batch))
 
 
 def test_symbolic_trace_of_a_model_that_calls_a_cached_function():
@@ -1570,22 +1527,13 @@ def test_subclasses_of_tensor_anywhere_in_the_arguments(name):
     assert misses(cached) == 0
 
 
-def test_the_forward_runs_once_for_a_subclass_and_sees_it():
+def test_the_forward_runs_once_for_a_subclass_and_sees_it_and_there_is_one_warning(log):
     seen = []
-
-    def forward(x):
-        seen.append(x)
-        return x * 2
-
-    x = X.clone().as_subclass(Tagged)
-    torchcache(forward)(x)
-    assert len(seen) == 1 and seen[0] is x
-
-
-def test_subclasses_are_one_warning(log):
-    cached = torchcache(lambda x: x * 2)
-    for _ in range(3):
-        cached(X.as_subclass(Tagged))
+    cached = torchcache(lambda x: seen.append(x) or x * 2)
+    tagged = [X.clone().as_subclass(Tagged) for _ in range(3)]
+    for x in tagged:
+        cached(x)
+    assert len(seen) == 3 and all(map(operator.is_, seen, tagged))
     (message,) = [record.getMessage() for record in log if record.levelname == "WARNING"]
     assert "subclass" in message and "Tagged" in message
 
@@ -1624,9 +1572,7 @@ def test_buffers_as_arguments(target):
     cached, plain = targets(target, warm=False)
     buffer = nn.Buffer(X.clone()) if hasattr(nn, "Buffer") else X.clone()
     assert_found(cached, plain, buffer)
-    before = hits(cached)
-    assert_same(cached(X), plain(X))
-    assert hits(cached) == before + 6
+    assert_hit(cached, plain)
 
 
 @TARGETS

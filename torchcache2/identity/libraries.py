@@ -301,6 +301,7 @@ _LEFT_OUT = {
     # Raises where arguments are not as they were exported, and returns nothing.
     ("torch", "GuardsFn"): ("forward",),
 }
+_CLASSES = frozenset(name for _, name in _LEFT_OUT)
 _CALLED = ("forward",)  # the package calls it, but uses nothing that it returns
 # These packages use such names only to save models and to write about them, not to compute.
 _RELATED = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
@@ -324,9 +325,9 @@ def left_out(kind: type) -> dict[str, LeftOut]:
     """What is left out of instances of a class, by name of the attribute or key."""
     found = {}
     for base in kind.__mro__:
-        package = defining_module(base).partition(".")[0]
-        attributes = _LEFT_OUT.get((package, base.__qualname__), ())
-        if attributes and origin(base) in ("installed", "torch"):
+        if base.__qualname__ in _CLASSES and origin(base) in ("installed", "torch"):
+            package = defining_module(base).partition(".")[0]
+            attributes = _LEFT_OUT.get((package, base.__qualname__), ())
             found.update({name: LeftOut(package, name) for name in attributes})
     return found
 
