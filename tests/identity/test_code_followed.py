@@ -146,6 +146,14 @@ FOLLOWED = {
         "model.py": "import helper\ndef model(x):\n    return getattr(helper, 'g')(x)\n",
         "helper.py": HELPER,
     },
+    "getattr of a module as local": {
+        "model.py": "import helper\ndef model(x):\n    h = helper\n    return getattr(h, 'g')(x)\n",
+        "helper.py": HELPER,
+    },
+    "module that computes attributes": {
+        "model.py": "import helper\ndef model(x):\n    h = helper\n    return h.g(x)\n",
+        "helper.py": "def __getattr__(name):\n    return lambda x: x * HERE\n",
+    },
     "default_factory": {
         "model.py": "import dataclasses\ndef scale():\n    return HERE\n@dataclasses.dataclass\nclass C:\n"
         "    scale: int = dataclasses.field(default_factory=scale)\ndef model(x):\n    return x * C().scale\n"
@@ -383,6 +391,29 @@ def test_what_cannot_be_followed_is_said_once_and_good_for_this_process(name, pr
     (warned,) = warnings_in(log)
     assert "this process only" in warned and "model reaches by" in warned
     assert cached.cache_instance.module_hash != namespace(project(files).model)
+
+
+@pytest.mark.parametrize("how", ["h = helper", "import helper as h", "from pack import helper as h"])
+def test_computed_names_of_a_module_that_is_passed_on_are_good_for_this_process(how, project, log):
+    text = (
+        f"import helper, pack.helper\nNAME = 'g'\ndef model(x):\n    {how}\n    return getattr(h, NAME)(x)\n"
+    )
+    helper = HELPER.replace("HERE", "2")
+    files = {"model.py": text, "helper.py": helper, "pack/__init__.py": "", "pack/helper.py": helper}
+    cached = torchcache(project(files).model)
+    assert torch.equal(cached(X), cached(X))
+    assert cached.cache_instance.stats().hits == 4
+    (warned,) = warnings_in(log)
+    assert "helper by computed names: the cache is good for this process only" in warned
+    assert cached.cache_instance.module_hash != namespace(project(files).model)
+
+
+def test_a_lazy_import_that_may_have_failed_is_good_for_this_process(project, log):
+    text = "def model(x):\n    try:\n        import helper\n    except ImportError:\n        return x\n    return x * 2\n"
+    cached = torchcache(project({"model.py": text, "helper.py": "import not_there\n"}).model)
+    assert all(torch.equal(cached(X), X) for _ in range(3))
+    assert cached.cache_instance.stats().hits == 4
+    assert "helper (not imported): the cache is good for this process only" in warnings_in(log)[-1]
 
 
 HARMLESS = {

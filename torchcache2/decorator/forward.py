@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -21,10 +21,10 @@ from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import UnstorableError, has_attributes, leaves_of, mapped
 from torchcache2.decorator.bypass import BypassError, not_stored, of_module
 from torchcache2.decorator.lazymodule import devices_apart, lazies_of, with_device_hint
-from torchcache2.decorator.probe import Probe, alone, talks
+from torchcache2.decorator.probe import Probe, talks
 from torchcache2.decorator.traces import Inputs, filling
 from torchcache2.decorator.tracing import Runner
-from torchcache2.engine.batch import Checks, NotStoredError, WholeBatch
+from torchcache2.engine.batch import Checks, NotStoredError, WholeBatch, computed_again
 from torchcache2.engine.randomness import RandomContexts, RandomState
 from torchcache2.engine.running import Forward
 from torchcache2.engine.values.outputs import Lists
@@ -167,7 +167,8 @@ class Computation:
             If the output must not be stored.
         """
         self.has_run = True
-        return with_device_hint(self._output, self.call, self.keeper.name, self.root, self.seen)(positions)
+        with with_device_hint(self.keeper.name, self.call, self.root, self.seen, positions):
+            return self._output(positions)
 
     def _output(self, positions: Tensor) -> Any:
         if self.is_sharded:
@@ -375,15 +376,29 @@ class Computation:
             output,
             self.keys,
             self.call,
-            self._alone(),
+            self._alone,
             device=self.device,
             dtypes=self.dtypes(),
             lists=self.lists,
             pads=self.known.settings.miss_batch == "pad",
         )
 
-    def _alone(self) -> Callable[..., Any]:
-        return functools.partial(alone, self.call, self.forward, self.keeper, self.seen, self.root)
+    def _alone(self, part: Sequence[int], aligned: bool) -> Any:
+        """The output of some items, computed by themselves; what that has changed is undone."""
+        undo = self.keeper.undo(self.seen, self.root, self.call.objects)
+        state = RandomState(self.keeper.generators)
+        try:
+            positions = torch.tensor(part, dtype=torch.int64, device="cpu")
+            with computed_again():
+                return self.forward(*self.call.take(positions, aligned=aligned))
+        finally:
+            # The forward has just run for the whole batch, and has changed at most attributes that it never
+            # reads. These are put back. Everything else is put back only if there is no other thread, which
+            # might have made the change.
+            undo.attributes()
+            if threading.active_count() == 1:
+                undo()
+                state.restore()
 
     def _remember(self, shapes: Shapes | None) -> None:
         """Note that calls like this one leave no trace."""
@@ -423,9 +438,7 @@ class Computation:
             output = mapped(_copied, output, objects=True)
             part = positions[:1].tolist() * (1 if count > 1 else 2)
             with contextlib.suppress(Exception):  # then it is not known, and such lists are not stored
-                aligned = bool(self.call.aligned)
-                one = alone(self.call, self.forward, self.keeper, self.seen, self.root, part, aligned=aligned)
-                lists.settle(unsettled, one, len(part))
+                lists.settle(unsettled, self._alone(part, bool(self.call.aligned)), len(part))
         return output
 
     def _shapes_of_items(self, output: Any, count: int) -> Shapes | None:

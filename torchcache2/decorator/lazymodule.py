@@ -17,7 +17,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from itertools import chain
 from typing import Any
@@ -32,7 +32,6 @@ from torchcache2.core.places import Bucket
 from torchcache2.core.private import COMPILER_ERRORS
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
-from torchcache2.engine.batch import Compute
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import opaque
 from torchcache2.files.notes import Notes
@@ -65,34 +64,30 @@ def devices_apart(call: BoundCall, root: Any, seen: Seen) -> tuple[str, str] | N
     return " and ".join(sorted(map(str, here))), " and ".join(sorted(map(str, there)))
 
 
-def with_device_hint(compute: Compute, call: BoundCall, name: str, root: Any, seen: Seen) -> Compute:
-    """The same computation; if torch refuses it while its weights are elsewhere, the error says so.
+@contextlib.contextmanager
+def with_device_hint(name: str, call: BoundCall, root: Any, seen: Seen, positions: Tensor) -> Iterator[None]:
+    """Around the forward of some items: if torch refuses to run it with its weights elsewhere, say so.
 
     The forward is run as ever: it may move its weights or its inputs itself. A module that is loaded for it
     knows why.
     """
-
-    def computed(positions: Tensor) -> Any:
-        token = _WHY.set(f"{len(positions)} of {call.batch_size} items of a call have to be computed")
-        try:
-            return compute(positions)
-        except RuntimeError as error:
-            apart = devices_apart(call, root, seen)
-            if apart is None or seen.shards is not None or not _is_torchs(error):
-                raise
-            here, there = apart
-            moved = "" if there == "meta" else f", or the batch to {there}"  # those have no content
-            said = str(error).partition("\n")[0]
-            raise DeviceError(
-                f"{name}: {len(set(positions.tolist()))} of the {call.batch_size} items of this call have to "
-                f"be computed, but they are on {here}, and all weights on {there}. Move the module "
-                f"to {here}{moved}. Only a call whose items are all found needs no weights. "
-                f"(The forward: {said})"
-            ) from error
-        finally:
-            _WHY.reset(token)
-
-    return computed
+    token = _WHY.set(f"{len(positions)} of {call.batch_size} items of a call have to be computed")
+    try:
+        yield
+    except RuntimeError as error:
+        apart = devices_apart(call, root, seen)
+        if apart is None or seen.shards is not None or not _is_torchs(error):
+            raise
+        here, there = apart
+        moved = "" if there == "meta" else f", or the batch to {there}"  # those have no content
+        said = str(error).partition("\n")[0]
+        raise DeviceError(
+            f"{name}: {len(set(positions.tolist()))} of the {call.batch_size} items of this call have to be "
+            f"computed, but they are on {here}, and all weights on {there}. Move the module to "
+            f"{here}{moved}. Only a call whose items are all found needs no weights. (The forward: {said})"
+        ) from error
+    finally:
+        _WHY.reset(token)
 
 
 def _is_torchs(error: RuntimeError) -> bool:

@@ -19,7 +19,6 @@ import base64
 import contextlib
 import dataclasses
 import inspect
-import threading
 import types
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -38,18 +37,16 @@ from torchcache2.core.rows import Rows
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import UnstorableError
 from torchcache2.decorator.bypass import BypassError
-from torchcache2.engine.batch import Checks, computed_again, is_computed_again
-from torchcache2.engine.randomness import RandomState
+from torchcache2.engine.batch import Checks, is_computed_again
 from torchcache2.engine.values.outputs import Lists, rows_of
 from torchcache2.engine.verify import leaf_differences
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.fingerprint import Fingerprint
-from torchcache2.identity.namespace import NamespaceKeeper, Seen
 from torchcache2.identity.sourcecode import names_in
 
 _ALIKE = 0.75  # rows from batches of one size differ by less than the precision to this power
-_MOST_KINDS = 10_000
+_MOST_KINDS = 1_000
 _MOST_NAMESPACES = 256
 _MOST_VALUES = 8  # if so many kinds that differ in values only have one result, the others have it too
 _ALL_MIXED = 64  # so many batches are all checked of which some items were found: the forward runs anyway
@@ -289,38 +286,12 @@ class _Difference(NamedTuple):
     cause: str
 
 
-def alone(
-    call: BoundCall,
-    forward: Callable[[Any, Mapping[str, Any]], Any],
-    keeper: NamespaceKeeper,
-    seen: Seen,
-    root: Any,
-    part: Sequence[int],
-    *,
-    aligned: bool,
-) -> Any:
-    """The output of some items, computed by themselves; what that has changed is undone."""
-    undo, state = keeper.undo(seen, root, call.objects), RandomState(keeper.generators)
-    try:
-        positions = torch.tensor(part, dtype=torch.int64, device="cpu")
-        with computed_again():
-            return forward(*call.take(positions, aligned=aligned))
-    finally:
-        # The forward has just run for the whole batch, and has changed at most attributes that it never
-        # reads. These are put back. Everything else is put back only if there is no other thread, which
-        # might have made the change.
-        undo.attributes()
-        if threading.active_count() == 1:
-            undo()
-            state.restore()
-
-
 class Probe:
     """The rows of a whole batch, with which parts of it are compared that are computed by themselves.
 
-    ``alone(part, aligned=...)`` computes the items at some positions. `dtypes` are what the forward computes
-    with, and `lists` says which lists in the output have an entry for each item. If it `pads`, batches are
-    padded to few sizes.
+    ``alone(part, aligned)`` computes the items at some positions; see `BoundCall.take`. `dtypes` are what the
+    forward computes with, and `lists` says which lists in the output have an entry for each item. If it
+    `pads`, batches are padded to few sizes.
     """
 
     def __init__(
@@ -328,7 +299,7 @@ class Probe:
         output: Any,
         keys: Keys,
         call: BoundCall,
-        alone: Callable[..., Any],
+        alone: Callable[[Sequence[int], bool], Any],
         *,
         device: torch.device,
         dtypes: Collection[torch.dtype],
@@ -384,7 +355,7 @@ class Probe:
             size = min(1 << (count - 1).bit_length(), len(self._keys))
             part = [*part, *[part[-1]] * (size - count)]
         try:
-            return self._compared(self._alone(part, aligned=aligned), part)
+            return self._compared(self._alone(part, aligned), part)
         except Exception as error:
             if is_out_of_memory(error):
                 self.is_conclusive = False

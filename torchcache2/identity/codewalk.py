@@ -67,6 +67,7 @@ _CLASS_NOISE = frozenset(
         *("_hashable_values_", "_value_repr_", "__new_member__", "_generate_next_value_"),
     )
 )
+_MODULE_NOISE = vars(types.ModuleType("")).keys() | {"__builtins__", "__cached__", "__file__", "__path__"}
 _FUNCTION_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _WRAPPER_FIELDS = attrgetter("__dict__", "__code__")
 
@@ -115,9 +116,10 @@ class CodeWalk(Encoder):
         self._taken: dict[int, tuple[Any, set[str]]] = {}  # objects of which only some fields are read, by id
         self._skipped: list[tuple[LeftOut, str, Any]] = []  # what was left out, where, and its value
         self._versions: dict[str, str] = {}
-        self._names: set[str] = set()  # names that project code takes
         self._words: dict[str, set[str]] = {"": set()}  # names and texts in code, by package; "": the project
         self._whole: dict[int, types.ModuleType] = {}  # modules of which code may take any name
+        self._held: set[int] = set()  # ids of those that code may pass on, as it has them as a value
+        self._computes_names = False  # whether project code reads attributes by computed names
         # What was written down: of modules and of installed code, by label, and of what was left out.
         self._done: set[Any] = set()
         # Ids of constructors of modules. These may compute names, as the walk reads what they have made.
@@ -197,8 +199,16 @@ class CodeWalk(Encoder):
             self._done.add(path)
             self.parts[f"global {path}"] = self.encode(found[path], path)
         for module in list(self._whole.values()):
-            for name in sorted(self._names & vars(module).keys()):
-                if not name.startswith("__") and (id(module), name) not in self._done:
+            is_held = id(module) in self._held and self.origins.of(module) == "project"
+            if is_held and self._computes_names and id(module) not in self._done:
+                self._done.add(id(module))
+                what = f"attributes of {module.__name__} by computed names"
+                self.parts[f"unfollowed {what}"] = self.unreadable(module, f"what code reaches by {what}")
+            names = {name for name in vars(module).keys() & self._words[""] if not name.startswith("__")}
+            if is_held:
+                names |= vars(module).keys() & (self.uses.others | {"__getattr__"}) - _MODULE_NOISE
+            for name in sorted(names):
+                if (id(module), name) not in self._done:
                     self._done.add((id(module), name))
                     self._name_of_module(module, name)
         named = {rule for rule in {one[0] for one in self._skipped} if rule.is_named(self._words)}
@@ -226,7 +236,7 @@ class CodeWalk(Encoder):
         if self.origins.of(module) == "project":
             self.parts[f"global {path}"] = self.encode(value, path)
         elif isinstance(value, types.ModuleType):
-            self._use_whole(value)
+            self._whole[id(value)] = value
         else:
             data = self._in_package(module, value, path)
             if self.origins.of(module) == "installed" or data != self.python_module(module, path):
@@ -314,8 +324,7 @@ class CodeWalk(Encoder):
                 self.reads.append((_WRAPPER_FIELDS, raw))  # a notebook that reloads its code changes these
                 self.scopes.append((marks, ORIGINAL_ATTRIBUTE, value))
             if is_function and (code := _generated(kind, raw)) is not None:
-                if name != "__init__":
-                    self.uses.others |= names_in(code)
+                self.uses.others |= names_in(code) if name != "__init__" else set()
                 continue  # the fields count already
             if not everything and not self._is_put_there(kind, name, value):
                 continue
@@ -363,55 +372,52 @@ class CodeWalk(Encoder):
                 self.uses.add(self._in_hook(self._uses_of_methods[id(function)]), *method)
             return known
         label = self.label(function, f"function {_short_name(function)}")
-        where = self.origins.of(function)
+        where, owner, uses = self.origins.of(function), f"of {label.decode()}", None
         with self.inside(function):
             if where == "project":
-                parts = self._project_function(function, path, label.decode(), method)
+                source, uses = self._source(function, path, method)
+                parts = [source.encode("utf-8", "surrogatepass"), self._own(function, function.__name__)]
+                self._named(function, uses, owner)
             elif where == "installed":
                 self.uses.others |= self._code_of_others.names(function)
-                parts = [self.installed(function, function.__name__), self._closure(function)]
-                parts.append(self._defaults(function))
-                self.reads.append((_FUNCTION_FIELDS, function))
+                parts = [self.installed(function, function.__name__)]
             else:
                 module = sourcecode.defining_module(function)
                 names = f"{function.__qualname__} {function.__code__.co_name}"
                 if is_ours(function):
                     module, names = public_module(module), _short_name(function)
                 wrapped = self.encode(getattr(function, "__wrapped__", None), path)
-                parts = [text_bytes(f"{module} {names}"), wrapped, self._closure(function)]
+                parts = [text_bytes(f"{module} {names}"), wrapped]
+            self._captured(function, uses, owner)
+            if where in ("project", "installed"):
+                self.reads.append((_FUNCTION_FIELDS, function))
+                for name, value in _defaults_of(function).items():
+                    # If a function has made an installed one, the file does not say with which defaults.
+                    if where == "project" or "<locals>" in function.__qualname__ or is_plain(value):
+                        self.parts[f"default {name} {owner}"] = self.encode(value, name)
         self.parts[label.decode()] = b"".join(map(sized, parts))
         return label
 
-    def _project_function(
-        self, function: types.FunctionType, path: str, label: str, method: tuple[Any, ...]
-    ) -> list[bytes]:
+    def _source(self, function: types.FunctionType, path: str, method: tuple[Any, ...]) -> tuple[str, Uses]:
+        """The source of a project function, and what it does with names; `method` is its name and class."""
         source = sourcecode.function_source(function, self._texts)
         if source is None:
             token = self.unreadable(function, f"{path or function.__name__} (no source)")
             source = sourcecode.instructions(function.__code__) + token.hex()
         uses = self._in_hook(self._texts.once(uses_of, function.__code__, source))
-        for name in set(uses.refilled).difference(
-            function.__code__.co_varnames, function.__code__.co_cellvars
-        ):
-            captured = {variable: value for variable, _, value in cells_of(function)}
+        captured = {variable: value for variable, _, value in cells_of(function)}
+        local = {*function.__code__.co_varnames, *function.__code__.co_cellvars}
+        for name in set(uses.refilled) - local:
             value = captured.get(name, function.__globals__.get(name))
             if isinstance(value, MUTABLE):  # hooks may fill it for this function
                 self._refilled[id(value)] = value
         self.uses.add(uses, *method)
+        self._computes_names |= uses.is_dynamic and id(function) not in self._constructors
         if method:
             self._uses_of_methods[id(function)] = uses
         elif function.__code__.co_varnames[:1] == ("self",):  # a method that something has wrapped
             self.uses.is_dynamic |= uses.passes_self
-        parts = [source.encode("utf-8", "surrogatepass"), self._own(function, function.__name__)]
-        count, values = function.__code__.co_argcount, function.__defaults__ or ()
-        names = function.__code__.co_varnames[count - len(values) : count]
-        defaults = dict(zip(names, values, strict=False)) | (function.__kwdefaults__ or {})
-        for argument, value in defaults.items():
-            self.parts[f"default {argument} of {label}"] = self.encode(value, argument)
-        self._captured(function, uses, f"of {label}")
-        self._named(function, uses, f"of {label}")
-        self.reads.append((_FUNCTION_FIELDS, function))
-        return parts
+        return source, uses
 
     def _in_hook(self, uses: Uses) -> Uses:
         return uses._replace(collected=uses.assigned | uses.added) if self.in_hook else uses
@@ -423,36 +429,18 @@ class CodeWalk(Encoder):
         self.dicts.append(vars(function))
         return self.encode(own, path)
 
-    def _defaults(self, function: types.FunctionType) -> bytes:
-        """Bytes of the defaults of an installed function: all, if a function has made it; else plain ones."""
-        values = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())]
-        if "<locals>" not in function.__qualname__:
-            values = [value if is_plain(value) else None for value in values]
-        return self.encode(values, f"{function.__name__}.__defaults__")
-
-    def _closure(self, function: types.FunctionType) -> bytes:
-        """Bytes of what a function of an installed package, or of torch, has captured."""
-        pairs = []
-        for name, cell, value in cells_of(function):
-            self.cells.append((cell, value))
-            if is_ours(function):
-                pairs.append((value, f"{function.__name__}.{name}"))
-            else:
-                owner = self._labels[id(function)].decode()
-                self.parts[f"closure {name} of {owner}"] = self.encode(value, name)
-        return self.items(pairs)
-
-    def _captured(self, function: types.FunctionType, uses: Uses, owner: str) -> None:
+    def _captured(self, function: types.FunctionType, uses: Uses | None, owner: str) -> None:
         """Write down what a function reads of the variables that it has captured: one part for each."""
         for name, cell, value in cells_of(function):
-            if self.ignores(value, name):
+            if uses is not None and self.ignores(value, name):
                 continue
-            is_left_out = self._only_writes(uses, name, value)
-            if is_left_out and name in uses.assigned:
+            is_left_out = uses is not None and self._only_writes(uses, name, value)
+            if is_left_out and name in uses.assigned:  # type: ignore[union-attr]
                 self.written_cells.append(cell)
                 continue
             self.cells.append((cell, value))
-            for one, where in () if is_left_out else self.read_of(uses, name, value, name):
+            read = [(value, name)] if uses is None else self.read_of(uses, name, value, name)
+            for one, where in () if is_left_out else read:
                 self.parts[f"closure {where} {owner}"] = self.encode(one, where)
 
     # What code names.
@@ -460,11 +448,12 @@ class CodeWalk(Encoder):
     def _named(self, function: types.FunctionType, uses: Uses, owner: str) -> None:
         """Write down what a function names: one part for each global and each import."""
         names = self._texts.once(names_of, function.__code__)
-        self._names |= names_in(function.__code__)
         self._words[""] |= self._texts.once(taken_by, function.__code__)
         for name in names.imports:
             package = function.__globals__.get("__package__")
-            self.parts[f"import {name} {owner}"] = self._imported(name, package, catches=uses.catches)
+            # Else it is where ``from … import …`` takes something.
+            is_held = not any(other.startswith(f"{name}.") for other in names.imports)
+            self.parts[f"import {name} {owner}"] = self._imported(name, package, is_held, uses.catches)
         for chain in names.chains:
             self._chain(chain, function, uses, owner)
         for chain in names.looked_up:
@@ -573,15 +562,18 @@ class CodeWalk(Encoder):
         head = b"M" + text_bytes(public_module(module.__name__))
         if where != "project":
             return head + (self.installed(module, "") if where == "installed" else b"")
-        if getattr(module, "__file__", None) is None and not hasattr(module, "__path__"):
+        has_file = getattr(module, "__file__", None) is not None or hasattr(module, "__path__")
+        if not has_file or type(module) is not types.ModuleType:  # a class may compute attributes
             return self.unreadable(module, path)
-        self._use_whole(module)
+        self._whole[id(module)] = module
         return head
 
-    def _use_whole(self, module: types.ModuleType) -> None:
-        self._whole[id(module)] = module
+    def held_module(self, module: types.ModuleType, path: str) -> bytes:
+        """Bytes of a Python module that code has as a value, and may pass on."""
+        self._held.add(id(module))
+        return self.python_module(module, path)
 
-    def _imported(self, name: str, package: str | None, *, catches: bool) -> bytes:
+    def _imported(self, name: str, package: str | None, is_held: bool, catches: bool) -> bytes:
         """Bytes of a module that code imports as it runs, or of a name that it takes from one."""
         data = name.encode()
         for full in resolved(name, package):
@@ -590,7 +582,8 @@ class CodeWalk(Encoder):
                 if module is not None:
                     if self.origins.of(module) in ("project", "installed"):
                         data += self.python_module(module, place)
-                    self._use_whole(module)
+                    self._whole[id(module)] = module
+                    self._held |= {id(module)} if is_held else set()
                     continue
                 self.reads.append((_loaded, place))  # once it is imported, its names can be read
                 if not sourcecode.is_known_root(place) and (file := place_of(place)) is not None:
@@ -649,6 +642,13 @@ def _function_in(value: Any) -> Any:
     if isinstance(value, property):
         return value.fget
     return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+
+
+def _defaults_of(function: types.FunctionType) -> dict[str, Any]:
+    """The defaults of a function, by the names of its parameters."""
+    count, values = function.__code__.co_argcount, function.__defaults__ or ()
+    names = function.__code__.co_varnames[count - len(values) : count]
+    return dict(zip(names, values, strict=False)) | (function.__kwdefaults__ or {})
 
 
 def _short_name(obj: Any) -> str:

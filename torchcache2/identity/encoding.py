@@ -366,7 +366,7 @@ INNER = "in "  # before the path of a value inside of an object or dict, among t
 _MOST_SHOWN = 200
 # A part of a walk with such a name is a single value.
 _PLAIN_PARTS = (
-    *("attribute ", "child ", "closure ", "constructor argument ", "default ", "global ", "option "),
+    *("attribute ", "child ", "closure ", "default ", "global ", "option "),
     *("training", "value "),
 )
 _LABELS = (b"class ", b"function ", b"module ")  # of what has a part of its own

@@ -29,7 +29,7 @@ _TITLES = {
     "closure": "closure variable",
 }
 _NAMED = ("attribute", "closure", "default", "global", "weights", "value")  # what `ignore` can leave out
-_STATE = ("attribute ", "attributes of ", "constructor argument ", "global ", "hook ")
+_STATE = ("attribute ", "attributes of ", "global ", "hook ")
 _CODE = ("class ", "closure ", "default ", "function ", "import ", "named ", "value ")
 
 
@@ -64,10 +64,13 @@ class Fingerprint:
         return cls(namespace, dict(parts), values or {})
 
 
-def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """One line for each part that differs, or for many that differ in the same way; the weights last."""
+def differences(before: Fingerprint, now: Fingerprint, only: tuple[str, ...] = ("",)) -> list[str]:
+    """One line for each part that differs, or for many that differ in the same way; the weights last.
+
+    Only parts count of which the names begin with one of `only`.
+    """
     alike: dict[tuple[str, str], list[str]] = {}
-    for kind, path, text in _changed(before, now):
+    for kind, path, text in _changed(before, now, only):
         alike.setdefault((kind, text), []).append(path)
     lines = []
     for (kind, text), paths in alike.items():
@@ -85,18 +88,11 @@ def differences_of_state(before: Fingerprint, now: Fingerprint) -> list[str]:
 
     State brings code along, such as the class of an object: one of the two may have more code.
     """
-    names = before.parts.keys() | now.parts.keys()
-    apart = {name for name in names if before.parts.get(name) != now.parts.get(name)}
-    state = {name for name in apart if name.startswith(_STATE)}
-    code = apart - state
+    apart = {name for name, _ in before.parts.items() ^ now.parts.items()}
+    code = {name for name in apart if not name.startswith(_STATE)}
     both_have_more = code & before.parts.keys() and code & now.parts.keys()
-    if both_have_more or not all(name.startswith(_CODE) for name in code):
-        return []
-    shown = [
-        Fingerprint(one.namespace, {name: one.parts[name] for name in state & one.parts.keys()}, one.values)
-        for one in (before, now)
-    ]
-    return differences(*shown)
+    is_state = not both_have_more and all(name.startswith(_CODE) for name in code)
+    return differences(before, now, _STATE) if is_state else []
 
 
 def changes(
@@ -106,7 +102,7 @@ def changes(
 
     The path is empty where it names code.
 
-    `containers` says what happened to containers, by path; see `Watch.changed_containers`.
+    `containers` says what happened to containers, by path; see `Guard.changed_containers`.
     """
     lines: dict[str, str] = {}
     told = set()
@@ -132,7 +128,9 @@ def of_root(module: Any, path: str) -> str:
     return f"self.{path}" if module is not None and name in dir(module) else path
 
 
-def _changed(before: Fingerprint, now: Fingerprint) -> Iterator[tuple[str, str, str]]:
+def _changed(
+    before: Fingerprint, now: Fingerprint, only: tuple[str, ...] = ("",)
+) -> Iterator[tuple[str, str, str]]:
     """The kind and the path of each part that differs, and how; the weights last.
 
     In the place of an object stand those of its attributes whose values are known.
@@ -144,7 +142,7 @@ def _changed(before: Fingerprint, now: Fingerprint) -> Iterator[tuple[str, str, 
         if name.startswith(INNER) and before.values[name] != now.values[name]
     ]
     for name in sorted(parts, key=lambda name: (name.startswith("weights "), name)):
-        if before.parts.get(name) == now.parts.get(name):
+        if before.parts.get(name) == now.parts.get(name) or not name.startswith(only):
             continue
         kind, _, path = name.partition(" ")
         if kind == "tensor" and f"weights {path}" in parts:

@@ -284,7 +284,8 @@ class NamespaceKeeper:
         for name in sorted(walk.assigned):
             self._tell(logger.info, f"{name} is assigned by forward and not part of the key")
         self.unread = walk.unread
-        if walk.unread and self._settings.persistent_module_hash is None and not self._is_argument:
+        is_told = self._settings.persistent_module_hash is not None or self._is_argument
+        if walk.unread and not (is_told or self._facts.not_imported):
             names = listed(sorted(set(walk.unread)))
             self._tell(
                 logger.warning,

@@ -29,23 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchcache2.core.private import (
-    COMPILED_FROM,
-    GLOBAL_HOOKS,
-    HOOKS,
-    PRE_HOOKS,
-    REPLICATE,
-    SCRIPT,
-    SCRIPT_FIELDS,
-    buffers_of,
-    has_version,
-    modules_of,
-    parameters_of,
-    script_parts,
-    version,
-)
+from torchcache2.core import private
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.values import attributes
+from torchcache2.identity import marks
 from torchcache2.identity.codewalk import CodeWalk
 from torchcache2.identity.encoding import (
     CONTAINERS,
@@ -71,15 +58,6 @@ from torchcache2.identity.libraries import (
     script_code,
     without_captures,
 )
-from torchcache2.identity.marks import (
-    ADDED_ATTRIBUTE,
-    LAZY_ATTRIBUTE,
-    ORIGINAL_ATTRIBUTE,
-    cache_options,
-    is_method,
-    is_ours,
-    without_ours,
-)
 from torchcache2.identity.sharded import Shards
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.uses import is_plain, unmangled
@@ -92,7 +70,7 @@ _COMPILED = (  # attributes that the compiler, and Lightning around it, put on m
     *("dynamo_ctx", "get_compiler_config"),
 )
 _NOISE = ("torchcache_", *_COMPILED)
-_INTERNAL = {*vars(nn.Module()), LAZY_ATTRIBUTE, REPLICATE}
+_INTERNAL = {*vars(nn.Module()), marks.LAZY_ATTRIBUTE, private.REPLICATE}
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
 _SMALL = 1 << 16
 _MOST_NOTES = 500
@@ -116,19 +94,15 @@ class Lazy(Protocol):
 
     def places(self) -> dict[str, int]:
         """The files that the loader reads: the number of each by its absolute path."""
-        ...
 
     def content(self, settings: CacheSettings | None) -> bytes:
         """A digest of what is in these files; if the module is loaded, of those that it was loaded from."""
-        ...
 
     def device(self) -> torch.device:
         """Where its weights are, or will be."""
-        ...
 
     def expected(self, loader: bytes, content: bytes, settings: CacheSettings) -> bytes:
         """The namespace that a module loaded by this loader from this content had at first."""
-        ...
 
 
 class Loaded(NamedTuple):
@@ -207,7 +181,7 @@ class Walk(CodeWalk):
         self._noted: set[int] = set()
         self.parts["format"] = str(_FORMAT).encode()
         self.parts["root"] = self.encode(root, "")
-        for hooks in GLOBAL_HOOKS:
+        for hooks in private.GLOBAL_HOOKS:
             for number, hook in enumerate(hooks.values()):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
         # To write down what code reads may meet more code, which reads more.
@@ -299,13 +273,13 @@ class Walk(CodeWalk):
     def other(self, value: Any, path: str) -> bytes:
         """Walk code and objects, by the table of types."""
         kind = type(value)
-        if hasattr(kind, ADDED_ATTRIBUTE):
-            if not is_ours(value):  # somebody's subclass of `Cache` may compute something
+        if hasattr(kind, marks.ADDED_ATTRIBUTE):
+            if not marks.is_ours(value):  # somebody's subclass of `Cache` may compute something
                 return self.klass(kind, path) + self.unreadable(value, path)
-            # A wrapper may refer to a cached forward: it counts as the forward that it caches. A method
-            # counts with its object.
-            plain = value.plain() if is_method(value) else getattr(value, ORIGINAL_ATTRIBUTE, None)
-            return b"z" + self.encode(plain, path)
+            if marks.is_method(value):
+                return b"z" + self.encode(value.plain(), path)  # with the object whose method it is
+            # A wrapper may refer to a cached forward: it counts as the forward that it caches.
+            return b"z" + self.encode(getattr(value, marks.ORIGINAL_ATTRIBUTE, None), path)
         if (parts := _parts_of_type(value)) is not None:
             return b"t" + self.encode(parts, path)
         if kind is object:
@@ -363,8 +337,8 @@ class Walk(CodeWalk):
             self.reads.append((_parts_of_tokenizer, state["_tokenizer"]))
             text = state["_tokenizer"].to_str()  # "truncation", "padding", "added_tokens", …
             state["_tokenizer"] = text[max(0, text.find('"added_tokens"')) :]
-        cached = cache_options(value) if "cache_instance" in state else []
-        state = self.without_skipped(kind, without_ours(state), path)
+        cached = marks.cache_options(value) if "cache_instance" in state else []
+        state = self.without_skipped(kind, marks.without_ours(state), path)
         if qualified_name(kind) == "tokenizers.Tokenizer":
             self.reads.append((_tokenizer, value))
         self._note(value, state, path)
@@ -441,32 +415,31 @@ class Walk(CodeWalk):
             self._hooks(module, where)
         children: dict[str, Any] = {}
         if isinstance(module, nn.Module):
-            for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
+            for name, tensor in [*private.parameters_of(module).items(), *private.buffers_of(module).items()]:
                 if tensor is not None and not self.ignores(tensor, f"{where}{name}"):
                     self.parts[f"tensor {where}{name}"] = self.encode(tensor, f"{where}{name}")
-            children = self.without_ignored(modules_of(module), where)
+            children = self.without_ignored(private.modules_of(module), where)
         for name, child in children.items():
             if child is not None:
                 self.parts[f"child {where}{name}"] = self.module(child, f"{where}{name}")
         fields = {
             name: value
-            for name, value in sorted(without_ours(self._made_by_tools(module, path)).items())
+            for name, value in sorted(marks.without_ours(self._made_by_tools(module, path)).items())
             if name not in _INTERNAL and not name.startswith(_NOISE)
         }
         watched = self.without_ignored(fields, where)
         # What stands in the place of the root's own methods refers to the cache, which would refer to itself.
         names = [name for name in watched if path or fields[name] is own[name]]
         if path and "cache_instance" in own:
-            names += {"cache_instance": 0, **{n: 0 for n, one in own.items() if is_method(one)}}.keys() - {
-                *names
-            }
+            ours = ["cache_instance", *[name for name, one in own.items() if marks.is_method(one)]]
+            names += [name for name in ours if name not in names]
         skipped = fields.keys() - watched.keys()
         self.modules.append((module, names, skipped))
         for name, value in self.without_skipped(kind, watched, path).items():
             self._attributes.append(_Field(kind, name, f"{where}{name}", value, names, skipped, set()))
-        if LAZY_ATTRIBUTE in own:
-            self._lazy(own[LAZY_ATTRIBUTE], path)
-        if path and (options := cache_options(module)):
+        if marks.LAZY_ATTRIBUTE in own:
+            self._lazy(own[marks.LAZY_ATTRIBUTE], path)
+        if path and (options := marks.cache_options(module)):
             self.parts[f"cached {path}"] = self.encode(options, path)
         self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
         self.parts[label] = head + Encoder().encode(list(children), path)
@@ -477,7 +450,7 @@ class Walk(CodeWalk):
 
     def _hooks(self, module: nn.Module, where: str) -> None:
         before, self.in_hook = self.in_hook, bool(where)
-        for hooks in (PRE_HOOKS, HOOKS):
+        for hooks in (private.PRE_HOOKS, private.HOOKS):
             for number, (key, hook) in enumerate(without_captures(vars(module).get(hooks, {}))):
                 name = f"{where}{hooks}[{number}]"
                 flags = [key in vars(module).get(f"{hooks}_{flag}", ()) for flag in _HOOK_FLAGS]
@@ -493,9 +466,9 @@ class Walk(CodeWalk):
             _ = module.code  # a lazy graph makes the code of its class when it is first read
             # The class may have the code of an earlier graph; an interpreter runs the graph as it is now.
             self.parts[f"graph {path}".rstrip()] = self.encode(module.graph, path)
-        if not isinstance(module, torch.jit.ScriptModule) or SCRIPT not in fields:
+        if not isinstance(module, torch.jit.ScriptModule) or private.SCRIPT not in fields:
             return fields
-        parts, own, code = script_parts(module), SCRIPT_FIELDS, None
+        parts, own, code = private.script_parts(module), private.SCRIPT_FIELDS, None
         if parts is not None:
             state = ScriptState(parts)
             code = script_code(parts.methods) if state.is_plain else None
@@ -503,7 +476,7 @@ class Walk(CodeWalk):
         if parts is None or code is None:
             self.parts[f"script {path}".rstrip()] = self.unreadable(module, path)
         else:
-            tensors = {*parameters_of(module).keys(), *buffers_of(module).keys()}
+            tensors = {*private.parameters_of(module).keys(), *private.buffers_of(module).keys()}
             plain = {name: value for name, value in state.values.items() if name not in tensors}
             self.parts[f"script {path}".rstrip()] = self.encode([code, parts.constants, plain], path)
             self.reads.append((state, module))
@@ -596,7 +569,7 @@ def _class_alone(walk: Walk, value: Any, path: str) -> bytes:
 
 
 def _function(walk: Walk, value: types.FunctionType, path: str) -> bytes:
-    compiled = vars(value).get(COMPILED_FROM)
+    compiled = vars(value).get(private.COMPILED_FROM)
     return walk.function(value, path) if compiled is None else walk.encode(compiled, path)
 
 
@@ -658,7 +631,7 @@ _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     type: Walk.klass,
     types.FunctionType: _function,
     types.MethodType: _fields_of(b"m", "__func__", "__self__"),
-    types.ModuleType: Walk.python_module,
+    types.ModuleType: Walk.held_module,
     staticmethod: _fields_of(b"hs", "__func__"),
     classmethod: _fields_of(b"hc", "__func__"),
     property: _fields_of(b"hp", "fget", "fset"),
@@ -749,7 +722,7 @@ def _of_this_thread(value: threading.local) -> tuple[Any, ...]:
 
 
 def _version(tensor: Tensor) -> tuple[str]:
-    return (sys.intern(str(version(tensor))) if has_version(tensor) else "",)
+    return (sys.intern(str(private.version(tensor))) if private.has_version(tensor) else "",)
 
 
 def _parts_of_tokenizer(value: Any) -> tuple[str]:
