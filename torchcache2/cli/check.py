@@ -8,11 +8,10 @@ import torch
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.sizes import free_memory
+from torchcache2.files.descriptors import Descriptors
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.segment import Descriptors, Segment
-
-__all__ = ["STATES", "Verdict", "printable", "row_limit", "trouble", "verdict"]
+from torchcache2.files.segment import Segment
 
 State = Literal["good", "damaged", "unreadable", "unchecked", "gone"]
 STATES: tuple[State, ...] = ("good", "damaged", "unreadable", "unchecked", "gone")

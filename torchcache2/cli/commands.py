@@ -27,8 +27,6 @@ from torchcache2.files.errors import NewerFormatError
 
 # Commands import what reads a directory when they run: it needs PyTorch, which takes a second to import.
 
-__all__ = ["run"]
-
 
 app = typer.Typer(
     help="Look into cache directories of torchcache2, check them, and make room in them.",

@@ -10,8 +10,6 @@ import typer
 import torchcache2.cli.printing as out
 from torchcache2.cli.parameters import AsFormat, Format, print_bad
 
-__all__ = ["dump"]
-
 
 def dump(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The cache directory, or a URL.")],

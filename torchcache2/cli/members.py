@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torchcache2.cli.check import printable
 from torchcache2.core.errors import TorchcacheError
+from torchcache2.files.descriptors import Descriptor
 from torchcache2.files.filenames import (
     FINGERPRINT,
     LOCK,
@@ -21,10 +22,8 @@ from torchcache2.files.filenames import (
     is_left_over,
     stated_format,
 )
-from torchcache2.files.filesystem import Descriptor, FileSystem
+from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.layout import FORMAT_VERSION
-
-__all__ = ["BLOCK", "ArchiveError", "Member", "check_tag", "fingerprint", "members"]
 
 BLOCK = 512  # bytes; of a tar
 _MOST_TEXT = 16 << 20  # bytes of a fingerprint.json

@@ -13,8 +13,6 @@ import torchcache2.cli.printing as out
 if TYPE_CHECKING:
     from torchcache2.cli.report import Gone
 
-__all__ = ["AsFormat", "Dir", "Format", "print_bad", "print_deleted"]
-
 
 class Format(str, enum.Enum):
     """How a result is printed."""

@@ -14,20 +14,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-__all__ = [
-    "ago",
-    "counted",
-    "prefixes",
-    "print_json",
-    "print_pairs",
-    "print_table",
-    "progress",
-    "ratio",
-    "say",
-    "size",
-    "tell",
-]
-
 _LEAST_PREFIX = 8  # characters of a namespace
 _NUMBERS = ("rows", "bytes", "ratio", "segments", "files", "age", "last use")
 _UNITS = ("KB", "MB", "GB", "TB", "PB")

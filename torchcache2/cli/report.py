@@ -16,14 +16,13 @@ from torchcache2.cli.check import printable
 from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Array, filled
 from torchcache2.core.places import is_url
-from torchcache2.files.directory import CacheDirectory, Contents
+from torchcache2.files.descriptors import Descriptors
+from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import UnreadableError
-from torchcache2.files.filenames import TAG, is_ours
+from torchcache2.files.filenames import TAG, Contents, is_ours
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.removal import in_use
-from torchcache2.files.segment import Descriptors, Segment
-
-__all__ = ["Gone", "Namespace", "existing", "gone", "matching", "name", "namespace", "totals", "wanted"]
+from torchcache2.files.segment import Segment
 
 _ANY = 2**63  # bytes that a row may have: any number, as only the index is read
 _BASE_32 = str.maketrans("JKMNPQRSTVWXYZ", "IJKLMNOPQRSTUV")  # from the letters of a ULID to those of `int`

@@ -10,8 +10,6 @@ import typer
 import torchcache2.cli.printing as out
 from torchcache2.cli.parameters import Format, print_deleted
 
-__all__ = ["remove_in_bucket"]
-
 _AT_ONCE = 100  # objects
 
 
@@ -21,8 +19,9 @@ def remove_in_bucket(names: Sequence[str], url: str, form: Format, *, ask: bool)
     See `torchcache2.cli.places.chosen` for the names.
     """
     from torchcache2.cli import report
-    from torchcache2.cli.places import BucketFiles, chosen
+    from torchcache2.cli.places import chosen
     from torchcache2.files.filenames import TAG
+    from torchcache2.tiers.remote.files import BucketFiles
 
     with chosen(names, url) as (cache, contents, is_all):
         assert isinstance(cache.fs, BucketFiles)

@@ -14,8 +14,6 @@ from torchcache2.core.private import pytree
 from torchcache2.engine.values.samples import Samples, from_rows
 from torchcache2.files.errors import UnreadableError
 
-__all__ = ["Apart", "copied", "share_memory"]
-
 _FIRST = 64  # samples that are copied in any case
 _DEEPEST = 100
 _IMMUTABLE = frozenset([type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device])

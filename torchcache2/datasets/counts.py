@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from torchcache2.engine.stats import CacheStats
 
-__all__ = ["DatasetStats"]
-
 
 @dataclasses.dataclass(frozen=True)
 class DatasetStats(CacheStats):

@@ -31,8 +31,6 @@ from torchcache2.datasets.wrapper import Wrapper, own_batches
 from torchcache2.engine.progress import WarmupStats
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
-__all__ = ["CachedDataset"]
-
 
 class CachedDataset(Wrapper):
     """A dataset that keeps the samples of another one, so that each is loaded once.

@@ -8,8 +8,6 @@ import torch
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import shown
 
-__all__ = ["checked_dtype", "numpy_name"]
-
 _BITS = {"8-bit": torch.uint8, "16-bit": torch.uint16, "32-bit": torch.uint32, "64-bit": torch.uint64}
 _OF_NUMPY = (
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),

@@ -14,8 +14,6 @@ from torchcache2.files.directory import CacheDirectory
 from torchcache2.identity.encoding import qualified_name
 from torchcache2.identity.fingerprint import Fingerprint
 
-__all__ = ["document", "document_of", "explained_dataset"]
-
 
 def explained_dataset(
     name: str,

@@ -17,8 +17,6 @@ from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import SampleStore
 from torchcache2.engine.values.samples import Samples
 
-__all__ = ["Fetcher"]
-
 
 class Fetcher:
     """What one process does for a dataset.

@@ -11,17 +11,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from torchcache2.core.errors import NotCachedError, OptionError
-from torchcache2.core.keys import Positions
+from torchcache2.core.keys import Positions, int_keys
 from torchcache2.core.logs import logger
 from torchcache2.core.process import place
 from torchcache2.core.sizes import size_text
 from torchcache2.datasets.fetch import Fetcher
 from torchcache2.datasets.folders import kept_in, with_samples
-from torchcache2.datasets.itemkeys import int_keys
 from torchcache2.engine.progress import Progress, WarmupStats
 from torchcache2.files.filenames import HEAD
-
-__all__ = ["fill"]
 
 
 def fill(dataset: Any, fetcher: Fetcher, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:

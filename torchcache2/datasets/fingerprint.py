@@ -27,8 +27,6 @@ from torchcache2.identity.tensors import TensorWatch
 from torchcache2.identity.unsteady import unseeded_draws
 from torchcache2.identity.walk import GENERATORS, Walk
 
-__all__ = ["Identity", "check_called", "identify", "identify_prefix", "length_of"]
-
 _FORMAT = 1
 _MOST_LISTED = 64  # objects in longer containers have no parts
 _MOST_PARTS = 5000

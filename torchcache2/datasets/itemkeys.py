@@ -16,8 +16,6 @@ from xxhash import xxh3_128_digest
 
 from torchcache2.core.keys import Keys, int_keys
 
-__all__ = ["Index", "as_index", "int_keys", "keys_of"]
-
 Index = int | str | bytes
 
 _EXPECTED = (

@@ -31,8 +31,6 @@ from torchcache2.datasets.shards import Shard
 from torchcache2.datasets.wrapper import own_batches
 from torchcache2.engine.progress import WarmupStats
 
-__all__ = ["LazyShardDataset"]
-
 
 class LazyShardDataset(Dataset[Any]):
     """One rank's shard of a dataset, each sample of which is loaded once.

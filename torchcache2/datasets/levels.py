@@ -11,20 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchcache2.core.keys import Flags, Keys, Positions
+from torchcache2.core.keys import Flags, Keys, Positions, int_keys
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.process import has_ranks
 from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings
-from torchcache2.datasets.itemkeys import int_keys
 from torchcache2.datasets.tally import Tally
 from torchcache2.engine.stack import TierStack, has_any
 from torchcache2.tiers.base import Signals, Tier
 from torchcache2.tiers.make import Description, InUse, Opened, make_levels
 from torchcache2.tiers.meeting import job_name
 from torchcache2.tiers.shared.tier import SharedTier
-
-__all__ = ["Levels"]
 
 _ASKED_AT_ONCE = 1 << 20  # keys
 _SEALING = 3.0  # seconds after an epoch in which others seal what waits in them

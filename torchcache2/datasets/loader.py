@@ -23,8 +23,6 @@ from torchcache2.datasets.storeplan import StorePlan
 from torchcache2.datasets.tally import Tally
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
-__all__ = ["CacheLoader"]
-
 _EXPECTED = "the key of a CacheLoader is one int, str or bytes; get_many takes a list of them"
 
 

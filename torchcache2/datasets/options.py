@@ -17,8 +17,6 @@ from torchcache2.core.sizes import Size, parse_size
 from torchcache2.datasets.serving import Serving
 from torchcache2.tiers.make import disk_budget
 
-__all__ = ["aliased", "check_dataset", "check_others", "check_portable", "check_values", "level_settings"]
-
 _MEMORY_SHARE, _DISK_SHARE = 0.25, 0.8
 _ALIASES = {"disk_cache_path": "path", "dataset_name": "name"}
 _OTHERS = {  # of other libraries, or nearly right

@@ -17,8 +17,6 @@ from torchcache2.datasets.storeplan import StorePlan
 from torchcache2.datasets.tally import Tally
 from torchcache2.files.directory import CacheDirectory
 
-__all__ = ["Plan"]
-
 
 @dataclasses.dataclass(kw_only=True)
 class Plan(StorePlan):

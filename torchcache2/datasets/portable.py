@@ -21,8 +21,6 @@ from torchcache2.identity.fingerprint import Fingerprint, from_document
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 from torchcache2.tiers.remote.objects import Objects
 
-__all__ = ["PortablePlan"]
-
 _ANY_ROW = 1 << 62  # bytes of a row: what is served has been written
 
 

@@ -17,8 +17,6 @@ from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import SampleStore
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnknownClassError, UnreadableError
 
-__all__ = ["PortableFetcher"]
-
 _MOST_REASONS = 3
 _MANY = 1 << 20  # samples; a length that anybody may have written is not gone through to its end
 

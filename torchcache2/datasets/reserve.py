@@ -9,8 +9,6 @@ import torch
 from torchcache2.core.sizes import free_memory
 from torchcache2.tiers.shared.region import Region
 
-__all__ = ["get_shm_size", "reserved"]
-
 _GIB = 1 << 30
 _STEP = 1 << 28  # bytes that are reserved at once: a signal in between does not start it all over
 

@@ -11,8 +11,6 @@ from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size, parse_size
 from torchcache2.tiers.redis.server import one_of, own_servers
 
-__all__ = ["CAPACITY", "Serving"]
-
 CAPACITY = 0.25
 
 

@@ -16,16 +16,6 @@ from torchcache2.datasets.options import level_settings
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.values.samples import Samples
 
-__all__ = [
-    "Bound",
-    "check_names",
-    "check_options",
-    "place_of",
-    "samples_of",
-    "sizes_of",
-    "together_of",
-]
-
 _MODES = ("rank", "node", "disk")
 _PROBED = 8
 _MEMORY_SHARE = 0.5

@@ -15,8 +15,6 @@ import numpy as np
 
 from torchcache2.core.keys import Array, Positions
 
-__all__ = ["Shard", "permutation"]
-
 
 def permutation(count: int, seed: int, stream: int, part: int = 0) -> Positions:
     """The numbers from 0 to `count` - 1 in a random order that these numbers alone determine.

@@ -33,8 +33,6 @@ from torchcache2.datasets.dtypes import checked_dtype, numpy_name
 from torchcache2.datasets.reserve import reserved
 from torchcache2.tiers.shared.region import Region, is_alive, start_time
 
-__all__ = ["SharedCache"]
-
 _GIB = 1 << 30
 _EMPTY, _SET, _OUTSIDE = 0, 1, 2  # states of a slot; the last one: in the dataset, but not in the cache
 

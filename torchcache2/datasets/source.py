@@ -13,8 +13,6 @@ from torchcache2.core.process import ProcessLock
 from torchcache2.datasets.apart import Apart, share_memory
 from torchcache2.engine.randomness import RandomState
 
-__all__ = ["Source", "has_batches"]
-
 _CHECKED = 64  # samples that are all checked at first, and one in so many later
 _STRIKES = 4
 

@@ -17,8 +17,6 @@ from torchcache2.datasets.tally import Tally
 from torchcache2.engine.values.samples import Samples, from_rows
 from torchcache2.files.errors import UnreadableError
 
-__all__ = ["SampleStore", "Sought"]
-
 
 class Sought(NamedTuple):
     """What was found of n keys.

@@ -15,8 +15,6 @@ from torchcache2.datasets.store import SampleStore
 from torchcache2.datasets.tally import Tally
 from torchcache2.tiers.redis.holding import hold
 
-__all__ = ["StorePlan"]
-
 
 @dataclasses.dataclass(kw_only=True)
 class StorePlan:

@@ -20,8 +20,6 @@ from xxhash import xxh3_64_intdigest
 from torchcache2.core.process import ProcessLock
 from torchcache2.tiers.shared.region import Region, is_alive, start_time
 
-__all__ = ["COUNTS", "Tally"]
-
 COUNTS = (
     "memory_hits",
     "disk_hits",

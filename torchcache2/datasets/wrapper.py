@@ -15,8 +15,6 @@ from torchcache2.datasets.fingerprint import length_of
 from torchcache2.datasets.plan import Plan
 from torchcache2.datasets.source import Source
 
-__all__ = ["Wrapper", "own_batches"]
-
 _OF_PROCESS = ("_source", "_fetcher")
 _OWN = ("_plan", "_is_closed", *_OF_PROCESS)  # attributes; all others are the dataset's
 

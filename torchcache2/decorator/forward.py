@@ -35,8 +35,6 @@ from torchcache2.identity.guard import Undo
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
 
-__all__ = ["Computation", "Known", "may_check"]
-
 _MOST_CONTEXTS = 1000  # of which it is known what lists in their outputs are
 _MOST_KINDS = 10_000
 _CPU = torch.device("cpu")

@@ -44,8 +44,6 @@ from torchcache2.identity.fingerprint import Fingerprint, at_most
 from torchcache2.identity.marks import ADDED_ATTRIBUTE
 from torchcache2.identity.namespace import History, NamespaceKeeper
 
-__all__ = ["ModuleCache"]
-
 Plain = Callable[..., Any]
 _MANY = 1000  # items that are missed before a hint says why none was found
 

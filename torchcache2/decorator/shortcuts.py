@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Shortcuts", "glance"]
-
 _STRIKES = 4  # calls that were not cached, before the next ones go straight to the forward
 _FEWEST, _MOST = 16, 1024  # calls that go straight before the next try; twice as many each time
 _MOST_KINDS = 1000

@@ -24,8 +24,6 @@ from torchcache2.core.private import (
 from torchcache2.engine.running import Forward
 from torchcache2.identity.sourcecode import origin
 
-__all__ = ["Runner", "is_exported", "is_traced", "turns_grad_off", "with_own_code"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)

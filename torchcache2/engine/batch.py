@@ -19,22 +19,6 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.core.values import UnstorableError
 from torchcache2.engine.values.outputs import Lists, output_of, rows_of
 
-__all__ = [
-    "Batch",
-    "Checks",
-    "FunctionSource",
-    "Hits",
-    "Misses",
-    "NotRunError",
-    "NotStoredError",
-    "RefusedError",
-    "Source",
-    "WholeBatch",
-    "WrongRowsError",
-    "computed_again",
-    "is_computed_again",
-]
-
 Compute = Callable[[Tensor], Any]
 _AGAIN = ContextVar("torchcache2_again", default=False)
 

@@ -54,8 +54,6 @@ from torchcache2.engine.verify import differences
 from torchcache2.identity.marks import ADDED_ATTRIBUTE
 from torchcache2.tiers.base import Claim
 
-__all__ = ["Cache", "now"]
-
 _CPU = torch.device("cpu")
 _NOWHERE: Positions = np.empty(0, np.int64)
 

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["RandomContexts", "RandomState", "state_of"]
-
 _MOST_CONTEXTS = 10_000
 _STRIKES = 4
 _WAIT = 4  # calls before caching is tried again; four times as many before each later try

@@ -17,17 +17,6 @@ import torch
 from torchcache2.core.private import CAN_TURN_ON, leave_out, set_compiler
 from torchcache2.core.sizes import is_out_of_memory
 
-__all__ = [
-    "Compiler",
-    "Forward",
-    "OwnMemoryError",
-    "device_of",
-    "is_of_forward",
-    "opaque",
-    "outside",
-    "transparent",
-]
-
 _OF_FORWARD = "_torchcache2_of_forward"
 Compiler = Any  # what torch keeps for a thread in which it compiles
 F = TypeVar("F", bound=Callable[..., Any])

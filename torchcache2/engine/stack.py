@@ -22,8 +22,6 @@ from torchcache2.tiers.base import Claim, Found, Tier
 from torchcache2.tiers.jointclaim import JointClaim
 from torchcache2.tiers.make import Description, InUse, Opened, check_place, job_of, make_tiers
 
-__all__ = ["TierStack", "has_any"]
-
 _MOST_DESCRIBED = _MOST_DROPS = 256
 
 

@@ -11,8 +11,6 @@ from statistics import median_low
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.sizes import size_text
 
-__all__ = ["CacheStats", "Counters"]
-
 _UNKNOWN = "not known: no miss was timed"
 
 

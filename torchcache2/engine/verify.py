@@ -19,8 +19,6 @@ from torchcache2.core.private import product_precision
 from torchcache2.core.rows import Leaf, Rows
 from torchcache2.engine.values.outputs import ItemRows, entry_parts
 
-__all__ = ["differences", "leaf_differences"]
-
 _PLACES = ("cpu", "cuda")
 _DOUBLES = ("float", "complex")  # values that are kept as the bytes of float64
 

@@ -16,15 +16,6 @@ from torchcache2.core.values import fields_of, is_namedtuple, is_node, is_record
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.jsonparts import list_of
 
-__all__ = [
-    "BUILTINS",
-    "check_fields",
-    "class_of",
-    "is_storable",
-    "name_of",
-    "qualified",
-]
-
 MAX_NAME = 1_000
 BUILTINS = (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
 

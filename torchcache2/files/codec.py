@@ -19,8 +19,6 @@ from torchcache2.core.keys import Array, Bytes
 from torchcache2.files.errors import DamagedError
 from torchcache2.files.lanes import Codec, Lane
 
-__all__ = ["Codec", "codec"]
-
 _U32 = struct.Struct("<I")
 _COMPRESSED = 1 << 31
 _HAS_BITMAP = 1

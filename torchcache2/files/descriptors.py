@@ -22,7 +22,6 @@ try:
 except ImportError:  # not a POSIX system
     resource = None  # type: ignore[assignment]
 
-__all__ = ["Descriptor", "Descriptors", "most_open"]
 
 _SHARE = 8  # an eighth of the files that may be open is for segments, and an eighth for holds
 _LEAST, _MOST = 4, 512

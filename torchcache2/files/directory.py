@@ -27,6 +27,7 @@ from typing import Any
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.places import is_url
+from torchcache2.files.descriptors import Descriptor
 from torchcache2.files.errors import DamagedError
 from torchcache2.files.filenames import (
     CORRUPT,
@@ -41,11 +42,9 @@ from torchcache2.files.filenames import (
     is_ours,
     stated_format,
 )
-from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem, StrangeFileError
+from torchcache2.files.filesystem import FileInfo, FileSystem, StrangeFileError
 from torchcache2.files.layout import FORMAT_VERSION
 from torchcache2.files.whole import ulid, write_whole
-
-__all__ = ["CacheDirectory", "Contents"]
 
 _MOST_TEXT = 16 << 20
 _PROBE = memoryview(b"whether something can be written here")

@@ -13,13 +13,11 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from torchcache2.core.keys import Bytes, Bytes2D, Keys
 from torchcache2.core.memory import as_bytes
 from torchcache2.core.rows import Rows, Schema
-from torchcache2.files.codec import Codec, Plain
+from torchcache2.files.codec import Plain
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.lanes import Lane, lane
+from torchcache2.files.lanes import Codec, Lane, lane
 from torchcache2.files.layout import BLOCK_BYTES, Layout, schema_text
 from torchcache2.files.whole import write_whole
-
-__all__ = ["SEGMENT", "TEMPORARY", "Encoded", "encode", "row_checksums", "write"]
 
 SEGMENT = ".safetensors"
 TEMPORARY = ".tmp"  # behind the name of a segment that is being written

@@ -5,15 +5,6 @@ None of them reaches a user: the tier counts them as misses, and the commands of
 
 from __future__ import annotations
 
-__all__ = [
-    "DamagedError",
-    "NewerFormatError",
-    "TooLargeError",
-    "UnknownClassError",
-    "UnreadableError",
-    "UnserialisableError",
-]
-
 
 class UnreadableError(Exception):
     """A segment or directory that this process cannot read."""

@@ -18,12 +18,10 @@ import contextlib
 import os
 from collections.abc import Callable
 
-from torchcache2.files.directory import CacheDirectory, Contents
-from torchcache2.files.filenames import HEAD
+from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.filenames import HEAD, Contents
 from torchcache2.files.filesystem import FileInfo
 from torchcache2.files.removal import Removal, claimed, deleting
-
-__all__ = ["Allowance", "Removed", "make_room", "room_after", "used_bytes"]
 
 Removed = Callable[[str, list[str]], None]
 _SHARE = 8  # a writer fills at most an eighth of the room that it has found, as others write too

@@ -10,27 +10,6 @@ from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.filesystem import FileInfo
 from torchcache2.files.layout import FORMAT_VERSION
 
-__all__ = [
-    "CORRUPT",
-    "FINGERPRINT",
-    "HEAD",
-    "HEAD_NAME",
-    "LOCK",
-    "MIRROR",
-    "NAMESPACE_NAME",
-    "NOTE",
-    "NOTE_NAME",
-    "SEGMENT_NAME",
-    "TAG",
-    "TAG_TEXT",
-    "Contents",
-    "check_format",
-    "contents_of",
-    "is_left_over",
-    "is_ours",
-    "stated_format",
-]
-
 TAG = "CACHEDIR.TAG"
 LOCK = ".lock"
 MIRROR = ".mirror"

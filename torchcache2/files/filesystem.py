@@ -20,7 +20,6 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Descriptor", "FileInfo", "FileSystem", "StrangeFileError", "is_read_only"]
 
 _MOST_BUFFERS = 1024  # one call takes so many: IOV_MAX of Linux
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)

@@ -12,8 +12,6 @@ from torchcache2.files.errors import DamagedError, NewerFormatError, TooLargeErr
 from torchcache2.files.layout import FORMAT, FORMAT_VERSION, ZEROS, Layout
 from torchcache2.files.schemajson import schema_from_json
 
-__all__ = ["checked", "parse", "read_size", "stated"]
-
 MOST_HEADER_BYTES = 16 << 20
 _MOST_BLOCK_BYTES = 1 << 20  # a reader accepts so many bytes of rows that share a block
 _CODECS = ("none", "brotli", "blosc2")

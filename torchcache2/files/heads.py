@@ -19,8 +19,6 @@ from torchcache2.files.header import checked, parse, read_size, stated
 from torchcache2.files.layout import Layout
 from torchcache2.files.whole import write_whole
 
-__all__ = ["head_size", "parse_head", "read_head", "write_head"]
-
 _FIRST_READ = 64 << 10  # so many bytes are read at once, as most heads are shorter
 _MOST_EXTENT = 1 << 48
 

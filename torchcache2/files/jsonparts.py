@@ -10,20 +10,6 @@ import torch
 from torchcache2.core.rows import Leaf
 from torchcache2.files.errors import DamagedError, UnknownClassError
 
-__all__ = [
-    "NEEDED",
-    "POSSIBLE",
-    "from_hex",
-    "items_of",
-    "leaf_from_json",
-    "leaf_to_json",
-    "list_of",
-    "members_of",
-    "tagged",
-    "text_from_json",
-    "text_to_json",
-]
-
 MAX_ROW = 2**48
 MAX_DIMS = 64
 NEEDED = {"path", "kind", "dtype", "shape"}

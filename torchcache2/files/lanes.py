@@ -10,8 +10,6 @@ import torch
 from torchcache2.core.keys import Bytes
 from torchcache2.files.errors import DamagedError
 
-__all__ = ["Codec", "Lane", "lane", "lane_of_part"]
-
 _MOST = (1 << 31) - 33  # bytes that a part may have: sizes have 31 bits, and a chunk has a header
 
 

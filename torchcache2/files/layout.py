@@ -19,8 +19,6 @@ from torchcache2.core.rows import Schema
 from torchcache2.files.errors import UnserialisableError
 from torchcache2.files.schemajson import schema_to_json
 
-__all__ = ["DTYPES", "FORMAT_VERSION", "MOST_SCHEMA_BYTES", "Layout", "nbytes_of", "schema_text"]
-
 FORMAT_VERSION = 1
 MOST_SCHEMA_BYTES = 2 << 20  # the header escapes it, and has the paths of its leaves once more
 BLOCK_BYTES = 8192  # rows share a block up to this size

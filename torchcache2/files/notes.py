@@ -18,8 +18,6 @@ from torchcache2.files.filenames import NOTE
 from torchcache2.files.filesystem import FileSystem, is_read_only
 from torchcache2.files.whole import write_whole
 
-__all__ = ["Notes"]
-
 _VALUE = re.compile(rb"[0-9a-f]{32}")
 
 

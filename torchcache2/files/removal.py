@@ -10,11 +10,10 @@ from collections.abc import Iterator
 
 from filelock import FileLock
 
-from torchcache2.files.directory import CacheDirectory, Contents
-from torchcache2.files.filenames import FINGERPRINT, is_left_over
-from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem, StrangeFileError
-
-__all__ = ["Removal", "claimed", "deleting", "in_use", "remove_leftovers", "remove_namespace"]
+from torchcache2.files.descriptors import Descriptor
+from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.filenames import FINGERPRINT, Contents, is_left_over
+from torchcache2.files.filesystem import FileInfo, FileSystem, StrangeFileError
 
 _PATIENCE = 10.0  # seconds
 _CLAIMS, _BETWEEN_CLAIMS = 3, 0.005  # seconds

@@ -18,8 +18,6 @@ from torchcache2.files import classnames as classes
 from torchcache2.files import jsonparts as parts
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 
-__all__ = ["schema_from_json", "schema_to_json"]
-
 MAX_LEAVES = 10_000
 MAX_DEPTH = 100
 MAX_ELEMENTS = 100_000

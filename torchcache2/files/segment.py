@@ -15,15 +15,13 @@ from torchcache2.core.memory import empty_bytes, moved
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.sizes import check_room
 from torchcache2.files import codec as codecs
-from torchcache2.files.descriptors import Descriptors
+from torchcache2.files.descriptors import Descriptor, Descriptors
 from torchcache2.files.encode import Encoded, row_checksums
 from torchcache2.files.errors import DamagedError
-from torchcache2.files.filesystem import Descriptor, FileSystem
+from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.heads import parse_head, read_head
 from torchcache2.files.lanes import lane
 from torchcache2.files.layout import Layout
-
-__all__ = ["Descriptors", "Segment", "empty_columns", "rows_of"]
 
 _CHECKED_AT_ONCE = 8 << 20  # bytes
 Columns = list[np.ndarray[Any, np.dtype[np.uint8]]]

@@ -8,9 +8,8 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
-from torchcache2.files.filesystem import Descriptor, FileSystem
-
-__all__ = ["made_at", "ulid", "write_whole"]
+from torchcache2.files.descriptors import Descriptor
+from torchcache2.files.filesystem import FileSystem
 
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 

@@ -36,8 +36,6 @@ from torchcache2.identity.marks import cache_options
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
 from torchcache2.identity.walk import has_plain_state
 
-__all__ = ["BoundCall", "ObjectSeen", "Signature", "UncachedArgumentError", "argument_leaves"]
-
 Digests = np.ndarray[Any, np.dtype[np.uint8]]
 
 _ARRAYS = (np.ndarray, np.memmap)  # compared with the exact type, as a masked array also has a mask

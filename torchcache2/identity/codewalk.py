@@ -49,8 +49,6 @@ from torchcache2.identity.marks import (
 from torchcache2.identity.sourcecode import CompiledTexts, cells_of, names_in
 from torchcache2.identity.uses import Uses, UseTable, has_fields, is_plain, taken_by, uses_of
 
-__all__ = ["CodeWalk"]
-
 _MISSING = object()
 # With these, code reaches things that it does not name. `locals` is not one: its values are in the code.
 _UNFOLLOWED = (eval, exec, globals, sys.modules)

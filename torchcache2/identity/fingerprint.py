@@ -10,16 +10,6 @@ from typing import Any
 
 from torchcache2.identity.encoding import INNER, digest
 
-__all__ = [
-    "Fingerprint",
-    "at_most",
-    "changes",
-    "differences",
-    "differences_of_state",
-    "from_document",
-    "of_root",
-]
-
 _MOST_LINES = 50
 _MOST_ALIKE = 3  # more parts that differ in the same way share a line
 _TITLES = {

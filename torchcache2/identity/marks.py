@@ -6,20 +6,6 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = [
-    "ADDED_ATTRIBUTE",
-    "BINDING",
-    "LAZY_ATTRIBUTE",
-    "METHOD",
-    "ORIGINAL_ATTRIBUTE",
-    "cache_options",
-    "is_method",
-    "is_ours",
-    "original",
-    "own_attributes",
-    "without_ours",
-]
-
 ORIGINAL_ATTRIBUTE = "_torchcache_original"  # attribute of a wrapper: what it wraps
 BINDING = "_torchcache_binding"  # attribute of a decorated class: its `Binding`
 ADDED_ATTRIBUTE = "_torchcache_added"  # attribute of what the decorator has added where there was nothing

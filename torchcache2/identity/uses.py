@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from torchcache2.identity.sourcecode import code_objects, names_in, parse
 
-__all__ = ["UseTable", "Uses", "has_fields", "is_plain", "taken_by", "unmangled", "uses_of"]
-
 _ALL = ""  # in place of an attribute: all of the value is read
 _FILLING = ("append", "appendleft", "clear", "extend", "extendleft", "insert", "update", "__setitem__")
 _ADDING = (*_FILLING, "add", "subtract")  # as statements, as those of tensors return something

@@ -62,8 +62,6 @@ from torchcache2.identity.sharded import Shards
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.uses import is_plain, unmangled
 
-__all__ = ["GENERATORS", "Lazy", "Loaded", "Walk", "has_plain_state"]
-
 _FORMAT = 3
 _COMPILED = (  # attributes that the compiler, and Lightning around it, put on modules and tensors
     *("_dynamo", "_torchdynamo", "_is_torch_compile", "_compiled_call_impl", "_compile_kwargs"),

@@ -23,8 +23,6 @@ from torchcache2.core.rows import Rows
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.identity.encoding import digest
 
-__all__ = ["Claim", "Found", "Signals", "Tier", "TierStats", "replicas_of"]
-
 _NOWHERE: Positions = np.empty(0, np.int64)
 
 

@@ -7,8 +7,6 @@ from collections import Counter
 
 from torchcache2.core.logs import ToldOnce
 
-__all__ = ["Breaker"]
-
 _LONGEST_PAUSE = 60.0  # seconds
 
 

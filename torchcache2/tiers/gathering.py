@@ -17,8 +17,6 @@ from torchcache2.core.rows import Rows
 from torchcache2.tiers.base import Found, Tier, TierStats
 from torchcache2.tiers.disk.tier import DiskTier
 
-__all__ = ["Gathering"]
-
 _CPU = torch.device("cpu")
 _FEW = 8  # rows of a call that is worth being put off
 _MOST_ROWS, _MOST_BYTES = 64, 1 << 20

@@ -16,8 +16,6 @@ import numpy as np
 
 from torchcache2.core.keys import Ordinals, Words
 
-__all__ = ["KeyIndex", "KeyTable"]
-
 _FREE, _REMOVED = 0, -1
 _WINDOW = np.arange(16)[:, None]  # slots that are looked at together: two cache lines
 _TAG = np.uint64(0x7FFFFFFE_00000000)  # the bits of a slot that come from the key; below is the ordinal

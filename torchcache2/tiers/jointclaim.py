@@ -9,8 +9,6 @@ import numpy as np
 from torchcache2.core.keys import Keys, Positions
 from torchcache2.tiers.base import Claim
 
-__all__ = ["JointClaim"]
-
 _NOWHERE: Positions = np.empty(0, np.int64)
 
 

@@ -35,17 +35,6 @@ from torchcache2.tiers.remote.tier import RemoteTier
 from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.tier import SharedTier
 
-__all__ = [
-    "Description",
-    "InUse",
-    "Opened",
-    "check_place",
-    "disk_budget",
-    "job_of",
-    "make_levels",
-    "make_tiers",
-]
-
 _LEAST_QUEUED, _MOST_QUEUED = 16 << 20, 256 << 20
 _WORKERS_WRITE = 2.0  # seconds; a `DataLoader` kills its workers 5 seconds after their end
 _SAMPLES_SEALED_AFTER = 60.0  # seconds; loading samples takes long, and segments should be few

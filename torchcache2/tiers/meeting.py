@@ -12,11 +12,9 @@ import stat
 from collections.abc import Mapping
 
 from torchcache2.core.version import __version__
-from torchcache2.files.filesystem import Descriptor
+from torchcache2.files.descriptors import Descriptor
 from torchcache2.identity.encoding import digest
 from torchcache2.tiers.shared.region import start_time
-
-__all__ = ["JOB", "is_at", "is_own", "job_name", "machine", "own_folder"]
 
 JOB = "TORCHCACHE_JOB"
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")

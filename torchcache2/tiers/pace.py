@@ -12,8 +12,6 @@ import math
 
 from torchcache2.tiers.unwritten import Pending
 
-__all__ = ["Pace"]
-
 _SHARE = 0.02  # rows wait for this share of the time that rows of their namespace have waited before
 _LONGEST_DELAY = 600.0  # seconds
 _FIRST = 4e5, 0.1  # bytes and the seconds that writing them takes, before that was measured

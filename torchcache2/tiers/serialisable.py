@@ -7,8 +7,6 @@ from torchcache2.core.rows import Schema
 from torchcache2.files.errors import UnserialisableError
 from torchcache2.files.layout import schema_text
 
-__all__ = ["Serialisable"]
-
 _MOST_SCHEMAS = 1000
 
 

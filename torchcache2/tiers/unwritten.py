@@ -13,8 +13,6 @@ from torchcache2.core.memory import CUDA, Arriving, as_bytes
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows, Schema
 
-__all__ = ["OwnRows", "Pending", "Slabs"]
-
 _CPU = torch.device("cpu")
 _SLAB = 8 << 20
 _ALIGNED = 64

@@ -22,8 +22,6 @@ from torchcache2.core.process import AtExit, holds
 from torchcache2.tiers.pace import Pace
 from torchcache2.tiers.unwritten import Pending
 
-__all__ = ["Writer"]
-
 _EXIT_PRIORITY = 10  # higher than that of a temporary directory, which is deleted afterwards
 _BETWEEN_LOOKS = 0.2  # seconds, while rows wait, between looks whether others need them
 Kind = tuple[bytes, Hashable]

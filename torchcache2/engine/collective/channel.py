@@ -45,7 +45,6 @@ from torchcache2.core.private import group_store, group_timeout
 if TYPE_CHECKING:  # not all builds of torch have it
     from torch.distributed import ProcessGroup
 
-__all__ = ["Channel"]
 
 _HEAD = 8  # bytes of a block before its payload
 _SMALLEST = 1 << 10  # bytes of payload

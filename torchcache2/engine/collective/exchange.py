@@ -63,7 +63,6 @@ from torchcache2.tiers.meeting import machine
 if TYPE_CHECKING:  # not all builds of torch have it
     from torch.distributed import ProcessGroup
 
-__all__ = ["Collective", "Exchange", "Holdings", "apart", "is_apart", "is_told"]
 
 _CPU = torch.device("cpu")
 _PLACE = 16  # bytes, at the end of what each rank says in round 1

@@ -13,8 +13,6 @@ import numpy as np
 from torchcache2.core.keys import Array, Bytes2D, Flags, Keys, Positions
 from torchcache2.engine.collective.wire import Ask, Flag
 
-__all__ = ["Asked", "planned"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Asked:

@@ -30,8 +30,6 @@ from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.schemajson import schema_from_json, schema_to_json
 
-__all__ = ["NO_KEYS", "Ask", "Flag", "Offer", "Schemas", "Told", "packed", "unpacked"]
-
 VERSION = 2
 NO_KEYS: Bytes2D = np.empty((0, 16), np.uint8)
 _LONGEST = 1000  # characters of a text

@@ -8,8 +8,6 @@ import time
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filenames import HEAD, MIRROR
 
-__all__ = ["AwaitedUploads"]
-
 
 class AwaitedUploads:
     """The segments of a folder that the bucket lacks, as it was when this was made.

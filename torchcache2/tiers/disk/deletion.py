@@ -10,8 +10,6 @@ from torchcache2.files.removal import Removal
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
 
-__all__ = ["delete_files"]
-
 
 def delete_files(directory: CacheDirectory, known: Known, health: Health, namespace: bytes) -> None:
     """Delete the segments of a namespace, and close them; without the lock.

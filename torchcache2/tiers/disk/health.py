@@ -16,8 +16,6 @@ from torchcache2.files.errors import DamagedError, NewerFormatError
 from torchcache2.files.filesystem import is_read_only
 from torchcache2.tiers.breaker import Breaker
 
-__all__ = ["Health"]
-
 _MOST_NAMED = 3  # so many of the namespaces that cannot be written are named
 # These errors concern the whole directory, in whichever namespace they are met.
 _OF_ALL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)

@@ -17,9 +17,6 @@ import numpy as np
 from torchcache2.core.keys import Array, Ordinals, Words
 from torchcache2.tiers.index import KeyIndex
 
-__all__ = ["Places"]
-
-
 _GROWTH = 1.0625
 _CHECKED_AT_ONCE = 1 << 18  # copies that one call of `restore` looks at, in some 20 ms
 

@@ -20,8 +20,6 @@ from torchcache2.tiers.disk.catalog import AnySegment, Located
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
 
-__all__ = ["Reader", "read_rows"]
-
 _TOUCHED_EVERY = 60.0  # seconds
 _ASKED_BESIDE = 8 << 20  # from so many bytes on, the system is asked in a thread of its own
 

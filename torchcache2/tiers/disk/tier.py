@@ -36,8 +36,6 @@ from torchcache2.tiers.disk.sealing import Sealing
 from torchcache2.tiers.pace import Pace
 from torchcache2.tiers.writer import Writer
 
-__all__ = ["DiskTier"]
-
 _SEGMENT_BYTES = 64 << 20
 _SEALED_AFTER = 5.0  # seconds
 _QUEUED = 256 << 20

@@ -22,8 +22,6 @@ from torchcache2.core.rows import Rows, Schema
 from torchcache2.tiers.index import KeyIndex
 from torchcache2.tiers.memory.columns import host_column, row_column
 
-__all__ = ["Arena"]
-
 _SLAB = 64 << 20  # a column grows by no more bytes than these at a time, if fewer rows are needed
 
 

@@ -21,8 +21,6 @@ from torch import Tensor
 from torchcache2.core.keys import Ordinals
 from torchcache2.core.memory import Runtime, as_words, gather, write
 
-__all__ = ["Column", "host_column", "row_column"]
-
 _PAGE = mmap.PAGESIZE
 # Without this flag the system counts reserved address space as memory, and refuses to fork the process.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)

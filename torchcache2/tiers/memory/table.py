@@ -26,8 +26,6 @@ from torchcache2.core.rows import Schema
 from torchcache2.core.settings import Policy
 from torchcache2.tiers.memory.arena import Arena
 
-__all__ = ["ArenaTable"]
-
 _GROUP_BYTES = 256  # about what a group takes in memory
 _MOST_ARENAS = 10_000  # an arena takes some kilobytes that do not count
 _MOST_GROUPS = 100_000  # in one namespace

@@ -30,8 +30,6 @@ from torchcache2.tiers.base import Found, Tier, TierStats, replicas_of
 from torchcache2.tiers.memory.arena import Arena
 from torchcache2.tiers.memory.table import ArenaTable
 
-__all__ = ["MemoryTier"]
-
 
 class MemoryTier(Tier):
     """Rows in arenas: tensors that grow in place.

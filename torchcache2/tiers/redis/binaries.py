@@ -8,8 +8,6 @@ import platform
 import shutil
 import sys
 
-__all__ = ["find_servers"]
-
 _PROGRAMS = ("redis-server", "valkey-server")
 
 

@@ -15,10 +15,8 @@ from torchcache2.core.places import Server, Servers
 from torchcache2.tiers.redis.health import Health
 from torchcache2.tiers.redis.lines import Line
 from torchcache2.tiers.redis.pieces import Pieces
-from torchcache2.tiers.redis.pipelines import LOST, Command, Lost, Pipelines
+from torchcache2.tiers.redis.pipelines import LOST, Command, Pipelines
 from torchcache2.tiers.redis.shares import Shares, Slots
-
-__all__ = ["LOST", "Clients", "Lost"]
 
 _CHECKED = b"torchcache2:check"
 _NEEDED: tuple[Command, ...] = (

@@ -6,8 +6,6 @@ import hashlib
 
 from torchcache2.core.settings import Policy
 
-__all__ = ["COMMANDS", "configuration"]
-
 COMMANDS = (  # that clients use; the server refuses all others
     *("auth", "ping", "select", "info", "scan", "dbsize"),
     *("get", "mget", "getex", "exists", "set", "del", "unlink"),

@@ -15,8 +15,6 @@ from torchcache2.core.errors import OptionError
 from torchcache2.core.places import Server
 from torchcache2.core.process import place, ranks_on_each
 
-__all__ = ["listening_address", "servers_of_all"]
-
 _BYTES = 2048  # that a rank says at once
 _LONGEST = 300  # characters of an error
 _NO_GROUP = (

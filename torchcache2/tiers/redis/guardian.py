@@ -24,7 +24,6 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["FILE", "PIPE", "SOCKET", "Process", "remove", "start"]
 
 # Names of files in the folder of a server.
 FILE, PIPE, SOCKET = "server", "pipe", "socket"

@@ -11,8 +11,6 @@ from torchcache2.core.logs import ToldOnce
 from torchcache2.core.places import Server
 from torchcache2.tiers.breaker import Breaker
 
-__all__ = ["Health"]
-
 _SECRET = ("password", "ssl_password")
 _LONGEST = 200
 _DOWN = ("ClusterDownError", "MasterDownError")  # names, as redis-py is imported only when it is used

@@ -6,8 +6,6 @@ import os
 from collections import deque
 from collections.abc import Set
 
-__all__ = ["Abandoned", "Lease"]
-
 Abandoned = deque[tuple[Set[bytes], float, int]]  # what leases held: names, until when, in which process
 
 

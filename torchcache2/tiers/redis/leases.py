@@ -26,11 +26,10 @@ import numpy as np
 from torchcache2.core.keys import Flags, Keys, Positions, Words
 from torchcache2.core.process import ProcessLock
 from torchcache2.tiers.base import Claim
-from torchcache2.tiers.redis.clients import LOST, Clients
+from torchcache2.tiers.redis.clients import Clients
 from torchcache2.tiers.redis.lease import Abandoned, Lease
 from torchcache2.tiers.redis.names import claim_names, row_names
-
-__all__ = ["LeasedClaim", "Leases"]
+from torchcache2.tiers.redis.pipelines import LOST
 
 _PROCESS = os.urandom(16)  # forked children have the same, but no thread of the same number
 _NOWHERE: Positions = np.empty(0, np.int64)

@@ -9,8 +9,6 @@ from typing import Any
 
 from torchcache2.core.places import Server, require_redis
 
-__all__ = ["Line", "read", "send"]
-
 _BLOCK = 256 << 10  # commands are sent in blocks of this size, as each costs a call of the system
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torchcache2.core.keys import Keys
 
-__all__ = ["claim_names", "pattern", "row_names"]
-
 _ROWS = b"torchcache2:"
 _CLAIMS = b"torchcache2:claim:"  # no row has such a name, as its next part would be 32 hexadecimal digits
 

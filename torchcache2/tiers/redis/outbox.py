@@ -21,8 +21,6 @@ from torchcache2.tiers.redis.leases import Leases
 from torchcache2.tiers.unwritten import OwnRows, Pending
 from torchcache2.tiers.writer import Writer
 
-__all__ = ["Outbox"]
-
 
 class Outbox:
     """Rows can be found until they are sent. A forked child begins with none: its parent sends them.

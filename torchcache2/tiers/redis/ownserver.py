@@ -24,15 +24,13 @@ from torchcache2.core.logs import logger
 from torchcache2.core.places import Server
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size, free_memory, parse_size, size_text
-from torchcache2.files.filesystem import Descriptor
+from torchcache2.files.descriptors import Descriptor
 from torchcache2.tiers.meeting import is_at, is_own, machine, own_folder
 from torchcache2.tiers.redis import guardian
 from torchcache2.tiers.redis.binaries import find_servers
 from torchcache2.tiers.redis.configuration import configuration
 from torchcache2.tiers.redis.holding import hold_pipe, let_go, remove_if_dead
 from torchcache2.tiers.shared.lock import LockTimeoutError, NodeLock
-
-__all__ = ["Found", "find_or_start"]
 
 _PREFIX = "torchcache2_redis_{}-"
 _TRIES = 1000  # to enter a folder that others remove

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Pieces"]
-
 _REPLY = 8 << 20  # bytes of a reply
 _UNSEEN, _SEEN = 32 << 10, 1 << 10  # what a row takes at least, before one of them was seen and later
 _PREFIX = 45  # bytes of a name that all rows of a namespace share

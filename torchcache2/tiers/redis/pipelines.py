@@ -14,8 +14,6 @@ from torchcache2.core.places import require_redis
 from torchcache2.tiers.redis.health import Health
 from torchcache2.tiers.redis.lines import Line, read, send
 
-__all__ = ["LOST", "Command", "Lost", "Pipelines"]
-
 _TRIED = b"torchcache2:try"  # nothing has this name
 Command = tuple[Any, ...]
 

@@ -25,8 +25,6 @@ from torchcache2.files.layout import MOST_SCHEMA_BYTES, schema_text
 from torchcache2.files.schemajson import schema_from_json
 from torchcache2.files.segment import Columns, empty_columns, rows_of
 
-__all__ = ["MOST_ROW_BYTES", "Decoded", "Records"]
-
 MOST_ROW_BYTES = 256 << 20  # a server takes values of up to 512 MB
 _MAGIC = b"tc2\x01"  # the last byte is the version
 _START = struct.Struct("<4sBI")  # magic, codec, bytes of the schema

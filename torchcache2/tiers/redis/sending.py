@@ -9,12 +9,11 @@ import numpy as np
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.files.errors import UnserialisableError
-from torchcache2.tiers.redis.clients import LOST, Clients
+from torchcache2.tiers.redis.clients import Clients
 from torchcache2.tiers.redis.names import row_names
+from torchcache2.tiers.redis.pipelines import LOST
 from torchcache2.tiers.redis.record import Records
 from torchcache2.tiers.unwritten import Pending
-
-__all__ = ["Sender"]
 
 _PIECE = 4 << 20  # bytes of rows that are sent before the replies are waited for
 

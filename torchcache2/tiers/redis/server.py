@@ -19,8 +19,6 @@ from torchcache2.tiers.redis.exchange import listening_address, servers_of_all
 from torchcache2.tiers.redis.ownserver import Found, find_or_start
 from torchcache2.tiers.shared.region import start_time
 
-__all__ = ["one_of", "own_servers"]
-
 
 def own_servers(capacity: Size, policy: Policy, *, cluster_mode: bool = True, buffer: int = 1) -> Servers:
     """Our own servers, which are started unless they run: one on each node of the job.

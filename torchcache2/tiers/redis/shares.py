@@ -18,8 +18,6 @@ import xxhash
 from torchcache2.core.keys import Positions, Words
 from torchcache2.core.places import Server, require_redis
 
-__all__ = ["Shares", "Slots"]
-
 _SLOTS = 16384
 _UNSERVED = -1
 # The multipliers of splitmix64. All processes must draw the same numbers, so they may never change.

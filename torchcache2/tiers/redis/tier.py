@@ -30,8 +30,6 @@ from torchcache2.tiers.redis.sending import Sender
 from torchcache2.tiers.serialisable import Serialisable
 from torchcache2.tiers.unwritten import OwnRows, Pending, Slabs
 
-__all__ = ["RedisTier"]
-
 _QUEUED = 64 << 20
 _SENT_AFTER = 1.0  # seconds
 

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filenames import MIRROR
 
-__all__ = ["Arrivals"]
-
 _SMALL = 1 << 20  # bytes, which come by ranges at once
 _TIMES = 4.0  # as long as the ranges of a large batch take, the next one may wait
 _LOOK_EVERY = 0.02  # seconds

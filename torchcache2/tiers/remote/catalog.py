@@ -22,8 +22,6 @@ from torchcache2.files.whole import made_at
 from torchcache2.tiers.disk.catalog import Located
 from torchcache2.tiers.remote.listing import Changes
 
-__all__ = ["Remote"]
-
 _MOST_HEAD = 1 << 30  # bytes
 
 

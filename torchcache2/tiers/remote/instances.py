@@ -28,8 +28,6 @@ from torchcache2.tiers.remote.libraries import (
 )
 from torchcache2.tiers.remote.refusals import Kind, kind_of
 
-__all__ = ["Answer", "Instance"]
-
 _SLOWEST = float(1 << 20)  # bytes a second: a connection that is slower counts as one that hangs
 _REQUESTS = 50.0  # likewise, requests a second
 _CLOSING = 2.0  # seconds

@@ -20,8 +20,6 @@ from torchcache2.tiers.remote.catalog import Remote
 from torchcache2.tiers.remote.listing import Listing
 from torchcache2.tiers.remote.objects import Objects
 
-__all__ = ["Known", "Sought"]
-
 _MILLISECOND = 1_000_000  # nanoseconds
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from torchcache2.core.errors import require
 from torchcache2.core.private import FINALIZERS
 
-__all__ = ["AT_ONCE", "CONNECT", "class_of", "keep_finalizers_off", "mtime", "time_limits"]
-
 AT_ONCE = 32  # requests
 CONNECT = 5.0  # seconds that a server may take to accept a connection
 _TIMES = ("mtime", "LastModified", "last_modified", "created")  # when an object was written

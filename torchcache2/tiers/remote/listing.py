@@ -21,8 +21,6 @@ from torchcache2.files.layout import FORMAT_VERSION
 from torchcache2.files.whole import made_at
 from torchcache2.tiers.remote.objects import Objects
 
-__all__ = ["Changes", "Listing"]
-
 _RETRY = 2.0  # seconds
 _AT_ONCE = 32  # heads
 _FIRST_READ, _MOST_READ = 16 << 10, 1 << 20  # bytes

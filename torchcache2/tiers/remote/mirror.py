@@ -19,8 +19,6 @@ from torchcache2.files.directory import CacheDirectory
 from torchcache2.tiers.remote.mirroring import Mirroring
 from torchcache2.tiers.remote.objects import Objects
 
-__all__ = ["Mirror"]
-
 _LOOP = "fsspecIO"  # the thread in which fsspec waits for servers
 
 

@@ -8,15 +8,13 @@ import time
 from collections.abc import Callable, Collection
 
 from torchcache2.core.process import AtExit
-from torchcache2.files.directory import CacheDirectory, Contents
-from torchcache2.files.filenames import FINGERPRINT
+from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.filenames import FINGERPRINT, Contents
 from torchcache2.tiers.remote.downloads import Downloads
 from torchcache2.tiers.remote.folders import Folders, Transfer
 from torchcache2.tiers.remote.mirrorlock import MirrorLock
 from torchcache2.tiers.remote.objects import Objects
 from torchcache2.tiers.remote.uploads import Uploads
-
-__all__ = ["Mirroring"]
 
 _EXIT_PRIORITY = 5  # lower than that of the disk tier's writer, higher than that of a temporary folder
 _AT_ONCE, _DOWN_AT_ONCE = 4, 8  # transfers

@@ -17,8 +17,6 @@ from torchcache2.tiers.remote.instances import Instance
 from torchcache2.tiers.remote.refusals import Kind, kind_of
 from torchcache2.tiers.remote.session import READING, WRITING, Session
 
-__all__ = ["Objects"]
-
 _MOST_TAG, _MOST_TEXT = 4096, 64 << 10  # bytes
 _LOCAL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 

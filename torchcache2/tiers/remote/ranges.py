@@ -8,11 +8,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from torchcache2.files.descriptors import Descriptor
 from torchcache2.files.errors import DamagedError
-from torchcache2.files.filesystem import Descriptor, FileSystem
+from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.remote.objects import Objects
-
-__all__ = ["Ranges"]
 
 _GAP = 16 << 10  # bytes; to fetch so many that nobody needs costs less than another request
 _MOST = 8 << 20  # bytes of one request; several at once are faster than a long one

@@ -10,15 +10,14 @@ import numpy as np
 
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Parts, merged
+from torchcache2.files.descriptors import Descriptors
 from torchcache2.files.errors import DamagedError
-from torchcache2.files.segment import Descriptors, Segment
+from torchcache2.files.segment import Segment
 from torchcache2.tiers.disk.reading import read_rows
 from torchcache2.tiers.remote.arrivals import Arrivals
 from torchcache2.tiers.remote.known import Known, Sought
 from torchcache2.tiers.remote.objects import Objects
 from torchcache2.tiers.remote.ranges import Ranges
-
-__all__ = ["read"]
 
 
 def read(objects: Objects, known: Known, keys: Keys, arrivals: Arrivals) -> Parts:

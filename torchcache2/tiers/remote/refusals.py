@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Kind", "Texts", "kind_of"]
-
 
 class Kind(enum.Enum):
     """What an error means."""

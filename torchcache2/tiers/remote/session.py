@@ -19,8 +19,6 @@ from torchcache2.tiers.breaker import Breaker
 from torchcache2.tiers.remote.instances import Instance
 from torchcache2.tiers.remote.refusals import Kind, Texts, kind_of
 
-__all__ = ["READING", "WRITING", "Session"]
-
 READING, WRITING = b"reading", b"writing"  # credentials may allow one of them only
 T = TypeVar("T")
 

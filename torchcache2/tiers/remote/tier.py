@@ -26,8 +26,6 @@ from torchcache2.tiers.remote.mirror import Mirror
 from torchcache2.tiers.remote.objects import Objects
 from torchcache2.tiers.remote.reading import read
 
-__all__ = ["RemoteTier"]
-
 _EXIT_PRIORITY = 5  # lower than that of the disk tier's writer, higher than that of a temporary folder
 _LEAST_LIMIT = 1 << 30
 

@@ -36,8 +36,6 @@ from torchcache2.tiers.shared.budget import (
 from torchcache2.tiers.shared.region import PAGE, Region, is_alive, pages
 from torchcache2.tiers.shared.tickets import Tickets
 
-__all__ = ["Board"]
-
 _MAGIC = 0x31_6B6E_6172_6374  # "tcrank1"
 _MEMBERS, _FILES, _HOLDERS = 512, 512, 2048  # rows
 _SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (Tickets.MOST, Tickets.COLUMNS)]

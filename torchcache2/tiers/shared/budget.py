@@ -11,21 +11,6 @@ import numpy as np
 
 from torchcache2.core.keys import Array
 
-__all__ = [
-    "BUDGET",
-    "BYTES",
-    "DEAD",
-    "FLAGS",
-    "FULL",
-    "INODE",
-    "LIVE",
-    "NAMESPACE",
-    "RANKS",
-    "REPLICAS",
-    "STATE",
-    "Budget",
-]
-
 BUDGET, FULL, PRESSURE, RESERVE = 4, 6, 7, 11  # words of the head
 STATE, INODE, BYTES, ROWS, FLAGS, NAMESPACE, _, RANKS = range(8)  # of a file
 LIVE, DEAD = 1, 2  # states

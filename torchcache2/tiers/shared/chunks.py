@@ -27,8 +27,6 @@ from torchcache2.files.schemajson import schema_from_json, schema_to_json
 from torchcache2.tiers.shared.region import PAGE, pages
 from torchcache2.tiers.shared.space import Space
 
-__all__ = ["Chunks"]
-
 _CHUNKS, _SCHEMAS, _TEXT_END, _DATA_END = 2, 3, 4, 5  # words of the head
 _TEXT, _LENGTH, _CURRENT, _TOTAL = range(4)  # of a schema: current is chunk << 32 | rows that were given out
 _ROW = (1 << 32) - 1

@@ -20,8 +20,6 @@ from torchcache2.tiers.base import Claim
 from torchcache2.tiers.shared.table import SharedTable
 from torchcache2.tiers.shared.tickets import Ticket
 
-__all__ = ["Claims", "SharedClaim"]
-
 _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3  # seconds
 _LOOK = 0.05  # seconds between looks at the processes that are waited for
 _NOWHERE: Positions = np.empty(0, np.int64)

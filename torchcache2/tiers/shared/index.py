@@ -20,8 +20,6 @@ from torchcache2.tiers.index import KeyTable
 from torchcache2.tiers.shared.region import PAGE, pages
 from torchcache2.tiers.shared.space import Space
 
-__all__ = ["SharedIndex"]
-
 _TABLE, _TAKEN = 0, 1  # words of the head: slots of the table, and ordinals that were given out
 _RANGES = {"keys": 16, "locations": 8, "sums": 8}  # bytes of an ordinal in each
 _PART = 1 << 20  # slots that are placed at once

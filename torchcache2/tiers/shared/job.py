@@ -16,13 +16,12 @@ import numpy as np
 
 from torchcache2.core.keys import Array
 from torchcache2.core.process import place
-from torchcache2.files.filesystem import Descriptor, FileSystem
+from torchcache2.files.descriptors import Descriptor
+from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.meeting import JOB, is_at, job_name, machine, own_folder
 from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.lock import LockTimeoutError, NodeLock
 from torchcache2.tiers.shared.region import Region, SharingError, is_alive, start_time
-
-__all__ = ["Job", "leave_soon"]
 
 _FOLDER = "torchcache2_ranks_{}"  # in the folder for temporary files
 _MOST_LOOKED_AT = 100  # files of other jobs

@@ -13,9 +13,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
-from torchcache2.files.filesystem import Descriptor, FileSystem
-
-__all__ = ["LockTimeoutError", "NodeLock"]
+from torchcache2.files.descriptors import Descriptor
+from torchcache2.files.filesystem import FileSystem
 
 _NONE = (1 << 31) - 1  # a number that no open file has
 _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3  # seconds

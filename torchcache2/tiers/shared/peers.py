@@ -21,8 +21,6 @@ from torchcache2.tiers.shared.job import Job
 from torchcache2.tiers.shared.space import Space
 from torchcache2.tiers.shared.table import SharedTable
 
-__all__ = ["compare", "compare_later"]
-
 _COMPARED_AFTER = 60.0  # seconds that a rank has kept rows: others had time to do so, too
 _MOST_READ = 16  # namespaces of others
 

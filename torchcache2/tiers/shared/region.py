@@ -19,8 +19,6 @@ from torch import Tensor
 
 from torchcache2.core.keys import Array
 
-__all__ = ["PAGE", "Region", "SharingError", "is_alive", "pages", "start_time"]
-
 PAGE = mmap.PAGESIZE
 _POPULATE_READ = 22  # MADV_POPULATE_READ, of Linux 5.14, which Python has no name for
 

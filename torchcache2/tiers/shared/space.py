@@ -16,8 +16,6 @@ from torchcache2.core.keys import Array, Bytes
 from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.region import PAGE, Region, pages
 
-__all__ = ["Space"]
-
 # What a byte of the budget may need in each range: an ordinal takes 40 bytes, a chunk and a schema more.
 _SHARES = {
     "keys": 0.5,

@@ -37,8 +37,6 @@ from torchcache2.tiers.shared.region import PAGE, Region
 from torchcache2.tiers.shared.space import Space
 from torchcache2.tiers.shared.tickets import Ticket
 
-__all__ = ["SharedTable"]
-
 Lock = Callable[[], AbstractContextManager[None]]
 
 

@@ -14,8 +14,6 @@ from torchcache2.tiers.base import replicas_of
 from torchcache2.tiers.shared.job import Job
 from torchcache2.tiers.shared.table import SharedTable
 
-__all__ = ["Tables"]
-
 _BETWEEN_LOOKS = 1.0  # seconds, when it is full, between looks for room that others have given up
 _MOST_OPEN = 64  # each takes two descriptors, of which a process often has 1024
 _MOST_ABSENT = 1000  # namespaces that are remembered to have no file

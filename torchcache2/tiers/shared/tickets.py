@@ -15,8 +15,6 @@ import numpy as np
 
 from torchcache2.core.keys import Array, Positions
 
-__all__ = ["Ticket", "Tickets"]
-
 _SERIAL, _LAST, _MEMBER, _THREAD, _FILE, _SINCE = range(6)
 _LEAST_STUCK = 60_000_000_000  # ns
 _SLOT_BITS = 10  # of a ticket's word

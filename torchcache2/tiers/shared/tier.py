@@ -34,8 +34,6 @@ from torchcache2.tiers.shared.peers import compare_later
 from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.tables import Tables
 
-__all__ = ["SharedTier"]
-
 _T = TypeVar("_T")
 # Seconds to wait for the lock when a tier is closed. The garbage collector may close many tiers in a thread
 # that holds the lock through another one: waiting is then in vain, and all ranks wait meanwhile.
