@@ -103,7 +103,7 @@ class ModuleCache:
             tiers = beside.engine.tiers
         self.settings: CacheSettings = settings
         self.engine: Cache = Cache(bytes(16), settings, tiers=tiers)
-        self.engine.must_stack = settings.probe
+        self.engine.face, self.engine.must_stack = weakref.ref(self), settings.probe
         self._owner: _Owner = beside._owner if beside is not None else _Owner(history)
         self.kept: list[ModuleCache] = []  # those of other methods, if nothing else refers to them
         self.on_first_call: Callable[[Any], None] | None = None  # gets the object
@@ -243,7 +243,7 @@ class ModuleCache:
 
     def description(self, namespace: bytes) -> dict[str, Any]:
         """What a namespace of this cache stands for, as JSON, for people and `explain`."""
-        document = self.engine.description(namespace)
+        document = self.engine.document()
         document["class"] = self._class()
         fingerprint = self.fingerprint  # once: another thread may change it meanwhile
         if fingerprint.namespace == namespace:

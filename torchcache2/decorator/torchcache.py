@@ -22,8 +22,23 @@ from torchcache2.core.errors import DecorationError, OptionError
 from torchcache2.core.logs import shown
 from torchcache2.core.settings import CacheSettings, Compression, Distributed, MissBatch, Policy
 from torchcache2.core.sizes import Size
-from torchcache2.decorator import wrap
 from torchcache2.decorator.modulecache import ModuleCache
+from torchcache2.decorator.wrap import (
+    DEFERRED,
+    Binding,
+    CachedMethod,
+    bindings_of,
+    cache_of_object,
+    check_method,
+    decorate_class,
+    decorate_function,
+    decorate_object,
+    is_cached_function,
+    is_deferred,
+    methods_of,
+    restore_class,
+    restore_object,
+)
 from torchcache2.identity.encoding import qualified_name
 from torchcache2.identity.marks import BINDING, ORIGINAL_ATTRIBUTE
 
@@ -147,7 +162,7 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
         is_module = isinstance(target, nn.Module) or (
             isinstance(target, type) and issubclass(target, nn.Module)
         )
-        if isinstance(target, (types.MethodType, wrap.CachedMethod)):
+        if isinstance(target, (types.MethodType, CachedMethod)):
             return _decorate_bound(target, settings, methods)
         if isinstance(target, types.FunctionType) and not methods:
             return _decorate_function(target, settings)
@@ -158,9 +173,7 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
             return _decorate_class(target, settings, named)
         if not hasattr(target, "__dict__"):
             raise _refusal(target)
-        wrap.decorate_object(
-            target, wrap.Binding(settings, qualified_name(type(target)), named), exactly=True
-        )
+        decorate_object(target, Binding(settings, qualified_name(type(target)), named), exactly=True)
         return target
 
     if target is None:
@@ -173,20 +186,16 @@ torchcache.__module__ = "torchcache2"  # the path that pickles name, wherever th
 
 def _decorate_class(cls: type, settings: CacheSettings, methods: tuple[str, ...]) -> type:
     for name in methods:
-        wrap.check_method(cls, name, in_body=True)
-    known: wrap.Binding | None = vars(cls).get(BINDING)
+        check_method(cls, name, in_body=True)
+    known: Binding | None = vars(cls).get(BINDING)
     if known is not None and (known.settings, known.methods) != (settings, methods):
-        wrap.restore_class(cls)
+        restore_class(cls)
         known = None
-    return (
-        cls
-        if known is not None
-        else wrap.decorate_class(cls, wrap.Binding(settings, qualified_name(cls), methods))
-    )
+    return cls if known is not None else decorate_class(cls, Binding(settings, qualified_name(cls), methods))
 
 
 def _decorate_function(function: types.FunctionType, settings: CacheSettings) -> Callable[..., Any]:
-    if wrap.is_cached_function(function):
+    if is_cached_function(function):
         cache = vars(function).get("cache_instance")
         before = cache.settings if cache is not None else getattr(vars(function)[BINDING], "settings", None)
         if before == settings:
@@ -194,15 +203,15 @@ def _decorate_function(function: types.FunctionType, settings: CacheSettings) ->
         if cache is not None:
             cache.close()
         function = getattr(function, ORIGINAL_ATTRIBUTE)
-    if wrap.is_deferred(function):
-        raise DecorationError(f"torchcache cannot decorate {shown(function)}: {wrap.DEFERRED}")
-    binding = wrap.Binding(settings, qualified_name(function))
+    if is_deferred(function):
+        raise DecorationError(f"torchcache cannot decorate {shown(function)}: {DEFERRED}")
+    binding = Binding(settings, qualified_name(function))
     if _is_in_class_body(function):
         parameters = list(inspect.signature(function).parameters.values())
         if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
             raise _refusal(staticmethod(function))
-        return wrap.decorate_function(function, binding, function.__name__)
-    return wrap.decorate_function(function, binding)
+        return decorate_function(function, binding, function.__name__)
+    return decorate_function(function, binding)
 
 
 def _is_in_class_body(function: types.FunctionType) -> bool:
@@ -221,8 +230,8 @@ def _decorate_bound(method: Any, settings: CacheSettings, methods: tuple[str, ..
     is_call = isinstance(obj, nn.Module) and name in ("__call__", "_wrapped_call_impl")
     if methods or isinstance(obj, type) or is_call or getattr(obj, name, None) != method:
         raise _refusal(method)
-    wrap.decorate_object(obj, wrap.Binding(settings, qualified_name(type(obj)), (name,)), exactly=False)
-    cached = wrap.methods_of(obj).get(name)
+    decorate_object(obj, Binding(settings, qualified_name(type(obj)), (name,)), exactly=False)
+    cached = methods_of(obj).get(name)
     return cached.holding() if cached is not None else method  # else its class is decorated
 
 
@@ -260,22 +269,22 @@ def uncache(target: T, /) -> T:
         If it is not cached, or its class is.
     """
     cached: Any = target
-    if isinstance(cached, type) and wrap.bindings_of(cached):
-        wrap.restore_class(cached)
+    if isinstance(cached, type) and bindings_of(cached):
+        restore_class(cached)
         return target
-    if wrap.is_cached_function(cached) and (cache := vars(cached).get("cache_instance")) is not None:
+    if is_cached_function(cached) and (cache := vars(cached).get("cache_instance")) is not None:
         cache.close()
         return getattr(cached, ORIGINAL_ATTRIBUTE)  # type: ignore[no-any-return]
-    is_bound = isinstance(cached, (types.MethodType, wrap.CachedMethod))
+    is_bound = isinstance(cached, (types.MethodType, CachedMethod))
     obj, known = (
         (cached.__self__ if is_bound else cached),
-        wrap.methods_of(cached.__self__ if is_bound else cached),
+        methods_of(cached.__self__ if is_bound else cached),
     )
     names = [cached.__name__] if is_bound else list(known)
     if known and set(names) <= known.keys():
-        wrap.restore_object(obj, names)
+        restore_object(obj, names)
         return getattr(obj, names[0]) if is_bound else target
-    is_of_class = not isinstance(obj, (type, types.FunctionType)) and wrap.bindings_of(type(obj))
+    is_of_class = not isinstance(obj, (type, types.FunctionType)) and bindings_of(type(obj))
     why = f"its class is: uncache({type(obj).__name__})" if is_of_class else "torchcache has not decorated it"
     raise DecorationError(f"{shown(target)} is not cached: {why}")
 
@@ -300,14 +309,14 @@ def cache_of(target: Any, /) -> ModuleCache:
     >>> cache_of(backbone).stats().misses
     3
     """
-    obj = target.__self__ if isinstance(target, (types.MethodType, wrap.CachedMethod)) else target
-    if wrap.is_cached_function(obj) and "cache_instance" in vars(obj):
+    obj = target.__self__ if isinstance(target, (types.MethodType, CachedMethod)) else target
+    if is_cached_function(obj) and "cache_instance" in vars(obj):
         return vars(obj)["cache_instance"]  # type: ignore[no-any-return]
     if isinstance(obj, type):
         raise DecorationError(f"{shown(target)} is not cached: each object of a class has a cache of its own")
-    if not (wrap.methods_of(obj) or wrap.bindings_of(type(obj))):
+    if not (methods_of(obj) or bindings_of(type(obj))):
         raise DecorationError(f"{shown(target)} is not cached: decorate it by torchcache")
-    return wrap.cache_of_object(obj)
+    return cache_of_object(obj)
 
 
 for _function in (uncache, cache_of):

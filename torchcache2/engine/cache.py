@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from torchcache2.engine.running import (
     outside,
     transparent,
 )
-from torchcache2.engine.stack import TierStack
+from torchcache2.engine.stack import Describer, TierStack
 from torchcache2.engine.stats import CacheStats, Counters
 from torchcache2.engine.values.outputs import found, joined, stored
 from torchcache2.engine.verify import differences
@@ -56,6 +56,10 @@ from torchcache2.tiers.base import Claim
 
 _CPU = torch.device("cpu")
 _NOWHERE: Positions = np.empty(0, np.int64)
+
+
+def _nobody() -> None:
+    """Stands for a face that is not there."""
 
 
 def now() -> str:
@@ -101,6 +105,7 @@ class Cache:
         self.tell = ToldOnce()
         self.name = repr(self)  # in messages
         self.is_closed = False
+        self.face: Callable[[], Describer | None] = _nobody  # who knows more of the namespaces, held weakly
         self.must_stack = False  # whether rows that do not stack are refused: items depend on their batch
         self.collective: Collective | None = None
         if self.settings.distributed == "collective":
@@ -441,8 +446,13 @@ class Cache:
         with contextlib.nullcontext() if self.collective is None else self.collective.join():
             yield
 
-    def description(self, namespace: bytes) -> dict[str, Any]:
+    def description(self, namespace: bytes) -> Mapping[str, Any]:
         """What a namespace of this cache stands for, as JSON, for people and `explain`."""
+        face = self.face()
+        return self.document() if face is None else face.description(namespace)
+
+    def document(self) -> dict[str, Any]:
+        """What a description says that knows nothing of who computes."""
         return {"class": None, "library": __version__, "torch": str(torch.__version__), "created": now()}
 
     def flush(self) -> None:

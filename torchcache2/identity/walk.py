@@ -1,9 +1,9 @@
 """`Walk`: everything that the output of a forward depends on, written down as named parts.
 
 Code counts by its source, attributes by their values. Hooks, closures, and the globals that code names count
-too. What an object is written down by stands in one table of types; those that are not in it count by their
-class and their state. Tensors are listed but not read, so that a walk is cheap: `NamespaceKeeper` reads them
-later. Attributes of modules are read last, when it is known what code reads of them.
+too. What an object is written down by stands in one table of types; those that are not in it count by
+their class and their state. Tensors are listed but not read, so that a walk is cheap: `NamespaceKeeper`
+reads them later. Attributes of modules are read last, when it is known what code reads of them.
 """
 
 from __future__ import annotations
