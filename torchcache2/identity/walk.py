@@ -73,7 +73,7 @@ _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams
 _SMALL = 1 << 16
 _MOST_NOTES = 500
 _HOOK_FLAGS = ("with_kwargs", "always_called")
-_WATCHED = (  # what `Watch` and `NamespaceKeeper` take of a walk, lists of which one may follow another
+_WATCHED = (  # what `Guard` and `NamespaceKeeper` take of a walk, lists of which one may follow another
     *("modules", "scopes", "cells", "reads", "dicts", "written", "written_scopes", "written_cells"),
     *("generators", "lazies"),
 )
