@@ -27,7 +27,7 @@ def filling(
 ) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
     """The same forward, but if it adds to its only dict and returns that, its output is what was added."""
 
-    def steps(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def filled(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         given = _only_dict(args, kwargs)
         if given is None:
             return forward(args, kwargs)
@@ -48,7 +48,7 @@ def filling(
                 given.update({name: given if one is copied else one for name, one in copied.items()})
         return {_FILLED: added} if is_filled else given if output is copied else output
 
-    return steps
+    return filled
 
 
 def given_back(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -58,10 +58,6 @@ _CPU = torch.device("cpu")
 _NOWHERE: Positions = np.empty(0, np.int64)
 
 
-def _nobody() -> None:
-    """Stands for a face that is not there."""
-
-
 def now() -> str:
     """The time, UTC, in ISO 8601."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
@@ -105,7 +101,7 @@ class Cache:
         self.tell = ToldOnce()
         self.name = repr(self)  # in messages
         self.is_closed = False
-        self.face: Callable[[], Describer | None] = _nobody  # who knows more of the namespaces, held weakly
+        self.face: Callable[[], Describer | None] = lambda: None  # it knows more of namespaces; held weakly
         self.must_stack = False  # whether rows that do not stack are refused: items depend on their batch
         self.collective: Collective | None = None
         if self.settings.distributed == "collective":

@@ -50,7 +50,7 @@ from torchcache2.identity.sourcecode import CompiledTexts, cells_of, names_in
 from torchcache2.identity.uses import Uses, UseTable, has_fields, is_plain, taken_by, uses_of
 
 _MISSING = object()
-# With these, code reaches things that it does not name. `locals` is not one: its values are in the code.
+# Code that calls these reaches things that it does not name. `locals` reaches only what the code names.
 _UNFOLLOWED = (eval, exec, globals, sys.modules)
 _IMPORTERS = (importlib.import_module, __import__)
 _CODE = (type, types.FunctionType, types.MethodType, types.ModuleType, staticmethod, classmethod, property)
@@ -93,11 +93,11 @@ class CodeWalk(Encoder):
             pattern = re.escape(text).replace(r"\*", ".*").replace(r"\?", ".")
             self.ignore[text] = re.compile(pattern, re.DOTALL)
         self.ignored: dict[str, list[str]] = {}  # by path, the patterns for which something was left out
-        # What was read, to notice when it changes: globals and attributes, the cells of closures, …
+        # What was read, to notice when it changes: globals and attributes, and cells of closures.
         self.scopes: list[tuple[Mapping[str, Any], str, Any]] = []
         self.cells: list[tuple[types.CellType, Any]] = []
-        self.dicts: list[Collection[Any]] = []  # … whose number of elements shows that there are new ones, …
-        # … and others: a function, and the object from which it reads them, as a tuple.
+        self.dicts: list[Collection[Any]] = []  # their number of elements is compared: a new one would count
+        # Further values that are compared by identity: a function reads a tuple of them from an object.
         self.reads: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
         # What code only writes, which counts nowhere, but is put back where a forward is undone.
         self.written: list[tuple[str, Any]] = []  # containers

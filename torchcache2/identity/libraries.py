@@ -279,7 +279,7 @@ _LEFT_OUT = {
     # Where something was loaded from; weights and vocabularies count by content, classes by code.
     ("transformers", "PreTrainedConfig"): ("_name_or_path",),
     ("transformers", "PretrainedConfig"): ("_name_or_path",),  # before version 5
-    # And whether hidden states were asked for before: see `without_captures`.
+    # The second says that somebody has asked for hidden states before; `without_captures` handles that.
     ("transformers", "PreTrainedModel"): ("name_or_path", "_output_capturing_hooks_installed"),
     ("transformers", "PreTrainedTokenizerBase"): (
         *_OF_TOKENIZERS,

@@ -188,7 +188,7 @@ def start(rows: Tensor, secrets: Tensor, tiles: tuple[int, int]) -> Tensor:
     words, blocks = as_words(rows), (size - 1) // _BLOCK  # the last block of a row is not among them
     sums = torch.empty((count * blocks, 8), dtype=torch.int64, device=rows.device)
     out = torch.empty((count, 16), dtype=torch.uint8, device=rows.device)
-    # There are only integers. Triton warns of its default for other numbers unless it is told what to do.
+    # The kernels use integers only, but Triton warns if nobody chooses how it fuses operations on floats.
     options: dict[str, Any] = {"enable_fp_fusion": False, "parts": 8 // words.element_size()}
     if blocks:
         kernels.block_sums[(-(-count * blocks // tiles[0]),)](
