@@ -19,7 +19,7 @@ from torchcache2.files.filesystem import FileInfo
 from torchcache2.files.heads import head_size, parse_head, read_head, write_head
 from torchcache2.files.layout import FORMAT_VERSION
 from torchcache2.files.whole import made_at
-from torchcache2.tiers.remote.objects import Objects
+from torchcache2.tiers.bucket.objects import Objects
 
 _RETRY = 2.0  # seconds
 _AT_ONCE = 32  # heads
