@@ -15,9 +15,8 @@ from typing import Any, ClassVar
 from torchcache2.core.errors import require
 from torchcache2.core.places import Bucket
 from torchcache2.core.private import GCS_RETRIED, S3_CALL, S3_LISTING, S3_SESSION, SESSIONS
-from torchcache2.files.encode import SEGMENT, TEMPORARY
-from torchcache2.files.filesystem import FileInfo
-from torchcache2.files.whole import ulid
+from torchcache2.files.filesystem import FileInfo, ulid
+from torchcache2.files.layout import SEGMENT, TEMPORARY
 from torchcache2.tiers.remote.libraries import (
     AT_ONCE,
     CONNECT,
