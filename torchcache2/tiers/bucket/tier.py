@@ -20,11 +20,11 @@ from torchcache2.core.process import AtExit, holds
 from torchcache2.core.rows import Rows
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.tiers.base import Found, Signals, Tier, TierStats
-from torchcache2.tiers.remote.arrivals import Arrivals
-from torchcache2.tiers.remote.known import Known
-from torchcache2.tiers.remote.mirror import Mirror
-from torchcache2.tiers.remote.objects import Objects
-from torchcache2.tiers.remote.reading import read
+from torchcache2.tiers.bucket.arrivals import Arrivals
+from torchcache2.tiers.bucket.known import Known
+from torchcache2.tiers.bucket.mirror import Mirror
+from torchcache2.tiers.bucket.objects import Objects
+from torchcache2.tiers.bucket.reading import read
 
 _EXIT_PRIORITY = 5  # lower than that of the disk tier's writer, higher than that of a temporary folder
 _LEAST_LIMIT = 1 << 30

@@ -16,9 +16,9 @@ from torchcache2.core.process import ProcessLock
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import DamagedError, NewerFormatError
 from torchcache2.files.segment import Segment
-from torchcache2.tiers.remote.catalog import Remote
-from torchcache2.tiers.remote.listing import Listing
-from torchcache2.tiers.remote.objects import Objects
+from torchcache2.tiers.bucket.catalog import Remote
+from torchcache2.tiers.bucket.listing import Listing
+from torchcache2.tiers.bucket.objects import Objects
 
 _MILLISECOND = 1_000_000  # nanoseconds
 

@@ -32,10 +32,10 @@ from torchcache2.core.rows import Rows
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.layout import HEAD, read_head, write_head
 from torchcache2.tiers.base import Signals
+from torchcache2.tiers.bucket import listing, ranges
+from torchcache2.tiers.bucket.objects import Objects
+from torchcache2.tiers.bucket.tier import RemoteTier
 from torchcache2.tiers.disk.tier import DiskTier
-from torchcache2.tiers.remote import listing, ranges
-from torchcache2.tiers.remote.objects import Objects
-from torchcache2.tiers.remote.tier import RemoteTier
 
 FS = Unsynced()
 FOLDER = NAMESPACES[0].hex()

@@ -15,7 +15,7 @@ IMPORTS = ("s3fs", "gcsfs.core", "tests.helpers.buckets")  # as other tests have
 FORKS = """
     import atexit, gc, os, sys
     from torchcache2.core.places import Bucket
-    from torchcache2.tiers.remote.objects import Objects
+    from torchcache2.tiers.bucket.objects import Objects
 
     DATA = bytes(range(256)) * 10
 

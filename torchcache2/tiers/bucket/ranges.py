@@ -10,7 +10,7 @@ from typing import Any
 
 from torchcache2.files.errors import DamagedError
 from torchcache2.files.filesystem import Descriptor, FileSystem
-from torchcache2.tiers.remote.objects import Objects
+from torchcache2.tiers.bucket.objects import Objects
 
 _GAP = 16 << 10  # bytes; to fetch so many that nobody needs costs less than another request
 _MOST = 8 << 20  # bytes of one request; several at once are faster than a long one

@@ -32,15 +32,15 @@ from tests.helpers.storage import (
     warnings_of,
 )
 from torchcache2.files.directory import FINGERPRINT, MIRROR, TAG, TAG_TEXT, CacheDirectory
+from torchcache2.tiers.bucket.connection import Connection
+from torchcache2.tiers.bucket.mirror import Mirror
+from torchcache2.tiers.bucket.mirroring import Mirroring
+from torchcache2.tiers.bucket.mirrorlock import MirrorLock
+from torchcache2.tiers.bucket.objects import Objects
+from torchcache2.tiers.bucket.tier import RemoteTier
 from torchcache2.tiers.disk.awaited import AwaitedUploads
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.gathering import Gathering
-from torchcache2.tiers.remote.instances import Instance
-from torchcache2.tiers.remote.mirror import Mirror
-from torchcache2.tiers.remote.mirroring import Mirroring
-from torchcache2.tiers.remote.mirrorlock import MirrorLock
-from torchcache2.tiers.remote.objects import Objects
-from torchcache2.tiers.remote.tier import RemoteTier
 
 FOLDER = NAMESPACES[0].hex()
 WIDTH, ROWS = 1000, 10  # 40 kB a segment
@@ -289,10 +289,10 @@ import sys, time
 from tests.helpers.buckets import Bucket
 from tests.helpers.storage import *
 from torchcache2.tiers.disk.tier import DiskTier
-from torchcache2.tiers.remote.instances import Instance
-from torchcache2.tiers.remote.mirror import Mirror
-from torchcache2.tiers.remote.mirroring import Mirroring
-from torchcache2.tiers.remote.objects import Objects
+from torchcache2.tiers.bucket.connection import Connection
+from torchcache2.tiers.bucket.mirror import Mirror
+from torchcache2.tiers.bucket.mirroring import Mirroring
+from torchcache2.tiers.bucket.objects import Objects
 import json
 path, url, options, what = sys.argv[1:]
 objects = Objects(Bucket.of(url, storage_options=json.loads(options)))
@@ -580,18 +580,18 @@ def test_an_object_that_is_gone_is_no_fault(filled, log):
 
 def test_a_full_disk_gets_segments_when_there_is_room_again(filled, monkeypatch, log):
     objects, path, _ = filled
-    monkeypatch.setattr("torchcache2.tiers.remote.downloads._AGAIN_AFTER", 1.0)
-    tried, download = [], Instance.download
+    monkeypatch.setattr("torchcache2.tiers.bucket.downloads._AGAIN_AFTER", 1.0)
+    tried, download = [], Connection.download
 
     def full(self, name, file):
         tried.append(name)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file)
 
-    monkeypatch.setattr(Instance, "download", full)
+    monkeypatch.setattr(Connection, "download", full)
     with mirrored(objects, path) as (disk, _):
         assert found(disk, names_of([9])) == []
         wait_until(lambda: warnings_of(log))
-        monkeypatch.setattr(Instance, "download", download)
+        monkeypatch.setattr(Connection, "download", download)
         downloaded(path, 4)
     (warning,) = warnings_of(log)
     assert "gets no segments from the bucket" in warning.getMessage() and objects.faults == 0 and tried

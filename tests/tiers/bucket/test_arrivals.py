@@ -7,7 +7,7 @@ import pytest
 
 from torchcache2.files.directory import MIRROR, CacheDirectory
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.tiers.remote.arrivals import Arrivals
+from torchcache2.tiers.bucket.arrivals import Arrivals
 
 UNIT = 1 << 18  # four of them are small
 

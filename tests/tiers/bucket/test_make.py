@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.buckets import bucket
 from torchcache2 import CachedDataset, CacheSettings, torchcache
+from torchcache2.tiers.bucket.tier import RemoteTier
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.make import make_tiers
-from torchcache2.tiers.remote.tier import RemoteTier
 
 
 class Samples(Dataset):

@@ -18,7 +18,7 @@ from torchcache2.files.directory import FINGERPRINT, NAMESPACE_NAME, SEGMENT_NAM
 from torchcache2.files.errors import DamagedError
 from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem
 from torchcache2.files.layout import head_size
-from torchcache2.tiers.remote.objects import Objects
+from torchcache2.tiers.bucket.objects import Objects
 
 _HEADS = 32  # that are fetched together
 _FIRST_READ = 64 << 10  # bytes, as most heads are shorter

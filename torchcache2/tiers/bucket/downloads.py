@@ -16,8 +16,8 @@ from torchcache2.files.errors import DamagedError
 from torchcache2.files.filesystem import Descriptor, write_whole
 from torchcache2.files.layout import HEAD, SEGMENT, TEMPORARY, read_head, read_size, stated
 from torchcache2.files.removal import in_use, used_bytes
-from torchcache2.tiers.remote.folders import Transfer, absent
-from torchcache2.tiers.remote.objects import Objects
+from torchcache2.tiers.bucket.folders import Transfer, absent
+from torchcache2.tiers.bucket.objects import Objects
 
 _USED, _UNUSED = 5.0, 0.3  # seconds for which a namespace counts as in use, or as unused
 _ABOUT_TO_WRITE = 1.0  # seconds

@@ -5,7 +5,7 @@ import errno
 
 import pytest
 
-from torchcache2.tiers.remote.refusals import Kind, Texts, kind_of
+from torchcache2.tiers.bucket.connection import Kind, Texts, kind_of
 
 
 class SomeError(Exception):
@@ -44,19 +44,19 @@ CASES = {
     "expired": (caused(OSError(errno.EIO, ""), SomeError(**of_boto("ExpiredToken", 400))), Kind.REFUSED),
     "no-credentials": (named("NoCredentialsError"), Kind.REFUSED),
     "refresh": (named("RefreshError", type(named("GoogleAuthError"))), Kind.REFUSED),
-    "transport": (named("TransportError", type(named("GoogleAuthError"))), Kind.PASSING),
-    "503": (SomeError(code=503), Kind.PASSING),
-    "429": (SomeError(status_code=429), Kind.PASSING),
-    "slow-down": (caused(OSError(errno.EBUSY, ""), SomeError(**of_boto("SlowDown", 503))), Kind.PASSING),
-    "timeout": (TimeoutError(), Kind.PASSING),
-    "timeout-of-asyncio": (asyncio.TimeoutError(), Kind.PASSING),
-    "reset": (ConnectionResetError(), Kind.PASSING),
-    "no-route": (OSError(errno.EHOSTUNREACH, ""), Kind.PASSING),
-    "endpoint": (named("EndpointConnectionError"), Kind.PASSING),
-    "closed": (RuntimeError("Session is closed"), Kind.PASSING),
-    "501": (SomeError(status=501), Kind.LASTING),
-    "full": (OSError(errno.ENOSPC, ""), Kind.LASTING),
-    "programmer": (TypeError("unexpected keyword"), Kind.LASTING),
+    "transport": (named("TransportError", type(named("GoogleAuthError"))), Kind.FAULT),
+    "503": (SomeError(code=503), Kind.FAULT),
+    "429": (SomeError(status_code=429), Kind.FAULT),
+    "slow-down": (caused(OSError(errno.EBUSY, ""), SomeError(**of_boto("SlowDown", 503))), Kind.FAULT),
+    "timeout": (TimeoutError(), Kind.FAULT),
+    "timeout-of-asyncio": (asyncio.TimeoutError(), Kind.FAULT),
+    "reset": (ConnectionResetError(), Kind.FAULT),
+    "no-route": (OSError(errno.EHOSTUNREACH, ""), Kind.FAULT),
+    "endpoint": (named("EndpointConnectionError"), Kind.FAULT),
+    "closed": (RuntimeError("Session is closed"), Kind.FAULT),
+    "501": (SomeError(status=501), Kind.REFUSED),
+    "full": (OSError(errno.ENOSPC, ""), Kind.FAULT),
+    "programmer": (TypeError("unexpected keyword"), Kind.FAULT),
 }
 
 
@@ -68,7 +68,7 @@ def test_what_an_error_means(error, kind):
 def test_an_error_that_is_its_own_cause_is_looked_at_once():
     error = TypeError()
     error.__cause__ = error
-    assert kind_of(error) is Kind.LASTING
+    assert kind_of(error) is Kind.FAULT
 
 
 def test_secrets_are_not_in_texts():

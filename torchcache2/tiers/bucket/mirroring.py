@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection
 
 from torchcache2.core.process import AtExit
 from torchcache2.files.directory import FINGERPRINT, CacheDirectory, Contents
-from torchcache2.tiers.remote.downloads import Downloads
-from torchcache2.tiers.remote.folders import Folders, Transfer
-from torchcache2.tiers.remote.mirrorlock import MirrorLock
-from torchcache2.tiers.remote.objects import Objects
-from torchcache2.tiers.remote.uploads import Uploads
+from torchcache2.tiers.bucket.downloads import Downloads
+from torchcache2.tiers.bucket.folders import Folders, Transfer
+from torchcache2.tiers.bucket.mirrorlock import MirrorLock
+from torchcache2.tiers.bucket.objects import Objects
+from torchcache2.tiers.bucket.uploads import Uploads
 
 _EXIT_PRIORITY = 5  # lower than that of the disk tier's writer, higher than that of a temporary folder
 _AT_ONCE, _DOWN_AT_ONCE = 4, 8  # transfers

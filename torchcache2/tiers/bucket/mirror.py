@@ -16,8 +16,8 @@ from torch.utils.data import get_worker_info
 
 from torchcache2.core.process import ProcessLock, before_pools_end
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.tiers.remote.mirroring import Mirroring
-from torchcache2.tiers.remote.objects import Objects
+from torchcache2.tiers.bucket.mirroring import Mirroring
+from torchcache2.tiers.bucket.objects import Objects
 
 _LOOP = "fsspecIO"  # the thread in which fsspec waits for servers
 

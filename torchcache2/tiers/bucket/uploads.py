@@ -28,8 +28,8 @@ from torchcache2.files.errors import DamagedError, NewerFormatError, TooLargeErr
 from torchcache2.files.filesystem import FileInfo
 from torchcache2.files.layout import FORMAT_VERSION, HEAD, parse_head, read_head, write_head
 from torchcache2.files.removal import deleting
-from torchcache2.tiers.remote.folders import Transfer, lacking
-from torchcache2.tiers.remote.objects import Objects
+from torchcache2.tiers.bucket.folders import Transfer, lacking
+from torchcache2.tiers.bucket.objects import Objects
 
 _ANY_SIZE = 1 << 62
 

@@ -13,11 +13,11 @@ from torchcache2.core.rows import Parts, merged
 from torchcache2.files.errors import DamagedError
 from torchcache2.files.filesystem import Descriptors
 from torchcache2.files.segment import Segment
+from torchcache2.tiers.bucket.arrivals import Arrivals
+from torchcache2.tiers.bucket.known import Known, Sought
+from torchcache2.tiers.bucket.objects import Objects
+from torchcache2.tiers.bucket.ranges import Ranges
 from torchcache2.tiers.disk.reading import read_rows
-from torchcache2.tiers.remote.arrivals import Arrivals
-from torchcache2.tiers.remote.known import Known, Sought
-from torchcache2.tiers.remote.objects import Objects
-from torchcache2.tiers.remote.ranges import Ranges
 
 
 def read(objects: Objects, known: Known, keys: Keys, arrivals: Arrivals) -> Parts:

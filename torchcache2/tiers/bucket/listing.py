@@ -16,7 +16,7 @@ from torchcache2.files.directory import FINGERPRINT, CacheDirectory, contents_of
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.files.filesystem import FileInfo, made_at
 from torchcache2.files.layout import FORMAT_VERSION, HEAD, head_size, parse_head, read_head, write_head
-from torchcache2.tiers.remote.objects import Objects
+from torchcache2.tiers.bucket.objects import Objects
 
 _RETRY = 2.0  # seconds
 _AT_ONCE = 32  # heads

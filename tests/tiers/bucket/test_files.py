@@ -10,8 +10,8 @@ from tests.helpers.storage import CPU, NAMESPACES, NEVER, check_values, keys_of,
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import Descriptors, FileSystem
 from torchcache2.files.segment import Segment, empty_columns, rows_of
+from torchcache2.tiers.bucket.files import BucketError, BucketFiles
 from torchcache2.tiers.disk.tier import DiskTier
-from torchcache2.tiers.remote.files import BucketError, BucketFiles
 
 SEGMENTS, ROWS, WIDTH = 36, 5, 16
 

@@ -10,11 +10,11 @@ from tests.helpers import warm
 from tests.helpers.buckets import bucket, opened
 from tests.helpers.storage import NAMESPACES, NEVER, Unsynced, found, seal, segments, size_of
 from torchcache2.core.places import Bucket
+from torchcache2.tiers.bucket.mirror import Mirror
+from torchcache2.tiers.bucket.objects import Objects
+from torchcache2.tiers.bucket.tier import RemoteTier
 from torchcache2.tiers.disk.awaited import AwaitedUploads
 from torchcache2.tiers.disk.tier import DiskTier
-from torchcache2.tiers.remote.mirror import Mirror
-from torchcache2.tiers.remote.objects import Objects
-from torchcache2.tiers.remote.tier import RemoteTier
 
 CYCLES = 40 if os.environ.get("SOAK") else 3
 IMPORTS = ("s3fs", "gcsfs.core", "tests.helpers.buckets")  # as other tests have them
@@ -24,7 +24,7 @@ BUDGET = 10 * ROWS * WIDTH * 4 + 30_000
 
 SCRIPT = """
 import sys
-from tests.tiers.remote.test_mirror_kills import fill_for_ever
+from tests.tiers.bucket.test_mirror_kills import fill_for_ever
 fill_for_ever(*sys.argv[1:])
 """
 

@@ -17,8 +17,8 @@ from torchcache2.files.errors import DamagedError
 from torchcache2.files.filesystem import Descriptors, FileInfo, made_at
 from torchcache2.files.layout import HEAD
 from torchcache2.files.segment import Segment
+from torchcache2.tiers.bucket.listing import Changes
 from torchcache2.tiers.disk.catalog import Located
-from torchcache2.tiers.remote.listing import Changes
 
 _MOST_HEAD = 1 << 30  # bytes
 
