@@ -197,6 +197,10 @@ class CachedDataset(Wrapper):
 
     def __getitem__(self, index: Any) -> Any:
         """The sample at an index: an int, also one of numpy or a tensor, a str or bytes."""
+        fetcher, transform = self._fetcher, self._plan.transform
+        if type(index) is int and fetcher is not None:
+            for sample in fetcher.find_one(index):
+                return sample if transform is None else transform(sample)
         return self.__getitems__([index])[0]
 
     @own_batches

@@ -55,6 +55,10 @@ class Fetcher:
             self.tally.count_epochs()
         return samples
 
+    def find_one(self, index: int) -> list[Any]:
+        """The sample at an int, if it is in memory and not to be verified; else nothing."""
+        return [] if self._verify > 0.0 or self.tally.is_random else self.store.find_one(index)
+
     def fill(self, indices: Sequence[int]) -> tuple[int, int, int]:
         """Have the samples at distinct ints loaded and kept, unless they are there or others load them.
 

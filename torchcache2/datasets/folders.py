@@ -60,9 +60,9 @@ class Kept:
         said = document.get("dataset")
         if not isinstance(said, dict):
             return None
-        length, kind = said.get("length"), _text(document.get("class")) or "?"
+        length, kind = said.get("length"), _text_of(document.get("class")) or "?"
         is_length = type(length) is int and 0 <= length < _ANY
-        called = _text(said.get("name")), _text(said.get("version"))
+        called = _text_of(said.get("name")), _text_of(said.get("version"))
         return cls(namespace, kind, length if is_length else None, *called, document)
 
     @property
@@ -182,7 +182,7 @@ def ranges_text(indices: Positions) -> str:
     return ", ".join(texts) + (", …" if len(breaks) >= _MOST_RANGES else "")
 
 
-def _text(value: Any) -> str | None:
+def _text_of(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,13 +10,18 @@ import numpy as np
 import torch
 
 from torchcache2.core.errors import OutputError
-from torchcache2.core.keys import Array, Keys, Positions
+from torchcache2.core.keys import Array, Keys, Positions, int_key
 from torchcache2.core.logs import ToldOnce
-from torchcache2.core.rows import Rows
+from torchcache2.core.rows import Rows, Schema
 from torchcache2.datasets.levels import Levels
 from torchcache2.datasets.tally import Tally
 from torchcache2.engine.values.samples import Samples, from_rows
+from torchcache2.engine.values.stub import rebuilder
 from torchcache2.files.errors import UnreadableError
+
+
+_MOST_REBUILDERS = 1024
+_NOTHING: list[Any] = []
 
 
 class Sought(NamedTuple):
@@ -43,12 +49,20 @@ class SampleStore:
     """What one process finds and keeps for a dataset or a loader, which messages call `name`.
 
     Safe under threads.
+
+    Attributes
+    ----------
+    end : int
+        Only ints from 0 to this are looked up by `find_one`.
     """
+
+    end = 1 << 63
 
     def __init__(self, name: str, levels: Levels, tally: Tally) -> None:
         self.name, self.levels, self.tally = name, levels, tally
         self.told = ToldOnce(tally.is_first)
         self._samples = Samples()
+        self._rebuilders: dict[int, tuple[Schema, Any]] = {}  # by the id of the schema, which is kept
 
     def find(self, keys: Keys) -> Sought:
         """The samples that tiers have, each in memory of its own."""
@@ -60,6 +74,30 @@ class SampleStore:
                 self._read(positions, rows, sought)
             sought.counts[name] = int(sought.found.sum()) - before
         return sought
+
+    def find_one(self, index: int) -> list[Any]:
+        """The sample at an int in a list, if memory has it and nothing needs a closer look; else nothing."""
+        if not 0 <= index < self.end or torch.is_inference_mode_enabled():
+            return _NOTHING
+        start, levels = time.perf_counter_ns(), self.levels
+        memory = levels.tiers[0]
+        found: list[Any] | None = memory.get_one(levels.namespace, *int_key(index), self._made)
+        if found is None:
+            return _NOTHING
+        self.tally.add_hit("memory_hits", time.perf_counter_ns() - start)
+        return found
+
+    def _made(self, schema: Schema, buffers: Sequence[memoryview]) -> list[Any] | None:
+        """The sample of a row in a list; None if the row cannot be read."""
+        known = self._rebuilders.get(id(schema))
+        try:
+            if known is None:
+                if len(self._rebuilders) >= _MOST_REBUILDERS:
+                    self._rebuilders.clear()
+                known = self._rebuilders[id(schema)] = schema, rebuilder(schema)
+            return [known[1](buffers)]
+        except UnreadableError:  # `find` says so
+            return None
 
     def keep(self, keys: Keys, samples: Sequence[Any], drops: int) -> int:
         """Offer loaded samples to the tiers, and count them as misses.

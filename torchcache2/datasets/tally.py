@@ -32,6 +32,8 @@ COUNTS = (
     "nanoseconds",
     "spent",
 )
+_PLACES = {name: place for place, name in enumerate(COUNTS)}
+_SPENT = _PLACES["spent"]
 _RANDOM, _DROPS, _EPOCHS, _TOLD = range(4)  # words of the first row; what was told is from the last one on
 _PROCESSES = 1024
 _WORDS = 16  # of 8 bytes: a row is two cache lines, and no two processes write to one
@@ -55,6 +57,7 @@ class Tally:
         size = (_PROCESSES + 1) * _WORDS
         words = np.zeros(size, np.int64) if region is None else region.array("<i8", 0, size)
         self._table = words.reshape(_PROCESSES + 1, _WORDS)
+        self._numbers = words.data  # one of them is read several times as fast as of an array
         self._lock = ProcessLock()
         self._pid, self._row = 0, 0
 
@@ -75,9 +78,16 @@ class Tally:
     def add(self, **counts: int) -> None:
         """Count what this process has done."""
         with self._lock():
-            row = self._table[self._own_row()]
+            first, numbers = self._own_row() * _WORDS, self._numbers
             for name, count in counts.items():
-                row[COUNTS.index(name)] += count
+                numbers[first + _PLACES[name]] += count
+
+    def add_hit(self, name: str, spent: int) -> None:
+        """Count one sample that was found, and the nanoseconds that this took."""
+        with self._lock():
+            first, numbers = self._own_row() * _WORDS, self._numbers
+            numbers[first + _PLACES[name]] += 1
+            numbers[first + _SPENT] += spent
 
     def total(self) -> dict[str, int]:
         """The counts of all processes."""
@@ -86,7 +96,7 @@ class Tally:
     @property
     def is_random(self) -> bool:
         """Whether a process has found that the source draws random numbers."""
-        return bool(self._table[0, _RANDOM])
+        return self._numbers[_RANDOM] != 0
 
     def found_random(self) -> None:
         """Have all processes know that the source draws random numbers."""
@@ -104,12 +114,12 @@ class Tally:
     @property
     def drops(self) -> int:
         """When `dropped` was called last, in nanoseconds since 1970; 0: never."""
-        return int(self._table[0, _DROPS])
+        return self._numbers[_DROPS]
 
     @property
     def epochs(self) -> int:
         """How often all samples of the dataset have been asked for, as of the last `count_epochs`."""
-        return int(self._table[0, _EPOCHS])
+        return self._numbers[_EPOCHS]
 
     def count_epochs(self) -> None:
         """Count how many samples were asked for, in lengths of the dataset."""

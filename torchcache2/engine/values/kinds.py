@@ -40,7 +40,7 @@ _NATIVE = {  # names of dtypes of numpy that torch has, by their characters
 }
 _TORCH = {char: torch.from_numpy(np.zeros(0, name)).dtype for char, name in _NATIVE.items()}
 _DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,7}\])?|[ilqILQ]")
-_LARGE = 16 << 10  # bytes of a tensor
+_LARGE = 1 << 10  # bytes of a tensor
 _MOST_EMPTY = 1 << 16  # pixels of a side of an image without pixels, as PIL takes memory for each line
 _ADVICE: tuple[tuple[Any, str], ...] = (  # what to return for a value ``{}`` of a type
     (Tensor, "{}.detach().as_subclass(torch.Tensor)"),
