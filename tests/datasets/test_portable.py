@@ -24,8 +24,8 @@ from torchcache2 import CachedDataset, CacheLoader, LazyShardDataset, MissingSam
 from torchcache2.cli.commands import run as commanded
 from torchcache2.core.errors import NotCachedError
 from torchcache2.core.keys import filled, int_keys
-from torchcache2.datasets.folders import ranges_text
-from torchcache2.datasets.itemkeys import keys_of
+from torchcache2.datasets.identity import keys_of
+from torchcache2.datasets.served import ranges_text
 from torchcache2.engine.values.samples import Samples
 from torchcache2.files.filesystem import FileSystem
 

@@ -13,7 +13,7 @@ from tests.helpers.remote import upload
 from tests.helpers.storage import segments, warnings_of
 from torchcache2 import CachedDataset, CacheSettings, MissingSampleError, OptionError
 from torchcache2.core.errors import NotCachedError
-from torchcache2.datasets.portablefetch import PortableFetcher
+from torchcache2.datasets.served import PortableFetcher
 from torchcache2.engine.stack import TierStack
 from torchcache2.tiers.remote import session
 from torchcache2.tiers.remote.instances import Instance

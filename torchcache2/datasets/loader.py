@@ -11,16 +11,11 @@ import numpy as np
 
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size
-from torchcache2.datasets.apart import Apart, copied
-from torchcache2.datasets.counts import DatasetStats
-from torchcache2.datasets.explain import document_of
-from torchcache2.datasets.fingerprint import identify_prefix
-from torchcache2.datasets.itemkeys import Index, as_index, keys_of
-from torchcache2.datasets.options import check_others, level_settings
-from torchcache2.datasets.serving import CAPACITY, Serving
+from torchcache2.datasets.identity import Index, as_index, document_of, identify_prefix, keys_of
+from torchcache2.datasets.recipe import CAPACITY, Serving, StorePlan, check_others, level_settings
+from torchcache2.datasets.source import Apart, copied
 from torchcache2.datasets.store import SampleStore
-from torchcache2.datasets.storeplan import StorePlan
-from torchcache2.datasets.tally import Tally
+from torchcache2.datasets.tally import DatasetStats, Tally
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
 _EXPECTED = "the key of a CacheLoader is one int, str or bytes; get_many takes a list of them"

@@ -76,9 +76,9 @@ class KeyTable:
         place, tag = low, high & _TAG_INT | _USED_INT
         while (slot := slots.item(place & mask)) != _FREE:
             ordinal = slot & 0xFFFFFFFF
-            if slot - ordinal == tag and ordinal < len(keys):
-                if keys.item(ordinal, 0) == low and keys.item(ordinal, 1) == high:
-                    return ordinal
+            is_alike = slot - ordinal == tag and ordinal < len(keys)
+            if is_alike and keys.item(ordinal, 0) == low and keys.item(ordinal, 1) == high:
+                return ordinal
             place += 1
         return -1
 

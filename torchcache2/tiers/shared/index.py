@@ -59,7 +59,7 @@ class SharedIndex:
 
     def refresh(self) -> None:
         """See what other processes have made since."""
-        seen = self._head.item(_TABLE), self._space.length("sums")
+        seen = int(self._head.item(_TABLE)), self._space.length("sums")
         if seen == self._seen:
             return
         count = seen[0]

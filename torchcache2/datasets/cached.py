@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from torchcache2.core.errors import NotCachedError
-from torchcache2.core.keys import Positions
+from torchcache2.core.errors import NotCachedError, OptionError
+from torchcache2.core.keys import Positions, int_keys
+from torchcache2.core.logs import logger
 from torchcache2.core.process import place
 from torchcache2.core.settings import Policy
-from torchcache2.core.sizes import Size
-from torchcache2.datasets.counts import DatasetStats
-from torchcache2.datasets.filling import fill
-from torchcache2.datasets.options import (
+from torchcache2.core.sizes import Size, size_text
+from torchcache2.datasets.identity import length_of
+from torchcache2.datasets.recipe import (
+    CAPACITY,
+    Plan,
+    Serving,
     aliased,
     check_dataset,
     check_others,
@@ -24,12 +32,194 @@ from torchcache2.datasets.options import (
     check_values,
     level_settings,
 )
-from torchcache2.datasets.plan import Plan
-from torchcache2.datasets.portable import PortablePlan
-from torchcache2.datasets.serving import CAPACITY, Serving
-from torchcache2.datasets.wrapper import Wrapper, own_batches
-from torchcache2.engine.progress import WarmupStats
+from torchcache2.datasets.served import PortablePlan, kept_in, with_samples
+from torchcache2.datasets.source import Source
+from torchcache2.datasets.store import Fetcher
+from torchcache2.datasets.tally import DatasetStats
+from torchcache2.engine.progress import Progress, WarmupStats
+from torchcache2.files.filenames import HEAD
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
+
+_OF_PROCESS = ("_source", "_fetcher")
+_OWN = ("_plan", "_is_closed", *_OF_PROCESS)  # attributes; all others are the dataset's
+
+
+class own_batches:  # noqa: N801
+    """Makes a ``__getitems__`` that a wrapper with a ``__getattr__`` does not have.
+
+    A `DataLoader` prefers it to the wrapper's ``__getitem__``, and what that does to samples would be lost.
+    """
+
+    def __init__(self, function: Callable[..., list[Any]]) -> None:
+        self._function, self.__doc__ = function, function.__doc__
+
+    def __get__(self, dataset: Any, kind: Any = None) -> Callable[..., list[Any]]:
+        name = sys._getframe(1).f_code.co_name
+        if dataset is not None and name in ("__getattr__", "__getattribute__"):
+            raise AttributeError("__getitems__ is not passed on to wrappers, which have a __getitem__")
+        bound: Callable[..., list[Any]] = self._function.__get__(dataset, kind)
+        return bound
+
+
+class Wrapper(Dataset[Any]):
+    """What a `CachedDataset` has of its dataset. A pickle holds the plan, and what users have set."""
+
+    _plan: Plan
+    _source: Source
+    _fetcher: Fetcher | None
+    _is_closed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _OF_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._source = self._plan.source()
+        self._fetcher = None if self._is_closed else self._plan.fetcher(self._source)
+
+    def __len__(self) -> int:
+        length = length_of(self._plan.dataset)
+        return len(self._plan.dataset) if length is None else length  # this says why there is none
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("__", "_torchcache")) or name in _OWN:  # also while a pickle is read
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(self._plan.dataset, name)
+        if name.startswith("set_") and callable(value):
+            return functools.partial(self._change, value)
+        return value
+
+    def _change(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the dataset, such as ``set_epoch``, and cache no more if that changes it."""
+        if self._fetcher is None:
+            return method(*args, **kwargs)
+        before = self._plan.seen()
+        result = method(*args, **kwargs)
+        if self._plan.seen() != before:
+            logger.warning(
+                "%s: %s has changed the dataset, so it is cached no more. Give what depends on the epoch as "
+                "transform=, which runs after the cache",
+                self._plan.title,
+                method.__name__,
+            )
+            self.close()
+        return result
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or not hasattr(self._plan.dataset, name):
+            super().__setattr__(name, value)
+        elif get_worker_info() is not None:  # such as a file that a worker_init_fn opens
+            self._change(setattr, self._plan.dataset, name, value)
+        else:
+            raise AttributeError(
+                f"{name} is an attribute of the dataset that is cached, which must not be changed: what is "
+                "kept are samples without the change. Set it before CachedDataset(dataset) is made"
+            )
+
+    def close(self) -> None:
+        """Let go of the samples in memory; from now on this process loads all that it is asked for.
+
+        What waits to be written is on disk when this returns.
+        """
+        self._is_closed = True
+        fetcher, self._fetcher = self._fetcher, None
+        if fetcher is not None:
+            fetcher.levels.close()
+
+
+def fill(dataset: Any, fetcher: Fetcher, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:
+    """Load the samples of this rank, at indices `mine`, that are not there; see `CachedDataset.warmup`."""
+    for option, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
+        if type(value) is not int or value < least:
+            raise OptionError(f"{option}={value!r}: expected an int of at least {least}")
+    where, total, levels = place(), len(dataset), fetcher.levels
+    absent = mine[~levels.has(int_keys(levels.namespace, mine))].tolist()
+    there = len(mine) - len(absent)
+    if there:
+        logger.info("%s: %d of %d samples are there already", fetcher.store.name, there, len(mine))
+    loader: DataLoader[Any] = DataLoader(
+        _Filling(dataset),
+        batch_size,
+        sampler=absent,
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        generator=torch.Generator(),  # the default one must not move
+    )
+    counts = _Counts()
+    left = len(absent)
+    known = left if where.world_size == 1 else total
+    progress = Progress(
+        fetcher.store.name,
+        counts,
+        levels,
+        left,
+        known,
+        is_shown=where.rank == 0 and left > 0,
+        advice="What does not fit is loaded in each epoch: raise the budgets of memory or disk",
+    )
+    nbytes = 0
+    try:
+        for found, loaded, size in loader:
+            counts.hits += found
+            counts.misses += loaded
+            nbytes += size
+            progress.update(nbytes)
+    finally:
+        progress.close()
+    levels.flush()
+    if where.rank == 0 and (line := _outcome(fetcher, total)):
+        print(f"{fetcher.store.name}: {line}", file=sys.stderr)
+    done = progress.stats()
+    return dataclasses.replace(done, found=done.found + there, bytes=nbytes)
+
+
+def _outcome(fetcher: Fetcher, total: int) -> str | None:
+    """Whether a folder that stays has all samples now, and how they are served; None if there is none."""
+    levels, directory = fetcher.levels, fetcher.levels.directory
+    folder, bucket = levels.settings.persistent_cache_dir, levels.settings.bucket
+    if folder is None or directory is None:
+        return None
+    path = str(folder) if bucket is None else bucket.url
+    there = total - len(levels.absent(total))
+    try:
+        kept = with_samples(directory, kept_in(directory))
+        contents = directory.contents(levels.namespace.hex())
+    except OSError:
+        return None
+    mine = next((one for one in kept if one.namespace == contents.namespace), None)
+    if there == 0 or mine is None:
+        return f"{path} has none of {total:,} samples"
+    size = sum(info.size for info in (*contents.segments, *contents.others))
+    if bucket is not None:
+        size += sum(tier.stats().bytes for tier in levels.tiers if tier.is_lasting and tier.directory is None)
+        there_too = {info.name.removesuffix(HEAD) for info in contents.heads}
+        left = sum(info.name not in there_too for info in contents.segments)
+        if left:
+            return f"{left:,} of {len(contents.segments):,} files of {directory.path} are not in {path} yet"
+    share = f"all {total:,} samples" if there == total else f"{there:,} of {total:,} samples"
+    call = mine.call(path, [one for one in kept if one is not mine], partial=there < total)
+    return f"{path} has {share} ({size_text(size)}). Without the dataset, {call} serves them"
+
+
+class _Counts:
+    hits = misses = 0
+
+
+class _Filling(Dataset[Any]):
+    """Loads samples in the process that asks for them, which gets numbers only: see `Fetcher.fill`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[int, int, int]:
+        fetcher: Fetcher | None = self._dataset._fetcher
+        if fetcher is None:
+            raise NotCachedError("caching is turned off in a worker, so nothing would be kept")
+        return fetcher.fill(indices)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class CachedDataset(Wrapper):
