@@ -37,7 +37,7 @@ from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import Fetcher
 from torchcache2.datasets.tally import DatasetStats
 from torchcache2.engine.progress import Progress, WarmupStats
-from torchcache2.files.filenames import HEAD
+from torchcache2.files.layout import HEAD
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
 _OF_PROCESS = ("_source", "_fetcher")

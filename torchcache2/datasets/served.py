@@ -21,16 +21,14 @@ from torchcache2.datasets.recipe import Plan
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import Fetcher, SampleStore
 from torchcache2.datasets.tally import Tally
-from torchcache2.files.descriptors import Descriptors
-from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.directory import NAMESPACE_NAME, CacheDirectory, Contents
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnknownClassError, UnreadableError
-from torchcache2.files.filenames import NAMESPACE_NAME, Contents
-from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.filesystem import Descriptors, FileSystem
 from torchcache2.files.segment import Segment
 from torchcache2.identity.fingerprint import Fingerprint, from_document
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
-from torchcache2.tiers.remote.files import BucketError, BucketFiles
-from torchcache2.tiers.remote.objects import Objects
+from torchcache2.tiers.bucket.files import BucketError, BucketFiles
+from torchcache2.tiers.bucket.objects import Objects
 
 PAUSE = 0.5  # seconds after which a bucket that fails is asked again
 _ANY = 2**63  # bytes that a row may have: any number, as only the index is read
