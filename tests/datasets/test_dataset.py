@@ -29,7 +29,7 @@ from tests.helpers.datasets import Batched, Counted, memory_of, noted, same, sam
 from tests.helpers.storage import segments, warnings_of
 from torchcache2 import CachedDataset
 from torchcache2.core.errors import NotCachedError, OutputError
-from torchcache2.datasets.store import SampleStore
+from torchcache2.datasets.store import Store
 
 SOAK = bool(os.environ.get("SOAK"))
 COUNT = 24
@@ -460,14 +460,14 @@ def test_a_source_that_draws_for_one_sample_only_is_as_without_the_cache(log, ki
 
 def test_what_is_loaded_while_others_find_random_numbers_is_not_kept(path, monkeypatch):
     with contextlib.closing(CachedDataset([1.0, 2.0, 3.0], path)) as cached:
-        store, find = cached._fetcher.store, SampleStore.find
+        store, find = cached._store, Store.find
 
         def found(self, keys):
             store.tally.found_random()  # as another process does
             store.levels.clear()
             return find(self, keys)
 
-        monkeypatch.setattr(SampleStore, "find", found)
+        monkeypatch.setattr(Store, "find", found)
         assert cached[1] == 2.0
         assert len(cached.missing()) == 3
 
@@ -920,7 +920,7 @@ def test_a_sample_that_is_on_its_way_does_not_survive_a_clear(path, memory, when
             if when == "loading":
                 patch.setattr(Hooked, "hooks", [clear])
             else:
-                disk = cached._fetcher.levels.tiers[-1]
+                disk = cached._store.levels.tiers[-1]
                 get = disk.get
                 patch.setattr(disk, "get", lambda keys: [get(keys), clear()][0])
             assert cached[3] in [(1, 3), (2, 3)]

@@ -538,7 +538,8 @@ def test_many_objects_do_not_make_many_parts():
 def described(folder, dataset, created="2020", **options):
     """Leave a dataset in a folder as an earlier run would; its identity."""
     identity = identify(dataset, **options)
-    text = document(identity, dataset, 10, options.get("name"), options.get("version"))
+    text = document(identity, dataset, options.get("name"), options.get("version"))
+    text["dataset"]["length"] = 10
     directory = CacheDirectory(str(folder), FileSystem())
     directory.create()
     directory.prepare(identity.namespace, text | ({"created": created} if created else {}))

@@ -351,7 +351,7 @@ def test_a_million_samples_are_checked_in_a_second(path):
     assert filled(4, [strange]) == 0.0 and filled(2**60, [keys]) > 0.0 and filled(0, []) == 1.0
     with contextlib.closing(CachedDataset(range(count), path, memory_cache_size=0, **name)) as cached:
         ((_, one),) = Samples().to_rows([7]).parts
-        levels = cached._fetcher.levels
+        levels = cached._store.levels
         for some in np.array_split(np.arange(count), 10):
             rows = one.take(torch.zeros(len(some), dtype=torch.int64))
             levels.keep(int_keys(levels.namespace, some), rows)

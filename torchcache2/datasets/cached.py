@@ -16,32 +16,23 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.keys import Positions, int_keys
-from torchcache2.core.logs import logger
+from torchcache2.core.logs import logger, shown
 from torchcache2.core.process import place
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size, size_text
 from torchcache2.datasets.identity import length_of
-from torchcache2.datasets.recipe import (
-    CAPACITY,
-    Plan,
-    Serving,
-    aliased,
-    check_dataset,
-    check_others,
-    check_portable,
-    check_values,
-    level_settings,
-)
-from torchcache2.datasets.served import PortablePlan, kept_in, with_samples
+from torchcache2.datasets.options import CAPACITY, aliased, check, check_dataset, check_others
+from torchcache2.datasets.recipe import Recipe
+from torchcache2.datasets.served import ServedRecipe, kept_in, with_samples
 from torchcache2.datasets.source import Source
-from torchcache2.datasets.store import Fetcher
+from torchcache2.datasets.store import Store
 from torchcache2.datasets.tally import DatasetStats
 from torchcache2.engine.progress import Progress, WarmupStats
 from torchcache2.files.layout import HEAD
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
-_OF_PROCESS = ("_source", "_fetcher")
-_OWN = ("_plan", "_is_closed", *_OF_PROCESS)  # attributes; all others are the dataset's
+_OF_PROCESS = ("_source", "_store")
+_OWN = ("_recipe", "_is_closed", *_OF_PROCESS)  # attributes; all others are the dataset's
 
 
 class own_batches:  # noqa: N801
@@ -61,82 +52,14 @@ class own_batches:  # noqa: N801
         return bound
 
 
-class Wrapper(Dataset[Any]):
-    """What a `CachedDataset` has of its dataset. A pickle holds the plan, and what users have set."""
-
-    _plan: Plan
-    _source: Source
-    _fetcher: Fetcher | None
-    _is_closed = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in _OF_PROCESS}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._source = self._plan.source()
-        self._fetcher = None if self._is_closed else self._plan.fetcher(self._source)
-
-    def __len__(self) -> int:
-        length = length_of(self._plan.dataset)
-        return len(self._plan.dataset) if length is None else length  # this says why there is none
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith(("__", "_torchcache")) or name in _OWN:  # also while a pickle is read
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = getattr(self._plan.dataset, name)
-        if name.startswith("set_") and callable(value):
-            return functools.partial(self._change, value)
-        return value
-
-    def _change(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the dataset, such as ``set_epoch``, and cache no more if that changes it."""
-        if self._fetcher is None:
-            return method(*args, **kwargs)
-        before = self._plan.seen()
-        result = method(*args, **kwargs)
-        if self._plan.seen() != before:
-            logger.warning(
-                "%s: %s has changed the dataset, so it is cached no more. Give what depends on the epoch as "
-                "transform=, which runs after the cache",
-                self._plan.title,
-                method.__name__,
-            )
-            self.close()
-        return result
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or not hasattr(self._plan.dataset, name):
-            super().__setattr__(name, value)
-        elif get_worker_info() is not None:  # such as a file that a worker_init_fn opens
-            self._change(setattr, self._plan.dataset, name, value)
-        else:
-            raise AttributeError(
-                f"{name} is an attribute of the dataset that is cached, which must not be changed: what is "
-                "kept are samples without the change. Set it before CachedDataset(dataset) is made"
-            )
-
-    def close(self) -> None:
-        """Let go of the samples in memory; from now on this process loads all that it is asked for.
-
-        What waits to be written is on disk when this returns.
-        """
-        self._is_closed = True
-        fetcher, self._fetcher = self._fetcher, None
-        if fetcher is not None:
-            fetcher.levels.close()
-
-
-def fill(dataset: Any, fetcher: Fetcher, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:
+def fill(dataset: Any, store: Store, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:
     """Load the samples of this rank, at indices `mine`, that are not there; see `CachedDataset.warmup`."""
-    for option, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
-        if type(value) is not int or value < least:
-            raise OptionError(f"{option}={value!r}: expected an int of at least {least}")
-    where, total, levels = place(), len(dataset), fetcher.levels
+    check({"batch_size": batch_size, "num_workers": num_workers})
+    where, total, levels = place(), len(dataset), store.levels
     absent = mine[~levels.has(int_keys(levels.namespace, mine))].tolist()
     there = len(mine) - len(absent)
     if there:
-        logger.info("%s: %d of %d samples are there already", fetcher.store.name, there, len(mine))
+        logger.info("%s: %d of %d samples are there already", store.name, there, len(mine))
     loader: DataLoader[Any] = DataLoader(
         _Filling(dataset),
         batch_size,
@@ -149,7 +72,7 @@ def fill(dataset: Any, fetcher: Fetcher, mine: Positions, num_workers: int, batc
     left = len(absent)
     known = left if where.world_size == 1 else total
     progress = Progress(
-        fetcher.store.name,
+        store.name,
         counts,
         levels,
         left,
@@ -167,15 +90,15 @@ def fill(dataset: Any, fetcher: Fetcher, mine: Positions, num_workers: int, batc
     finally:
         progress.close()
     levels.flush()
-    if where.rank == 0 and (line := _outcome(fetcher, total)):
-        print(f"{fetcher.store.name}: {line}", file=sys.stderr)
+    if where.rank == 0 and (line := _outcome(store, total)):
+        print(f"{store.name}: {line}", file=sys.stderr)
     done = progress.stats()
     return dataclasses.replace(done, found=done.found + there, bytes=nbytes)
 
 
-def _outcome(fetcher: Fetcher, total: int) -> str | None:
+def _outcome(store: Store, total: int) -> str | None:
     """Whether a folder that stays has all samples now, and how they are served; None if there is none."""
-    levels, directory = fetcher.levels, fetcher.levels.directory
+    levels, directory = store.levels, store.levels.directory
     folder, bucket = levels.settings.persistent_cache_dir, levels.settings.bucket
     if folder is None or directory is None:
         return None
@@ -206,23 +129,23 @@ class _Counts:
 
 
 class _Filling(Dataset[Any]):
-    """Loads samples in the process that asks for them, which gets numbers only: see `Fetcher.fill`."""
+    """Loads samples in the process that asks for them, which gets numbers only: see `Store.fill`."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[int, int, int]:
-        fetcher: Fetcher | None = self._dataset._fetcher
-        if fetcher is None:
+        store: Store | None = self._dataset._store
+        if store is None:
             raise NotCachedError("caching is turned off in a worker, so nothing would be kept")
-        return fetcher.fill(indices)
+        return store.fill(indices)
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-class CachedDataset(Wrapper):
+class CachedDataset(Dataset[Any]):
     """A dataset that keeps the samples of another one, so that each is loaded once.
 
     Samples are kept in memory that all workers of a `DataLoader` and all ranks of a machine share, then in a
@@ -322,7 +245,10 @@ class CachedDataset(Wrapper):
     """
 
     __module__ = "torchcache2"
-    _plan: Plan
+    _recipe: Recipe
+    _source: Source
+    _store: Store | None
+    _is_closed = False
 
     def __init__(
         self,
@@ -349,64 +275,101 @@ class CachedDataset(Wrapper):
         remote_size: Size | None = None,
         **others: Any,
     ) -> None:
-        path, name = aliased(path, name, others)
+        given = {name: value for name, value in locals().items() if name not in ("self", "dataset", "others")}
+        aliased(given, others)
         check_others(others)
-        check_values(transform, verify)
+        check(given)
         if dataset is None:
-            check_portable(path, backend, verify, partial)
+            recipe: Recipe = ServedRecipe.of_folder(given)
+        elif partial is not False:
+            raise OptionError(
+                f"partial={shown(partial)} is about samples without their dataset, as of "
+                "CachedDataset(None, path): a dataset loads what is missing"
+            )
         else:
-            check_dataset(dataset, partial=partial)
-        serving = Serving.of(
-            backend,
-            hosts,
-            cluster_mode=cluster_mode,
-            capacity_per_node=capacity_per_node,
-            policy=policy,
-            writer_buffer_size=writer_buffer_size,
-        )
-        for_buckets = {"local_dir": local_dir, "storage_options": storage_options, "remote_size": remote_size}
-        settings = level_settings(
-            path, memory_cache_size, disk_cache_size, policy, compression, serving, for_buckets
-        )
-        given: list[Any] = [
-            memory_cache_size,
-            disk_cache_size,
-            settings.persistent_cache_dir,
-            policy,
-            compression,
-        ]
-        given += [] if serving is None else [serving]
-        common: dict[str, Any] = {"name": name, "version": version, "transform": transform}
-        common["options"] = repr(tuple(given))
-        plan = (
-            PortablePlan.served(settings, partial=partial, **common)
-            if dataset is None
-            else Plan.of(dataset, settings, serving, checks=not allow_random, verify=verify, **common)
-        )
-        self.__setstate__({"_plan": plan})
+            check_dataset(dataset)
+            recipe = Recipe.of_dataset(dataset, given)
+        self.__setstate__({"_recipe": recipe})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _OF_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._source = self._recipe.source()
+        self._store = None if self._is_closed else self._recipe.store(self._source)
+
+    def __len__(self) -> int:
+        length = length_of(self._recipe.dataset)
+        return len(self._recipe.dataset) if length is None else length  # this says why there is none
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("__", "_torchcache")) or name in _OWN:  # also while a pickle is read
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(self._recipe.dataset, name)
+        if name.startswith("set_") and callable(value):
+            return functools.partial(self._change, value)
+        return value
+
+    def _change(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the dataset, such as ``set_epoch``, and cache no more if that changes it."""
+        if self._store is None:
+            return method(*args, **kwargs)
+        before = self._recipe.seen()
+        result = method(*args, **kwargs)
+        if self._recipe.seen() != before:
+            logger.warning(
+                "%s: %s has changed the dataset, so it is cached no more. Give what depends on the epoch as "
+                "transform=, which runs after the cache",
+                self._recipe.title,
+                method.__name__,
+            )
+            self.close()
+        return result
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or not hasattr(self._recipe.dataset, name):
+            super().__setattr__(name, value)
+        elif get_worker_info() is not None:  # such as a file that a worker_init_fn opens
+            self._change(setattr, self._recipe.dataset, name, value)
+        else:
+            raise AttributeError(
+                f"{name} is an attribute of the dataset that is cached, which must not be changed: what is "
+                "kept are samples without the change. Set it before CachedDataset(dataset) is made"
+            )
+
+    def close(self) -> None:
+        """Let go of the samples in memory; from now on this process loads all that it is asked for.
+
+        What waits to be written is on disk when this returns.
+        """
+        self._is_closed = True
+        store, self._store = self._store, None
+        if store is not None:
+            store.levels.close()
 
     def __getitem__(self, index: Any) -> Any:
         """The sample at an index: an int, also one of numpy or a tensor, a str or bytes."""
-        fetcher, transform = self._fetcher, self._plan.transform
-        if type(index) is int and fetcher is not None:
-            for sample in fetcher.find_one(index):
+        store, transform = self._store, self._recipe.transform
+        if type(index) is int and store is not None:
+            for sample in store.find_one(index):
                 return sample if transform is None else transform(sample)
         return self.__getitems__([index])[0]
 
     @own_batches
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """The samples at n indices, which is what a `DataLoader` asks for."""
-        fetcher, transform = self._fetcher, self._plan.transform
-        samples = self._source.plain(indices) if fetcher is None else fetcher.fetch(indices)
+        store, transform = self._store, self._recipe.transform
+        samples = self._source.plain(indices) if store is None else store.fetch(indices)
         return samples if transform is None else [transform(sample) for sample in samples]
 
     def __repr__(self) -> str:
-        return f"<CachedDataset {self._plan.title} {self._plan.identity.namespace.hex()}>"
+        return f"<CachedDataset {self._recipe.title} {self._recipe.identity.namespace.hex()}>"
 
     @property
     def cache_dir(self) -> Path | None:
         """The folder with the samples; None if they are in memory only."""
-        directory = None if self._fetcher is None else self._fetcher.levels.directory
+        directory = None if self._store is None else self._store.levels.directory
         return None if directory is None else Path(directory.path)
 
     def warmup(self, num_workers: int = 0, batch_size: int = 64) -> WarmupStats:
@@ -431,18 +394,18 @@ class CachedDataset(Wrapper):
         return self._fill(np.arange(where.rank, len(self), where.world_size), num_workers, batch_size)
 
     def _fill(self, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:
-        if self._fetcher is None:
+        if self._store is None:
             raise NotCachedError(f"{self!r} caches nothing: it is closed, or turned off, or both sizes are 0")
-        return fill(self, self._fetcher, mine, num_workers, batch_size)
+        return fill(self, self._store, mine, num_workers, batch_size)
 
     def missing(self) -> Positions:
         """Indices of samples, int64 ``(k,)``, that are not cached; with a `path` or server, not there."""
-        return np.arange(len(self)) if self._fetcher is None else self._fetcher.levels.absent(len(self))
+        return np.arange(len(self)) if self._store is None else self._store.levels.absent(len(self))
 
     def stats(self) -> DatasetStats:
         """What all processes have done with this dataset so far."""
-        levels = None if self._fetcher is None else self._fetcher.levels
-        return DatasetStats.of(self._plan.tally.total(), {} if levels is None else levels.stats())
+        levels = None if self._store is None else self._store.levels
+        return DatasetStats.of(self._recipe.tally.total(), {} if levels is None else levels.stats())
 
     def explain(self) -> str:
         """Why samples were loaded that earlier runs had cached: what differs between the datasets.
@@ -452,28 +415,28 @@ class CachedDataset(Wrapper):
         str
             A line for each difference, such as ``attribute transform.size: 224 → 256``.
         """
-        fetcher = self._fetcher
-        directory = None if fetcher is None else fetcher.levels.directory
-        return self._plan.explained(directory, is_cached=fetcher is not None)
+        store = self._store
+        directory = None if store is None else store.levels.directory
+        return self._recipe.explained(directory, is_cached=store is not None)
 
     def flush(self) -> None:
         """Return when every sample that this process has loaded is as durable as the levels make it."""
-        if self._fetcher is not None:
-            self._fetcher.levels.flush()
+        if self._store is not None:
+            self._store.levels.flush()
 
     def clear(self) -> None:
         """Forget every sample, on disk too.
 
         `NotCachedError` if there is no dataset, as nothing could load the samples again.
         """
-        self._plan.check_clear()
-        if self._fetcher is not None:
-            self._fetcher.levels.clear()
+        self._recipe.check_clear()
+        if self._store is not None:
+            self._store.levels.clear()
 
 
 setattr(CachedDataset, ADDED_ATTRIBUTE, True)
 setattr(
     CachedDataset,
     ORIGINAL_ATTRIBUTE,
-    property(lambda self: (self._plan.dataset, self._plan.transform)),
+    property(lambda self: (self._recipe.dataset, self._recipe.transform)),
 )

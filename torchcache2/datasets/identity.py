@@ -20,10 +20,9 @@ from torch import nn
 from torch.utils.data import Dataset
 from xxhash import xxh3_128_digest
 
-from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Keys, int_keys
-from torchcache2.core.logs import shown
 from torchcache2.core.version import __version__
+from torchcache2.datasets.options import check
 from torchcache2.engine.cache import now as time_now
 from torchcache2.engine.explain import compared
 from torchcache2.engine.randomness import state_of
@@ -91,7 +90,7 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
     OptionError
         If `name` is not a text, or `version` neither text nor int.
     """
-    check_called(name, version)
+    check({"name": name, "version": version})
     # The length may be that of files which are there, about which no attribute tells.
     given: dict[str, Any] = {"name": name, "version": version, "length": length_of(dataset)}
     if name is not None:
@@ -126,23 +125,8 @@ def _walked(dataset: Any) -> _DatasetWalk:
 
 def identify_prefix(key_prefix: str, version: str | int | None = None) -> Identity:
     """Which samples those of a `CacheLoader` are, which is not that of any dataset."""
-    if not (isinstance(key_prefix, str) and key_prefix):
-        raise OptionError(
-            f"key_prefix={shown(key_prefix)}: expected a text that stands for the values, such as "
-            "'coco-train': all loaders with one key_prefix share them"
-        )
-    check_called(None, version)
+    check({"key_prefix": key_prefix, "version": version})
     return Identity(_named("loader", {"prefix": key_prefix, "version": version}), [], [])
-
-
-def check_called(name: Any, version: Any) -> None:
-    """Raise `OptionError` for what cannot be the name or the version of a dataset."""
-    if name is not None and not (isinstance(name, str) and name):
-        raise OptionError(
-            f"name={shown(name)}: expected a text that stands for the dataset, such as 'coco-train'"
-        )
-    if version is not None and (isinstance(version, bool) or not isinstance(version, (str, int))):
-        raise OptionError(f"version={shown(version)}: expected a text or an int")
 
 
 def _named(kind: str, given: Mapping[str, Any]) -> Fingerprint:
@@ -321,16 +305,18 @@ def explained_dataset(
     return compared(name, kind, now, None, bypass, directory, since)
 
 
-def document(
-    identity: Identity, dataset: Any, length: int | None, name: str | None, version: str | int | None
-) -> dict[str, Any]:
+def document(identity: Identity, dataset: Any, name: str | None, version: str | int | None) -> dict[str, Any]:
     """What the namespace of a dataset stands for, as JSON for ``fingerprint.json``."""
-    said = {"length": length, "name": name, "version": None if version is None else str(version)}
+    said = {
+        "length": length_of(dataset),
+        "name": name,
+        "version": None if version is None else str(version),
+    }
     return document_of(identity, qualified_name(type(dataset))) | {"dataset": said}
 
 
 def document_of(identity: Identity, kind: str) -> dict[str, Any]:
-    """The same of anything that has an identity, whose class is called `kind`."""
+    """What a namespace stands for, as JSON for ``fingerprint.json``; its class is called `kind`."""
     return {
         "class": kind,
         "library": __version__,

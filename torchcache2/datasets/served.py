@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,12 @@ import numpy as np
 from torchcache2.core.errors import MissingSampleError, NotCachedError, OptionError
 from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.logs import listed
-from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import size_text
-from torchcache2.datasets.identity import Identity, Index, as_index, check_called, keys_of
-from torchcache2.datasets.recipe import Plan
+from torchcache2.datasets.identity import Identity, Index, as_index, keys_of
+from torchcache2.datasets.options import check_served
+from torchcache2.datasets.recipe import Recipe, settings_of
 from torchcache2.datasets.source import Source
-from torchcache2.datasets.store import Fetcher, SampleStore
+from torchcache2.datasets.store import Levels, Store
 from torchcache2.datasets.tally import Tally
 from torchcache2.files.directory import NAMESPACE_NAME, CacheDirectory, Contents
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnknownClassError, UnreadableError
@@ -225,22 +225,23 @@ _MOST_REASONS = 3
 _MANY = 1 << 20  # samples; a length that anybody may have written is not gone through to its end
 
 
-class PortableFetcher(Fetcher):
+class ServedStore(Store):
     """What one process serves. A sample that is missing is an error."""
 
     patience = 60.0  # seconds that a fault of a bucket may last
 
-    def __init__(self, store: SampleStore, source: Source, place: str, length: int | None) -> None:
-        super().__init__(store, source, 0.0)
-        self._where = f"{store.name} in {place}"
-        self._length = length
+    def __init__(self, name: str, levels: Levels, tally: Tally, place: str, length: int | None) -> None:
+        super().__init__(name, levels, tally)
+        self._where, self._length = f"{name} in {place}", length
+        if length is not None:
+            self.end = length
 
     def fetch(self, indices: Sequence[Any]) -> list[Any]:
         """The samples at n indices."""
         start = time.perf_counter_ns()
         indices = [self._index(index) for index in indices]
         keys = keys_of(self.levels.namespace, indices)
-        samples, found, counts, _ = self.store.find(keys)
+        samples, found, counts, _ = self.find(keys)
         missing, end = np.flatnonzero(~found), start / 1e9 + self.patience
         while len(missing):
             missing, unread = self._again(keys, missing, samples, counts)
@@ -307,7 +308,7 @@ class PortableFetcher(Fetcher):
         for is_alone in (False, True):
             left = []
             for some in np.split(missing, np.arange(1, len(missing))) if is_alone else [missing]:
-                sought = self.store.find(keys.take(some))
+                sought = self.find(keys.take(some))
                 for place, position in enumerate(some.tolist()):
                     if sought.found[place]:
                         samples[position] = sought.samples[place]
@@ -394,7 +395,7 @@ setattr(_NoDataset, ORIGINAL_ATTRIBUTE, property(lambda self: self._namespace))
 
 
 @dataclasses.dataclass(kw_only=True)
-class PortablePlan(Plan):
+class ServedRecipe(Recipe):
     """How samples are served without their dataset.
 
     Attributes
@@ -418,74 +419,58 @@ class PortablePlan(Plan):
     opening: Objects | None = None
 
     @classmethod
-    def served(
-        cls,
-        settings: CacheSettings,
-        name: str | None,
-        version: str | int | None,
-        *,
-        partial: bool,
-        transform: Any,
-        options: str,
-    ) -> PortablePlan:
+    def of_folder(cls, options: Mapping[str, Any]) -> ServedRecipe:
         """Choose the dataset of a folder; an `OptionError` if it is not clear which one is meant."""
-        check_called(name, version)
+        check_served(options)
+        settings, kept_as = settings_of(options)
         settings = settings.replace({"persistent": True})
-        bucket, opening = settings.bucket, None
+        called, bucket, opening = (options["name"], options["version"]), settings.bucket, None
         if bucket is None:
             place = str(settings.persistent_cache_dir)
-            kept = chosen(CacheDirectory(place, FileSystem()), name, version)
+            kept = chosen(CacheDirectory(place, FileSystem()), *called)
+            # As nothing is written to the folder, its budget only limits how large a row may be that is read.
+            settings = settings.replace({"max_persistent_cache_size": _ANY_ROW})
         else:
             place, opening = bucket.url, Objects(bucket)
             with contextlib.ExitStack() as stack:
                 stack.callback(opening.close)
-                kept = chosen_remotely(opening, name, version, PortableFetcher.patience)
+                kept = chosen_remotely(opening, *called, ServedStore.patience)
                 stack.pop_all()
-        namespace = bytes.fromhex(kept.namespace)
-        fingerprint = from_document(kept.namespace, kept.document) or Fingerprint(namespace, {})
-        # As nothing is written to the folder, its budget only limits how large a row may be that is read.
-        budget = {"max_persistent_cache_size": _ANY_ROW} if bucket is None else {}
+        fingerprint = from_document(kept.namespace, kept.document)
         return cls(
-            dataset=_NoDataset(kept, place),
-            transform=transform,
             title=kept.title,
-            identity=Identity(fingerprint, [], []),
+            identity=Identity(fingerprint or Fingerprint(bytes.fromhex(kept.namespace), {}), [], []),
             document=kept.document | {"class": kept.kind},
-            settings=settings.replace(budget),
-            options=options,
-            serving=None,
-            name=kept.name,
-            version=kept.version,
-            checks=False,
-            verify=0.0,
+            settings=settings,
             tally=Tally(kept.length),
+            dataset=_NoDataset(kept, place),
+            transform=options["transform"],
             place=place,
             length=kept.length,
-            partial=partial,
+            partial=options["partial"],
             opening=opening,
+            **kept_as,
         )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what a pickle holds; if an earlier run has made it, samples may be gone since."""
-        super(Plan, self).__setstate__(state)
-        self.is_checked = self.is_checked and not self.is_of_earlier_run
+    def _read_again(self) -> None:
+        self.is_checked = False  # samples may be gone since
 
-    def fetcher(self, source: Source) -> Fetcher:
+    def store(self, source: Source | None = None) -> ServedStore:
         """The part of this process."""
         opening, self.opening = self.opening, None
-        store = self.opened(writes=False, opened=opening)
-        if self.settings.bucket is not None and (local := store.levels.directory) is not None:
+        levels = self.levels(writes=False, opened=opening)
+        if self.settings.bucket is not None and levels.directory is not None:
             with contextlib.suppress(OSError):  # else the tier asks the bucket for it, again
-                local.prepare(self.identity.namespace, self.document)
-        fetcher = PortableFetcher(store, source, self.place, self.length)
+                levels.directory.prepare(self.identity.namespace, self.document)
+        store = ServedStore(self.title, levels, self.tally, self.place, self.length)
         if not self.is_checked:
             try:
-                fetcher.check(partial=self.partial)
+                store.check(partial=self.partial)
             except BaseException:
-                fetcher.levels.close()
+                levels.close()
                 raise
             self.is_checked = True
-        return fetcher
+        return store
 
     def check_clear(self) -> None:
         """Raise `NotCachedError`: these samples cannot be loaded again."""

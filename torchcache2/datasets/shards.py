@@ -1,8 +1,9 @@
-"""Which samples of a dataset a rank has in an epoch: a plan, which reads nothing and waits for nobody.
+"""`LazyShardDataset`: one rank's part of a dataset, cached when its samples are first asked for.
 
-The samples are put in an order that the seed gives, and dealt to the ranks as cards are: rank r of w has
-those at places r, r + w, r + 2w and so on. What some ranks have together can be dealt among them again in
-each epoch. So all ranks agree without talking to each other.
+`Shard` says which samples a rank has in an epoch; it reads nothing and waits for nobody. The samples are put
+in an order that the seed gives, and dealt to the ranks as cards are: rank r of w has those at places r,
+r + w, r + 2w and so on. What some ranks have together can be dealt among them again in each epoch. So all
+ranks agree without talking to each other.
 
 **The order never changes.** It is how a sort, which keeps the order of equals, arranges raw numbers of
 Philox, a generator whose numbers depend on nothing but its key and its counter. numpy promises that these
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -25,11 +26,10 @@ from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Array, Positions
 from torchcache2.core.logs import logger
 from torchcache2.core.process import Place, place, ranks_of_each
-from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import Size, parse_size, size_text
 from torchcache2.datasets.cached import CachedDataset, own_batches
 from torchcache2.datasets.identity import length_of
-from torchcache2.datasets.recipe import aliased, check_dataset, level_settings
+from torchcache2.datasets.options import aliased, check, check_dataset, is_count, level_settings
 from torchcache2.engine.progress import WarmupStats
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.values.samples import Samples
@@ -119,47 +119,11 @@ class Shard:
         return mine if self._shuffle else np.sort(mine)
 
 
-_MODES = ("rank", "node", "disk")
 _PROBED = 8
 _MEMORY_SHARE = 0.5
 
 
-def _check(option: str, value: object, is_valid: bool, expected: str) -> None:
-    """Raise `OptionError` for a value that is not valid."""
-    if not is_valid:
-        raise OptionError(f"{option}={value!r}: expected {expected}")
-
-
-def _is_count(value: object) -> bool:
-    """Whether a value is an int from 0 on."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 0
-
-
-def check_names(options: Mapping[str, Any]) -> None:
-    """Raise `OptionError` for options of `CachedDataset` that have other names here."""
-    for name in ("memory_size", "disk_size"):
-        theirs = name.replace("_", "_cache_")
-        if theirs in options:
-            raise OptionError(f"LazyShardDataset has no option {theirs!r}: it is {name}")
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise `OptionError` for an option that cannot have its value."""
-    for option, value in options.items():
-        if option == "mode":
-            _check(option, value, value in _MODES, f"one of {', '.join(map(repr, _MODES))}")
-        elif option == "even":
-            _check(option, value, value in (None, "drop", "repeat"), "None, 'drop' or 'repeat'")
-        elif option == "seed":
-            _check(option, value, _is_count(value) and value < 1 << 64, "an int from 0 to 2**64 - 1")
-        elif option == "overflow":
-            is_valid = value is None or (isinstance(value, (int, float)) and value >= 0)
-            _check(option, value, is_valid, "None, or a number from 0 on")
-        else:
-            _check(option, value, _is_count(value), "an int from 0 on")
-
-
-def sizes_of(
+def _sizes_of(
     mode: str, path: Any, memory_size: Size | None, disk_size: Size | None, *, is_served: bool
 ) -> tuple[Size, Size | None]:
     """Both sizes as `CachedDataset` takes them, where a share of 0.0 is no share."""
@@ -174,7 +138,7 @@ def sizes_of(
     return memory_size, disk_size
 
 
-def samples_of(dataset: Any) -> int:
+def _samples_of(dataset: Any) -> int:
     """How many samples the dataset has; `OptionError` if it does not say."""
     length = length_of(dataset)
     if length is None:
@@ -182,19 +146,19 @@ def samples_of(dataset: Any) -> int:
     return length
 
 
-def place_of(rank: int | None, num_replicas: int | None) -> Place:
+def _place_of(rank: int | None, num_replicas: int | None) -> Place:
     """The number of this process among all, as these options say, or else as is known."""
     if rank is None and num_replicas is None:
         return place()
     given = f"rank={rank!r}, num_replicas={num_replicas!r}"
     if rank is None or num_replicas is None:
         raise OptionError(f"{given}: give both, or none of them")
-    if not (_is_count(rank) and _is_count(num_replicas) and rank < num_replicas):
+    if not (is_count(rank) and is_count(num_replicas) and rank < num_replicas):
         raise OptionError(f"{given}: expected ints, and a rank from 0 to num_replicas - 1")
     return Place(int(rank), int(num_replicas))
 
 
-def together_of(mode: str, mine: Place) -> int:
+def _together_of(mode: str, mine: Place) -> int:
     """How many ranks are dealt their samples together: one, or those of a machine."""
     found = 1 if mode == "rank" else ranks_of_each(*mine)
     if found is None:
@@ -206,7 +170,7 @@ def together_of(mode: str, mine: Place) -> int:
     return found
 
 
-class Bound:
+class _Bound:
     """How many samples the shard of a rank may have, judged by the size of some.
 
     Attributes
@@ -240,7 +204,7 @@ class Bound:
                 f"disk_size={disk_size!r} have to be bytes, or texts such as '4GB', since a share of what is "
                 "free may be more for one rank than for another"
             )
-        count, room = samples_of(dataset), _room(level_settings(path, memory_size, disk_size, "mru", "none"))
+        count, room = _samples_of(dataset), _room(path, memory_size, disk_size)
         mean = max(1.0, _mean_size(dataset))
         here = ranks_of_each(*mine) or mine.world_size  # at most, and the same number for all ranks
         self.most = int(min(count, (1 + overflow) * room / mean / here))
@@ -255,16 +219,18 @@ class Bound:
         return self._text
 
 
-def _room(settings: CacheSettings) -> int:
+def _room(path: Any, memory_size: Size, disk_size: Size | None) -> int:
+    sizes = {"path": path, "memory_cache_size": memory_size, "disk_cache_size": disk_size}
+    settings = level_settings(sizes)
     memory, disk = settings.max_memory_cache_size, settings.max_persistent_cache_size
     assert isinstance(memory, int) and isinstance(disk, int)
     # A folder that lasts has every sample; a temporary one has those for which memory had no room.
-    return memory + disk if settings.persistent_cache_dir is None else max(memory, disk)
+    return memory + disk if path is None else max(memory, disk)
 
 
 def _mean_size(dataset: Any) -> float:
     """The mean size of up to 8 samples from all over a dataset, in bytes of rows."""
-    count, state = samples_of(dataset), RandomState([])
+    count, state = _samples_of(dataset), RandomState([])
     places = sorted({place * count // _PROBED for place in range(_PROBED if count else 0)})
     try:
         probes = [dataset[place] for place in places]
@@ -362,20 +328,23 @@ class LazyShardDataset(Dataset[Any]):
         **options: Any,
     ) -> None:
         check_dataset(dataset)
-        path, _ = aliased(path, None, {"disk_cache_path": disk_cache_path})
-        check_names(options)
-        check_options(
-            {"mode": mode, "even": even, "seed": seed, "overflow": overflow, "min_elements": min_elements}
-        )
+        given = {"path": path, "name": None}
+        aliased(given, {"disk_cache_path": disk_cache_path})
+        path = given["path"]
+        for name in ("memory_size", "disk_size"):
+            theirs = name.replace("_", "_cache_")
+            if theirs in options:
+                raise OptionError(f"LazyShardDataset has no option {theirs!r}: it is {name}")
+        check({"mode": mode, "even": even, "seed": seed, "overflow": overflow, "min_elements": min_elements})
         is_served = options.get("backend", "local") != "local"
-        memory_size, disk_size = sizes_of(mode, path, memory_size, disk_size, is_served=is_served)
+        memory_size, disk_size = _sizes_of(mode, path, memory_size, disk_size, is_served=is_served)
         if is_served and overflow is not None:
             raise OptionError(
                 f"overflow={overflow!r} and backend='redis': it is not known how much fits on a server"
             )
-        mine, count = place_of(rank, num_replicas), samples_of(dataset)
-        together, ranks = together_of(mode, mine), mine.world_size
-        bound = Bound(dataset, path, memory_size, disk_size, overflow=overflow, even=even, mine=mine)
+        mine, count = _place_of(rank, num_replicas), _samples_of(dataset)
+        together, ranks = _together_of(mode, mine), mine.world_size
+        bound = _Bound(dataset, path, memory_size, disk_size, overflow=overflow, even=even, mine=mine)
         shard = Shard(count, *mine, together=together, seed=seed, shuffle=shuffle, even=even, most=bound.most)
         if shard.least < min_elements:
             raise OptionError(
@@ -429,7 +398,7 @@ class LazyShardDataset(Dataset[Any]):
 
         Call it between epochs: samples that are being loaded meanwhile may be of either.
         """
-        check_options({"epoch": epoch})
+        check({"epoch": epoch})
         self._epoch.fill_(int(epoch))
 
     def __len__(self) -> int:

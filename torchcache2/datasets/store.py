@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from torchcache2.core.errors import NotCachedError, OutputError
-from torchcache2.core.keys import Array, Flags, Keys, Positions, int_key, int_keys
+from torchcache2.core.keys import Flags, Keys, Positions, int_key, int_keys
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.memory import as_bytes
 from torchcache2.core.process import has_ranks
@@ -23,7 +23,6 @@ from torchcache2.datasets.source import Source
 from torchcache2.datasets.tally import Tally
 from torchcache2.engine.stack import TierStack, has_any
 from torchcache2.engine.values.samples import Samples, from_rows
-from torchcache2.engine.values.stub import rebuilder
 from torchcache2.files.errors import UnreadableError
 from torchcache2.tiers.base import Signals, Tier
 from torchcache2.tiers.make import Description, InUse, Opened, make_levels
@@ -211,7 +210,6 @@ class Levels(TierStack):
         )
 
 
-_MOST_REBUILDERS = 1024
 _NOTHING: list[Any] = []
 
 
@@ -231,64 +229,202 @@ class Sought(NamedTuple):
     """
 
     samples: list[Any]
-    found: Array
+    found: Flags
     counts: dict[str, int]
     unread: dict[int, UnreadableError]
 
 
-class SampleStore:
-    """What one process finds and keeps for a dataset or a loader, which messages call `name`.
+class Store:
+    """What one process finds, loads and keeps for a dataset or a loader, which messages call `name`.
 
-    Safe under threads.
+    A share `verify` of the hits is loaded again and compared. Safe under threads; two that miss one sample at
+    once both load it.
 
     Attributes
     ----------
     end : int
-        Only ints from 0 to this are looked up by `find_one`.
+        Ints from 0 to this are looked for in memory first; others may stand for another index.
     """
 
     end = 1 << 63
 
-    def __init__(self, name: str, levels: Levels, tally: Tally) -> None:
+    def __init__(
+        self, name: str, levels: Levels, tally: Tally, source: Source | None = None, verify: float = 0.0
+    ) -> None:
         self.name, self.levels, self.tally = name, levels, tally
         self.told = ToldOnce(tally.is_first)
+        self._source, self._verify = source, verify
         self._samples = Samples()
-        self._rebuilders: dict[int, tuple[Schema, Any]] = {}  # by the id of the schema, which is kept
+        self._random_shares = np.random.default_rng()  # its own: the generators of others must not move
+
+    # What is found
 
     def find(self, keys: Keys) -> Sought:
         """The samples that tiers have, each in memory of its own."""
         sought = Sought([None] * len(keys), np.zeros(len(keys), bool), {}, {})
-        names = [f"{tier.name}_hits" for tier in self.levels.tiers]
-        for name, parts in zip(names, self.levels.found(keys), strict=False):
+        for tier, parts in zip(self.levels.tiers, self.levels.found(keys), strict=False):
             before = int(sought.found.sum())
             for positions, rows in parts:
                 self._read(positions, rows, sought)
-            sought.counts[name] = int(sought.found.sum()) - before
+            sought.counts[f"{tier.name}_hits"] = int(sought.found.sum()) - before
         return sought
 
     def find_one(self, index: int) -> list[Any]:
         """The sample at an int in a list, if memory has it and nothing needs a closer look; else nothing."""
-        if not 0 <= index < self.end or torch.is_inference_mode_enabled():
+        tally = self.tally
+        is_plain = 0 <= index < self.end and self._verify == 0.0 and not tally.is_random
+        if not is_plain or torch.is_inference_mode_enabled():
             return _NOTHING
         start, levels = time.perf_counter_ns(), self.levels
-        memory = levels.tiers[0]
-        found: list[Any] | None = memory.get_one(levels.namespace, *int_key(index), self._made)
+        found = levels.tiers[0].get_one(levels.namespace, *int_key(index), self._made)
         if found is None:
             return _NOTHING
-        self.tally.add_hit("memory_hits", time.perf_counter_ns() - start)
-        return found
+        tally.add_hit("memory_hits", time.perf_counter_ns() - start)
+        return found  # type: ignore[no-any-return]
 
     def _made(self, schema: Schema, buffers: Sequence[memoryview]) -> list[Any] | None:
-        """The sample of a row in a list; None if the row cannot be read."""
-        known = self._rebuilders.get(id(schema))
+        """The sample of a row in a list; None if the row cannot be read, which `find` warns of."""
+        columns = []
+        for leaf, data in zip(schema.leaves, buffers, strict=True):
+            column = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+            columns.append(column.view(leaf.stored).view(1, *leaf.stored_shape))
         try:
-            if known is None:
-                if len(self._rebuilders) >= _MOST_REBUILDERS:
-                    self._rebuilders.clear()
-                known = self._rebuilders[id(schema)] = schema, rebuilder(schema)
-            return [known[1](buffers)]
-        except UnreadableError:  # `find` says so
+            return from_rows(Rows(schema, columns, 1))
+        except UnreadableError:
             return None
+
+    def _read(self, positions: Positions, rows: Rows, sought: Sought) -> None:
+        try:
+            read = from_rows(rows)
+        except UnreadableError as error:
+            if len(rows) > 1:  # only some may be damaged
+                for i in range(len(rows)):
+                    one = rows.take(torch.from_numpy(np.array([i])))
+                    self._read(positions[i : i + 1], one, sought)
+                return
+            sought.unread.update(dict.fromkeys(positions.tolist(), error))
+            self.told("unreadable", "%s: a cached sample cannot be read (%s)", self.name, str(error))
+            return
+        for position, sample in zip(positions.tolist(), read, strict=True):
+            sought.samples[position] = sample
+        sought.found[positions] = True
+
+    # What is loaded
+
+    def fetch(self, indices: Sequence[Any]) -> list[Any]:
+        """The samples at n indices, found, or else loaded from the source and kept."""
+        source, drops = (
+            self.source,
+            self.tally.drops,
+        )  # whoever finds random numbers says so before all rows go
+        if self.tally.is_random:
+            self.tally.add(random=len(indices))
+            return source.plain(indices)
+        start, before = time.perf_counter_ns(), source.nanoseconds
+        indices = [as_index(index) for index in indices]  # a sample may have it
+        keys = keys_of(self.levels.namespace, indices)
+        samples, found, counts, _ = self.find(keys)
+        if self._verify > 0.0 and not self._is_verified(indices, samples, found):
+            self.tally.add(**counts)
+            return source.plain(indices)
+        missing = np.flatnonzero(~found)
+        if len(missing):
+            loaded, _ = self._load([indices[i] for i in missing.tolist()], keys.take(missing), drops)
+            for position, sample in zip(missing.tolist(), loaded, strict=True):
+                samples[position] = sample
+        in_source = source.nanoseconds - before
+        spent = time.perf_counter_ns() - start - in_source
+        self.tally.add(**counts, nanoseconds=in_source, spent=spent)
+        if len(missing):
+            self.tally.count_epochs()
+        return samples
+
+    def fill(self, indices: Sequence[int]) -> tuple[int, int, int]:
+        """Have the samples at distinct ints loaded and kept, unless they are there or others load them.
+
+        Returns
+        -------
+        found, loaded, nbytes : int
+            Samples that were there, or that others have loaded; samples that were loaded here; bytes of rows.
+        """
+        drops = self.tally.drops  # first, as in `fetch`
+        self._check_steady()
+        keys = keys_of(self.levels.namespace, indices)
+        absent = np.flatnonzero(~self.levels.has(keys))
+        absent = absent[~self.levels.write_kept(keys.take(absent))]
+        loaded = nbytes = 0
+        if len(absent):
+            claim = self.levels.claim(keys.take(absent))
+            try:
+                wanted = absent[claim.mine]
+                while True:
+                    some = [indices[i] for i in wanted.tolist()]
+                    samples, size = self._load(some, keys.take(wanted), drops)
+                    loaded, nbytes = loaded + len(samples), nbytes + size
+                    if not len(claim.others):
+                        break
+                    wanted = absent[claim.wait()]
+            finally:
+                claim.release()
+        self._check_steady()
+        return len(indices) - loaded, loaded, nbytes
+
+    @property
+    def source(self) -> Source:
+        """What loads samples."""
+        assert self._source is not None
+        return self._source
+
+    def _check_steady(self) -> None:
+        if self.tally.is_random:
+            raise NotCachedError(f"{self.name} draws random numbers, so that no sample would be kept")
+
+    def _load(self, indices: Sequence[Any], keys: Keys, drops: int) -> tuple[list[Any], int]:
+        """The samples at indices that have these keys, from the source, and the bytes of their rows.
+
+        None is kept if `Tally.drops` is not `drops` any more.
+        """
+        if len(indices) == 0:
+            return [], 0
+        samples, is_steady = self.source.load(indices)
+        if not is_steady:
+            self._moved(indices[0])
+            self.tally.add(random=len(samples))
+            return samples, 0
+        return samples, self.keep(keys, samples, drops)
+
+    def _is_verified(self, indices: Sequence[Any], samples: list[Any], found: Flags) -> bool:
+        """Whether the hits that were drawn by lot are what the source gives; else all rows are dropped."""
+        drawn = np.flatnonzero(found & (self._random_shares.random(len(found)) < self._verify)).tolist()
+        fresh = self.source.load([indices[i] for i in drawn])[0]
+        apart = [i for i, sample in zip(drawn, fresh, strict=True) if not _same(samples[i], sample)]
+        self.tally.add(verified=len(drawn), mismatched=len(apart))
+        if not apart:
+            return True
+        self.told(
+            "verify",
+            "%s: cached samples differ from what the dataset gives now, such as that at %r: all are "
+            "dropped. Either its data have changed, which version= tells, or it is not deterministic",
+            *(self.name, indices[apart[0]]),
+        )
+        self.levels.clear()
+        return False
+
+    def _moved(self, index: Any) -> None:
+        """Random numbers were drawn while samples were loaded."""
+        if self.source.is_random(index) and not self.tally.is_random:
+            self.tally.found_random()
+            self.levels.clear()
+            where = f" ({self.source.unseeded[0]})" if self.source.unseeded else ""
+            self.told(
+                "random",
+                "%s draws random numbers%s, so it is not cached: every epoch would get the same ones. Give "
+                "random augmentation to CachedDataset as transform=, which runs after the cache. If the "
+                "numbers do not matter, or are seeded by the index, pass allow_random=True",
+                *(self.name, where),
+            )
+
+    # What is kept
 
     def keep(self, keys: Keys, samples: Sequence[Any], drops: int) -> int:
         """Offer loaded samples to the tiers, and count them as misses.
@@ -331,151 +467,12 @@ class SampleStore:
         self.tally.add(misses=count - len(batch.refused), refused=len(batch.refused))
         return sum(len(rows) * rows.schema.row_bytes for _, rows in batch.parts)
 
-    def _read(self, positions: Positions, rows: Rows, sought: Sought) -> None:
-        try:
-            read = from_rows(rows)
-        except UnreadableError as error:
-            if len(rows) > 1:  # only some may be damaged
-                for i in range(len(rows)):
-                    one = rows.take(torch.from_numpy(np.array([i])))
-                    self._read(positions[i : i + 1], one, sought)
-                return
-            sought.unread.update(dict.fromkeys(positions.tolist(), error))
-            self.told("unreadable", "%s: a cached sample cannot be read (%s)", self.name, str(error))
-            return
-        for position, sample in zip(positions.tolist(), read, strict=True):
-            sought.samples[position] = sample
-        sought.found[positions] = True
-
     def _refuse(self, error: OutputError, *, is_any_kept: bool) -> None:
         """Samples that cannot be stored: an error if none was stored before, else a warning."""
         is_first = not is_any_kept and self.tally.total()["misses"] == 0
         if is_first and not any(tier.count(self.levels.namespace) for tier in self.levels.tiers):
             raise error
         self.told("refused", "%s: some samples cannot be cached: %s", self.name, str(error))
-
-
-class Fetcher:
-    """What one process does for a dataset.
-
-    A share `verify` of the hits is loaded again and compared. Safe under threads; two that miss one sample at
-    once both load it.
-    """
-
-    def __init__(self, store: SampleStore, source: Source, verify: float) -> None:
-        self.store, self.source, self.levels, self.tally = store, source, store.levels, store.tally
-        self._verify = verify
-        self._random_shares = np.random.default_rng()  # its own: the generators of others must not move
-
-    def fetch(self, indices: Sequence[Any]) -> list[Any]:
-        """The samples at n indices."""
-        drops = self.tally.drops  # first: whoever finds random numbers says so before all rows are dropped
-        if self.tally.is_random:
-            self.tally.add(random=len(indices))
-            return self.source.plain(indices)
-        start, before = time.perf_counter_ns(), self.source.nanoseconds
-        indices = [as_index(index) for index in indices]  # a sample may have it
-        keys = keys_of(self.levels.namespace, indices)
-        samples, found, counts, _ = self.store.find(keys)
-        if self._verify > 0.0 and not self._is_verified(indices, samples, found):
-            self.tally.add(**counts)
-            return self.source.plain(indices)
-        missing = np.flatnonzero(~found)
-        if len(missing):
-            loaded, _ = self._load([indices[i] for i in missing.tolist()], keys.take(missing), drops)
-            for position, sample in zip(missing.tolist(), loaded, strict=True):
-                samples[position] = sample
-        in_source = self.source.nanoseconds - before
-        spent = time.perf_counter_ns() - start - in_source
-        self.tally.add(**counts, nanoseconds=in_source, spent=spent)
-        if len(missing):
-            self.tally.count_epochs()
-        return samples
-
-    def find_one(self, index: int) -> list[Any]:
-        """The sample at an int, if it is in memory and not to be verified; else nothing."""
-        return [] if self._verify > 0.0 or self.tally.is_random else self.store.find_one(index)
-
-    def fill(self, indices: Sequence[int]) -> tuple[int, int, int]:
-        """Have the samples at distinct ints loaded and kept, unless they are there or others load them.
-
-        Returns
-        -------
-        found, loaded, nbytes : int
-            Samples that were there, or that others have loaded; samples that were loaded here; bytes of rows.
-        """
-        drops = self.tally.drops  # first, as in `fetch`
-        self._check_steady()
-        keys = keys_of(self.levels.namespace, indices)
-        absent = np.flatnonzero(~self.levels.has(keys))
-        absent = absent[~self.levels.write_kept(keys.take(absent))]
-        loaded = nbytes = 0
-        if len(absent):
-            claim = self.levels.claim(keys.take(absent))
-            try:
-                wanted = absent[claim.mine]
-                while True:
-                    some = [indices[i] for i in wanted.tolist()]
-                    samples, size = self._load(some, keys.take(wanted), drops)
-                    loaded, nbytes = loaded + len(samples), nbytes + size
-                    if not len(claim.others):
-                        break
-                    wanted = absent[claim.wait()]
-            finally:
-                claim.release()
-        self._check_steady()
-        return len(indices) - loaded, loaded, nbytes
-
-    def _check_steady(self) -> None:
-        if self.tally.is_random:
-            raise NotCachedError(f"{self.store.name} draws random numbers, so that no sample would be kept")
-
-    def _load(self, indices: Sequence[Any], keys: Keys, drops: int) -> tuple[list[Any], int]:
-        """The samples at indices that have these keys, from the source, and the bytes of their rows.
-
-        None is kept if `Tally.drops` is not `drops` any more.
-        """
-        if len(indices) == 0:
-            return [], 0
-        samples, is_steady = self.source.load(indices)
-        if not is_steady:
-            self._moved(indices[0])
-            self.tally.add(random=len(samples))
-            return samples, 0
-        return samples, self.store.keep(keys, samples, drops)
-
-    def _is_verified(self, indices: Sequence[Any], samples: list[Any], found: Array) -> bool:
-        """Whether the hits that were drawn by lot are what the source gives; else all rows are dropped."""
-        drawn = np.flatnonzero(found & (self._random_shares.random(len(found)) < self._verify)).tolist()
-        apart = [
-            i
-            for i, fresh in zip(drawn, self.source.load([indices[i] for i in drawn])[0], strict=True)
-            if not _same(samples[i], fresh)
-        ]
-        self.tally.add(verified=len(drawn), mismatched=len(apart))
-        if not apart:
-            return True
-        self.store.told(
-            "verify",
-            "%s: cached samples differ from what the dataset gives now, such as that at %r: all are "
-            "dropped. Either its data have changed, which version= tells, or it is not deterministic",
-            *(self.store.name, indices[apart[0]]),
-        )
-        self.levels.clear()
-        return False
-
-    def _moved(self, index: Any) -> None:
-        """Random numbers were drawn while samples were loaded."""
-        if self.source.is_random(index) and not self.tally.is_random:
-            self.tally.found_random()
-            self.levels.clear()
-            self.store.told(
-                "random",
-                "%s draws random numbers%s, so it is not cached: every epoch would get the same ones. Give "
-                "random augmentation to CachedDataset as transform=, which runs after the cache. If the "
-                "numbers do not matter, or are seeded by the index, pass allow_random=True",
-                *(self.store.name, f" ({self.source.unseeded[0]})" if self.source.unseeded else ""),
-            )
 
 
 def _same(left: Any, right: Any) -> bool:
