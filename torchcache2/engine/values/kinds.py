@@ -20,7 +20,7 @@ from torch import Tensor
 from torchcache2.core import values
 from torchcache2.core.keys import Array
 from torchcache2.core.values import Node, Opened, UnstorableError, has_attributes
-from torchcache2.files import classnames as classes
+from torchcache2.files import schema as classes
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 
 COMMON = frozenset(  # dtypes that torch copies

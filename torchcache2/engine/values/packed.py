@@ -21,7 +21,7 @@ from torchcache2.core.rows import plain_bytes
 from torchcache2.core.values import UnstorableError, fields_of, is_key, is_namedtuple, is_node, one_of
 from torchcache2.engine.values import kinds
 from torchcache2.engine.values.kinds import Packed, bytes_of, dense, tensor_of
-from torchcache2.files import classnames as classes
+from torchcache2.files import schema as classes
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 
 _VERSION = 1
