@@ -22,7 +22,7 @@ from torchcache2.datasets.identity import as_index, keys_of
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.tally import Tally
 from torchcache2.engine.stack import TierStack, has_any
-from torchcache2.engine.values.samples import Samples, from_rows
+from torchcache2.engine.values.samples import Samples, from_rows, rebuilder
 from torchcache2.files.errors import UnreadableError
 from torchcache2.tiers.base import Signals, Tier
 from torchcache2.tiers.make import Description, InUse, Opened, make_levels
@@ -210,6 +210,7 @@ class Levels(TierStack):
         )
 
 
+_MOST_REBUILDERS = 1024
 _NOTHING: list[Any] = []
 
 
@@ -255,6 +256,7 @@ class Store:
         self.told = ToldOnce(tally.is_first)
         self._source, self._verify = source, verify
         self._samples = Samples()
+        self._rebuilders: dict[int, tuple[Schema, Any]] = {}  # by the id of the schema, which is kept
         self._random_shares = np.random.default_rng()  # its own: the generators of others must not move
 
     # What is found
@@ -284,12 +286,13 @@ class Store:
 
     def _made(self, schema: Schema, buffers: Sequence[memoryview]) -> list[Any] | None:
         """The sample of a row in a list; None if the row cannot be read, which `find` warns of."""
-        columns = []
-        for leaf, data in zip(schema.leaves, buffers, strict=True):
-            column = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-            columns.append(column.view(leaf.stored).view(1, *leaf.stored_shape))
+        known = self._rebuilders.get(id(schema))
         try:
-            return from_rows(Rows(schema, columns, 1))
+            if known is None:
+                if len(self._rebuilders) >= _MOST_REBUILDERS:
+                    self._rebuilders.clear()
+                known = self._rebuilders[id(schema)] = schema, rebuilder(schema)
+            return [known[1](buffers)]
         except UnreadableError:
             return None
 
