@@ -512,6 +512,31 @@ def test_reading_and_warming_up_draw_nothing():
 # Threads
 
 
+def test_samples_that_are_asked_for_one_by_one_are_those_of_a_batch_and_own_their_memory(log):
+    samples = [
+        {"image": torch.full((3, 4), index), "box": np.full(2, index), "name": str(index), "none": None}
+        for index in range(20)
+    ]
+    with contextlib.closing(CachedDataset(samples, memory_cache_size="1MB")) as cached:
+        cached.__getitems__(list(range(20)))
+        for index in range(20):
+            same(cached[index], samples[index])
+        with torch.inference_mode():
+            same(cached[3], samples[3])
+        found = cached[3]
+        found["image"].fill_(0).resize_(1)
+        found["box"][:] = 0
+        same(cached[3], samples[3])
+        assert (cached.stats().misses, cached.stats().memory_hits, cached.stats().faults) == (20, 23, 0)
+        cached.clear()
+        same(cached[3], samples[3])
+        assert cached.stats().misses == 21 and len(cached.missing()) == 19
+        with pytest.raises(IndexError):
+            cached[20]
+    same(cached[3], samples[3])
+    assert not warnings_of(log)
+
+
 def test_threads_read_one_dataset(tmp_path):
     cached = CachedDataset(Counted(60), memory_cache_size="40kB", disk_cache_size="1MB")
     expected = [Counted(60)[index] for index in range(60)]
