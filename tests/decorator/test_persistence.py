@@ -25,9 +25,9 @@ from tests.helpers.outputs import assert_same
 from torchcache2 import Cache, CacheSettings, Keys, OptionError, torchcache
 from torchcache2.core.rows import Rows
 from torchcache2.files.codec import codec
-from torchcache2.files.encode import SEGMENT, encode, write
-from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.whole import ulid
+from torchcache2.files.filesystem import FileSystem, ulid
+from torchcache2.files.layout import SEGMENT
+from torchcache2.files.segment import encode, write
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 CPU = torch.device("cpu")

@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.filenames import MIRROR
+from torchcache2.files.directory import MIRROR, CacheDirectory
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.bucket.arrivals import Arrivals
 

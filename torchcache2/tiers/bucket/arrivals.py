@@ -11,8 +11,7 @@ import os
 import time
 from collections.abc import Mapping
 
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.filenames import MIRROR
+from torchcache2.files.directory import MIRROR, CacheDirectory
 
 _SMALL = 1 << 20  # bytes, which come by ranges at once
 _TIMES = 4.0  # as long as the ranges of a large batch take, the next one may wait

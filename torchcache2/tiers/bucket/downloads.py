@@ -11,16 +11,11 @@ import os
 import time
 from collections.abc import Collection
 
-from torchcache2.files.descriptors import Descriptor
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.encode import SEGMENT, TEMPORARY
+from torchcache2.files.directory import CacheDirectory, Contents
 from torchcache2.files.errors import DamagedError
-from torchcache2.files.eviction import used_bytes
-from torchcache2.files.filenames import HEAD, Contents
-from torchcache2.files.header import read_size, stated
-from torchcache2.files.heads import read_head
-from torchcache2.files.removal import in_use
-from torchcache2.files.whole import write_whole
+from torchcache2.files.filesystem import Descriptor, write_whole
+from torchcache2.files.layout import HEAD, SEGMENT, TEMPORARY, read_head, read_size, stated
+from torchcache2.files.removal import in_use, used_bytes
 from torchcache2.tiers.bucket.folders import Transfer, absent
 from torchcache2.tiers.bucket.objects import Objects
 

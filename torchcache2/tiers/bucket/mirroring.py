@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Collection
 
 from torchcache2.core.process import AtExit
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.filenames import FINGERPRINT, Contents
+from torchcache2.files.directory import FINGERPRINT, CacheDirectory, Contents
 from torchcache2.tiers.bucket.downloads import Downloads
 from torchcache2.tiers.bucket.folders import Folders, Transfer
 from torchcache2.tiers.bucket.mirrorlock import MirrorLock

@@ -16,8 +16,8 @@ from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.places import Bucket
 from torchcache2.core.process import ProcessLock
+from torchcache2.files.directory import TAG, check_format, stated_format
 from torchcache2.files.errors import NewerFormatError
-from torchcache2.files.filenames import TAG, check_format, stated_format
 from torchcache2.files.filesystem import FileInfo
 from torchcache2.tiers.breaker import Breaker
 from torchcache2.tiers.bucket.connection import Connection, Kind, Texts, kind_of

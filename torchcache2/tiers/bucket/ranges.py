@@ -8,9 +8,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from torchcache2.files.descriptors import Descriptor
 from torchcache2.files.errors import DamagedError
-from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.tiers.bucket.objects import Objects
 
 _GAP = 16 << 10  # bytes; to fetch so many that nobody needs costs less than another request

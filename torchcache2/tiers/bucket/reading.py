@@ -10,8 +10,8 @@ import numpy as np
 
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Parts, merged
-from torchcache2.files.descriptors import Descriptors
 from torchcache2.files.errors import DamagedError
+from torchcache2.files.filesystem import Descriptors
 from torchcache2.files.segment import Segment
 from torchcache2.tiers.bucket.arrivals import Arrivals
 from torchcache2.tiers.bucket.known import Known, Sought
