@@ -13,10 +13,12 @@ from torchcache2.files.layout import FORMAT_VERSION
 TAG = "CACHEDIR.TAG"
 LOCK = ".lock"
 MIRROR = ".mirror"
+ASKED = ".asked"
 FINGERPRINT = "fingerprint.json"
 CORRUPT = ".corrupt"
 NOTE = ".note"
 HEAD = ".head"  # behind the name of a segment that a bucket has
+PART, MAP = ".part", ".part.map"  # of such a segment: blocks of it, and which are here
 TAG_TEXT = f"""Signature: 8a477f597d28d172789f06886806bc55
 # This folder is a cache of torchcache2, format {FORMAT_VERSION}. Deleting it loses nothing but time.
 # For cache directory tags, see https://bford.info/cachedir/
@@ -26,6 +28,7 @@ _MOST_DIGITS = 9
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 SEGMENT_NAME = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}" + re.escape(SEGMENT))
 HEAD_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(HEAD))
+PART_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(PART) + r"(\.map)?")
 NOTE_NAME = re.compile(NAMESPACE_NAME.pattern + re.escape(NOTE))
 _WHOLE_TEXT = f"({re.escape(FINGERPRINT)}|{re.escape(TAG)}|{NOTE_NAME.pattern})"
 _TEMPORARY_TEXT = re.compile(_WHOLE_TEXT + r"\.[0-9A-Z]{26}")
@@ -36,13 +39,14 @@ _LEFT_OVER = re.compile(f"{SEGMENT_NAME.pattern}({re.escape(TEMPORARY)}|{re.esca
 class Contents:
     """The files of one namespace, which is 32 hexadecimal digits.
 
-    Besides segments there are the `heads` of those that a bucket has, segments that were found `corrupt`,
-    `temporary` files that are being written, and `others`: ``fingerprint.json``.
+    Besides segments there are the `heads` of those that a bucket has, the `parts` of some of these, segments
+    that were found `corrupt`, `temporary` files that are being written, and `others`: ``fingerprint.json``.
     """
 
     namespace: str
     segments: list[FileInfo]
     heads: list[FileInfo]
+    parts: list[FileInfo]
     corrupt: list[FileInfo]
     temporary: list[FileInfo]
     others: list[FileInfo]
@@ -50,7 +54,7 @@ class Contents:
     @property
     def files(self) -> list[FileInfo]:
         """All of these files."""
-        return [*self.segments, *self.heads, *self.corrupt, *self.temporary, *self.others]
+        return [*self.segments, *self.heads, *self.parts, *self.corrupt, *self.temporary, *self.others]
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +69,7 @@ class Contents:
 
 def contents_of(namespace: str, listing: list[FileInfo]) -> Contents:
     """The files of a namespace among what is in its folder."""
-    found = Contents(namespace, [], [], [], [], [])
+    found = Contents(namespace, [], [], [], [], [], [])
     for info in listing:
         if info.is_folder:
             continue
@@ -73,6 +77,8 @@ def contents_of(namespace: str, listing: list[FileInfo]) -> Contents:
             found.segments.append(info)
         elif HEAD_NAME.fullmatch(info.name):
             found.heads.append(info)
+        elif PART_NAME.fullmatch(info.name):
+            found.parts.append(info)
         elif info.name == FINGERPRINT:
             found.others.append(info)
         elif is_left_over(info.name):
@@ -84,7 +90,7 @@ def is_ours(info: FileInfo) -> bool:
     """Whether something in the directory is the cache's own."""
     if info.is_folder:
         return NAMESPACE_NAME.fullmatch(info.name) is not None
-    is_known = info.name in (TAG, LOCK, MIRROR) or NOTE_NAME.fullmatch(info.name) is not None
+    is_known = info.name in (TAG, LOCK, MIRROR, ASKED) or NOTE_NAME.fullmatch(info.name) is not None
     return is_known or _TEMPORARY_TEXT.fullmatch(info.name) is not None
 
 

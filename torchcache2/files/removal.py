@@ -164,9 +164,9 @@ class Removal:
         return True
 
     def files(self, contents: Contents) -> None:
-        """Delete a namespace's segments, the oldest first, those that were found damaged, and the heads."""
+        """Delete a namespace's segments, the oldest first, also what is left of some, and the heads."""
         segments = sorted(contents.segments, key=lambda info: (info.mtime, info.name))
-        for info in (*segments, *contents.corrupt, *contents.heads):
+        for info in (*segments, *contents.parts, *contents.corrupt, *contents.heads):
             self.file(contents, info)
 
     def file(self, contents: Contents, info: FileInfo) -> None:

@@ -33,7 +33,7 @@ from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filenames import HEAD
 from torchcache2.files.heads import read_head, write_head
 from torchcache2.tiers.base import Signals
-from torchcache2.tiers.bucket import listing, ranges
+from torchcache2.tiers.bucket import listing, sparse
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.tier import RemoteTier
 from torchcache2.tiers.disk.tier import DiskTier
@@ -151,7 +151,7 @@ def test_neighbours_are_one_range(place):
 
 
 def test_long_ranges_are_several_requests(place, monkeypatch):
-    monkeypatch.setattr(ranges, "_MOST", 5000)
+    monkeypatch.setattr(sparse, "_PIECE", 5000)
     (file,) = place.fill(1)
     tier = place.tier()
     assert found(tier, names_of(0), WIDTH) == names_of(0)

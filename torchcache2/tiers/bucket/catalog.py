@@ -20,6 +20,7 @@ from torchcache2.files.filesystem import FileInfo
 from torchcache2.files.segment import Segment
 from torchcache2.files.whole import made_at
 from torchcache2.tiers.bucket.listing import Changes
+from torchcache2.tiers.bucket.sparse import BucketFolder
 from torchcache2.tiers.disk.catalog import Located
 
 _MOST_HEAD = 1 << 30  # bytes
@@ -40,13 +41,16 @@ class Remote(Located):
         self,
         namespace: bytes,
         directory: CacheDirectory,
+        folder: BucketFolder,
+        files: Descriptors,
         numbers: Iterator[int],
         limit: int,
         since: int,
         on_fault: Callable[[Exception, str], None],
     ) -> None:
-        super().__init__(namespace, directory, Descriptors(directory.fs), numbers, limit, on_fault)
+        super().__init__(namespace, directory, files, numbers, limit, on_fault)
         self.since = since
+        self._folder = folder
         self.damaged: set[int] = set()
         self._lost: set[str] = set()  # objects that were gone, by name; they are among the `names`
         self._heads: dict[str, bytes] = {}  # those that could not be written to the folder, by segment
@@ -100,7 +104,7 @@ class Remote(Located):
         try:
             if head is None:
                 head = fs.read_file(path + HEAD, _MOST_HEAD)
-            segment = Segment.of_head(fs, self._descriptors, path, head, limit=self._limit)
+            segment = Segment.of_head(self._folder, self._descriptors, path, head, limit=self._limit)
         except DamagedError as error:
             self._on_fault(error, path + HEAD)
             self._heads.pop(name, None)
@@ -108,4 +112,5 @@ class Remote(Located):
                 fs.remove(path + HEAD)
             raise FileNotFoundError(path + HEAD) from None  # so that it is fetched again
         self._heads.pop(name, None)
+        self._folder.sizes[path] = segment.nbytes
         return segment

@@ -45,11 +45,13 @@ class Connection:
     bucket : Bucket
     patience : float
         Seconds that an answer may take, besides those for its bytes.
+    shared : dict
+        What one connection after the other may use, until credentials are refused.
     """
 
     _abandoned: ClassVar[list[Any]] = []
 
-    def __init__(self, bucket: Bucket, patience: float) -> None:
+    def __init__(self, bucket: Bucket, patience: float, shared: dict[str, Any]) -> None:
         self._patience = patience
         kind = _class_of(bucket.url)
         options = {**kind._get_kwargs_from_urls(bucket.url), **bucket.storage_options}
@@ -61,6 +63,10 @@ class Connection:
             self._fs: Any = kind(**options, skip_instance_cache=True)
             return
         options |= {"asynchronous": True, "loop": None, **_time_limits(kind.protocol, options, patience)}
+        if "s3" in kind.protocol and not options.keys() & {"session", "profile"}:
+            # It reads tables for a tenth of a second. It has no connection: forked children have it, too.
+            sessions = require("aiobotocore.session", "s3", "a URL")
+            options["session"] = shared.setdefault("session", sessions.AioSession())
         self._fs = kind(**options, skip_instance_cache=True)
         self._fs.retries = 1  # of s3fs: whoever asks tries again, and looks at the clock
         self._loop = asyncio.new_event_loop()

@@ -13,12 +13,14 @@ from torch.utils.data import get_worker_info
 
 from torchcache2.core.keys import Array, Keys, Ordinals, Positions
 from torchcache2.core.process import ProcessLock
+from torchcache2.files.descriptors import Descriptors
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import DamagedError, NewerFormatError
 from torchcache2.files.segment import Segment
 from torchcache2.tiers.bucket.catalog import Remote
 from torchcache2.tiers.bucket.listing import Listing
 from torchcache2.tiers.bucket.objects import Objects
+from torchcache2.tiers.bucket.sparse import BucketFolder
 
 _MILLISECOND = 1_000_000  # nanoseconds
 
@@ -50,6 +52,7 @@ class Known:
         self,
         objects: Objects,
         local: CacheDirectory,
+        folder: BucketFolder,
         limit: int,
         every: float,
         drops: Callable[[], int],
@@ -61,7 +64,9 @@ class Known:
         self.closed = False
         self._reads = True
         self._objects = objects
+        self.files = Descriptors(folder)
         self._local = local
+        self._folder = folder
         self._limit = limit
         self._every = every
         self._drops = drops
@@ -91,6 +96,7 @@ class Known:
             if listing.is_quiet():
                 return _taken(located, ordinals)
             known, since = located.known, located.since
+        self._folder.touch()  # who opens a bucket is about to read
         try:
             changes = listing.look(known, since)  # without the lock, as this may take seconds
         except NewerFormatError as error:
@@ -188,8 +194,9 @@ class Known:
     def _remote(self, namespace: bytes) -> Remote:
         if namespace not in self._located:
             since = max(self._dropped_at.get(namespace, 0), self._dropped // _MILLISECOND)
+            places = self._local, self._folder, self.files
             self._located[namespace] = Remote(
-                namespace, self._local, self._numbers, self._limit, since, self.fault
+                namespace, *places, self._numbers, self._limit, since, self.fault
             )
         return self._located[namespace]
 

@@ -69,7 +69,6 @@ class Mirroring:
         self._not_before = 0.0  # when to ask a bucket again that was left out
         self._most = _AT_ONCE  # uploads; one after a fault, as all share a line that may be slow
         self._beat_at = 0.0
-        self._grown: dict[str, int] = {}  # what the last look has shown of downloads
         self._heard = 0, 0.0  # the last beat of another process, and when it was seen
 
     def start(self) -> None:
@@ -151,9 +150,6 @@ class Mirroring:
             self._start_uploads(lacking, flushes)
         elif holds and not flushes:
             self._start_downloads(contents, coming)
-        if holds and self._grown != (grown := self._downloads.grown()):
-            self._grown = grown
-            self._sole.beat()
         self._answer(flushes, is_hopeless=self._is_hopeless(holds, flushes))
 
     def _start_uploads(self, lacking: list[Transfer], flushes: list[_Flush]) -> None:

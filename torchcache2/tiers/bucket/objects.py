@@ -10,7 +10,7 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import ToldOnce
@@ -79,8 +79,9 @@ class Objects(Breaker):
         self._texts = Texts(bucket.storage_options)
         self._causes: dict[bytes | None, Exception] = {}  # None: neither reading nor writing works
         self._lock = ProcessLock()
+        self._shared: dict[str, Any] = {}  # see `Connection`
         self._held: list[Connection] = []  # that of this process, when there is one
-        self._is_closed = False
+        self.is_closed = False
         weakref.finalize(self, _close, self._held)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=functools.partial(_forked, weakref.ref(self)))
@@ -242,17 +243,17 @@ class Objects(Breaker):
 
     def close(self) -> None:
         """Close the connections; from now on the bucket has nothing."""
-        self._is_closed = True
+        self.is_closed = True
         self._forget()
 
     def _ask(self, what: Callable[[Connection], T], failed: T, part: bytes = _READING) -> T:
         """What a function of a connection returns; `failed` if the bucket fails or is left out."""
-        if self._is_closed or not self.allows(part):
+        if self.is_closed or not self.allows(part):
             return failed
         try:
             return self._patiently(what, part)
         except Exception as error:
-            if not self._is_closed:
+            if not self.is_closed:
                 self._met(error, part)
         return failed
 
@@ -270,11 +271,12 @@ class Objects(Breaker):
             except Exception as error:
                 kind = kind_of(error)
                 if kind is Kind.REFUSED:
+                    self._shared.clear()
                     self._forget()  # a new connection reads the credentials again, as they may have expired
                     left = 0 if is_new else 1
                 else:
                     left = left - 1 if kind is Kind.FAULT and not isinstance(error, _MISTAKES) else 0
-                if left == 0 or self._is_closed:
+                if left == 0 or self.is_closed:
                     raise
             if kind is Kind.FAULT:
                 time.sleep(seconds * random.uniform(0.5, 1.5))
@@ -297,10 +299,10 @@ class Objects(Breaker):
 
     def _connection(self) -> Connection:
         with self._lock():
-            if self._is_closed:
+            if self.is_closed:
                 raise OSError("it is closed")
             if not self._held:
-                self._held.append(Connection(self.bucket, self._patience))
+                self._held.append(Connection(self.bucket, self._patience, self._shared))
             return self._held[0]
 
     def _forget(self) -> None:

@@ -20,11 +20,11 @@ from torchcache2.core.process import AtExit, holds
 from torchcache2.core.rows import Rows
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.tiers.base import Found, Signals, Tier, TierStats
-from torchcache2.tiers.bucket.arrivals import Arrivals
 from torchcache2.tiers.bucket.known import Known
 from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.reading import read
+from torchcache2.tiers.bucket.sparse import BucketFolder
 
 _EXIT_PRIORITY = 5  # lower than that of the disk tier's writer, higher than that of a temporary folder
 _LEAST_LIMIT = 1 << 30
@@ -40,6 +40,8 @@ class RemoteTier(Tier):
         The folder of the disk tier in front.
     limit : int
         Bytes that a row may have; at least 1 GiB.
+    budget : int
+        Bytes that the folder may have. Where it is full, or with 0, what is read is not kept there.
     signals : Signals, optional
         What the processes of a job tell each other.
     objects : Objects, optional
@@ -61,6 +63,7 @@ class RemoteTier(Tier):
         local: CacheDirectory,
         limit: int = _LEAST_LIMIT,
         *,
+        budget: int = 0,
         signals: Signals | None = None,
         objects: Objects | None = None,
         mirror: Callable[[Objects], Mirror] | None = None,
@@ -72,13 +75,14 @@ class RemoteTier(Tier):
         self.objects = Objects(bucket) if objects is None else objects
         if signals.tell is not None:
             self.objects.tell = signals.tell
-        self._arrivals = Arrivals(local)
+        self._folder = BucketFolder(self.objects, local, budget)
         self._on_closed = closed
         self._pid = os.getpid()
         self._mirror = None if mirror is None else mirror(self.objects)
         self._known = Known(
             self.objects,
             local,
+            self._folder,
             max(limit, _LEAST_LIMIT),
             every,
             signals.drops,
@@ -97,7 +101,7 @@ class RemoteTier(Tier):
     def get(self, keys: Keys) -> Found:
         """The rows of those keys that the bucket has, in fresh memory."""
         try:
-            return Found(read(self.objects, self._known, keys, self._arrivals))
+            return Found(read(self.objects, self._known, self._folder, keys))
         except Exception as error:  # such as a lack of memory; a fault is a miss
             self._known.fault(error, self.bucket.url)
             return Found([])
