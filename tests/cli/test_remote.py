@@ -13,7 +13,7 @@ from tests.helpers.buckets import KEY, SCHEMES, SECRET, bucket, opened, options_
 from tests.helpers.commands import run
 from tests.helpers.storage import NAMESPACES, NEVER, flip, put, segments, snapshot
 from torchcache2.cli import rmcommand
-from torchcache2.files.filenames import TAG_TEXT
+from torchcache2.files.directory import TAG_TEXT
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.disk.tier import DiskTier
 

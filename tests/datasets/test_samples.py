@@ -28,7 +28,7 @@ from torchcache2.core.values import UnstorableError
 from torchcache2.engine.values.kinds import Image, Packed
 from torchcache2.engine.values.samples import Samples, from_rows, pack, unpack
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnreadableError
-from torchcache2.files.schemajson import schema_from_json, schema_to_json
+from torchcache2.files.schema import schema_from_json, schema_to_json
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.shared.tier import SharedTier
 

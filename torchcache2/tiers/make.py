@@ -19,8 +19,8 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import size_text
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import NewerFormatError
-from torchcache2.files.eviction import used_bytes
 from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.removal import used_bytes
 from torchcache2.tiers.base import Signals, Tier
 from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects

@@ -8,8 +8,8 @@ import pytest
 from tests.helpers.buckets import bucket, opened
 from tests.helpers.storage import CPU, NAMESPACES, NEVER, check_values, keys_of, put, segments, snapshot
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.segment import Descriptors, Segment, empty_columns, rows_of
+from torchcache2.files.filesystem import Descriptors, FileSystem
+from torchcache2.files.segment import Segment, empty_columns, rows_of
 from torchcache2.tiers.bucket.files import BucketError, BucketFiles
 from torchcache2.tiers.disk.tier import DiskTier
 

@@ -31,8 +31,7 @@ from tests.helpers.storage import (
     wait_until,
     warnings_of,
 )
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.filenames import FINGERPRINT, MIRROR, TAG, TAG_TEXT
+from torchcache2.files.directory import FINGERPRINT, MIRROR, TAG, TAG_TEXT, CacheDirectory
 from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.mirroring import Mirroring
 from torchcache2.tiers.bucket.mirrorlock import MirrorLock

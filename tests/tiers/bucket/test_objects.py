@@ -9,8 +9,8 @@ import pytest
 from tests.helpers.buckets import SCHEMES, bucket, new_bucket, opened, options_of
 from torchcache2.core.errors import OptionError
 from torchcache2.core.places import Bucket
+from torchcache2.files.directory import TAG_TEXT
 from torchcache2.files.errors import NewerFormatError
-from torchcache2.files.filenames import TAG_TEXT
 from torchcache2.tiers.bucket.objects import Objects
 
 

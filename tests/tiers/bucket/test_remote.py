@@ -30,8 +30,7 @@ from tests.helpers.storage import (
 )
 from torchcache2.core.rows import Rows
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.filenames import HEAD
-from torchcache2.files.heads import read_head, write_head
+from torchcache2.files.layout import HEAD, read_head, write_head
 from torchcache2.tiers.base import Signals
 from torchcache2.tiers.bucket import listing, sparse
 from torchcache2.tiers.bucket.objects import Objects

@@ -23,7 +23,7 @@ from torchcache2.core import values
 from torchcache2.core.keys import Array
 from torchcache2.core.memory import as_bytes
 from torchcache2.core.values import Node, Opened, UnstorableError, has_attributes
-from torchcache2.files import classnames as classes
+from torchcache2.files import schema as classes
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 
 Column = Any  # of n values: a list of them, or a tensor (n, *shape) on the CPU

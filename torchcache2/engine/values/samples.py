@@ -54,7 +54,7 @@ from torchcache2.core.values import (
 )
 from torchcache2.engine.values import kinds
 from torchcache2.engine.values.kinds import COMMON, Column, Packed, Placed, Raw, dense, listed
-from torchcache2.files import classnames as classes
+from torchcache2.files import schema as classes
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 
 _STRUCTURES = 16  # of one namespace; each is a file of its own on the disk

@@ -12,13 +12,11 @@ from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 
-from torchcache2.files.descriptors import Descriptors
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import DamagedError
-from torchcache2.files.filenames import HEAD
-from torchcache2.files.filesystem import FileInfo
+from torchcache2.files.filesystem import Descriptors, FileInfo, made_at
+from torchcache2.files.layout import HEAD
 from torchcache2.files.segment import Segment
-from torchcache2.files.whole import made_at
 from torchcache2.tiers.bucket.listing import Changes
 from torchcache2.tiers.bucket.sparse import BucketFolder
 from torchcache2.tiers.disk.catalog import Located

@@ -20,9 +20,8 @@ from typing import Any, ClassVar
 
 from torchcache2.core.errors import require
 from torchcache2.core.places import Bucket
-from torchcache2.files.encode import SEGMENT, TEMPORARY
-from torchcache2.files.filesystem import FileInfo
-from torchcache2.files.whole import ulid
+from torchcache2.files.filesystem import FileInfo, ulid
+from torchcache2.files.layout import SEGMENT, TEMPORARY
 
 _AT_ONCE = 32  # requests
 _CONNECT = 5.0  # seconds that a server may take to accept a connection

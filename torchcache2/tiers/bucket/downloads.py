@@ -9,11 +9,9 @@ import os
 import time
 from collections.abc import Collection
 
-from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.directory import PART, CacheDirectory, Contents
 from torchcache2.files.errors import DamagedError
-from torchcache2.files.eviction import used_bytes
-from torchcache2.files.filenames import PART, Contents
-from torchcache2.files.removal import in_use
+from torchcache2.files.removal import in_use, used_bytes
 from torchcache2.tiers.bucket.folders import Transfer, absent
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.sparse import BucketFolder

@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchcache2.core.errors import TorchcacheError
-from torchcache2.files.descriptors import Descriptor
+from torchcache2.files.directory import FINGERPRINT, NAMESPACE_NAME, SEGMENT_NAME, TAG
 from torchcache2.files.errors import DamagedError
-from torchcache2.files.filenames import FINGERPRINT, NAMESPACE_NAME, SEGMENT_NAME, TAG
-from torchcache2.files.filesystem import FileInfo, FileSystem
-from torchcache2.files.heads import head_size
+from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem
+from torchcache2.files.layout import head_size
 from torchcache2.tiers.bucket.objects import Objects
 
 _HEADS = 32  # that are fetched together

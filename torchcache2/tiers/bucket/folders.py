@@ -6,8 +6,8 @@ import contextlib
 import time
 from typing import NamedTuple
 
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.filenames import CORRUPT, HEAD, NAMESPACE_NAME, Contents
+from torchcache2.files.directory import CORRUPT, NAMESPACE_NAME, CacheDirectory, Contents
+from torchcache2.files.layout import HEAD
 
 _SETTLED = 2e9  # nanoseconds; a folder that has not changed for so long gets another time if it changes again
 

@@ -13,9 +13,9 @@ from torch.utils.data import get_worker_info
 
 from torchcache2.core.keys import Array, Keys, Ordinals, Positions
 from torchcache2.core.process import ProcessLock
-from torchcache2.files.descriptors import Descriptors
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import DamagedError, NewerFormatError
+from torchcache2.files.filesystem import Descriptors
 from torchcache2.files.segment import Segment
 from torchcache2.tiers.bucket.catalog import Remote
 from torchcache2.tiers.bucket.listing import Listing
@@ -96,7 +96,7 @@ class Known:
             if listing.is_quiet():
                 return _taken(located, ordinals)
             known, since = located.known, located.since
-        self._folder.touch()  # who opens a bucket is about to read
+        self._folder.note_reader()  # who opens a bucket is about to read
         try:
             changes = listing.look(known, since)  # without the lock, as this may take seconds
         except NewerFormatError as error:

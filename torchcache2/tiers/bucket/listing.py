@@ -12,13 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from torchcache2.core.process import ProcessLock
-from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.directory import FINGERPRINT, CacheDirectory, contents_of
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
-from torchcache2.files.filenames import FINGERPRINT, HEAD, contents_of
-from torchcache2.files.filesystem import FileInfo
-from torchcache2.files.heads import head_size, parse_head, read_head, write_head
-from torchcache2.files.layout import FORMAT_VERSION
-from torchcache2.files.whole import made_at
+from torchcache2.files.filesystem import FileInfo, made_at
+from torchcache2.files.layout import FORMAT_VERSION, HEAD, head_size, parse_head, read_head, write_head
 from torchcache2.tiers.bucket.objects import Objects
 
 _RETRY = 2.0  # seconds
@@ -89,12 +86,8 @@ class Listing:
                     self._directory.fs.remove(self._path(name) + HEAD)
             self._bad = {name: size for name, size in self._bad.items() if sizes.get(name) == size}
             new = sizes.keys() - local - set(known) - self._bad.keys()
-            self._objects.is_opening = True
-            try:
-                wanted = {name: sizes[name] for name in new if made_at(name) > since}
-                heads = self._fetched(wanted, found.others)
-            finally:
-                self._objects.is_opening = False
+            wanted = {name: sizes[name] for name in new if made_at(name) > since}
+            heads = self._fetched(wanted, found.others)
             if self._objects.cause is None:
                 self._listed = time.monotonic()
             return Changes(heads, gone)

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Collection
 
 from torchcache2.core.process import AtExit
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.filenames import FINGERPRINT, Contents
+from torchcache2.files.directory import FINGERPRINT, CacheDirectory, Contents
 from torchcache2.tiers.bucket.downloads import Downloads
 from torchcache2.tiers.bucket.folders import Folders, Transfer
 from torchcache2.tiers.bucket.mirrorlock import MirrorLock
@@ -169,7 +168,7 @@ class Mirroring:
                 self._start(self._going_up, transfer, self._upload)
 
     def _start_downloads(self, contents: list[Contents], coming: list[Transfer]) -> None:
-        if self._objects.cause is None and not self._objects.is_opening:
+        if self._objects.cause is None:
             for transfer in self._downloads.wanted(contents, coming, _DOWN_AT_ONCE - len(coming)):
                 self._start(self._going_down, transfer, self._downloads.download)
 

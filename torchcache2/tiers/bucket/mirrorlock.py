@@ -13,9 +13,8 @@ import os
 import threading
 import weakref
 
-from torchcache2.files.descriptors import Descriptor
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.filenames import MIRROR
+from torchcache2.files.directory import MIRROR, CacheDirectory
+from torchcache2.files.filesystem import Descriptor
 
 
 class MirrorLock:

@@ -16,8 +16,8 @@ from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.places import Bucket
 from torchcache2.core.process import ProcessLock
+from torchcache2.files.directory import TAG, check_format, stated_format
 from torchcache2.files.errors import NewerFormatError
-from torchcache2.files.filenames import TAG, check_format, stated_format
 from torchcache2.files.filesystem import FileInfo
 from torchcache2.tiers.breaker import Breaker
 from torchcache2.tiers.bucket.connection import Connection, Kind, Texts, kind_of
@@ -57,8 +57,7 @@ class Objects(Breaker):
         Damaged objects that were met: whoever reads them counts them here.
     bytes_up, bytes_down : int
         What was written and read.
-    is_opening : bool
-        Whether somebody waits for the heads of segments, so that downloads have to wait.
+    is_closed : bool
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class Objects(Breaker):
         super().__init__(tell, pause)
         self.bucket = bucket
         self.corrupt = self.bytes_up = self.bytes_down = 0
-        self.is_opening = False
         self._patience, self._tries, self._backoff = patience, tries, backoff
         self._texts = Texts(bucket.storage_options)
         self._causes: dict[bytes | None, Exception] = {}  # None: neither reading nor writing works

@@ -23,14 +23,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torchcache2.files.descriptors import Descriptor
-from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.directory import ASKED, MAP, PART, CacheDirectory
 from torchcache2.files.errors import DamagedError
-from torchcache2.files.eviction import used_bytes
-from torchcache2.files.filenames import ASKED, HEAD, MAP, PART
-from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.header import read_size, stated
-from torchcache2.files.heads import read_head
+from torchcache2.files.filesystem import Descriptor, FileSystem
+from torchcache2.files.layout import HEAD, read_head, read_size, stated
+from torchcache2.files.removal import used_bytes
 from torchcache2.tiers.bucket.objects import Objects
 
 _BLOCK = 64 << 10  # bytes
@@ -161,11 +158,11 @@ class BucketFolder(FileSystem):
                     claimed += some
                     others.append((file, start, end))
         if claimed:
-            self.touch()
+            self.note_reader()
             self._fetch(claimed)
         self._await(others)
         if claimed:
-            self.touch()
+            self.note_reader()
 
     def done(self) -> None:
         """Forget what this thread has fetched and not kept."""
@@ -177,7 +174,7 @@ class BucketFolder(FileSystem):
         if not self._attach(file):
             return False
         while not file.files.is_whole and not self._objects.is_closed:
-            if self._is_asked():
+            if self.has_readers():
                 time.sleep(_QUIET / 10)
                 continue
             states = self._states(file, 0, file.size)
@@ -427,7 +424,7 @@ class BucketFolder(FileSystem):
 
     # Readers come first.
 
-    def touch(self) -> None:
+    def note_reader(self) -> None:
         """Tell those who fill segments that somebody reads."""
         try:
             self._fs.touch(self._asked)
@@ -437,7 +434,8 @@ class BucketFolder(FileSystem):
         except OSError:
             pass
 
-    def _is_asked(self) -> bool:
+    def has_readers(self) -> bool:
+        """Whether somebody reads."""
         with contextlib.suppress(OSError):
             return time.time_ns() - self._fs.changed(self._asked) < _QUIET * 1e9
         return False

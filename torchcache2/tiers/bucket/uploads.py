@@ -15,20 +15,18 @@ from collections import defaultdict
 from typing import Any
 
 from torchcache2.core.sizes import parse_size
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.errors import DamagedError, NewerFormatError, TooLargeError
-from torchcache2.files.filenames import (
+from torchcache2.files.directory import (
     FINGERPRINT,
-    HEAD,
     NAMESPACE_NAME,
     TAG,
     TAG_TEXT,
+    CacheDirectory,
     Contents,
     stated_format,
 )
+from torchcache2.files.errors import DamagedError, NewerFormatError, TooLargeError
 from torchcache2.files.filesystem import FileInfo
-from torchcache2.files.heads import parse_head, read_head, write_head
-from torchcache2.files.layout import FORMAT_VERSION
+from torchcache2.files.layout import FORMAT_VERSION, HEAD, parse_head, read_head, write_head
 from torchcache2.files.removal import deleting
 from torchcache2.tiers.bucket.folders import Transfer, lacking
 from torchcache2.tiers.bucket.objects import Objects
