@@ -62,10 +62,11 @@ class Connection:
             self._fs: Any = kind(**options, skip_instance_cache=True)
             return
         options |= {"asynchronous": True, "loop": None, **_time_limits(kind.protocol, options, patience)}
-        if "s3" in kind.protocol and not options.keys() & {"session", "profile"}:
+        if "s3" in kind.protocol and options.keys() < inspect.signature(kind).parameters.keys():
             # It reads tables for a tenth of a second. It has no connection: forked children have it, too.
+            # Options that s3fs does not know are those of such a session.
             sessions = require("aiobotocore.session", "s3", "a URL")
-            options["session"] = shared.setdefault("session", sessions.AioSession())
+            options.setdefault("session", shared.setdefault("session", sessions.AioSession()))
         self._fs = kind(**options, skip_instance_cache=True)
         self._fs.retries = 1  # of s3fs: whoever asks tries again, and looks at the clock
         self._loop = asyncio.new_event_loop()

@@ -73,9 +73,8 @@ class Downloads:
         """Bring what is missing of a segment."""
         self._been_here.add(transfer)
         try:
-            is_here = self._folder.fill(os.path.join(self._directory.path, *transfer))
-            if not is_here and (self._objects.cause is not None or self._folder.is_full):
-                self._been_here.discard(transfer)  # it is there, and is tried again
+            if self._folder.fill(os.path.join(self._directory.path, *transfer)) is None:
+                self._been_here.discard(transfer)
         except (OSError, DamagedError):  # it was dropped meanwhile
             pass
 

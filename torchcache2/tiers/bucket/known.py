@@ -96,12 +96,12 @@ class Known:
             if listing.is_quiet():
                 return _taken(located, ordinals)
             known, since = located.known, located.since
-        self._folder.note_reader()  # who opens a bucket is about to read
         try:
             changes = listing.look(known, since)  # without the lock, as this may take seconds
         except NewerFormatError as error:
             self.fault(error, self._objects.bucket.url)
             changes = None
+        self._folder.note_reader()
         with self.lock():
             if changes is not None and not self.closed:
                 self._remote(keys.namespace).update(changes)

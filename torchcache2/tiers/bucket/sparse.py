@@ -98,6 +98,8 @@ class BucketFolder(FileSystem):
         self._asked = os.path.join(directory.path, ASKED)
         self._room, self._scan_at = 0, 0.0
         self._batch = _Batch()
+        self._doubted: set[str] = set()
+        self.note_reader()  # whoever opens a folder is about to read
 
     def open(self, path: str) -> Descriptor:
         """A segment, be it whole or not; `FileNotFoundError` if nobody knows it."""
@@ -126,7 +128,7 @@ class BucketFolder(FileSystem):
         if not isinstance(file, _Sparse):
             return self._fs.read(file, buffers, offset)
         end = min(file.size, offset + sum(map(len, buffers)))
-        for is_last in (False, True):
+        for left in (2, 1, 0):
             if (here := self._here_until(file, offset, end)) > offset or offset >= end:
                 data = file.files.data
                 return 0 if data is None else self._fs.read(data, _cut(buffers, here - offset), offset)
@@ -134,7 +136,7 @@ class BucketFolder(FileSystem):
                 if isinstance(piece, Exception):
                     raise piece
                 return _copied(piece, buffers)
-            if not is_last:
+            if left:
                 self._batch.wanted.append((file, offset, end))
                 self.fetch()
         raise OSError(errno.EIO, "the bucket fails", file.path)
@@ -144,7 +146,8 @@ class BucketFolder(FileSystem):
         wanted, self._batch.wanted = self._batch.wanted, []
         files, ranges = dict[str, _Sparse](), dict[str, list[tuple[int, int]]]()
         for file, start, end in wanted:
-            ranges.setdefault(files.setdefault(file.path, file).path, []).append((start, end))
+            files[file.path] = file  # the one that was opened last
+            ranges.setdefault(file.path, []).append((start, end))
         claimed, others = list[_Range](), list[tuple[_Sparse, int, int]]()
         left = _MOST_AHEAD
         for path, file in files.items():
@@ -168,11 +171,14 @@ class BucketFolder(FileSystem):
         """Forget what this thread has fetched and not kept."""
         self._batch.wanted, self._batch.pieces = [], {}
 
-    def fill(self, path: str) -> bool:
-        """Fetch what is missing of a segment, when nobody reads; False if that fails, or there is no room."""
+    def fill(self, path: str) -> bool | None:
+        """Fetch what is missing of a segment, when nobody reads; False if it is damaged or gone.
+
+        None if that has to be tried again: the bucket fails, or there is no room.
+        """
         file = _Sparse(path, self.size_of(path))
         if not self._attach(file):
-            return False
+            return None
         while not file.files.is_whole and not self._objects.is_closed:
             if self.has_readers():
                 time.sleep(_QUIET / 10)
@@ -182,20 +188,20 @@ class BucketFolder(FileSystem):
             if first >= 0:
                 end = min(file.size, first * _BLOCK + 2 * _PIECE)
                 if not self._fetch(self._claim(file, first * _BLOCK, end, 0)):
-                    errors = [one for *_, one in self._batch.pieces[path] if isinstance(one, DamagedError)]
+                    *_, error = self._batch.pieces[path][0]
                     self.done()
-                    if errors:
-                        self._damaged(path, errors[0])
-                    return False
+                    if isinstance(error, DamagedError):
+                        self._damaged(path, error)
+                    return False if isinstance(error, (DamagedError, FileNotFoundError)) else None
             elif _COMING in states:
                 self._await([(file, 0, file.size)])
             else:
                 return self._finish(file)
-        return file.files.is_whole
+        return file.files.is_whole or None
 
     def doubt(self, path: str) -> None:
         """Have what is here of a segment fetched anew, as a row of it is not what was written."""
-        self._batch.pieces.pop(path, None)
+        self.done()
         for name in (path + PART, path + MAP):
             with contextlib.suppress(OSError):
                 self._fs.remove(name)
@@ -261,11 +267,6 @@ class BucketFolder(FileSystem):
             return False
         self._room -= size
         return True
-
-    @property
-    def is_full(self) -> bool:
-        """Whether nothing could be written a while ago."""
-        return self._scan_at - time.monotonic() > _SCAN_EVERY
 
     def _no_room(self, error: OSError) -> None:
         self._room, self._scan_at = 0, time.monotonic() + _FULL_FOR
@@ -405,7 +406,11 @@ class BucketFolder(FileSystem):
             self._fs.rename(path + PART, path)
             self._fs.remove(path + MAP)
         except DamagedError as error:
-            self._damaged(path, error)
+            if path in self._doubted:
+                self._damaged(path, error)
+            self._doubted.add(path)  # the object may be good, and what was here not
+            self.doubt(path)
+            file.files = _Open()
             return False
         except FileNotFoundError:  # another process was faster, or the segment was dropped
             if not self._fs.is_file(path):
