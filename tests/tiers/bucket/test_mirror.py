@@ -32,9 +32,7 @@ from tests.helpers.storage import (
     warnings_of,
 )
 from torchcache2.files.directory import FINGERPRINT, MIRROR, TAG, TAG_TEXT, CacheDirectory
-from torchcache2.tiers.bucket.mirror import Mirror
-from torchcache2.tiers.bucket.mirroring import Mirroring
-from torchcache2.tiers.bucket.mirrorlock import MirrorLock
+from torchcache2.tiers.bucket.mirror import Mirror, Mirroring, MirrorLock
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.tier import RemoteTier
 from torchcache2.tiers.disk.awaited import AwaitedUploads
@@ -290,7 +288,7 @@ from tests.helpers.storage import *
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.bucket.connection import Connection
 from torchcache2.tiers.bucket.mirror import Mirror
-from torchcache2.tiers.bucket.mirroring import Mirroring
+from torchcache2.tiers.bucket.mirror import Mirroring
 from torchcache2.tiers.bucket.objects import Objects
 import json
 path, url, options, what = sys.argv[1:]

@@ -109,8 +109,8 @@ def test_the_first_batch_gets_what_it_needs_and_those_after_it_more_and_more(mak
 def test_neighbours_are_fetched_with_one_request(make):
     tier = make()
     assert found(tier, names_of(9), WIDTH) == []
-    asked, read = [], tier.objects.read
-    tier.objects.read = lambda ranges: asked.append(list(ranges)) or read(ranges)
+    asked, read = [], tier.objects.fetch
+    tier.objects.fetch = lambda ranges: asked.append(list(ranges)) or read(ranges)
     assert found(tier, names_of(0, 1, rows=(5, 6, 7, 8)), WIDTH) == names_of(0, 1, rows=(5, 6, 7, 8))
     (ranges,) = asked
     assert len(ranges) == 2 and all(end - start <= 30_000 for _, start, end in ranges)

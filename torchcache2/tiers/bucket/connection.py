@@ -123,16 +123,6 @@ class Connection:
             lambda path, start, end: self._fs._cat_file(path, start=start, end=end), parts, seconds
         )
 
-    def download(self, name: str, path: str) -> None:
-        """Write an object to a local file."""
-        if self._is_async:
-            # Libraries look at each read of a connection: this is for those that do not.
-            self._wait(self._fs._get_file, self._path(name), path, seconds=60 * self._patience)
-            return
-        data = self._fs.cat_file(self._path(name))  # an open file of `memory://` has one position for all
-        with open(path, "wb") as file:
-            file.write(data)
-
     def upload(self, path: str, name: str) -> None:
         """Write a local file to an object."""
         if self._is_async:
@@ -319,14 +309,16 @@ def _outcome(task: asyncio.Task[Any], seconds: float) -> Answer:
 class Kind(enum.Enum):
     """What an error means."""
 
-    GONE = "there is no such object, or it ends before"
+    GONE = "there is no such object"
+    SHORT = "the object ends before"
     NO_BUCKET = "there is no such bucket"
     REFUSED = "the credentials are not accepted, or not for this"
     FAULT = "anything else, which may work in a moment"
 
 
-_STATUS = dict.fromkeys((401, 403, 405, 501), Kind.REFUSED) | dict.fromkeys((404, 410, 416), Kind.GONE)
-_CODES = {"NoSuchBucket": Kind.NO_BUCKET, "ContainerNotFound": Kind.NO_BUCKET, "InvalidRange": Kind.GONE}
+_STATUS = dict.fromkeys((401, 403, 405, 501), Kind.REFUSED) | dict.fromkeys((404, 410), Kind.GONE)
+_CODES = {"NoSuchBucket": Kind.NO_BUCKET, "ContainerNotFound": Kind.NO_BUCKET, "InvalidRange": Kind.SHORT}
+_STATUS[416] = Kind.SHORT
 _CODES["InvalidObjectState"] = Kind.GONE  # the object is in an archive
 _CODES |= dict.fromkeys(("ExpiredToken", "InvalidToken", "TokenRefreshRequired"), Kind.REFUSED)
 # Classes of libraries that are imported only when they are used.

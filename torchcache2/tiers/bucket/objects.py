@@ -17,13 +17,12 @@ from torchcache2.core.logs import ToldOnce
 from torchcache2.core.places import Bucket
 from torchcache2.core.process import ProcessLock
 from torchcache2.files.directory import TAG, check_format, stated_format
-from torchcache2.files.errors import NewerFormatError
+from torchcache2.files.errors import DamagedError, NewerFormatError
 from torchcache2.files.filesystem import FileInfo
 from torchcache2.tiers.breaker import Breaker
 from torchcache2.tiers.bucket.connection import Connection, Kind, Texts, kind_of
 
 _MOST_TAG, _MOST_TEXT = 4096, 64 << 10  # bytes
-_LOCAL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MISTAKES = (TypeError, ValueError, ImportError, AttributeError)  # options that a library does not take
 _READING, _WRITING = b"reading", b"writing"  # credentials may allow one of them only
 T = TypeVar("T")
@@ -119,28 +118,40 @@ class Objects(Breaker):
         return self._ask(lambda connection: _listing(connection, folder), None)
 
     def read(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | None]:
-        """Read ``(name, start, end)``, many at once.
+        """Read ``(name, start, end)``, many at once; None for what is not had as a whole: see `fetch`."""
+        return [None if isinstance(one, Exception) else one for one in self.fetch(ranges)]
 
-        None for what is not had as a whole: the object is gone or ends before, or the bucket fails.
+    def fetch(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | Exception]:
+        """The same, with the reason in the place of what is not had.
+
+        That is a `FileNotFoundError` if the object is gone, a `DamagedError` if it ends before, and an
+        `OSError` if the bucket fails.
         """
-        found: list[bytes | None] = [b"" if start >= end else None for _, start, end in ranges]
-        left = [i for i, data in enumerate(found) if data is None]
+        failed = OSError(errno.EIO, "the bucket fails")
+        found: list[bytes | Exception] = [b"" if start >= end else failed for _, start, end in ranges]
+        left = [i for i, one in enumerate(found) if one is failed]
 
         def read(connection: Connection) -> None:
-            failed, again = None, []
+            error, again = None, []
             for i, data in zip(left, connection.read([ranges[i] for i in left]), strict=True):
-                if not isinstance(data, BaseException):
-                    found[i] = bytes(data) if len(data) == ranges[i][2] - ranges[i][1] else None
-                elif kind_of(data) is not Kind.GONE:
+                name, start, end = ranges[i]
+                kind = kind_of(data) if isinstance(data, BaseException) else None
+                if kind is Kind.GONE:
+                    found[i] = FileNotFoundError(errno.ENOENT, "there is no such object", name)
+                elif kind is Kind.SHORT or (kind is None and len(data) != end - start):
+                    found[i] = DamagedError(f"it ends before byte {end}")
+                elif kind is None:
+                    found[i] = bytes(data)
+                else:
                     again.append(i)
-                    failed = data
+                    error = data
             left[:] = again
-            if failed is not None:
-                raise failed
+            if error is not None:
+                raise error
 
         if left:
             self._ask(read, None)
-            self._count(down=sum(len(data) for data in found if data))
+            self._count(down=sum(len(one) for one in found if isinstance(one, bytes)))
         return found
 
     def texts(self, names: Sequence[str]) -> dict[str, bytes]:
@@ -153,44 +164,13 @@ class Objects(Breaker):
             ):
                 if not isinstance(data, BaseException):
                     found[name] = bytes(data)
-                elif kind_of(data) is not Kind.GONE:
+                elif kind_of(data) not in (Kind.GONE, Kind.SHORT):
                     raise data
 
         if names:
             self._ask(read, None)
             self._count(down=sum(map(len, found.values())))
         return {name: data for name, data in found.items() if 0 < len(data) < _MOST_TEXT}
-
-    def download(self, name: str, path: str) -> bool:
-        """Write an object to a local file, which is replaced; whether that has worked.
-
-        If not, as the object is gone or the bucket fails, there may be a part of it.
-
-        Raises
-        ------
-        OSError
-            If the file cannot be written, which is no fault of the bucket.
-        """
-        local = list[OSError]()
-
-        def download(connection: Connection) -> bool:
-            try:
-                connection.download(name, path)
-                self._count(down=os.path.getsize(path))
-                return True
-            except Exception as error:
-                if isinstance(error, OSError) and error.errno in _LOCAL:
-                    local.append(error)
-                elif kind_of(error) is not Kind.GONE:
-                    raise
-                return False
-
-        with open(path, "wb"):
-            pass
-        is_there = self._ask(download, False)
-        if local:
-            raise local[0]
-        return is_there
 
     def upload(self, path: str, name: str) -> bool:
         """Write a local file to an object, which is replaced; whether that has worked.
@@ -321,7 +301,7 @@ class Objects(Breaker):
         if TAG not in names:
             return
         (tag,) = connection.read([(TAG, 0, _MOST_TAG)])
-        if isinstance(tag, BaseException) and kind_of(tag) is not Kind.GONE:
+        if isinstance(tag, BaseException) and kind_of(tag) not in (Kind.GONE, Kind.SHORT):
             raise tag
         number = None if isinstance(tag, BaseException) else stated_format(tag)
         if number is None:

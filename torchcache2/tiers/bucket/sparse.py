@@ -98,7 +98,7 @@ class BucketFolder(FileSystem):
         self._asked = os.path.join(directory.path, ASKED)
         self._room, self._scan_at = 0, 0.0
         self._batch = _Batch()
-        self._doubted: set[str] = set()
+        self._doubted, self._bad = set[str](), set[str]()
         self.note_reader()  # whoever opens a folder is about to read
 
     def open(self, path: str) -> Descriptor:
@@ -179,7 +179,9 @@ class BucketFolder(FileSystem):
         file = _Sparse(path, self.size_of(path))
         if not self._attach(file):
             return None
-        while not file.files.is_whole and not self._objects.is_closed:
+        while not file.files.is_whole:
+            if file.files.data is None or self._objects.is_closed:  # it is not what its head says
+                return False if path in self._bad else None
             if self.has_readers():
                 time.sleep(_QUIET / 10)
                 continue
@@ -196,8 +198,8 @@ class BucketFolder(FileSystem):
             elif _COMING in states:
                 self._await([(file, 0, file.size)])
             else:
-                return self._finish(file)
-        return file.files.is_whole or None
+                self._finish(file)
+        return True
 
     def doubt(self, path: str) -> None:
         """Have what is here of a segment fetched anew, as a row of it is not what was written."""
@@ -332,18 +334,16 @@ class BucketFolder(FileSystem):
         ]
         root = self._directory.path
         ranges = [(os.path.relpath(one.file.path, root), one.start, one.end) for one in parts]
-        data: Sequence[bytes | None] = [None] * len(parts)
+        data: Sequence[bytes | Exception] = [OSError()] * len(parts)
         try:
-            data = self._objects.read(ranges)
+            data = self._objects.fetch(ranges)
         finally:
-            for one, found in zip(parts, data, strict=True):
-                if found is None and one.is_kept:
+            for one, got in zip(parts, data, strict=True):
+                if isinstance(got, Exception) and one.is_kept:
                     with contextlib.suppress(OSError):
                         self._mark(one.file, one.start, one.end, _MISSING)
-        errors = iter(self._errors([one for one, found in zip(ranges, data, strict=True) if found is None]))
         is_kept = True
-        for one, found in zip(parts, data, strict=True):
-            got = next(errors) if found is None else found
+        for one, got in zip(parts, data, strict=True):
             if isinstance(got, Exception) or not (one.is_kept and self._keep(one, got)):
                 is_kept = False
                 self._batch.pieces.setdefault(one.file.path, []).append((one.start, one.end, got))
@@ -380,24 +380,8 @@ class BucketFolder(FileSystem):
                     break
                 time.sleep(_LOOK_EVERY)
 
-    def _errors(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | Exception]:
-        """Why ranges were not had, or their bytes: another thread may just have found the bucket working."""
-        failed = OSError(errno.EIO, "the bucket fails")
-        if not ranges or self._objects.cause is not None:
-            return [failed for _ in ranges]
-        faults = self._objects.faults
-        found = self._objects.read([*ranges, *[(name, 0, 1) for name, _, _ in ranges]])
-        if self._objects.cause is not None or self._objects.faults != faults:
-            return [failed if one is None else one for one in found[: len(ranges)]]
-        errors: list[bytes | Exception] = []
-        for (name, _, end), one, is_there in zip(ranges, found, found[len(ranges) :], strict=False):
-            gone = FileNotFoundError(errno.ENOENT, "there is no such object", name)
-            cut = DamagedError(f"it ends before byte {end}")
-            errors.append(one if one is not None else gone if is_there is None else cut)
-        return errors
-
-    def _finish(self, file: _Sparse) -> bool:
-        """Give a file that is whole its name; False if it is not what its head says."""
+    def _finish(self, file: _Sparse) -> None:
+        """Give a file that is whole its name, unless it is not what its head says."""
         path = file.path
         try:
             head = self._fs.read_file(path + HEAD, _MOST_HEAD)
@@ -411,18 +395,18 @@ class BucketFolder(FileSystem):
             self._doubted.add(path)  # the object may be good, and what was here not
             self.doubt(path)
             file.files = _Open()
-            return False
-        except FileNotFoundError:  # another process was faster, or the segment was dropped
-            if not self._fs.is_file(path):
+        except OSError:  # another process was faster, or the segment was dropped
+            if self._fs.is_file(path):
+                file.files = _Open(file.files.data)
+            else:
                 self.doubt(path)
-                return False
-        except OSError:
-            return False
-        file.files = _Open(file.files.data)
-        return True
+                file.files = _Open()
+        else:
+            file.files = _Open(file.files.data)
 
     def _damaged(self, path: str, error: Exception) -> None:
         self._objects.corrupt += 1
+        self._bad.add(path)
         url, name = self._objects.bucket.url, os.path.relpath(path, self._directory.path)
         self._objects.tell("damaged", "%s in %s is damaged (%s): it stays there", name, url, str(error))
         self.doubt(path)
