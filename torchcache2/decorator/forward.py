@@ -154,7 +154,7 @@ class Computation:
         """What is known of lists in the output."""
         return self.known.lists(self.context)
 
-    @functools.cached_property
+    @property
     def device(self) -> torch.device:
         """The device of the batch or, if that is no tensor, of the weights."""
         tensors = chain(self.seen.tensors.tensors, self.seen.shards.tensors() if self.seen.shards else ())
