@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import importlib
 import linecache
+import os
 import random
 import sys
 import threading
@@ -17,6 +18,7 @@ from torch import nn
 
 from torchcache2 import torchcache
 
+SOAK = bool(os.environ.get("SOAK"))
 X = torch.arange(1.0, 9.0).view(4, 2)
 
 
@@ -195,11 +197,11 @@ def check_random_code(tmp_path, seed):
 @pytest.mark.parametrize("part", range(4))
 def test_whatever_random_code_reads_is_noticed(part, tmp_path):
     hits = bypassed = 0
-    for seed in range(part * 25, part * 25 + 25):
+    for seed in range(part, 100 if SOAK else 60, 4):
         found = check_random_code(tmp_path, seed)
         hits += found.hits
         bypassed += sum(found.bypasses.values())
-    assert hits > 50 and bypassed > 50, "both what counts and what does not is tested"
+    assert hits > 10 and bypassed > 10, "both what counts and what does not is tested"
 
 
 # What is only written: the first thing that people try.
