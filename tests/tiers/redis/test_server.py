@@ -19,7 +19,7 @@ from tests.helpers.redis import PROGRAMS, names
 from torchcache2.core.errors import OptionError
 from torchcache2.core.places import Server, Servers
 from torchcache2.tiers.redis import guardian, ownserver
-from torchcache2.tiers.redis.clients import Clients
+from torchcache2.tiers.redis.client import Clients
 from torchcache2.tiers.redis.configuration import configuration
 from torchcache2.tiers.redis.holding import hold, let_go
 from torchcache2.tiers.redis.server import own_servers
