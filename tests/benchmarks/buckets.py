@@ -24,7 +24,7 @@ from tests.benchmarks.report import at_least, at_most, duration
 from tests.benchmarks.timing import progress
 from tests.helpers import buckets
 from torchcache2 import CachedDataset
-from torchcache2.files.filenames import SEGMENT_NAME
+from torchcache2.files.directory import SEGMENT_NAME
 
 DELAY = 0.02  # seconds a request
 COUNT, WIDTH, BATCH, WORKERS, ROUNDS = 2000, 2048, 64, 2, 3  # samples of 8 kB

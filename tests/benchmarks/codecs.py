@@ -14,8 +14,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from tests.benchmarks.timing import progress
-from torchcache2.files.codec import codec
-from torchcache2.files.lanes import lane
+from torchcache2.files.codec import codec, lane
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "text_embeddings.py"
 SIZES = {"8 KB": (8 << 10, 1 << 20), "256 KB": (256 << 10, 4 << 20)}  # of a block, and of all together

@@ -49,12 +49,10 @@ from torchcache2.cli.members import ArchiveError, members
 from torchcache2.core.rows import Rows
 from torchcache2.files import layout as segment
 from torchcache2.files.codec import codec
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.encode import encode
-from torchcache2.files.filenames import FINGERPRINT, LOCK, TAG
-from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, CacheDirectory
+from torchcache2.files.filesystem import FileSystem, ulid
 from torchcache2.files.removal import claimed, remove_namespace
-from torchcache2.files.whole import ulid
+from torchcache2.files.segment import encode
 from torchcache2.tiers.disk.tier import DiskTier
 
 FIRST, SECOND, THIRD = (namespace.hex() for namespace in NAMESPACES)

@@ -13,9 +13,9 @@ from tests.helpers.buckets import KEY, SCHEMES, SECRET, bucket, opened, options_
 from tests.helpers.commands import run
 from tests.helpers.storage import NAMESPACES, NEVER, flip, put, segments, snapshot
 from torchcache2.cli import rmcommand
-from torchcache2.files.filenames import TAG_TEXT
+from torchcache2.files.directory import TAG_TEXT
+from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.disk.tier import DiskTier
-from torchcache2.tiers.remote.objects import Objects
 
 FIRST, SECOND = (namespace.hex() for namespace in NAMESPACES[:2])
 FOREIGN = {"readme.txt": b"mine", f"{FIRST}/notes.txt": b"mine", f"{'0' * 31}/x": b"mine", "a/b/c": b"mine"}

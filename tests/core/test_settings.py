@@ -234,9 +234,11 @@ def test_the_quality_has_the_range_of_its_codec():
 
 def test_a_codec_that_is_not_installed_is_an_error_when_it_is_wanted(monkeypatch):
     monkeypatch.setitem(sys.modules, "blosc2", None)
-    with pytest.raises(OptionError, match=r'pip install "torchcache2\[blosc2\]"'):
-        CacheSettings(persistent=True, compression="blosc2")
-    CacheSettings(compression="blosc2")  # nothing is written
+    for options in ({"persistent": True}, {"persistent_cache_dir": "/rows"}):
+        with pytest.raises(OptionError, match=r'pip install "torchcache2\[blosc2\]"'):
+            CacheSettings(**options, compression="blosc2")
+    for options in ({}, {"persistent": False, "persistent_cache_dir": "/rows"}):  # nothing is written
+        CacheSettings(**options, compression="blosc2")
 
 
 def test_values_that_options_take():

@@ -17,7 +17,7 @@ from torchcache2.core.keys import int_keys
 from torchcache2.core.places import Bucket
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.tiers.remote.tier import RemoteTier
+from torchcache2.tiers.bucket.tier import RemoteTier
 
 COUNT = 60
 

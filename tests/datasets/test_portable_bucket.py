@@ -15,9 +15,9 @@ from torchcache2 import CachedDataset, CacheSettings, MissingSampleError, Option
 from torchcache2.core.errors import NotCachedError
 from torchcache2.datasets.portablefetch import PortableFetcher
 from torchcache2.engine.stack import TierStack
-from torchcache2.tiers.remote import session
-from torchcache2.tiers.remote.instances import Instance
-from torchcache2.tiers.remote.objects import Objects
+from torchcache2.tiers.bucket import objects as module
+from torchcache2.tiers.bucket.connection import Connection
+from torchcache2.tiers.bucket.objects import Objects
 
 SOAK = bool(os.environ.get("SOAK"))
 COUNT = 60
@@ -203,7 +203,7 @@ def test_workers_serve_a_bucket(tmp_path, folder):
 
 def test_one_session_opens_a_dataset_and_asks_for_each_thing_once(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(session, "Instance", lambda *args: made.append(args) or Instance(*args))
+    monkeypatch.setattr(module, "Connection", lambda *args: made.append(args) or Connection(*args))
     with buckets.proxied("s3", tmp_path) as (bucket, proxy):
         options = options_of(bucket, tmp_path / "writer")
         with contextlib.closing(CachedDataset(Batched(COUNT), name="x", **options)) as cached:

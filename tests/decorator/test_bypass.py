@@ -21,8 +21,8 @@ from torchcache2 import (
     set_logger_config,
     torchcache,
 )
+from torchcache2.decorator.backoff import Backoff, glance
 from torchcache2.decorator.bypass import batch_advice
-from torchcache2.decorator.shortcuts import Shortcuts, glance
 
 X = torch.arange(24.0).reshape(6, 4)
 
@@ -35,33 +35,19 @@ def warnings_of(log):
     return [record.getMessage() for record in log if record.levelno == logging.WARNING]
 
 
-class Features(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(50, 4)
-
-    def forward(self, features):
-        return self.table(features["ids"]).mean(1) * features["scale"]
-
-
 class Mapping(UserDict):
     pass
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict, Mapping, transformers.BatchEncoding])
 def test_a_mapping_that_is_no_dict_is_an_argument_like_one(kind):
-    plain = Features().eval().requires_grad_(False)
-    cached = torchcache(copy.deepcopy(plain))
-    ids = torch.arange(24).reshape(6, 4)
-    for rows, scale in (
-        (ids, 1.0),
-        (ids.flip(0), 1.0),
-        (torch.cat([ids[:2], ids[:3] + 30]), 1.0),
-        (ids, 2.0),
-    ):
-        features = kind({"ids": rows, "scale": scale})
-        assert torch.equal(cached(features), plain(features))
-        assert features["ids"] is rows
+    def forward(features):
+        return features["x"] * features["scale"]
+
+    cached = torchcache(forward)
+    for rows, scale in ((X, 1.0), (X.flip(0), 1.0), (torch.cat([X[:2], X[:3] + 30]), 1.0), (X, 2.0)):
+        features = kind({"x": rows, "scale": scale})
+        assert torch.equal(cached(features), forward(features)) and features["x"] is rows
     stats = cached.cache_instance.stats()
     assert (stats.hits, stats.misses) == (6 + 2, 6 + 3 + 6)
 
@@ -143,16 +129,16 @@ def test_an_exception_of_the_forward_is_the_callers():
 
 
 def test_a_kind_of_call_that_is_never_cached_goes_straight_to_the_forward():
-    shortcuts, kind = Shortcuts(), ("kind",)
+    backoff, kind = Backoff(4, 16), ("kind",)
     tried = []
     for call in range(200):
-        if shortcuts.reason(kind) is None:
+        if backoff.reason(kind) is None:
             tried.append(call)
-            shortcuts.add(kind, "output")
+            backoff.add(kind, "output")
     assert tried == [0, 1, 2, 3, 20, 53, 118]
-    assert shortcuts.reason(("another",)) is None
-    shortcuts.clear(kind)
-    assert shortcuts.reason(kind) is None
+    assert backoff.reason(("another",)) is None
+    backoff.clear(kind)
+    assert backoff.reason(kind) is None
 
 
 def test_what_can_be_cached_is_cached_after_calls_of_another_kind():
@@ -200,37 +186,34 @@ class Labelled(torch.Tensor):
     pass
 
 
+KINDS = [
+    *([x] for x in (X, X[0], X.int(), X.to_sparse(), X.as_subclass(Labelled), X.to("meta"))),
+    *([X, value] for value in (True, None, 1, "a", "b")),
+]
+
+
 def test_a_glance_tells_kinds_apart():
-    kinds = [
-        ((X,), {}),
-        ((X[0],), {}),
-        ((X.int(),), {}),
-        ((X.to_sparse(),), {}),
-        ((X.as_subclass(Labelled),), {}),
-        ((X.to("meta"),), {}),
-        ((X, True), {}),
-        ((X, None), {}),
-        ((X, 1), {}),
-        ((X, "a"), {}),
-        ((X, "b"), {}),
-        ((X,), {"a": True}),
-        ((X,), {"b": True}),
-    ]
-    assert len({glance(None, *kind) for kind in kinds}) == len(kinds)
+    kinds = [glance(None, kind, {}) for kind in KINDS] + [glance(None, [X], {name: True}) for name in "ab"]
+    assert len(set(kinds)) == len(kinds)
     assert glance(None, (X, 1, [1]), {}) == glance(None, (X[:3], 2, [2, 3]), {})
 
 
-@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
-def test_memory_formats_do_not_mix(memory_format):
-    cached = torchcache(lambda x: x * 2)
+@pytest.mark.parametrize("options", [{}, {"max_memory_cache_size": 0, "persistent": True}])
+def test_memory_formats_do_not_mix(options, tmp_path):
+    def doubled(x):
+        return x * 2
+
     x = torch.randn(4, 3, 6, 5)
-    for batch in (x, x.to(memory_format=torch.channels_last)) * 2:
-        assert cached(batch).stride() == (batch * 2).stride()
-    fresh = torchcache(lambda x: x * 2)
-    batch = x.contiguous(memory_format=memory_format)
-    fresh(batch[:2])
-    assert fresh(batch).stride() == batch.stride()  # two found, and two computed
-    assert torch.equal(fresh(batch), batch * 2)
+    both = [x, x.to(memory_format=torch.channels_last)]
+    for is_settled, batches in enumerate((both, both[::-1], both)):
+        cached = torchcache(persistent_cache_dir=(options and tmp_path) or None, **options)(doubled)
+        with cached.cache_instance:
+            for batch in batches * 2:
+                assert cached(batch[:2]).stride() == batch.stride()
+                assert cached(batch).stride() == batch.stride()  # two found, and two computed
+                assert torch.equal(cached(batch), batch * 2)
+                if is_settled:
+                    cached.cache_instance.flush()
 
 
 class Unwilling(torch.Tensor):
@@ -254,29 +237,6 @@ def test_tensors_that_do_not_want_to_be_asked(argument):
     assert first.cache_instance.stats().misses == 0
 
 
-@pytest.mark.parametrize("settled", [False, True])
-def test_memory_formats_do_not_mix_on_disk(tmp_path, settled):
-    def doubled(x):
-        return x * 2
-
-    x = torch.randn(4, 3, 6, 5)
-    both = [x, x.to(memory_format=torch.channels_last)]
-    for batches in (both, both[::-1], both):
-        cached = torchcache(persistent=True, persistent_cache_dir=tmp_path, max_memory_cache_size=0)(doubled)
-        with cached.cache_instance:
-            for batch in batches * 2:
-                assert cached(batch).stride() == cached(batch[:3]).stride() == batch.stride()
-                if settled:
-                    cached.cache_instance.flush()
-
-
-def test_the_advice_about_a_batch_is_for_its_cause():
-    advice = {cause: batch_advice(cause) for cause in ADVICE}
-    assert len(set(advice.values())) == len(ADVICE)
-    for cause, word in ADVICE.items():
-        assert word in advice[cause], cause
-
-
 ADVICE = {
     "": "narrower",
     "shape": "fixed length",
@@ -292,16 +252,17 @@ ADVICE = {
 }
 
 
+def test_the_advice_about_a_batch_is_for_its_cause():
+    assert len({batch_advice(cause) for cause in ADVICE}) == len(ADVICE)
+    assert [cause for cause, word in ADVICE.items() if word not in batch_advice(cause)] == []
+
+
 def test_an_advice_is_not_that_for_another_cause(log):
     torchcache(lambda x: x @ x.T)(X)
-    (message,) = warnings_of(log)
-    assert "quantize" not in message and "probe=False" not in message
-
-
-def test_a_dict_of_what_is_an_output_for_each_item(log):
     torchcache(lambda x: {i: len(item) for i, item in enumerate(x)})(X)
-    (message,) = warnings_of(log)
-    assert "or a list with one entry per item" in message and "batch_first" not in message
+    mixing, by_item = warnings_of(log)
+    assert "quantize" not in mixing and "probe=False" not in mixing
+    assert "or a list with one entry per item" in by_item and "batch_first" not in by_item
 
 
 # All reasons at once
@@ -445,78 +406,58 @@ def test_an_input_that_requires_grad_is_a_reason_where_the_forward_turns_grad_of
 # What has changed
 
 
-def counting():
-    calls = 0
-
-    def forward(x):
-        nonlocal calls
-        calls += 1
-        return x * calls
-
-    return forward
-
-
-def noting():
-    seen = []
-
-    def forward(x):
-        seen.append(1)
-        return x * len(seen)
-
-    return forward
-
-
-def configured():
-    args = types.SimpleNamespace(rate=1, name="a")
-
-    def forward(x):
-        args.rate += 1
-        return x * vars(args)["rate"]
-
-    return forward
-
-
-def default(x, seen=[]):  # noqa: B006
-    seen.append(1)
-    return x * len(seen)
-
-
 CALLS = 0
 TABLE = {"a": 0}
 
 
-def of_globals(x):
-    global CALLS
-    CALLS += 1
-    TABLE["a"] = CALLS
-    return x * CALLS * TABLE["a"]
+def changing(what):
+    """A function that changes something of its own, and computes with it."""
+    calls, seen, args = 0, [], types.SimpleNamespace(rate=1, name="a")
+
+    def variable(x):
+        nonlocal calls
+        calls += 1
+        return x * calls
+
+    def appends(x):
+        seen.append(1)
+        return x * len(seen)
+
+    def attribute(x):
+        args.rate += 1
+        return x * vars(args)["rate"]
+
+    def default(x, seen=[]):  # noqa: B006
+        seen.append(1)
+        return x * len(seen)
+
+    def of_globals(x):
+        global CALLS
+        CALLS += 1
+        TABLE["a"] = CALLS
+        return x * CALLS * TABLE["a"]
+
+    return locals()[what]
 
 
 STATE = {
-    "a variable": (counting(), ["closure variable calls of function forward was assigned: 0 → 1"]),
-    "a list": (noting(), ["closure variable seen of function forward was appended to"]),
-    "an attribute of an object": (
-        configured(),
-        ["closure variable args.rate of function forward was assigned: 1 → 2"],
-    ),
-    "a default": (default, ["default seen of function default was appended to"]),
-    "globals": (
-        of_globals,
-        [
-            "global CALLS of function of_globals was assigned: 0 → 1",
-            "global TABLE['a'] of function of_globals was assigned: 0 → 1",
-        ],
-    ),
+    "variable": ["closure variable calls of function variable was assigned: 0 → 1"],
+    "appends": ["closure variable seen of function appends was appended to"],
+    "attribute": ["closure variable args.rate of function attribute was assigned: 1 → 2"],
+    "default": ["default seen of function default was appended to"],
+    "of_globals": [
+        "global CALLS of function of_globals was assigned: 0 → 1",
+        "global TABLE['a'] of function of_globals was assigned: 0 → 1",
+    ],
 }
 
 
 @pytest.mark.parametrize("name", STATE)
 def test_a_function_is_told_what_it_changed(name, log):
-    function, expected = STATE[name]
-    torchcache(function)(X)
+    torchcache(changing(name))(X)
     (message,) = warnings_of(log)
     assert "not cached (state): while the forward ran, " in message
-    assert all(text in message for text in expected)
+    assert all(text in message for text in STATE[name])
 
 
 class Remembering(nn.Module):
@@ -526,47 +467,34 @@ class Remembering(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
         self.options = types.SimpleNamespace(rate=1)
 
-    def forward(self, x, what):
-        if what == "cache":
-            self.cache[len(self.cache)] = 1
-        elif what == "calls":
-            x = x * self.calls
-            self.calls += 1
-        elif what == "history":
-            self.history.append(1)
-        elif what == "another history":
-            self.history = [*self.history, 1]
-        elif what == "seen":
-            self.seen += 1
-        else:
-            self.options.rate += 1
-        return x * (len(self.cache) + len(self.history) + self.options.rate + self.seen)
+    def forward(self, x, change):
+        CHANGES[change][0](self)
+        return x * (len(self.cache) + len(self.history) + self.options.rate + self.seen + self.calls)
 
 
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Remembering()])
+CHANGES = {
+    "a dict": (lambda m: m.cache.update(a=1), "cache was edited"),
+    "a number": (lambda m: setattr(m, "calls", m.calls + 1), "calls was assigned: 0 → 1"),
+    "a list": (lambda m: m.history.append(1), "history was appended to"),
+    "another list": (lambda m: setattr(m, "history", [*m.history, 1]), "history was assigned: [] → [1]"),
+    "a buffer": (lambda m: m.seen.add_(1), "seen was written to"),
+    "an object": (lambda m: setattr(m.options, "rate", 2), "options.rate was assigned: 1 → 2"),
+}
 
-    def forward(self, x, what):
-        return self.layers[0](x, what)
 
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_module_is_told_what_it_changed(change, log):
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Remembering()])
 
-@pytest.mark.parametrize(
-    ("what", "expected"),
-    [
-        ("cache", "self.layers.0.cache was edited"),
-        ("calls", "self.layers.0.calls was assigned: 0 → 1"),
-        ("history", "self.layers.0.history was appended to"),
-        ("another history", "self.layers.0.history was assigned: [] → [1]"),
-        ("seen", "self.layers.0.seen was written to"),
-        ("rate", "self.layers.0.options.rate was assigned: 1 → 2"),
-    ],
-)
-def test_a_module_is_told_what_it_changed(what, expected, log):
-    torchcache(Layers())(X, what)
+        def forward(self, x, change):
+            return self.layers[0](x, change)
+
+    torchcache(Layers())(X, change)
     (message,) = warnings_of(log)
-    assert f"not cached (state): while the forward ran, {expected}; " in message
+    assert f"not cached (state): while the forward ran, self.layers.0.{CHANGES[change][1]}; " in message
 
 
 # Counts and words

@@ -2,14 +2,13 @@
 
 import copy
 import pickle
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from torchcache2 import CacheSettings, OptionError, torchcache
+from torchcache2 import CacheSettings, torchcache
 
 X = torch.randn(6, 8)
 
@@ -106,26 +105,9 @@ def test_copies_of_settings_keep_what_was_not_said(again, path):
     assert not again(CacheSettings(persistent_cache_dir=path)).replace({"persistent": False}).is_persistent
 
 
-def test_a_folder_wants_its_codec(monkeypatch, path):
-    monkeypatch.setitem(sys.modules, "blosc2", None)
-    with pytest.raises(OptionError, match="blosc2"):
-        CacheSettings(persistent_cache_dir=path, compression="blosc2")
-    CacheSettings(persistent=False, persistent_cache_dir=path, compression="blosc2")
-
-
-def test_a_folder_with_other_files_is_an_error_when_something_is_decorated(path):
-    path.mkdir()
-    (path / "photo.jpg").touch()
-    with pytest.raises(OptionError, match=r"photo\.jpg"):
-        make(persistent_cache_dir=path)
-    make(persistent_cache_dir=path, persistent=False)(X)
-
-
 def test_cache_dir_is_a_path(path):
-    module = make(persistent_cache_dir=str(path))
-    assert isinstance(module.cache_instance.cache_dir, Path)
-    assert module.cache_instance.cache_dir == path
-    temporary = make(persistent=True)
-    assert isinstance(temporary.cache_instance.cache_dir, Path)
-    temporary.cache_instance.close()
-    module.cache_instance.close()
+    for options, folder in (({"persistent_cache_dir": str(path)}, path), ({"persistent": True}, None)):
+        module = make(**options)
+        assert isinstance(module.cache_instance.cache_dir, Path)
+        assert folder is None or module.cache_instance.cache_dir == folder
+        module.cache_instance.close()

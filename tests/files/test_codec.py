@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchcache2.core.errors import OptionError
-from torchcache2.files.codec import codec
+from torchcache2.files.codec import Lane, codec, lane
 from torchcache2.files.errors import DamagedError
-from torchcache2.files.lanes import Lane, lane
 
 NAMES = ["none", "brotli", "blosc2"]
 COMPRESSING = ["brotli", "blosc2"]
@@ -488,7 +487,7 @@ import resource, sys
 import brotli
 import numpy as np
 from torchcache2.files.codec import codec
-from torchcache2.files.lanes import Lane
+from torchcache2.files.codec import Lane
 from torchcache2.files.errors import DamagedError
 
 assert "blosc2" not in sys.modules

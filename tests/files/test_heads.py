@@ -6,14 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.directory import CacheDirectory, contents_of
 from torchcache2.files.errors import DamagedError, UnreadableError
-from torchcache2.files.filenames import HEAD, contents_of
-from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.heads import head_size, parse_head, read_head, write_head
+from torchcache2.files.filesystem import Descriptors, FileSystem, made_at, ulid
+from torchcache2.files.layout import HEAD, head_size, parse_head, read_head, write_head
 from torchcache2.files.removal import Removal, remove_leftovers
-from torchcache2.files.segment import Descriptors, Segment
-from torchcache2.files.whole import made_at, ulid
+from torchcache2.files.segment import Segment
 
 FS = FileSystem()
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.safetensors"))

@@ -37,13 +37,10 @@ from tests.helpers.storage import (
 from torchcache2 import OptionError, torchcache
 from torchcache2.cli.archive import export, import_archive
 from torchcache2.cli.commands import run
-from torchcache2.files.descriptors import Descriptors
-from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, TAG_TEXT, CacheDirectory
 from torchcache2.files.errors import NewerFormatError
-from torchcache2.files.filenames import FINGERPRINT, LOCK, TAG, TAG_TEXT
-from torchcache2.files.filesystem import FileSystem, StrangeFileError
+from torchcache2.files.filesystem import Descriptors, FileSystem, StrangeFileError, ulid
 from torchcache2.files.removal import deleting, in_use
-from torchcache2.files.whole import ulid
 from torchcache2.tiers import breaker as breaker_module
 from torchcache2.tiers.disk import catalog as located_module
 from torchcache2.tiers.disk.tier import DiskTier

@@ -20,10 +20,15 @@ from tests.helpers.storage import (
     strange_files,
 )
 from torchcache2.files import removal
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.eviction import make_room, room_after
-from torchcache2.files.filenames import FINGERPRINT
-from torchcache2.files.removal import deleting, in_use, remove_leftovers, remove_namespace
+from torchcache2.files.directory import FINGERPRINT, CacheDirectory
+from torchcache2.files.removal import (
+    deleting,
+    in_use,
+    make_room,
+    remove_leftovers,
+    remove_namespace,
+    room_after,
+)
 
 A, B, C = NAMESPACES
 

@@ -23,9 +23,9 @@ from transformers.utils import ModelOutput
 from tests.helpers import warm
 from torchcache2.core.rows import Leaf, Rows, Schema
 from torchcache2.core.values import BARE
-from torchcache2.files import classnames, jsonparts, schemajson
+from torchcache2.files import schema as schemajson
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
-from torchcache2.files.schemajson import schema_from_json, schema_to_json
+from torchcache2.files.schema import schema_from_json, schema_to_json
 
 SOAK = bool(os.environ.get("SOAK"))
 CPU = torch.device("cpu")
@@ -410,7 +410,7 @@ import torch
 sys.path.insert(0, sys.argv[3])
 from torchcache2.core.rows import Rows
 from torchcache2.files.errors import UnknownClassError
-from torchcache2.files.schemajson import schema_from_json, schema_to_json
+from torchcache2.files.schema import schema_from_json, schema_to_json
 
 def schemas():
     import elsewhere as e
@@ -884,4 +884,4 @@ def test_json_that_was_changed_is_refused_or_is_a_schema(data):
 
 def test_the_limits_are_those_of_the_tests():
     assert (schemajson.MAX_LEAVES, schemajson.MAX_DEPTH, schemajson.MAX_ELEMENTS) == (10_000, 100, 100_000)
-    assert (jsonparts.MAX_ROW, jsonparts.MAX_DIMS, classnames.MAX_NAME) == (2**48, 64, 1_000)
+    assert (schemajson.MAX_ROW, schemajson.MAX_DIMS, schemajson.MAX_NAME) == (2**48, 64, 1_000)

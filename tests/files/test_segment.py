@@ -29,10 +29,10 @@ from torchcache2 import OptionError, torchcache
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Leaf, Rows, Schema
 from torchcache2.core.values import BARE
-from torchcache2.files import jsonparts, schemajson
+from torchcache2.files import schema as limits_of
 from torchcache2.files.codec import codec as codec_of
+from torchcache2.files.codec import lane
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.encode import encode, write
 from torchcache2.files.errors import (
     DamagedError,
     NewerFormatError,
@@ -41,11 +41,9 @@ from torchcache2.files.errors import (
     UnreadableError,
     UnserialisableError,
 )
-from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.lanes import lane
+from torchcache2.files.filesystem import Descriptors, FileSystem, ulid
 from torchcache2.files.layout import Layout
-from torchcache2.files.segment import Descriptors, Segment, empty_columns, rows_of
-from torchcache2.files.whole import ulid
+from torchcache2.files.segment import Segment, empty_columns, encode, rows_of, write
 
 SOAK = bool(os.environ.get("SOAK"))
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -757,9 +755,9 @@ def test_the_page_names_every_tensor_key_and_limit():
         for leaf in json.loads(header["__metadata__"]["schema"])["leaves"]:
             assert {*leaf, leaf["kind"]} <= first | {"tensor"}
     assert {field.name for field in dataclasses.fields(Leaf)} <= first
-    limits = f"{schemajson.MAX_LEAVES:,}; {schemajson.MAX_ELEMENTS:,} and {schemajson.MAX_DEPTH}"
+    limits = f"{limits_of.MAX_LEAVES:,}; {limits_of.MAX_ELEMENTS:,} and {limits_of.MAX_DEPTH}"
     assert f"| {limits} |" in page()
-    assert f"| {jsonparts.MAX_DIMS}; 2⁴⁸ |" in page()
+    assert f"| {limits_of.MAX_DIMS}; 2⁴⁸ |" in page()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -105,7 +105,7 @@ def proxied(scheme, tmp_path, **more):
 @contextlib.contextmanager
 def opened(bucket, **options):
     """`Objects` of a bucket."""
-    from torchcache2.tiers.remote.objects import Objects
+    from torchcache2.tiers.bucket.objects import Objects
 
     objects = Objects(bucket, **options)
     try:

@@ -9,10 +9,10 @@ from tests.helpers.storage import NAMESPACES, NEVER, Unsynced, keys_of, segments
 from torchcache2 import CacheSettings
 from torchcache2.engine.stack import TierStack
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.heads import read_head, write_head
+from torchcache2.files.layout import read_head, write_head
 from torchcache2.tiers.base import TierStats
+from torchcache2.tiers.bucket.tier import RemoteTier
 from torchcache2.tiers.disk.tier import DiskTier
-from torchcache2.tiers.remote.tier import RemoteTier
 
 ROOM = 10**8
 FS = FileSystem()

@@ -15,7 +15,7 @@ import torch
 
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
-from torchcache2.files.filenames import FINGERPRINT, LOCK, MIRROR, TAG
+from torchcache2.files.directory import FINGERPRINT, LOCK, MIRROR, TAG
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.disk.tier import DiskTier
 

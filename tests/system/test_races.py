@@ -33,11 +33,9 @@ from torchcache2.cli.archive import export, import_archive
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.cache import Cache
 from torchcache2.engine.stack import TierStack
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.eviction import make_room
-from torchcache2.files.filenames import FINGERPRINT
+from torchcache2.files.directory import FINGERPRINT, CacheDirectory
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.removal import in_use, remove_leftovers, remove_namespace
+from torchcache2.files.removal import in_use, make_room, remove_leftovers, remove_namespace
 from torchcache2.tiers.disk import tier as disk_module
 from torchcache2.tiers.disk.scratch import Scratch
 
@@ -192,7 +190,7 @@ FORKS = """
 import os, sys
 from tests.helpers.storage import NAMESPACES, Unsynced, size_of
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.eviction import make_room
+from torchcache2.files.removal import make_room
 from torchcache2.files.removal import in_use
 
 path, namespace = sys.argv[1], NAMESPACES[0]

@@ -18,13 +18,10 @@ from collections.abc import Callable
 from torchcache2.cli.check import Verdict, row_limit, verdict
 from torchcache2.cli.members import BLOCK, Member, check_tag, fingerprint, members
 from torchcache2.core.errors import OptionError
-from torchcache2.files.descriptors import Descriptor
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.encode import SEGMENT, TEMPORARY
+from torchcache2.files.directory import FINGERPRINT, SEGMENT_NAME, TAG, CacheDirectory
 from torchcache2.files.errors import DamagedError
-from torchcache2.files.filenames import FINGERPRINT, SEGMENT_NAME, TAG
-from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.whole import write_whole
+from torchcache2.files.filesystem import Descriptor, FileSystem, write_whole
+from torchcache2.files.layout import SEGMENT, TEMPORARY
 
 _PIECE = 1 << 20
 Progress = Callable[[int], object]

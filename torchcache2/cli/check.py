@@ -8,9 +8,8 @@ import torch
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.sizes import free_memory
-from torchcache2.files.descriptors import Descriptors
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
-from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.filesystem import Descriptors, FileSystem
 from torchcache2.files.segment import Segment
 
 State = Literal["good", "damaged", "unreadable", "unchecked", "gone"]

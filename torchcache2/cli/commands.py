@@ -175,8 +175,7 @@ def _prune(
     from torchcache2.cli import report
     from torchcache2.cli.places import folder
     from torchcache2.core.sizes import parse_size
-    from torchcache2.files.eviction import make_room, used_bytes
-    from torchcache2.files.removal import remove_leftovers
+    from torchcache2.files.removal import make_room, remove_leftovers, used_bytes
 
     budget = parse_size("--max-size", max_size)
     cache = folder(directory, "prune")

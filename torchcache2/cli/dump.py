@@ -21,15 +21,11 @@ from torchcache2.cli.dumpcolumns import Column, Tensors, leaf_columns
 from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Array, indices_of
 from torchcache2.core.version import __version__
-from torchcache2.files.descriptors import Descriptor, Descriptors
-from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.directory import CacheDirectory, Contents
 from torchcache2.files.errors import UnreadableError
-from torchcache2.files.filenames import Contents
-from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.header import read_size
-from torchcache2.files.heads import read_head
+from torchcache2.files.filesystem import Descriptor, Descriptors, FileSystem, write_whole
+from torchcache2.files.layout import read_head, read_size
 from torchcache2.files.segment import Segment, empty_columns
-from torchcache2.files.whole import write_whole
 
 _AT_ONCE = 128 << 20  # bytes of rows that are in memory
 Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]

@@ -12,8 +12,7 @@ import torch
 
 from torchcache2.core.keys import Array
 from torchcache2.core.rows import Leaf
-from torchcache2.files.descriptors import Descriptor
-from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.files.layout import DTYPES, nbytes_of
 
 _VALUES = {  # dtype of values that are no tensors, and their shape

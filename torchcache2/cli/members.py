@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from torchcache2.cli.check import printable
 from torchcache2.core.errors import TorchcacheError
-from torchcache2.files.descriptors import Descriptor
-from torchcache2.files.filenames import (
+from torchcache2.files.directory import (
     FINGERPRINT,
     LOCK,
     MIRROR,
@@ -22,7 +21,7 @@ from torchcache2.files.filenames import (
     is_left_over,
     stated_format,
 )
-from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.files.layout import FORMAT_VERSION
 
 BLOCK = 512  # bytes; of a tar

@@ -9,11 +9,10 @@ from torchcache2.cli.report import existing, matching
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.places import Bucket, is_url
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.filenames import NAMESPACE_NAME, TAG, Contents
+from torchcache2.files.directory import NAMESPACE_NAME, TAG, CacheDirectory, Contents
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.tiers.remote.files import BucketFiles
-from torchcache2.tiers.remote.objects import Objects
+from torchcache2.tiers.bucket.files import BucketFiles
+from torchcache2.tiers.bucket.objects import Objects
 
 _OPTIONS = ": for the command line, variables such as FSSPEC_S3_KEY, or fsspec's configuration"
 

@@ -16,11 +16,9 @@ from torchcache2.cli.check import printable
 from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Array, filled
 from torchcache2.core.places import is_url
-from torchcache2.files.descriptors import Descriptors
-from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.directory import TAG, CacheDirectory, Contents, is_ours
 from torchcache2.files.errors import UnreadableError
-from torchcache2.files.filenames import TAG, Contents, is_ours
-from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.filesystem import Descriptors, FileSystem
 from torchcache2.files.removal import in_use
 from torchcache2.files.segment import Segment
 

@@ -20,8 +20,8 @@ def remove_in_bucket(names: Sequence[str], url: str, form: Format, *, ask: bool)
     """
     from torchcache2.cli import report
     from torchcache2.cli.places import chosen
-    from torchcache2.files.filenames import TAG
-    from torchcache2.tiers.remote.files import BucketFiles
+    from torchcache2.files.directory import TAG
+    from torchcache2.tiers.bucket.files import BucketFiles
 
     with chosen(names, url) as (cache, contents, is_all):
         assert isinstance(cache.fs, BucketFiles)

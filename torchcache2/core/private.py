@@ -273,7 +273,6 @@ def group_timeout(group: Any, devices: Iterable[str]) -> timedelta:
 # The standard library, and the file systems of buckets.
 
 _register_atexit: Any = _first("threading._register_atexit")  # `concurrent.futures` uses it, too
-FINALIZERS: Iterable[Any] = _first("weakref.finalize._registry", otherwise=())
 
 
 def register_before_pools_end(function: Callable[[], None]) -> None:
@@ -286,11 +285,6 @@ def register_before_pools_end(function: Callable[[], None]) -> None:
 def is_given_work() -> bool:
     """Whether `multiprocessing` spawns this process now; else it counts as one of another run."""
     return hasattr(multiprocessing.current_process(), "_inheriting")
-
-
-GCS_RETRIED = ("_request", "_get_file_request")  # of gcsfs; else it tries again itself
-S3_LISTING, S3_CALL = "_lsdir", "_call_s3"  # of s3fs; else what each library has, and one request an object
-SESSIONS, S3_SESSION = ("_session", "service_client", "credential"), "_s3creator"  # else they are not closed
 
 
 # The global modes of torch that change results, as part of a key: autocast, the default dtype and device,

@@ -18,7 +18,7 @@ from torchcache2.core.sizes import size_text
 from torchcache2.datasets.fetch import Fetcher
 from torchcache2.datasets.folders import kept_in, with_samples
 from torchcache2.engine.progress import Progress, WarmupStats
-from torchcache2.files.filenames import HEAD
+from torchcache2.files.layout import HEAD
 
 
 def fill(dataset: Any, fetcher: Fetcher, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:

@@ -14,13 +14,12 @@ from torchcache2.core.errors import MissingSampleError, OptionError
 from torchcache2.core.keys import Positions
 from torchcache2.core.logs import listed
 from torchcache2.core.sizes import size_text
-from torchcache2.files.descriptors import Descriptors
-from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.directory import NAMESPACE_NAME, CacheDirectory, Contents
 from torchcache2.files.errors import NewerFormatError, UnreadableError
-from torchcache2.files.filenames import NAMESPACE_NAME, Contents
+from torchcache2.files.filesystem import Descriptors
 from torchcache2.files.segment import Segment
-from torchcache2.tiers.remote.files import BucketError, BucketFiles
-from torchcache2.tiers.remote.objects import Objects
+from torchcache2.tiers.bucket.files import BucketError, BucketFiles
+from torchcache2.tiers.bucket.objects import Objects
 
 PAUSE = 0.5  # seconds after which a bucket that fails is asked again
 _ANY = 2**63  # bytes that a row may have: any number, as only the index is read

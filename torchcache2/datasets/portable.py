@@ -19,7 +19,7 @@ from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.identity.fingerprint import Fingerprint, from_document
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
-from torchcache2.tiers.remote.objects import Objects
+from torchcache2.tiers.bucket.objects import Objects
 
 _ANY_ROW = 1 << 62  # bytes of a row: what is served has been written
 

@@ -34,7 +34,7 @@ from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import opaque
-from torchcache2.files.notes import Notes
+from torchcache2.files.directory import Notes
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.codenames import names_of, resolved
 from torchcache2.identity.encoding import digest

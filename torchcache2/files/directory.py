@@ -4,7 +4,7 @@
 
     <directory>/CACHEDIR.TAG                                  says that this is a cache, and of which format
     <directory>/.lock                                         held by whoever deletes
-    <directory>/<32 hex>.note                                 see `torchcache2.files.notes`
+    <directory>/<32 hex>.note                                 see `Notes`
     <directory>/<namespace, 32 hex>/fingerprint.json          what the namespace stands for
     <directory>/<namespace, 32 hex>/<ulid>.safetensors        segments
     <directory>/<namespace, 32 hex>/<ulid>.safetensors.tmp    a segment that is being written
@@ -18,33 +18,127 @@ process ends, so none is ever left to be removed by hand.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from torchcache2.core.errors import OptionError
+from torchcache2.core.logs import logger
 from torchcache2.core.places import is_url
-from torchcache2.files.descriptors import Descriptor
-from torchcache2.files.errors import DamagedError
-from torchcache2.files.filenames import (
-    CORRUPT,
-    FINGERPRINT,
-    LOCK,
-    NAMESPACE_NAME,
-    TAG,
-    TAG_TEXT,
-    Contents,
-    check_format,
-    contents_of,
-    is_ours,
-    stated_format,
+from torchcache2.files.errors import DamagedError, NewerFormatError
+from torchcache2.files.filesystem import (
+    Descriptor,
+    FileInfo,
+    FileSystem,
+    StrangeFileError,
+    is_read_only,
+    ulid,
+    write_whole,
 )
-from torchcache2.files.filesystem import FileInfo, FileSystem, StrangeFileError
-from torchcache2.files.layout import FORMAT_VERSION
-from torchcache2.files.whole import ulid, write_whole
+from torchcache2.files.layout import FORMAT_VERSION, HEAD, SEGMENT, TEMPORARY
+
+TAG = "CACHEDIR.TAG"
+LOCK = ".lock"
+MIRROR = ".mirror"
+FINGERPRINT = "fingerprint.json"
+CORRUPT = ".corrupt"
+NOTE = ".note"
+TAG_TEXT = f"""Signature: 8a477f597d28d172789f06886806bc55
+# This folder is a cache of torchcache2, format {FORMAT_VERSION}. Deleting it loses nothing but time.
+# For cache directory tags, see https://bford.info/cachedir/
+"""
+_IS_OURS = re.compile(rb"^# This folder is a cache of torchcache2, format (\d+)", re.MULTILINE)
+_MOST_DIGITS = 9
+NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
+SEGMENT_NAME = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}" + re.escape(SEGMENT))
+HEAD_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(HEAD))
+NOTE_NAME = re.compile(NAMESPACE_NAME.pattern + re.escape(NOTE))
+_WHOLE_TEXT = f"({re.escape(FINGERPRINT)}|{re.escape(TAG)}|{NOTE_NAME.pattern})"
+_TEMPORARY_TEXT = re.compile(_WHOLE_TEXT + r"\.[0-9A-Z]{26}")
+_LEFT_OVER = re.compile(f"{SEGMENT_NAME.pattern}({re.escape(TEMPORARY)}|{re.escape(CORRUPT)})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """The files of one namespace, which is 32 hexadecimal digits.
+
+    Besides segments there are the `heads` of those that a bucket has, segments that were found `corrupt`,
+    `temporary` files that are being written, and `others`: ``fingerprint.json``.
+    """
+
+    namespace: str
+    segments: list[FileInfo]
+    heads: list[FileInfo]
+    corrupt: list[FileInfo]
+    temporary: list[FileInfo]
+    others: list[FileInfo]
+
+    @property
+    def files(self) -> list[FileInfo]:
+        """All of these files."""
+        return [*self.segments, *self.heads, *self.corrupt, *self.temporary, *self.others]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of these files."""
+        return sum(info.size for info in self.files)
+
+    @property
+    def last_used(self) -> float:
+        """When a segment was last read or written, in seconds since the epoch; 0.0 if there is none."""
+        return max((info.mtime for info in self.segments), default=0.0)
+
+
+def contents_of(namespace: str, listing: list[FileInfo]) -> Contents:
+    """The files of a namespace among what is in its folder."""
+    found = Contents(namespace, [], [], [], [], [])
+    for info in listing:
+        if info.is_folder:
+            continue
+        if SEGMENT_NAME.fullmatch(info.name):
+            found.segments.append(info)
+        elif HEAD_NAME.fullmatch(info.name):
+            found.heads.append(info)
+        elif info.name == FINGERPRINT:
+            found.others.append(info)
+        elif is_left_over(info.name):
+            (found.corrupt if info.name.endswith(CORRUPT) else found.temporary).append(info)
+    return found
+
+
+def is_ours(info: FileInfo) -> bool:
+    """Whether something in the directory is the cache's own."""
+    if info.is_folder:
+        return NAMESPACE_NAME.fullmatch(info.name) is not None
+    is_known = info.name in (TAG, LOCK, MIRROR) or NOTE_NAME.fullmatch(info.name) is not None
+    return is_known or _TEMPORARY_TEXT.fullmatch(info.name) is not None
+
+
+def is_left_over(name: str) -> bool:
+    """Whether a file of this name was set aside, or is being written, or was left by a dead writer."""
+    return bool(_LEFT_OVER.fullmatch(name) or _TEMPORARY_TEXT.fullmatch(name))
+
+
+def stated_format(tag: bytes) -> int | None:
+    """The format that a ``CACHEDIR.TAG`` states; None if it is another program's."""
+    match = _IS_OURS.search(tag)
+    # Python refuses numbers with thousands of digits; the first digits show that a format is not known.
+    return int(match[1][:_MOST_DIGITS]) if match else None
+
+
+def check_format(place: str, number: int) -> None:
+    """Raise `NewerFormatError` if this version does not know the format that a place states."""
+    if not 1 <= number <= FORMAT_VERSION:
+        raise NewerFormatError(
+            f"{place} has format {number}, and this version of torchcache2 knows format {FORMAT_VERSION}: "
+            "nothing is read or written there. Upgrade torchcache2, or give another folder"
+        )
+
 
 _MOST_TEXT = 16 << 20
 _PROBE = memoryview(b"whether something can be written here")
@@ -286,3 +380,51 @@ class CacheDirectory:
         with contextlib.suppress(FileExistsError):
             content = [memoryview(data)]
             write_whole(self.fs, path, content, stem=f"{path}.", replaces=replaces, sync_name=False)
+
+
+_VALUE = re.compile(rb"[0-9a-f]{32}")
+
+
+class Notes:
+    """Values of 16 bytes by keys of 16 bytes; nothing is remembered without a `folder`, a cache directory."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._directory = None if folder is None else CacheDirectory(folder, FileSystem())
+
+    def get(self, key: bytes) -> bytes | None:
+        """The value of a key; None if none is remembered."""
+        if self._directory is None:
+            return None
+        try:
+            text = self._directory.fs.read_file(self._path(self._directory, key), 64)
+        except (OSError, DamagedError):
+            return None
+        return bytes.fromhex(text.decode()) if _VALUE.fullmatch(text) else None
+
+    def put(self, key: bytes, value: bytes) -> bytes:
+        """Remember a value, unless there is one; the one that counts from then on.
+
+        A fault of the disk is one warning, and the value of this process.
+        """
+        directory = self._directory
+        if directory is None:
+            return value
+        try:
+            directory.check()
+            directory.create()
+            path, data = self._path(directory, key), value.hex().encode()
+            for replaces in (False, self.get(key) is None):  # what cannot be read is replaced
+                with contextlib.suppress(FileExistsError):
+                    write_whole(directory.fs, path, [memoryview(data)], stem=f"{path}.", replaces=replaces)
+                if (found := self.get(key)) is not None:
+                    return found
+        except (OptionError, NewerFormatError):
+            pass  # the tiers say so
+        except OSError as error:
+            log = logger.debug if is_read_only(error) else logger.warning
+            log("a digest cannot be remembered in %s, and is computed again: %s", directory.path, error)
+        return value
+
+    @staticmethod
+    def _path(directory: CacheDirectory, key: bytes) -> str:
+        return os.path.join(directory.path, key.hex() + NOTE)

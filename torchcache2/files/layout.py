@@ -1,7 +1,10 @@
 """`Layout`: where everything is in a segment of version 1 of the format, which docs/format.md specifies.
 
-A segment is an immutable safetensors file with rows of one namespace. Everything before the rows is the
-*index*: to open a segment, this is all that is read.
+A segment is an immutable safetensors file with rows of one namespace. Everything before the rows is its
+*head*: to open a segment, this is all that is read, and nothing in it is used before it is checked.
+
+A file ``<ulid>.safetensors.head`` has exactly these bytes. It is in the local folder in front of a bucket,
+and says that the bucket has the segment: rows can be read from there without asking what there is.
 """
 
 from __future__ import annotations
@@ -9,17 +12,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from xxhash import xxh3_64_hexdigest
 
+from torchcache2.core.keys import Array
 from torchcache2.core.rows import Schema
-from torchcache2.files.errors import UnserialisableError
-from torchcache2.files.schemajson import schema_to_json
+from torchcache2.files.errors import DamagedError, NewerFormatError, TooLargeError, UnserialisableError
+from torchcache2.files.filesystem import FileSystem, write_whole
+from torchcache2.files.schema import schema_from_json, schema_to_json
 
 FORMAT_VERSION = 1
+SEGMENT = ".safetensors"
+TEMPORARY = ".tmp"  # behind the name of a segment that is being written
+HEAD = ".head"  # behind the name of a segment that a bucket has
 MOST_SCHEMA_BYTES = 2 << 20  # the header escapes it, and has the paths of its leaves once more
 BLOCK_BYTES = 8192  # rows share a block up to this size
 FORMAT = "torchcache2"
@@ -186,3 +196,201 @@ def nbytes_of(dtype: str, shape: Sequence[int] = ()) -> int:
     """Bytes of a tensor, whose dtype is named as in a header; without a shape, of one element."""
     is_wide = dtype not in ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2")
     return math.prod(shape) * (int(dtype.lstrip("BFIU")) // 8 if is_wide else 1)
+
+
+MOST_HEADER_BYTES = 16 << 20
+_MOST_BLOCK_BYTES = 1 << 20  # a reader accepts so many bytes of rows that share a block
+_CODECS = ("none", "brotli", "blosc2")
+_UNPARSABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
+
+
+def read_size(start: bytes, file_bytes: int) -> int:
+    """How many bytes the header has, from the file's first 8 bytes; `DamagedError` if it cannot have them."""
+    size = int.from_bytes(start, "little")
+    if len(start) < 8 or size > min(file_bytes - 8, MOST_HEADER_BYTES):
+        raise DamagedError(f"a header of {size} bytes in a file of {file_bytes}")
+    return size
+
+
+def stated(text: bytes, file_bytes: int | None) -> tuple[int, bytes, int]:
+    """How many bytes of a file its checksum covers, the checksum, and the bytes of the file.
+
+    `text` is the header's JSON, and `file_bytes` what the file has; None: as many as the header states.
+    `DamagedError` if it does not say. Nothing else is read before the checksum has been compared. Both are at
+    the same place in every version of the format.
+    """
+    end = 8 + len(text)
+    try:
+        header = json.loads(text)
+        checksum = header.pop("__metadata__")["checksum"].encode()
+        if file_bytes is None:
+            file_bytes = end + max(tensor["data_offsets"][1] for tensor in header.values())
+        rows = [name for name in header if name == "payload" or name.startswith("output")]
+        start = end + min((header[name]["data_offsets"][0] for name in rows), default=file_bytes - end)
+    except _UNPARSABLE as error:
+        raise DamagedError(_unparsed(error)) from None
+    are_numbers = type(start) is int and type(file_bytes) is int
+    if not are_numbers or not end <= start <= file_bytes or len(checksum) != 16:
+        raise DamagedError(f"rows that do not begin within the {file_bytes} bytes of the file")
+    return start, checksum, file_bytes
+
+
+def parse(text: bytes, file_bytes: int, limit: int, *, structured: bool = True) -> Layout:
+    """The layout that a header's JSON states. A row may have `limit` bytes.
+
+    Without `structured`, rows can only be checked; see `schema_from_json`.
+
+    Raises
+    ------
+    DamagedError
+        If the header contradicts itself, the format, or the size of the file.
+    NewerFormatError
+        If a later version wrote it.
+    TooLargeError
+        If rows have more than `limit` bytes.
+    UnknownClassError
+        If the rows have a class that this process has not imported.
+    """
+    try:
+        header = json.loads(text)
+        metadata = header.pop("__metadata__")
+        if metadata["format"] != FORMAT:
+            raise DamagedError("not a segment")
+        if _number(metadata["format_version"]) > FORMAT_VERSION:
+            raise NewerFormatError(f"format {metadata['format_version']}")
+        schema = schema_from_json(json.loads(metadata["schema"]), structured=structured)
+        layout = Layout(
+            namespace=bytes.fromhex(metadata["namespace"]),
+            schema=schema,
+            codec=metadata["codec"],
+            count=header["keys"]["shape"][0],
+            rows_per_block=_number(metadata["rows_per_block"]),
+            payload_bytes=header["payload"]["shape"][0] if "payload" in header else 0,
+            library=metadata["library"],
+        )
+        _check(layout, file_bytes - 8 - len(text), limit)
+        if header != layout.tensors():
+            raise DamagedError("tensors that contradict the schema")
+    except _UNPARSABLE as error:
+        raise DamagedError(_unparsed(error)) from None
+    return layout
+
+
+def _unparsed(error: Exception) -> str:
+    # The message of a decoding error has the whole header in it, so it is cut.
+    return f"a header that does not parse, {type(error).__name__}: {str(error)[:200]}"
+
+
+def _number(text: Any) -> int:
+    if not isinstance(text, str) or not re.fullmatch("[0-9]{1,9}", text, re.ASCII):
+        raise DamagedError(f"a number written as {text!r}")
+    return int(text)
+
+
+def _check(layout: Layout, data_bytes: int, limit: int) -> None:
+    """Raise if numbers are impossible, before anything is computed or allocated with them."""
+    counts = (layout.count, layout.rows_per_block, layout.payload_bytes)
+    if any(type(count) is not int or count < 0 for count in counts) or layout.count == 0:
+        raise DamagedError(f"counts of {counts}")
+    if layout.codec not in _CODECS or len(layout.namespace) != 16:
+        raise DamagedError(f"codec {layout.codec!r}, namespace of {len(layout.namespace)} bytes")
+    if layout.count * 24 > data_bytes:
+        raise DamagedError(f"{layout.count} rows in {data_bytes} bytes")
+    fixed = layout.extents == 0
+    if layout.rows_per_block == 0 and (layout.codec != "none" or not fixed):
+        raise DamagedError("no blocks")
+    if fixed:
+        row_bytes = layout.schema.row_bytes
+        most = max(row_bytes, _MOST_BLOCK_BYTES)
+        if row_bytes > limit:
+            raise TooLargeError(f"rows of {row_bytes} bytes, and the limit is {limit}")
+        if layout.rows_per_block * max(1, row_bytes) > most:
+            raise DamagedError(f"blocks of {layout.rows_per_block} rows of {row_bytes} bytes")
+    elif layout.rows_per_block != 1:
+        raise DamagedError("ragged rows that share a block")
+    if layout.index_bytes + layout.row_data_bytes != data_bytes:
+        raise DamagedError(f"{data_bytes} bytes, expected {layout.index_bytes + layout.row_data_bytes}")
+
+
+def checked(head: bytes, checksum: bytes) -> bool:
+    """Whether a file's bytes up to the rows are what was written."""
+    zeroed = head.replace(checksum, ZEROS, 1)
+    return xxh3_64_hexdigest(zeroed).encode() == checksum
+
+
+_FIRST_READ = 64 << 10  # so many bytes are read at once, as most heads are shorter
+_MOST_EXTENT = 1 << 48
+
+
+def head_size(first: bytes, size: int) -> int:
+    """How many bytes a head has, as far as the `first` bytes of a segment of `size` bytes tell.
+
+    If these are fewer, so many bytes have to be read, and asked again. `DamagedError` if it is no segment.
+    """
+    end = 8 + read_size(first[:8], size)
+    return end if end > len(first) else stated(first[8:end], size)[0]
+
+
+def read_head(fs: FileSystem, path: str) -> tuple[bytes, int]:
+    """The head of a segment, not checked yet, and the size of the file."""
+    file = fs.open(path)
+    size = fs.size(file)
+    first = fs.read_bytes(file, 0, min(size, _FIRST_READ))
+    while (needed := head_size(first, size)) > len(first):
+        first += fs.read_bytes(file, len(first), needed - len(first))
+    return first[:needed], size
+
+
+def write_head(fs: FileSystem, path: str, head: bytes) -> None:
+    """Write the head of the segment that has, or would have, a path; one that is there is replaced.
+
+    Nothing waits for the disk: what a power cut leaves is seen to be damaged, and fetched again.
+    """
+    stem = os.path.join(os.path.dirname(path), "")
+    content = [memoryview(head)]
+    write_whole(fs, path + HEAD, content, stem=stem, suffix=SEGMENT + TEMPORARY, sync=False, sync_name=False)
+
+
+def parse_head(
+    head: bytes, size: int | None, limit: int, *, structured: bool = True
+) -> tuple[Layout, dict[str, Array]]:
+    """The layout of a segment, and the tensors of its index. A row may have `limit` bytes.
+
+    The segment must have `size` bytes; None: as many as it states. Raises what `parse` raises.
+    """
+    end = 8 + read_size(head[:8], len(head) if size is None else size)
+    start, checksum, size = stated(head[8:end], size)
+    if start != len(head) or not checked(head, checksum):
+        raise DamagedError("another checksum")
+    layout = parse(head[8:end], size, limit, structured=structured)
+    index, position = {}, end
+    for name, (dtype, shape) in layout.index.items():
+        kind = {"U8": "<u1", "U64": "<u8", "I64": "<i8"}[dtype]
+        array = np.frombuffer(head, kind, int(np.prod(shape)), position).reshape(shape)
+        index[name] = array.copy()  # a view would keep all of the head in memory
+        position += array.nbytes
+    _check_index(layout, index, limit)
+    return layout, index
+
+
+def _check_index(layout: Layout, index: dict[str, Array], limit: int) -> None:
+    """Raise if offsets or shapes are impossible, as anybody may have written them."""
+    if "offsets" in index:
+        offsets = index["offsets"]
+        if offsets[0] != 0 or offsets[-1] != layout.payload_bytes or (offsets[1:] < offsets[:-1]).any():
+            raise DamagedError("offsets that do not grow")
+    if "shapes" in index:
+        shapes = index["shapes"]
+        if (shapes < 0).any() or (shapes > _MOST_EXTENT).any():
+            raise DamagedError("impossible shapes")
+        column = 0
+        sizes = np.zeros(layout.count)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for leaf in layout.schema.leaves:
+                sizes_of_leaf = np.full(layout.count, float(leaf.stored.itemsize))
+                for extent in leaf.shape:
+                    sizes_of_leaf *= shapes[:, column] if extent < 0 else extent
+                    column += extent < 0
+                sizes += sizes_of_leaf
+        if not (sizes <= limit).all():
+            raise TooLargeError(f"a row of more than {limit} bytes")

@@ -11,7 +11,8 @@ import contextlib
 import copy
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from gc import get_referents
 from itertools import accumulate, chain, islice
 from operator import getitem, is_, itemgetter
 from types import CellType
@@ -88,8 +89,8 @@ class Guard:
         self.cells = self._cells + walk.written_cells
         self._before = read
         self._watch_containers([container for container, _, _ in read])
-        self._sizes, seen = self._look(root)
-        self._seen = [*seen]
+        self._sizes, self._seen = self._look(root)
+        self._identities = _identities(self._seen)
         # If something has changed during the walk, its parts are not those of the state that is watched now.
         known = [value for _, _, value in walk.scopes] + [value for _, value in walk.cells]
         self._is_stale = not all(map(is_, self._seen, known))
@@ -137,7 +138,7 @@ class Guard:
                 if any(map(get, fields)):
                     return False
             sizes, now = self._look(root)
-            if sizes != self._sizes or not all(map(is_, now, self._seen)):
+            if sizes != self._sizes or _identities(now) != self._identities:
                 return False
             elements = self._small()
         except Exception:  # an attribute was deleted, has another type, or another thread is changing it
@@ -163,25 +164,26 @@ class Guard:
                 found[path] = "was appended to" if is_appended else "was edited"
         return found
 
-    def _look(self, root: Any) -> tuple[list[int], Iterator[Any]]:
+    def _look(self, root: Any) -> tuple[list[int], list[Any]]:
         """The sizes of dicts, and everything that is compared by identity, in a fixed order."""
-        filled = [*chain.from_iterable([map(get, fields) for get, fields in self._filled]), *self._held]
+        filled = [*self._held]
+        for get, fields in self._filled:
+            filled += map(get, fields)
         sizes = [*map(len, filled), *map(len, self._dicts)]
         sizes += [len(fields) - len(left_out & fields.keys()) for fields, left_out in self._left_out]
-        found: list[Iterable[Any]] = [
-            [scope.get(name) for scope, name in self._scopes],
-            [cell.cell_contents for cell in self._cells],
-            *[read(value) for read, value in self._reads],
-            map(type, self.modules),
-            map(getitem, self._owners, self._names),
-            *map(_values, filled),
-        ]
+        found = [scope.get(name) for scope, name in self._scopes]
+        found += [cell.cell_contents for cell in self._cells]
+        for read, value in self._reads:
+            found += read(value)
+        found += map(type, self.modules)
+        found += map(getitem, self._owners, self._names)
+        found += get_referents(*filled)  # the values of dicts, in their order
         if root is not None:
             fields = vars(root)
             sizes.append(len(fields) - len(self._root_left_out & fields.keys()))
-            found.append((type(root), *map(fields.__getitem__, self._root_names)))
-            found.append([type(fields.get(name)) for name in self._root_methods])
-        return sizes, chain(chain.from_iterable(found), (_MISSING,))
+            found += [type(root), *map(fields.__getitem__, self._root_names)]
+            found += [type(fields.get(name)) for name in self._root_methods]
+        return sizes, found
 
     def _small(self) -> list[Any]:
         return [
@@ -250,6 +252,11 @@ class Undo:
         for undo in self._others:
             undo.attributes()
         torch.set_grad_enabled(self._grad)
+
+
+def _identities(objects: list[Any]) -> bytes:
+    """What tells whether other objects are exactly these: their addresses, as long as these are alive."""
+    return np.fromiter(objects, object, len(objects)).tobytes()
 
 
 def size_of(container: Any) -> int:

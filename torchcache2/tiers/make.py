@@ -19,9 +19,12 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import size_text
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import NewerFormatError
-from torchcache2.files.eviction import used_bytes
 from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.removal import used_bytes
 from torchcache2.tiers.base import Signals, Tier
+from torchcache2.tiers.bucket.mirror import Mirror
+from torchcache2.tiers.bucket.objects import Objects
+from torchcache2.tiers.bucket.tier import RemoteTier
 from torchcache2.tiers.disk.scratch import Scratch
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.gathering import Gathering
@@ -29,9 +32,6 @@ from torchcache2.tiers.meeting import job_name
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.redis.client import Clients
 from torchcache2.tiers.redis.tier import RedisTier
-from torchcache2.tiers.remote.mirror import Mirror
-from torchcache2.tiers.remote.objects import Objects
-from torchcache2.tiers.remote.tier import RemoteTier
 from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.tier import SharedTier
 

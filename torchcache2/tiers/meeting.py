@@ -12,7 +12,7 @@ import stat
 from collections.abc import Mapping
 
 from torchcache2.core.version import __version__
-from torchcache2.files.descriptors import Descriptor
+from torchcache2.files.filesystem import Descriptor
 from torchcache2.identity.encoding import digest
 from torchcache2.tiers.shared.region import start_time
 

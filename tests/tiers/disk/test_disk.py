@@ -48,13 +48,10 @@ from tests.helpers.storage import (
 from torchcache2 import OptionError
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
-from torchcache2.files import descriptors
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.eviction import make_room
-from torchcache2.files.filenames import FINGERPRINT, LOCK, TAG
-from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.removal import in_use
-from torchcache2.files.whole import ulid
+from torchcache2.files import filesystem
+from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, CacheDirectory
+from torchcache2.files.filesystem import FileSystem, ulid
+from torchcache2.files.removal import in_use, make_room
 from torchcache2.tiers.disk import catalog as located_module
 from torchcache2.tiers.disk import reading as reading_module
 from torchcache2.tiers.disk.tier import DiskTier
@@ -462,7 +459,7 @@ def test_rows_of_a_segment_that_is_gone_are_found_in_another(make, path, at_once
 def test_few_files_are_open_however_many_segments_there_are(make, path, monkeypatch):
     fill(path, 200, width=4, rows=1)
     tier = make()
-    monkeypatch.setattr(descriptors, "most_open", lambda: 128)  # a quarter of the usual limit, with the holds
+    monkeypatch.setattr(filesystem, "most_open", lambda: 128)  # a quarter of the usual limit, with the holds
     before = len(os.listdir("/proc/self/fd"))
     names = [(number, 0) for number in range(200)]
     for _ in range(2):

@@ -28,7 +28,7 @@ from tests.helpers.storage import (
     set_age,
     size_of,
 )
-from torchcache2.files.eviction import Allowance, make_room
+from torchcache2.files.removal import Allowance, make_room
 from torchcache2.tiers.disk import places as places_module
 from torchcache2.tiers.disk.places import Places
 from torchcache2.tiers.disk.tier import DiskTier

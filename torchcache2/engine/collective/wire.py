@@ -28,7 +28,7 @@ from torchcache2.core.keys import Array, Bytes2D, Positions
 from torchcache2.core.memory import as_bytes, empty_bytes, gather_into, with_ordinary_tensors
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
-from torchcache2.files.schemajson import schema_from_json, schema_to_json
+from torchcache2.files.schema import schema_from_json, schema_to_json
 
 VERSION = 2
 NO_KEYS: Bytes2D = np.empty((0, 16), np.uint8)

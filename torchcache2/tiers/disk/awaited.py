@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.filenames import HEAD, MIRROR
+from torchcache2.files.directory import MIRROR, CacheDirectory
+from torchcache2.files.layout import HEAD
 
 
 class AwaitedUploads:

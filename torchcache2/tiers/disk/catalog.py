@@ -12,11 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Array
-from torchcache2.files.descriptors import Descriptor, Descriptors
-from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.directory import FINGERPRINT, CacheDirectory
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
-from torchcache2.files.filenames import FINGERPRINT
-from torchcache2.files.filesystem import FileInfo
+from torchcache2.files.filesystem import Descriptor, Descriptors, FileInfo
 from torchcache2.files.segment import Segment
 from torchcache2.tiers.disk.places import Places
 from torchcache2.tiers.unwritten import Pending

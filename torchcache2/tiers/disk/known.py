@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Collection
 
 from torchcache2.core.process import ProcessLock
-from torchcache2.files.descriptors import Descriptor, Descriptors
 from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.filesystem import Descriptor, Descriptors
 from torchcache2.tiers.disk.catalog import Located
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.writer import Writer

@@ -12,8 +12,7 @@ import tempfile
 import time
 
 from torchcache2.core.process import AtExit
-from torchcache2.files.descriptors import Descriptor
-from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.filesystem import Descriptor, FileSystem
 
 _EXIT_PRIORITY = 0  # lower than the writer's, which still writes into the folder
 _PREFIX = "torchcache2-"

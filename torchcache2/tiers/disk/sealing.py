@@ -14,14 +14,12 @@ from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.settings import Policy
 from torchcache2.core.version import __version__
-from torchcache2.files.descriptors import Descriptor
+from torchcache2.files.codec import Codec
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.encode import SEGMENT, Encoded, encode, write
-from torchcache2.files.eviction import Allowance, room_after
-from torchcache2.files.filesystem import StrangeFileError, is_read_only
-from torchcache2.files.lanes import Codec
-from torchcache2.files.segment import Segment
-from torchcache2.files.whole import ulid
+from torchcache2.files.filesystem import Descriptor, StrangeFileError, is_read_only, ulid
+from torchcache2.files.layout import SEGMENT
+from torchcache2.files.removal import Allowance, room_after
+from torchcache2.files.segment import Encoded, Segment, encode, write
 from torchcache2.tiers.disk.awaited import AwaitedUploads
 from torchcache2.tiers.disk.catalog import Located
 from torchcache2.tiers.disk.health import Health

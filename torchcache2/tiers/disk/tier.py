@@ -24,9 +24,8 @@ from torchcache2.core.settings import Policy
 from torchcache2.files import codec as codecs
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import NewerFormatError
-from torchcache2.files.eviction import used_bytes
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.removal import remove_leftovers
+from torchcache2.files.removal import remove_leftovers, used_bytes
 from torchcache2.tiers.base import Found, Signals, Tier, TierStats
 from torchcache2.tiers.disk.deletion import delete_files
 from torchcache2.tiers.disk.health import Health

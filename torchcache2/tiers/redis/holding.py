@@ -9,8 +9,7 @@ from typing import ClassVar
 
 from torchcache2.core.places import Servers
 from torchcache2.core.process import AtExit
-from torchcache2.files.descriptors import Descriptor
-from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.tiers.meeting import is_at
 from torchcache2.tiers.redis import guardian
 

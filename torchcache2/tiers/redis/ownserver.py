@@ -24,7 +24,7 @@ from torchcache2.core.logs import logger
 from torchcache2.core.places import Server
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size, free_memory, parse_size, size_text
-from torchcache2.files.descriptors import Descriptor
+from torchcache2.files.filesystem import Descriptor
 from torchcache2.tiers.meeting import is_at, is_own, machine, own_folder
 from torchcache2.tiers.redis import guardian
 from torchcache2.tiers.redis.binaries import find_servers

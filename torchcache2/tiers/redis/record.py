@@ -18,11 +18,11 @@ from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.memory import as_bytes
 from torchcache2.core.rows import Rows, Schema
+from torchcache2.files.codec import Codec, Lane, lane
 from torchcache2.files.codec import codec as codec_of
 from torchcache2.files.errors import DamagedError, UnknownClassError
-from torchcache2.files.lanes import Codec, Lane, lane
 from torchcache2.files.layout import MOST_SCHEMA_BYTES, schema_text
-from torchcache2.files.schemajson import schema_from_json
+from torchcache2.files.schema import schema_from_json
 from torchcache2.files.segment import Columns, empty_columns, rows_of
 
 MOST_ROW_BYTES = 256 << 20  # a server takes values of up to 512 MB

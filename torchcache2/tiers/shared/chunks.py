@@ -23,7 +23,7 @@ from torchcache2.core.keys import Array, Positions
 from torchcache2.core.memory import Runtime, SpareMemory, gather, write
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
-from torchcache2.files.schemajson import schema_from_json, schema_to_json
+from torchcache2.files.schema import schema_from_json, schema_to_json
 from torchcache2.tiers.shared.region import PAGE, pages
 from torchcache2.tiers.shared.space import Space
 

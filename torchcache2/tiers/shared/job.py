@@ -16,8 +16,7 @@ import numpy as np
 
 from torchcache2.core.keys import Array
 from torchcache2.core.process import place
-from torchcache2.files.descriptors import Descriptor
-from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.tiers.meeting import JOB, is_at, job_name, machine, own_folder
 from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.lock import LockTimeoutError, NodeLock

@@ -13,8 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
-from torchcache2.files.descriptors import Descriptor
-from torchcache2.files.filesystem import FileSystem
+from torchcache2.files.filesystem import Descriptor, FileSystem
 
 _NONE = (1 << 31) - 1  # a number that no open file has
 _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3  # seconds

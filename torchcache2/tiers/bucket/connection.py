@@ -1,0 +1,402 @@
+"""`Connection`: one process's file system of fsspec for a bucket; no call of it waits for ever.
+
+Only what fsspec and its libraries document is called: the coroutine of each operation, in an event loop of
+our own. Also here: what an error of any of these libraries means (`kind_of`), and how it reads (`Texts`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import datetime
+import enum
+import inspect
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from torchcache2.core.errors import require
+from torchcache2.core.places import Bucket
+from torchcache2.files.filesystem import FileInfo, ulid
+from torchcache2.files.layout import SEGMENT, TEMPORARY
+
+_AT_ONCE = 32  # requests
+_CONNECT = 5.0  # seconds that a server may take to accept a connection
+_SLOWEST = float(1 << 20)  # bytes a second: a connection that is slower counts as one that hangs
+_REQUESTS = 50.0  # likewise, requests a second
+_CLOSING = 2.0  # seconds
+_TIMES = ("mtime", "LastModified", "last_modified", "created")  # when an object was written
+Answer = Any  # the bytes of a range, or the exception
+
+
+class Connection:
+    """The file system of a bucket, for the process that has made it.
+
+    An asynchronous file system keeps connections open, and a forked child shares the `epoll` of their event
+    loop with its parent: what the child closes there, its parent loses. So a child has to `abandon` what it
+    inherits before anything of it is collected, and makes a connection of its own.
+
+    Parameters
+    ----------
+    bucket : Bucket
+    patience : float
+        Seconds that an answer may take, besides those for its bytes.
+    """
+
+    _abandoned: ClassVar[list[Any]] = []
+
+    def __init__(self, bucket: Bucket, patience: float) -> None:
+        self._patience = patience
+        kind = _class_of(bucket.url)
+        options = {**kind._get_kwargs_from_urls(bucket.url), **bucket.storage_options}
+        self._root = kind._strip_protocol(bucket.url).rstrip("/")
+        self._is_async = bool(kind.async_impl)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client: Any = None
+        if not self._is_async:
+            self._fs: Any = kind(**options, skip_instance_cache=True)
+            return
+        options |= {"asynchronous": True, "loop": None, **_time_limits(kind.protocol, options, patience)}
+        self._fs = kind(**options, skip_instance_cache=True)
+        self._fs.retries = 1  # of s3fs: whoever asks tries again, and looks at the clock
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=_run, args=(self._loop,), name="torchcache2 bucket", daemon=True
+        )
+        self._thread.start()
+        try:
+            if hasattr(self._fs, "set_session"):  # of s3fs, which takes a while before it asks anything
+                self._client = self._wait(self._fs.set_session, seconds=_CONNECT + patience)
+        except BaseException:
+            self.close()
+            raise
+
+    def is_file(self) -> bool:
+        """Whether the URL is that of a file, where there are folders."""
+        return not self._is_async and bool(self._fs.isfile(self._root))
+
+    def ask_for_bucket(self) -> None:
+        """Raise `FileNotFoundError` if there is no bucket: it is the first part of the path.
+
+        S3 says so when it is asked for a listing; others have nothing in it.
+        """
+        if self._is_async and "s3" not in self._fs.protocol:
+            self._wait(self._fs._info, self._root.lstrip("/").partition("/")[0], seconds=self._patience)
+
+    def listing(self, folder: str) -> list[FileInfo]:
+        """The files and folders in a folder, in order; `FileNotFoundError` if there are none."""
+        self._fs.invalidate_cache()
+        path = self._path(folder)
+        if self._is_async:
+            infos = self._wait(self._fs._ls, path, detail=True, seconds=3 * self._patience)
+        else:
+            infos = self._fs.ls(path, detail=True)
+        found = set()
+        for info in infos:
+            whole = str(info["name"])
+            parent, _, name = whole.rstrip("/").rpartition("/")
+            # An object may have the name of the folder, or that of one in it, with a slash at the end.
+            if parent.strip("/") == path.strip("/") and not info.get("islink"):
+                if info["type"] == "file" and not whole.endswith("/"):
+                    found.add(FileInfo(name, False, int(info["size"] or 0), _mtime(info)))
+                elif info["type"] == "directory":
+                    found.add(FileInfo(name, True, 0, 0.0))
+        return sorted(found)
+
+    def read(self, ranges: Sequence[tuple[str, int, int]]) -> list[Answer]:
+        """Read ``(name, start, end)``, many at once: for each its bytes, or fewer, or the exception."""
+        parts = [(self._path(name), start, end) for name, start, end in ranges]
+        if not self._is_async:
+            return [_tried(self._fs.cat_file, *part) for part in parts]
+        seconds = self._seconds(sum(end - start for _, start, end in parts), len(parts))
+        return self._together(
+            lambda path, start, end: self._fs._cat_file(path, start=start, end=end), parts, seconds
+        )
+
+    def download(self, name: str, path: str) -> None:
+        """Write an object to a local file."""
+        if self._is_async:
+            # Libraries look at each read of a connection: this is for those that do not.
+            self._wait(self._fs._get_file, self._path(name), path, seconds=60 * self._patience)
+            return
+        data = self._fs.cat_file(self._path(name))  # an open file of `memory://` has one position for all
+        with open(path, "wb") as file:
+            file.write(data)
+
+    def upload(self, path: str, name: str) -> None:
+        """Write a local file to an object."""
+        if self._is_async:
+            seconds = self._seconds(os.path.getsize(path))
+            self._wait(self._fs._put_file, path, self._path(name), seconds=seconds)
+        else:
+            self._place(name, lambda place: self._fs.put_file(path, place))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write an object of some bytes."""
+        if self._is_async:
+            self._wait(self._fs._pipe_file, self._path(name), data, seconds=self._seconds(len(data)))
+        else:
+            self._place(name, lambda place: self._fs.pipe_file(place, data))
+
+    def remove(self, names: Sequence[str]) -> list[Answer]:
+        """Delete objects, many at once: for each None, or the exception."""
+        parts = [(self._path(name),) for name in names]
+        if not self._is_async:
+            return [_tried(self._fs.rm_file, *part) for part in parts]
+        return self._together(self._fs._rm_file, parts, self._seconds(0, len(parts)))
+
+    def close(self) -> None:
+        """Close the connections, and end the event loop."""
+        loop, self._loop = self._loop, None
+        if loop is None or loop.is_closed():
+            return
+        future = asyncio.run_coroutine_threadsafe(self._end(), loop)
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
+        if threading.current_thread() is not self._thread:  # where the garbage collector may call this
+            self._thread.join(_CLOSING)
+
+    def abandon(self) -> None:
+        """Have a forked child keep what it has inherited as it is, and close none of it."""
+        sessions = self._sessions()
+        self._abandoned.append((self, self._loop, [getattr(one, "connector", None) for one in sessions]))
+        for session in sessions:
+            if hasattr(session, "detach"):  # of aiohttp: it counts as closed, and its sockets stay open
+                session.detach()
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def _seconds(self, size: int, requests: int = 1) -> float:
+        """How long a call may take that moves some bytes."""
+        return self._patience + size / _SLOWEST + requests / _REQUESTS
+
+    def _wait(self, function: Any, *args: Any, seconds: float, **options: Any) -> Any:
+        loop = self._loop
+        if loop is None:
+            raise OSError("it is closed")
+        future = asyncio.run_coroutine_threadsafe(function(*args, **options), loop)
+        try:
+            return future.result(seconds)
+        except concurrent.futures.TimeoutError:
+            if future.done():
+                raise
+            future.cancel()
+            raise _late(seconds) from None
+        except concurrent.futures.CancelledError:  # another thread has closed the connection
+            raise OSError("it is closed") from None
+
+    def _together(
+        self, function: Callable[..., Any], parts: Sequence[tuple[Any, ...]], seconds: float
+    ) -> list[Answer]:
+        """Call a coroutine function for each of `parts`, many at once; each has its result or exception."""
+
+        async def wait() -> list[Answer]:
+            gate = asyncio.Semaphore(_AT_ONCE)
+
+            async def one(part: tuple[Any, ...]) -> Answer:
+                async with gate:
+                    return await function(*part)
+
+            tasks = [asyncio.ensure_future(one(part)) for part in parts]
+            _, late = await asyncio.wait(tasks, timeout=seconds)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=_CLOSING)
+            return [_outcome(task, seconds) for task in tasks]
+
+        found: list[Answer] = self._wait(wait, seconds=seconds + 2 * _CLOSING) if parts else []
+        return found
+
+    def _place(self, name: str, write: Callable[[str], Any]) -> None:
+        """Write a file in a folder; under another name first, if others may see it before it is whole."""
+        path = self._path(name)
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        if "file" not in self._fs.protocol:
+            write(path)
+            return
+        temporary = path + TEMPORARY if path.endswith(SEGMENT) else f"{path}.{ulid()}"
+        try:
+            write(temporary)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def _sessions(self) -> list[Any]:
+        """What has connections: of s3fs, of gcsfs, and of adlfs."""
+        found = [self._client]
+        for name in ("session", "service_client", "credential"):
+            with contextlib.suppress(RuntimeError):  # of gcsfs, which has not connected yet
+                found.append(getattr(self._fs, name, None))
+        return [one for one in found if one is not None]
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        for one in self._sessions():
+            closing = one.close() if hasattr(one, "close") else None
+            if inspect.isawaitable(closing):
+                with contextlib.suppress(Exception):  # there is nothing to do for a session that fails
+                    await asyncio.wait_for(closing, _CLOSING)
+        if others:
+            await asyncio.wait(others, timeout=_CLOSING)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _class_of(url: str) -> Any:
+    """The file system of a URL."""
+    scheme = url.partition("://")[0]
+    if scheme in ("gs", "gcs"):
+        # For these schemes gcsfs registers another class, which first asks by gRPC of which type a bucket is.
+        # An emulator does not answer that, and in a forked child it fails.
+        return require("gcsfs.core", "gcs", "a URL").GCSFileSystem
+    return require("fsspec", "remote", "a URL").get_filesystem_class(scheme)
+
+
+def _time_limits(protocols: Any, options: Mapping[str, Any], patience: float) -> dict[str, Any]:
+    """Options that have a library give up a connection that hangs; what the user has said comes first."""
+    if "s3" in protocols:
+        config: dict[str, Any] = {"connect_timeout": _CONNECT, "read_timeout": patience}
+        config |= {"max_pool_connections": _AT_ONCE, "retries": {"max_attempts": 0}}
+        return {"config_kwargs": {**config, **(options.get("config_kwargs") or {})}}
+    if "gs" in protocols:
+        aiohttp = require("aiohttp", "gcs", "a URL")
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=patience)
+        return {"requests_timeout": options.get("requests_timeout", limits)}
+    return {}
+
+
+def _mtime(info: Mapping[str, Any]) -> float:
+    """When an object was written, in seconds since 1970; 0 if nobody knows."""
+    for name in _TIMES:
+        value = info.get(name)
+        if isinstance(value, datetime.datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
+    return 0.0
+
+
+def _tried(function: Callable[..., Any], *args: Any) -> Answer:
+    try:
+        return function(*args)
+    except Exception as error:
+        return error
+
+
+def _late(seconds: float) -> TimeoutError:
+    return TimeoutError(f"no answer within {seconds:.1f} s")
+
+
+def _outcome(task: asyncio.Task[Any], seconds: float) -> Answer:
+    if not task.done() or task.cancelled():
+        return _late(seconds)
+    return task.exception() or task.result()
+
+
+# What an error means, and how it reads.
+
+
+class Kind(enum.Enum):
+    """What an error means."""
+
+    GONE = "there is no such object, or it ends before"
+    NO_BUCKET = "there is no such bucket"
+    REFUSED = "the credentials are not accepted, or not for this"
+    FAULT = "anything else, which may work in a moment"
+
+
+_STATUS = dict.fromkeys((401, 403, 405, 501), Kind.REFUSED) | dict.fromkeys((404, 410, 416), Kind.GONE)
+_CODES = {"NoSuchBucket": Kind.NO_BUCKET, "ContainerNotFound": Kind.NO_BUCKET, "InvalidRange": Kind.GONE}
+_CODES["InvalidObjectState"] = Kind.GONE  # the object is in an archive
+_CODES |= dict.fromkeys(("ExpiredToken", "InvalidToken", "TokenRefreshRequired"), Kind.REFUSED)
+# Classes of libraries that are imported only when they are used.
+_REFUSED_CLASS = re.compile("Credential|Auth|TokenRetrieval|Unauthorized")
+_HARMLESS = re.compile(r"url|region|project|endpoint|host|account_name|bucket", re.IGNORECASE)
+_SHORTEST, _LONGEST = 4, 300
+
+
+def kind_of(error: BaseException) -> Kind:
+    """What an error means, or one of those that it was translated from; what is unknown is a fault."""
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and len(chain) < 10:
+        chain.append(cause)
+    for meaning in (_said, _of_class):
+        for one in chain:
+            if (kind := meaning(one)) is not None:
+                return kind
+    return Kind.FAULT
+
+
+def _said(error: BaseException) -> Kind | None:
+    """What a server has said by a code, or by the status of its answer."""
+    response = getattr(error, "response", None)
+    code: Any = getattr(error, "error_code", None)
+    status = [getattr(error, name, None) for name in ("code", "status", "status_code")]
+    if isinstance(response, Mapping):  # botocore has such a one
+        code = response.get("Error", {}).get("Code") or code
+        status.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
+    elif response is not None:
+        status.append(getattr(response, "status_code", None))
+    if isinstance(code, str) and code in _CODES:
+        return _CODES[code]
+    for number in status:
+        if str(number).isdecimal():
+            return _STATUS.get(int(str(number)), Kind.FAULT)
+    return None
+
+
+def _of_class(error: BaseException) -> Kind | None:
+    if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)):
+        return Kind.GONE
+    names = [base.__name__ for base in type(error).__mro__]
+    if "TransportError" in names:  # of google.auth: the network fails
+        return Kind.FAULT
+    if isinstance(error, PermissionError) or str(error).startswith("Forbidden: "):
+        return Kind.REFUSED
+    return Kind.REFUSED if any(map(_REFUSED_CLASS.search, names)) else None
+
+
+class Texts:
+    """How errors read, without what is secret in some options."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        # In one line, as the texts: a secret that was read from a file may end with a newline.
+        plain = {" ".join(secret.split()) for secret in _secrets(options)} - {""}
+        self._secrets = sorted(plain, key=len, reverse=True)
+
+    def of(self, error: BaseException) -> str:
+        """What an error says in one line."""
+        text = " ".join(str(error).split())
+        for secret in self._secrets:
+            text = text.replace(secret, "…")
+        text = re.sub(r"//[^/@\s]*@", "//…@", text)  # a name and a password
+        text = re.sub(r"(://[^?\s'\"]*)\?[^\s'\"]*", r"\1?…", text)  # signatures
+        return f"{type(error).__name__}: {text[:_LONGEST]}" if text else type(error).__name__
+
+
+def _secrets(value: Any, name: str = "") -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _secrets(inner, str(key))
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        for inner in value:
+            yield from _secrets(inner, name)
+    elif isinstance(value, (str, bytes)) and len(value) >= _SHORTEST and not _HARMLESS.search(name):
+        text = value if isinstance(value, str) else value.decode(errors="replace")
+        yield text
+        for part in text.split(";") if ";" in text else ():  # of a connection string
+            key, _, inside = part.partition("=")
+            yield from _secrets(inside, key)

@@ -1,0 +1,206 @@
+"""`Listing`: which segments of one namespace a bucket has. The heads of those that are new are fetched."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from torchcache2.core.process import ProcessLock
+from torchcache2.files.directory import FINGERPRINT, CacheDirectory, contents_of
+from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
+from torchcache2.files.filesystem import FileInfo, made_at
+from torchcache2.files.layout import FORMAT_VERSION, HEAD, head_size, parse_head, read_head, write_head
+from torchcache2.tiers.bucket.objects import Objects
+
+_RETRY = 2.0  # seconds
+_AT_ONCE = 32  # heads
+_FIRST_READ, _MOST_READ = 16 << 10, 1 << 20  # bytes
+_MOST_TEXT = 16 << 20
+
+
+class Changes(NamedTuple):
+    """What a listing has shown of segments, by their names.
+
+    `heads` could not be written to the local folder, and the bucket has those that are `gone` no more.
+    """
+
+    heads: dict[str, bytes]
+    gone: set[str]
+
+
+class Listing:
+    """What a bucket has of one namespace; it is listed at most once in `every` seconds.
+
+    A row may have `limit` bytes.
+
+    Attributes
+    ----------
+    was_had : bool
+        Whether the bucket has ever said what it has.
+    """
+
+    def __init__(
+        self, objects: Objects, directory: CacheDirectory, namespace: bytes, limit: int, every: float
+    ) -> None:
+        self.was_had = False
+        self._objects = objects
+        self._directory = directory
+        self._namespace = namespace
+        self._limit = limit
+        self._every = every
+        self._lock = ProcessLock()
+        self._listed = -math.inf
+        self._longest = _FIRST_READ  # of the heads that were seen
+        self._bad: dict[str, int] = {}  # objects that are no segments, and their sizes then
+
+    def is_quiet(self) -> bool:
+        """Whether `look` would do nothing, and no other thread is looking."""
+        return time.monotonic() - self._listed < self._every and not self._lock().locked()
+
+    def look(self, known: Collection[str], since: int) -> Changes | None:
+        """Fetch the heads of segments that are not known, if it is time; None if nothing was done.
+
+        Segments that were made up to `since`, in milliseconds since 1970, are left out.
+        Threads wait for each other. `NewerFormatError` if a segment is of a later version of the format.
+        """
+        with self._lock():
+            if time.monotonic() - self._listed < self._every:
+                return None
+            self._listed = time.monotonic() - self._every + min(self._every, _RETRY)  # unless all goes well
+            local = self.local()
+            listing = self._objects.listing(self._namespace.hex())
+            if listing is None:
+                return None
+            self.was_had = True
+            found = contents_of("", listing)
+            sizes = {info.name: info.size for info in found.segments}
+            gone = (local | set(known)) - sizes.keys()
+            for name in local & gone:
+                with contextlib.suppress(OSError):
+                    self._directory.fs.remove(self._path(name) + HEAD)
+            self._bad = {name: size for name, size in self._bad.items() if sizes.get(name) == size}
+            new = sizes.keys() - local - set(known) - self._bad.keys()
+            self._objects.is_opening = True
+            try:
+                wanted = {name: sizes[name] for name in new if made_at(name) > since}
+                heads = self._fetched(wanted, found.others)
+            finally:
+                self._objects.is_opening = False
+            if self._objects.cause is None:
+                self._listed = time.monotonic()
+            return Changes(heads, gone)
+
+    def local(self) -> set[str]:
+        """The names of segments whose heads are in the local folder."""
+        with contextlib.suppress(OSError):
+            contents = self._directory.contents(self._namespace.hex())
+            return {info.name.removesuffix(HEAD) for info in contents.heads}
+        return set()
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._directory.folder(self._namespace), name)
+
+    def _fetched(self, sizes: Mapping[str, int], others: Sequence[FileInfo]) -> dict[str, bytes]:
+        """Write the heads of segments of these sizes to the local folder; those that cannot be written.
+
+        Processes that do so at the same time begin with different ones, and leave out what others have had.
+        """
+        fs, names, unwritten = self._directory.fs, list(sizes), dict[str, bytes]()
+        random.shuffle(names)
+        writes = bool(names) and self._prepare(others)
+        for first in range(0, len(names), _AT_ONCE):
+            some = [
+                name for name in names[first : first + _AT_ONCE] if not fs.exists(self._path(name) + HEAD)
+            ]
+            heads = {name: head for name in some if (head := self._of_file(name, sizes[name]))}
+            heads |= self._read({name: sizes[name] for name in some if name not in heads})
+            for name, head in heads.items():
+                try:
+                    if writes:
+                        write_head(fs, self._path(name), head)
+                except OSError:
+                    writes = False  # such as that the disk is full
+                if not writes:
+                    unwritten[name] = head
+            if self._objects.cause is not None:
+                break
+        return unwritten
+
+    def _prepare(self, others: Sequence[FileInfo]) -> bool:
+        """Make the local folder, and have it say what the namespace stands for; whether that has worked."""
+        directory, fs = self._directory, self._directory.fs
+        try:
+            if directory.format() not in (None, FORMAT_VERSION):
+                return False
+            directory.create()
+            fs.make_folder(directory.folder(self._namespace))
+            sizes = [info.size for info in others if info.size <= _MOST_TEXT]
+            if sizes and not fs.exists(self._path(FINGERPRINT)):
+                data = self._objects.read([(f"{self._namespace.hex()}/{FINGERPRINT}", 0, sizes[0])])[0]
+                with contextlib.suppress(ValueError, RecursionError):
+                    document = json.loads(data or b"null")
+                    if isinstance(document, dict):
+                        directory.prepare(self._namespace, document)
+        except OSError:
+            return False
+        return True
+
+    def _of_file(self, name: str, size: int) -> bytes | None:
+        """The head of a local segment that is as large as that of the bucket; None if there is none."""
+        try:
+            head, found = read_head(self._directory.fs, self._path(name))
+            parse_head(head, found, self._limit, structured=False)
+        except (OSError, UnreadableError):
+            return None
+        return head if found == size else None
+
+    def _read(self, sizes: Mapping[str, int]) -> dict[str, bytes]:
+        """The heads of segments of these sizes, checked; at once, unless some are long."""
+        folder, heads, doubted = self._namespace.hex(), dict[str, bytes](), set[str]()
+        data = dict.fromkeys(sizes, b"")
+        ends = {name: min(size, self._longest) for name, size in sizes.items()}
+        while ends:
+            more: dict[str, int] = {}
+            read = self._objects.read(
+                [(f"{folder}/{name}", len(data[name]), end) for name, end in ends.items()]
+            )
+            for name, piece in zip(ends, read, strict=True):
+                if piece is None:  # it is gone by now, or the bucket fails
+                    continue
+                data[name] += piece
+                try:
+                    needed = head_size(data[name], sizes[name])
+                    if needed > len(data[name]):
+                        more[name] = needed
+                        continue
+                    head = data[name][:needed]
+                    self._check(head, sizes[name])
+                except DamagedError as error:
+                    if name not in doubted:  # the object may be good, and the line not
+                        doubted.add(name)
+                        data[name], more[name] = b"", min(sizes[name], self._longest)
+                        continue
+                    self._bad[name] = sizes[name]
+                    self._objects.corrupt += 1
+                    message = "%s is damaged (%s): its rows are not used, and it is left alone"
+                    where = f"{self._objects.bucket.url}/{folder}/{name}"
+                    self._objects.tell("corrupt", message, where, str(error))
+                    continue
+                self._longest = max(self._longest, min(needed, _MOST_READ))
+                heads[name] = head
+            ends = more
+        return heads
+
+    def _check(self, head: bytes, size: int) -> None:
+        try:
+            parse_head(head, size, self._limit, structured=False)
+        except (DamagedError, NewerFormatError):
+            raise
+        except UnreadableError:
+            pass  # others may be able to read it

@@ -1,0 +1,358 @@
+"""`Objects`: what one process asks of a bucket, and how its faults are met."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import random
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torchcache2.core.errors import OptionError
+from torchcache2.core.logs import ToldOnce
+from torchcache2.core.places import Bucket
+from torchcache2.core.process import ProcessLock
+from torchcache2.files.directory import TAG, check_format, stated_format
+from torchcache2.files.errors import NewerFormatError
+from torchcache2.files.filesystem import FileInfo
+from torchcache2.tiers.breaker import Breaker
+from torchcache2.tiers.bucket.connection import Connection, Kind, Texts, kind_of
+
+_MOST_TAG, _MOST_TEXT = 4096, 64 << 10  # bytes
+_LOCAL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_MISTAKES = (TypeError, ValueError, ImportError, AttributeError)  # options that a library does not take
+_READING, _WRITING = b"reading", b"writing"  # credentials may allow one of them only
+T = TypeVar("T")
+
+
+class Objects(Breaker):
+    """The objects below the URL of a bucket; faults of the bucket are met inside.
+
+    A name is relative to the URL. Threads may share this, and a forked child makes a connection of its own.
+    What fails is tried again, whatever the reason; if that does not help, it is a fault, there is one
+    warning, and the bucket is left out for a while: nothing is asked of it, and nothing is had. Credentials
+    that are refused are read again once.
+
+    Parameters
+    ----------
+    bucket : Bucket
+    tell : ToldOnce, optional
+        Warns once for each kind of fault.
+    patience : float
+        Seconds that the bucket may take to answer, besides those for the bytes.
+    tries : int
+        How often something is tried.
+    backoff : float
+        Seconds before the second try; each further time twice as long. Up to half of it more or less.
+    pause : float
+        Seconds for which the bucket is left out first; each further time twice as long, up to a minute.
+
+    Attributes
+    ----------
+    corrupt : int
+        Damaged objects that were met: whoever reads them counts them here.
+    bytes_up, bytes_down : int
+        What was written and read.
+    is_opening : bool
+        Whether somebody waits for the heads of segments, so that downloads have to wait.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        tell: ToldOnce | None = None,
+        *,
+        patience: float = 10.0,
+        tries: int = 3,
+        backoff: float = 0.5,
+        pause: float = 2.0,
+    ) -> None:
+        super().__init__(tell, pause)
+        self.bucket = bucket
+        self.corrupt = self.bytes_up = self.bytes_down = 0
+        self.is_opening = False
+        self._patience, self._tries, self._backoff = patience, tries, backoff
+        self._texts = Texts(bucket.storage_options)
+        self._causes: dict[bytes | None, Exception] = {}  # None: neither reading nor writing works
+        self._lock = ProcessLock()
+        self._held: list[Connection] = []  # that of this process, when there is one
+        self._is_closed = False
+        weakref.finalize(self, _close, self._held)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=functools.partial(_forked, weakref.ref(self)))
+
+    def __repr__(self) -> str:
+        return f"Objects({self.bucket.url!r})"
+
+    @property
+    def cause(self) -> Exception | None:
+        """Why the bucket is left out, without secrets; None since reading works again."""
+        return self._causes.get(None) or self._causes.get(_READING)
+
+    def check(self) -> None:
+        """Raise an error if the URL cannot be that of a cache directory.
+
+        That is an `OptionError` if the credentials are refused, there is no such bucket, or another program
+        has tagged the folder as its cache; a `NewerFormatError` if a later version of the format is there. A
+        bucket that does not answer is a counted fault and no error.
+        """
+        url = self.bucket.url
+        try:
+            self._patiently(self._check, _READING)
+        except (OptionError, NewerFormatError):
+            raise
+        except Exception as error:
+            text, kind = self._texts.of(error), kind_of(error)
+            if isinstance(error, _MISTAKES):
+                raise OptionError(f"{url} cannot be used: {text}") from None
+            if kind is Kind.REFUSED:
+                raise OptionError(f"{url} refuses the credentials ({text}): see storage_options") from None
+            if kind in (Kind.NO_BUCKET, Kind.GONE):
+                raise OptionError(f"{url}: there is no such bucket ({text}): make it first") from None
+            self._met(error, _READING)
+
+    def listing(self, folder: str = "") -> list[FileInfo] | None:
+        """The names directly in a folder, in order; None if the bucket fails."""
+        return self._ask(lambda connection: _listing(connection, folder), None)
+
+    def read(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | None]:
+        """Read ``(name, start, end)``, many at once.
+
+        None for what is not had as a whole: the object is gone or ends before, or the bucket fails.
+        """
+        found: list[bytes | None] = [b"" if start >= end else None for _, start, end in ranges]
+        left = [i for i, data in enumerate(found) if data is None]
+
+        def read(connection: Connection) -> None:
+            failed, again = None, []
+            for i, data in zip(left, connection.read([ranges[i] for i in left]), strict=True):
+                if not isinstance(data, BaseException):
+                    found[i] = bytes(data) if len(data) == ranges[i][2] - ranges[i][1] else None
+                elif kind_of(data) is not Kind.GONE:
+                    again.append(i)
+                    failed = data
+            left[:] = again
+            if failed is not None:
+                raise failed
+
+        if left:
+            self._ask(read, None)
+            self._count(down=sum(len(data) for data in found if data))
+        return found
+
+    def texts(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Small objects, many at once; those that are gone, empty or larger than 64 kB are left out."""
+        found = dict[str, bytes]()
+
+        def read(connection: Connection) -> None:
+            for name, data in zip(
+                names, connection.read([(one, 0, _MOST_TEXT) for one in names]), strict=True
+            ):
+                if not isinstance(data, BaseException):
+                    found[name] = bytes(data)
+                elif kind_of(data) is not Kind.GONE:
+                    raise data
+
+        if names:
+            self._ask(read, None)
+            self._count(down=sum(map(len, found.values())))
+        return {name: data for name, data in found.items() if 0 < len(data) < _MOST_TEXT}
+
+    def download(self, name: str, path: str) -> bool:
+        """Write an object to a local file, which is replaced; whether that has worked.
+
+        If not, as the object is gone or the bucket fails, there may be a part of it.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be written, which is no fault of the bucket.
+        """
+        local = list[OSError]()
+
+        def download(connection: Connection) -> bool:
+            try:
+                connection.download(name, path)
+                self._count(down=os.path.getsize(path))
+                return True
+            except Exception as error:
+                if isinstance(error, OSError) and error.errno in _LOCAL:
+                    local.append(error)
+                elif kind_of(error) is not Kind.GONE:
+                    raise
+                return False
+
+        with open(path, "wb"):
+            pass
+        is_there = self._ask(download, False)
+        if local:
+            raise local[0]
+        return is_there
+
+    def upload(self, path: str, name: str) -> bool:
+        """Write a local file to an object, which is replaced; whether that has worked.
+
+        It is no fault of the bucket if the file cannot be read.
+        """
+
+        def upload(connection: Connection) -> bool:
+            connection.upload(path, name)
+            self._count(up=size)
+            return True
+
+        try:
+            with open(path, "rb") as file:  # somebody may delete it
+                size = os.fstat(file.fileno()).st_size
+        except OSError:
+            return False
+        return self._ask(upload, False, _WRITING)
+
+    def write(self, name: str, data: bytes) -> bool:
+        """Write an object of some bytes, which is replaced; whether that has worked."""
+
+        def write(connection: Connection) -> bool:
+            connection.write(name, data)
+            self._count(up=len(data))
+            return True
+
+        return self._ask(write, False, _WRITING)
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Delete objects; some may be gone already.
+
+        Raises
+        ------
+        OSError
+            If an object cannot be deleted.
+        """
+
+        def remove(connection: Connection) -> None:
+            for error in connection.remove(names):
+                if error is not None and kind_of(error) is not Kind.GONE:
+                    raise error
+
+        try:
+            self._patiently(remove, _WRITING)
+        except Exception as error:
+            raise OSError(f"{self.bucket.url}: {self._texts.of(error)}") from None
+
+    def close(self) -> None:
+        """Close the connections; from now on the bucket has nothing."""
+        self._is_closed = True
+        self._forget()
+
+    def _ask(self, what: Callable[[Connection], T], failed: T, part: bytes = _READING) -> T:
+        """What a function of a connection returns; `failed` if the bucket fails or is left out."""
+        if self._is_closed or not self.allows(part):
+            return failed
+        try:
+            return self._patiently(what, part)
+        except Exception as error:
+            if not self._is_closed:
+                self._met(error, part)
+        return failed
+
+    def _patiently(self, what: Callable[[Connection], T], part: bytes) -> T:
+        """Try a function of a connection until it works, or has failed as often as it may."""
+        left = 1 if self._causes.keys() & {None, part} else self._tries
+        seconds = self._backoff
+        while True:
+            is_new = not self._held
+            try:
+                answer = what(self._connection())
+                break
+            except (OptionError, NewerFormatError):
+                raise
+            except Exception as error:
+                kind = kind_of(error)
+                if kind is Kind.REFUSED:
+                    self._forget()  # a new connection reads the credentials again, as they may have expired
+                    left = 0 if is_new else 1
+                else:
+                    left = left - 1 if kind is Kind.FAULT and not isinstance(error, _MISTAKES) else 0
+                if left == 0 or self._is_closed:
+                    raise
+            if kind is Kind.FAULT:
+                time.sleep(seconds * random.uniform(0.5, 1.5))
+                seconds *= 2
+        for works in (None, part):
+            self._causes.pop(works, None)
+        self.worked(part)
+        return answer
+
+    def _met(self, error: Exception, part: bytes) -> None:
+        """Respond to a fault: the bucket is left out for a while, or what the credentials do not allow."""
+        self.faults += 1
+        text, url = self._texts.of(error), self.bucket.url
+        stops = None if kind_of(error) is Kind.FAULT else part
+        if self.allows(part):  # another thread may have found out at the same time
+            self.failed(stops, is_lasting=True)
+        self._causes[stops] = OSError(f"{url}: {text}")
+        message = "%s fails (%s): %s. It is left out, and tried again later"
+        self.tell(f"{url} {part!r} {type(error).__name__}", message, url, part.decode(), text)
+
+    def _connection(self) -> Connection:
+        with self._lock():
+            if self._is_closed:
+                raise OSError("it is closed")
+            if not self._held:
+                self._held.append(Connection(self.bucket, self._patience))
+            return self._held[0]
+
+    def _forget(self) -> None:
+        with self._lock():
+            _close(self._held)
+
+    def _check(self, connection: Connection) -> None:
+        url = self.bucket.url
+        if connection.is_file():
+            raise OptionError(f"{url} is a file: a cache directory is a folder of its own")
+        names = [info.name for info in _listing(connection, "")]
+        if not names:
+            try:
+                connection.ask_for_bucket()
+            except Exception as error:  # credentials may not allow that question
+                if kind_of(error) is not Kind.REFUSED:
+                    raise
+        if TAG not in names:
+            return
+        (tag,) = connection.read([(TAG, 0, _MOST_TAG)])
+        if isinstance(tag, BaseException) and kind_of(tag) is not Kind.GONE:
+            raise tag
+        number = None if isinstance(tag, BaseException) else stated_format(tag)
+        if number is None:
+            raise OptionError(f"{url} has a {TAG} of another program: give another folder")
+        check_format(url, number)
+
+    def _count(self, up: int = 0, down: int = 0) -> None:
+        with self._lock():
+            self.bytes_up += up
+            self.bytes_down += down
+
+
+def _listing(connection: Connection, folder: str) -> list[FileInfo]:
+    try:
+        return connection.listing(folder)
+    except Exception as error:
+        if kind_of(error) is Kind.GONE:
+            return []
+        raise
+
+
+def _close(held: list[Connection]) -> None:
+    with contextlib.suppress(IndexError):  # another thread was faster
+        while held:
+            held.pop().close()
+
+
+def _forked(reference: weakref.ref[Objects]) -> None:
+    """Let go of what the parent has opened: this process is a new child."""
+    objects = reference()
+    if objects is not None:
+        for connection in objects._held:
+            connection.abandon()
+        objects._held.clear()

@@ -1,0 +1,239 @@
+"""`Uploads`: what a bucket lacks of a local folder, and how it gets there.
+
+First comes ``CACHEDIR.TAG``, then the segments, and last the ``fingerprint.json`` of each namespace. When the
+bucket has a segment, its head is written: it says that the local file may go. An upload that was cut leaves
+no head, so that the next process compares what the bucket has, and uploads what is not whole there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections import defaultdict
+from typing import Any
+
+from torchcache2.core.sizes import parse_size
+from torchcache2.files.directory import (
+    FINGERPRINT,
+    NAMESPACE_NAME,
+    TAG,
+    TAG_TEXT,
+    CacheDirectory,
+    Contents,
+    stated_format,
+)
+from torchcache2.files.errors import DamagedError, NewerFormatError, TooLargeError
+from torchcache2.files.filesystem import FileInfo
+from torchcache2.files.layout import FORMAT_VERSION, HEAD, parse_head, read_head, write_head
+from torchcache2.files.removal import deleting
+from torchcache2.tiers.bucket.folders import Transfer, lacking
+from torchcache2.tiers.bucket.objects import Objects
+
+_ANY_SIZE = 1 << 62
+
+
+class _Namespace:
+    """What is known of one namespace; its lock is held while it is listed."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.there: dict[str, int] | None = None  # bytes of what the bucket has; None: not listed
+        self.done: set[str] = set()  # what the bucket has, or what cannot be read here
+        self.described: FileInfo | None = None  # the fingerprint of which the bucket has all
+
+
+class Uploads:
+    """Uploads of one process. `wanted` is called by one thread, `upload` by several.
+
+    Attributes
+    ----------
+    ended : str
+        Why nothing is uploaded any more; empty if it is.
+    """
+
+    def __init__(self, objects: Objects, directory: CacheDirectory) -> None:
+        self.ended = ""
+        self._objects = objects
+        self._directory = directory
+        self._fs = directory.fs
+        self._lock = threading.Lock()
+        self._names: set[str] | None = None  # of the namespaces there, when the bucket was asked first
+        self._namespaces: dict[str, _Namespace] = defaultdict(_Namespace)
+        size = objects.bucket.remote_size
+        self._most = None if size is None else parse_size("remote_size", size, free=None)
+        self._bytes: int | None = None  # of all objects there, as far as this process knows
+
+    def wanted(self, contents: list[Contents]) -> list[Transfer]:
+        """What the bucket lacks, or may lack, as it was not asked yet."""
+        found = []
+        for one in contents:
+            known = self._namespaces[one.namespace]
+            found += [transfer for transfer in lacking(one) if transfer.name not in known.done]
+            if (one.segments or one.heads) and one.others and one.others[0] != known.described:
+                found.append(Transfer(one.namespace, FINGERPRINT))
+        return found
+
+    def upload(self, transfer: Transfer) -> bool:
+        """Bring a file to the bucket, unless it is gone; False if that has to be tried again."""
+        known = self._namespaces[transfer.namespace]
+        if not self._begin() or not self._list(transfer.namespace, known):
+            return False
+        if transfer.name == FINGERPRINT:
+            return self._describe(transfer.namespace, known)
+        path = os.path.join(self._directory.path, *transfer)
+        try:
+            head, size = read_head(self._fs, path)
+            layout, _ = parse_head(head, size, _ANY_SIZE, structured=False)
+        except FileNotFoundError:
+            return True
+        except DamagedError as error:
+            self._objects.corrupt += 1
+            self._objects.tell("corrupt", "%s is damaged (%s): it is set aside", path, str(error))
+            known.done.add(transfer.name)  # where it cannot be set aside, nobody waits for it
+            with contextlib.suppress(OSError):
+                self._directory.set_aside(path)
+            return True
+        except (NewerFormatError, TooLargeError):
+            known.done.add(transfer.name)
+            return True
+        except OSError as error:
+            self._objects.tell("unread", "%s cannot be uploaded: %s", path, repr(error))
+            return False
+        if layout.namespace.hex() != transfer.namespace:  # somebody has renamed the folder
+            known.done.add(transfer.name)
+            return True
+        assert known.there is not None
+        if known.there.get(transfer.name) != size:
+            if not self._upload_segment(path, transfer, size):
+                return False
+            known.there[transfer.name] = size
+        try:
+            if self._fs.is_file(path):  # if it was dropped meanwhile, its head has to stay away
+                write_head(self._fs, path, head)
+        except OSError:
+            known.done.add(transfer.name)
+        return True
+
+    def _begin(self) -> bool:
+        """Have the bucket say that it is a cache; False if it fails, or is not for us."""
+        with self._lock:
+            if self._names is not None or self.ended:
+                return not self.ended
+            listing = self._objects.listing()
+            if listing is None:
+                return False
+            sizes = {info.name: info.size for info in listing}
+            if TAG not in sizes:
+                if not self._objects.write(TAG, TAG_TEXT.encode()):
+                    return False
+            else:
+                tag = self._objects.read([(TAG, 0, sizes[TAG])])[0]
+                if tag is None:
+                    return False
+                if stated_format(tag) not in range(1, FORMAT_VERSION + 1):
+                    self._end(f"its {TAG} is of a newer format, or of another program")
+                    return False
+            self._names = set(sizes)
+            return True
+
+    def _list(self, namespace: str, known: _Namespace) -> bool:
+        """List what the bucket has of a namespace, once, and delete the heads of what it has lost."""
+        with known.lock:
+            if known.there is not None:
+                return True
+            before = self._directory.contents(namespace)  # first: a head that is written meanwhile is right
+            is_new = self._names is not None and namespace not in self._names
+            listing = [] if is_new and not before.heads else self._objects.listing(namespace)
+            if listing is None:
+                return False
+            there = {info.name: info.size for info in listing if not info.is_folder}
+            here = {info.name: info.size for info in before.segments}
+            names = [info.name.removesuffix(HEAD) for info in before.heads]
+            lost = [name for name in names if name not in there or here.get(name, there[name]) != there[name]]
+            if lost:
+                with contextlib.suppress(OSError), deleting(self._directory):
+                    for name in lost:
+                        with contextlib.suppress(FileNotFoundError):
+                            self._fs.remove(os.path.join(self._directory.path, namespace, name + HEAD))
+            known.there = there
+            return True
+
+    def _upload_segment(self, path: str, transfer: Transfer, size: int) -> bool:
+        """Write an object, if the bucket may have so many bytes more."""
+        if self._most is None:
+            return self._objects.upload(path, "/".join(transfer))
+        with self._lock:
+            if self._bytes is None and (found := self._bytes_there()) is not None:
+                self._bytes = found
+            if self._bytes is None or self.ended:
+                return False
+            if self._bytes + size > self._most:
+                self._end(f"the bucket has {self._bytes} bytes, and remote_size={self._most}")
+                return False
+            self._bytes += size
+        if self._objects.upload(path, "/".join(transfer)):
+            return True
+        with self._lock:
+            self._bytes -= size
+        return False
+
+    def _bytes_there(self) -> int | None:
+        """Bytes of all that the bucket has of the cache; None if it fails."""
+        listings = [self._objects.listing()]
+        for info in listings[0] or []:
+            if info.is_folder and NAMESPACE_NAME.fullmatch(info.name):
+                listings.append(self._objects.listing(info.name))
+        if any(listing is None for listing in listings):
+            return None
+        return sum(info.size for listing in listings if listing is not None for info in listing)
+
+    def _end(self, reason: str) -> None:
+        self.ended = reason
+        self._objects.tell(
+            "ended",
+            "nothing more is uploaded to %s: %s. New rows stay in %s",
+            self._objects.bucket.url,
+            reason,
+            self._directory.path,
+        )
+
+    def _describe(self, namespace: str, known: _Namespace) -> bool:
+        """Have the bucket's fingerprint say all that the local one says."""
+        files = self._directory.contents(namespace).others
+        if not files or known.there is None:
+            return True
+        name = f"{namespace}/{FINGERPRINT}"
+        local, remote = self._directory.fingerprint(namespace), dict[str, Any]()
+        if FINGERPRINT in known.there:
+            listing = self._objects.listing(namespace)  # it may be another one by now
+            if listing is None:
+                return False
+            for size in [info.size for info in listing if info.name == FINGERPRINT]:
+                data = self._objects.read([(name, 0, size)])[0]
+                if data is None and self._objects.cause is not None:
+                    return False
+                with contextlib.suppress(ValueError, RecursionError):
+                    document = json.loads(data or b"")
+                    remote = document if isinstance(document, dict) else {}
+        both = {**local, **remote}
+        if probed := _probed(local.get("probed"), remote.get("probed")):
+            both["probed"] = probed
+        text = json.dumps(both, indent=1, sort_keys=True).encode()
+        if both != remote and not self._objects.write(name, text):
+            return False
+        known.there[FINGERPRINT] = len(text)
+        known.described = files[0]
+        return True
+
+
+def _probed(local: Any, remote: Any) -> dict[str, Any]:
+    """What both have found out about kinds of calls: 0 is final, and else more is surer."""
+    found: dict[str, Any] = dict(local) if isinstance(local, dict) else {}
+    for kind, number in remote.items() if isinstance(remote, dict) else []:
+        mine = found.get(kind)
+        if isinstance(mine, int) and isinstance(number, int):
+            number = max(mine, number) if mine and number else 0
+        found[kind] = number
+    return found
