@@ -98,6 +98,8 @@ class Outbox:
         self._sending = ProcessLock(threading.RLock)  # one thread sends at a time; taken before `_lock`
         self._dropped = signals.drops()
         self._pid = 0
+        self._nbytes = self._count = self._sent = 0
+        self._limit = queue
 
     def find(self, keys: Keys) -> Parts:
         """The rows of those keys that wait, in fresh memory."""
