@@ -19,7 +19,7 @@ from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.values.samples import Samples, from_rows
 from torchcache2.files.errors import UnreadableError
 
-_FIRST = 64  # samples that are copied in any case
+_FIRST = 8  # samples that are copied in any case
 _DEEPEST = 100
 _IMMUTABLE = frozenset([type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device])
 _Span = tuple[int, int]  # the first byte, and the one behind the last
