@@ -400,11 +400,20 @@ def scale_of_child(module):
     module.scale = 1.0
     module = module.child
     return module.scale
+def scaled_by(module, x):
+    return x * module.calls
 class Net(nn.Module):
     name = "scale"
     def __init__(self):
         super().__init__()
         self.child, self.total, self.adder, self.adders = Child(), {}, Adder(), Adders()
+        self.calls, self.extra, self.norm = 0, lambda x: x * self.calls, nn.LayerNorm(2)
+    def helper(self, x):
+        return x * self.calls
+    decorated = torch.no_grad()(helper)
+    @staticmethod
+    def static(module, x):
+        return x * module.calls
     def forward(self, x):
         {body}
 """
@@ -417,7 +426,23 @@ RUNS = {
     "self.total = {len(x): 1}\nreturn x",
     "renaming": "return self.child(x * scale_of_child(self))",
     "computing": "return self.child(x * getattr(self.child, self.name))",
-    "counting": "self.calls = getattr(self, 'calls', 0)\nself.calls += 1\nreturn self.child(x * self.calls)",
+    "counting": "self.n = getattr(self, 'n', 0)\nself.n += 1\nreturn self.child(x * self.n)",
+    "unsure": "match x.dim():\n    case 3:\n        self.calls = 5\nold = self.calls\n"
+    "self.calls = old + 1\nreturn x * old",
+    "only declared": "self.calls: int\nself.calls = self.calls + 1\nreturn x * self.calls",
+    "torch": "self.norm.eps *= 4\nreturn self.norm(x)",
+}
+RUNS |= {
+    name: f"self.calls += 1\nreturn {read}"
+    for name, read in {
+        "a function": "scaled_by(self, x)",
+        "a decorated method": "self.decorated(x)",
+        "nested code": "sum(self.helper(part) for part in (x, x))",
+        "a text": "x * getattr(self, 'cal' + 'ls')",
+        "a name": "x * vars(self)['calls']",
+        "a static method": "self.static(self, x)",
+        "a lambda": "self.extra(x)",
+    }.items()
 }
 
 
@@ -425,11 +450,12 @@ def within(text, body):
     return text.replace("{body}", body.replace("\n", "\n        "))
 
 
+@pytest.mark.parametrize("probe", [True, False])
 @pytest.mark.parametrize("name", RUNS)
-def test_what_runs_code_or_may_raise_counts(name, tmp_path):
+def test_what_runs_code_or_is_read_somewhere_counts(name, probe, tmp_path):
     plain, other = (made(tmp_path, within(RUNS_HEAD, RUNS[name]), f"runs_{i}").Net() for i in range(2))
-    cached = torchcache(other, probe=False)
-    for x in (X, X, X + 1, X):
+    cached = torchcache(other, probe=probe)
+    for x in (torch.cat([X[:2], X[:2]]), X, X, X + 1, X):
         assert torch.equal(cached(x), plain(x))
 
 

@@ -60,7 +60,7 @@ _LEAVES = 256
 _ITEMS = 16  # a longer list or tuple is packed, as its length usually differs between samples
 _KEYS = 64
 _FORMS = 1024  # of samples, and their schemas, that are remembered
-_LARGE = 16 << 10  # bytes of a tensor
+_LARGE = 1 << 10  # bytes of a tensor
 _HOST = torch.device("cpu")
 _PACKED = pytree.TreeSpec(Packed, None, [BARE])
 
