@@ -154,7 +154,7 @@ class Computation:
         """What is known of lists in the output."""
         return self.known.lists(self.context)
 
-    @functools.cached_property
+    @property
     def device(self) -> torch.device:
         """The device of the batch or, if that is no tensor, of the weights."""
         tensors = chain(self.seen.tensors.tensors, self.seen.shards.tensors() if self.seen.shards else ())
@@ -383,6 +383,7 @@ class Computation:
             with computed_again():
                 return self.forward(*self.call.take(positions, aligned=aligned))
         finally:
+            self.keeper.accept_memos(self.seen, self.root)
             # The forward has just run for the whole batch, and has changed at most attributes that it never
             # reads. These are put back. Everything else is put back only if there is no other thread, which
             # might have made the change.

@@ -527,7 +527,7 @@ class Signature:
         parameters = list(self._signature.parameters.values())
         self._keepers = _ObjectKeepers()
         self._renamed: dict[str, Any] = {}  # what parameters are called now, by older names of them
-        self._starts: dict[tuple[str, ...], bytes] = {}  # see `_start`
+        self._starts: dict[tuple[str, ...], bytes | None] = {}  # see `_start`
         self._elsewhere = "have the function close over other objects"
         if inspect.ismethod(function):
             self._elsewhere = "keep other objects as attributes of the module"
@@ -625,11 +625,12 @@ class Signature:
     def _bind_tensors(self, args: tuple[Any, ...]) -> BoundCall | None:
         """The same for batched tensors by position and nothing else, as most calls are; None otherwise."""
         names = self._positional[: len(args)]
-        start = self._starts.get(names) or self._start(names)
-        sizes = {value.shape[0] if _is_dense(value) else -1 for value in args}
-        if start is None or len(sizes) > 1 or -1 in sizes or len({*map(id, args)}) < len(args):
+        start = self._starts[names] if names in self._starts else self._start(names)
+        if start is None or not all(map(_is_dense, args)) or len({*map(id, args)}) < len(args):
             return None
-        (size,), leaves = sizes, [*zip(names, args, strict=True)]
+        size, leaves = args[0].shape[0], [*zip(names, args, strict=True)]
+        if any(value.shape[0] != size for value in args[1:]):
+            return None
         context = start + sized(text_bytes(modes({value.device.type for value in args})))
         return BoundCall(args, {}, names, leaves, [], [], context, size, set(), set(), (), [], [])
 
@@ -638,6 +639,7 @@ class Signature:
         parameters = self._signature.parameters
         plain = {*names, *self._defaults, self._variadic, self._keywords}
         if not names or self._shared or self._item_args or not parameters.keys() <= plain:
+            self._starts[names] = None
             return None
         parts = [*self._head]
         for name in parameters:
