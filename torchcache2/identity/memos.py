@@ -10,15 +10,16 @@ import ast
 import dis
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain, islice
 from operator import is_
 from typing import Any, NamedTuple
 
+from torchcache2.identity import sourcecode
 from torchcache2.identity.codenames import chains_in, steps_of
-from torchcache2.identity.encoding import Encoder
+from torchcache2.identity.encoding import Encoder, digest
 from torchcache2.identity.guard import alike
-from torchcache2.identity.sourcecode import CompiledTexts, code_objects, function_source, names_in, parse
+from torchcache2.identity.sourcecode import CompiledTexts, code_objects, functions_in, names_in
 from torchcache2.identity.uses import is_plain
 
 _COMPARED = 32  # entries that every call compares
@@ -48,7 +49,7 @@ class Memo:
 
     def count(self) -> None:
         """Have all entries that were there at the last look be part of the key."""
-        self.data = Encoder().encode(self._entries, self.path)
+        self.data = digest([Encoder().encode(self._entries, self.path)])
 
     def same(self) -> bool:
         """Whether nothing was added or removed, and the first entries are as they were."""
@@ -93,7 +94,7 @@ def candidates(value: Any, state: Mapping[str, Any], path: str, texts: CompiledT
     dicts = {name: one for name, one in state.items() if type(one) is dict}
     scopes = [vars(base) for base in type(value).__mro__[:-1]]
     raw = [one for scope in scopes for one in list(scope.values())] if dicts else []
-    own = [function for one in raw for function in _functions(one)]
+    own = [function for one in raw for function in functions_in(one)]
     used = [one for one in own if one.__name__ != "__init__"]
     for name, memo in dicts.items():
         users = [one for one in used if _names(one, name)]
@@ -124,14 +125,6 @@ def _is_data(value: Any) -> bool:
     return all(map(is_plain, value)) if type(value) in (list, set, frozenset) else is_plain(value)
 
 
-def _functions(raw: Any) -> Iterator[types.FunctionType]:
-    """The Python functions of what stands in the body of a class, with those that decorators have wrapped."""
-    for name in ("", "__func__", "__wrapped__", "fget", "fset", "fdel", "func"):
-        one = getattr(raw, name, None) if name else raw
-        if isinstance(one, types.FunctionType):
-            yield one
-
-
 def _names(function: types.FunctionType, name: str) -> bool:
     """Whether code takes something by this name, or has it in a text such as ``"tokenizer.cache"``."""
     return name in names_in(function.__code__) or _says(function, name)
@@ -153,10 +146,10 @@ def _assigns(function: types.FunctionType, name: str) -> bool:
 
 def _is_filler(function: types.FunctionType, name: str, texts: CompiledTexts) -> bool:
     """Whether a method of one argument returns what a memo has for it, or what it puts there."""
-    code, source = function.__code__, function_source(function, texts)
+    code, source = function.__code__, sourcecode.function_source(function, texts)
     if source is None or code.co_argcount != 2 or code.co_kwonlyargcount or function.__dict__:
         return False
-    node: Any = parse(source).body[0]
+    node: Any = sourcecode.parse(source).body[0]
     own, key = code.co_varnames[:2]
     memo, body = f"{own}.{name}", node.body[1:] if ast.get_docstring(node) is not None else node.body
     lines = [ast.unparse(one) for one in body]
