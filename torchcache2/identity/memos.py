@@ -33,7 +33,21 @@ _REFUSED = (
     *("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME", "LOAD_NAME"),
     "LOAD_BUILD_CLASS",
 )
-_SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__"}
+_ITEM_CHANGES = ("STORE_SUBSCR", "DELETE_SUBSCR")
+_CHANGING = {
+    *(
+        "setattr",
+        "delattr",
+        "__setattr__",
+        "__delattr__",
+        "__setitem__",
+        "__delitem__",
+        "add",
+        "append",
+        "clear",
+    ),
+    *("discard", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault", "sort", "update"),
+}
 _ODD_FLAGS = 0x2AC  # of code that takes any arguments, or is a generator or coroutine
 _DEEPEST = 5
 
@@ -105,7 +119,7 @@ def candidates(value: Any, state: Mapping[str, Any], path: str, texts: CompiledT
         reads = _pure_reads(users[0], users[0].__code__.co_varnames[0])
         if reads is None or any(one not in state or not _is_data(state[one]) for one in reads - {name}):
             continue
-        if not any(_assigns(one, read) for one in used for read in reads):
+        if not any(_may_change(one, read) for one in used if one is not users[0] for read in reads):
             found.append(Candidate(f"{path}.{name}", name, memo, reads, own))
     return found
 
@@ -127,21 +141,22 @@ def _is_data(value: Any) -> bool:
 
 def _names(function: types.FunctionType, name: str) -> bool:
     """Whether code takes something by this name, or has it in a text such as ``"tokenizer.cache"``."""
-    return name in names_in(function.__code__) or _says(function, name)
-
-
-def _says(function: types.FunctionType, name: str) -> bool:
     constants = [one for code in code_objects(function.__code__) for one in code.co_consts]
     constants += [inner for one in constants if isinstance(one, (tuple, frozenset)) for inner in one]
     attribute = re.compile(rf"[\w\]{{]\.{name}\b")  # as in ``"{0.cache}"``
-    return any(isinstance(one, str) and (one == name or attribute.search(one)) for one in constants)
+    is_said = any(isinstance(one, str) and (one == name or attribute.search(one)) for one in constants)
+    return is_said or name in names_in(function.__code__)
 
 
-def _assigns(function: types.FunctionType, name: str) -> bool:
-    if not _SETTERS.isdisjoint(names_in(function.__code__)) and _says(function, name):
-        return True
+def _may_change(function: types.FunctionType, name: str) -> bool:
+    """Whether code that takes something by this name may assign to it, or change what it holds."""
+    if not _names(function, name):
+        return False
     steps = [step for code in code_objects(function.__code__) for step in dis.get_instructions(code)]
-    return any(step.opname in _REFUSED and step.argval == name for step in steps)
+    is_set = any(
+        step.opname in _ITEM_CHANGES or (step.opname in _REFUSED and step.argval == name) for step in steps
+    )
+    return is_set or not _CHANGING.isdisjoint(names_in(function.__code__))
 
 
 def _is_filler(function: types.FunctionType, name: str, texts: CompiledTexts) -> bool:
