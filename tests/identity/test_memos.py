@@ -459,6 +459,25 @@ def test_these_are_memos(kind):
     assert namespace(module) == first and hits(module) == 3 and module.cache_instance.keeper.walks == 1
 
 
+def test_an_edit_while_a_forward_runs_is_noticed():
+    class Editing(Plain):
+        edit = staticmethod(lambda memo: None)
+
+        def __call__(self, text):
+            self.edit(text)
+            return super().__call__(text)
+
+    module = cached(Editing())
+    module(X, ["ab", "c", "abc"])
+    memo = module.tokenizer.memo
+    for edit in (lambda _: memo.update(c=2), lambda _: memo.pop("ab", None), lambda _: memo.update(x=[1])):
+        before = namespace(module)
+        module.tokenizer.edit = edit
+        for _ in range(2):
+            module(X, ["d", "e", "f"])
+        assert namespace(module) != before
+
+
 def test_a_forward_that_reads_it_too_has_it_count():
     class Reading(Encoder):
         def forward(self, x, texts):

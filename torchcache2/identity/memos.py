@@ -35,18 +35,9 @@ _REFUSED = (
 )
 _ITEM_CHANGES = ("STORE_SUBSCR", "DELETE_SUBSCR")
 _CHANGING = {
-    *(
-        "setattr",
-        "delattr",
-        "__setattr__",
-        "__delattr__",
-        "__setitem__",
-        "__delitem__",
-        "add",
-        "append",
-        "clear",
-    ),
-    *("discard", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault", "sort", "update"),
+    *("setattr", "delattr", "__setattr__", "__delattr__", "__setitem__", "__delitem__", "add", "append"),
+    *("clear", "discard", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault", "sort"),
+    "update",
 }
 _ODD_FLAGS = 0x2AC  # of code that takes any arguments, or is a generator or coroutine
 _DEEPEST = 5
@@ -74,10 +65,10 @@ class Memo:
 
     def accept(self) -> bool:
         """Take over what a forward has added, which does not count; False if it has done something else."""
-        now, count = dict(self.value), self._count
+        now, count = dict(self.value), max(0, self._count)
         before, after = _first(self._entries, count), _first(now, count)
         is_kept = len(before) == len(after) and (all(map(is_, before, after)) or alike(before, after))
-        if not (is_kept and is_memo(dict(islice(now.items(), count, None)))):
+        if not (self._count >= 0 and is_kept and is_memo(dict(islice(now.items(), count, None)))):
             self._count = -1  # it is read again
             return False
         self._take(now)
