@@ -22,12 +22,11 @@ if _typing.TYPE_CHECKING:
     from torchcache2.core.keys import Keys
     from torchcache2.core.settings import CacheSettings
     from torchcache2.core.values import register_value
-    from torchcache2.datasets.counts import DatasetStats
-    from torchcache2.datasets.dataset import CachedDataset
-    from torchcache2.datasets.lazyshards import LazyShardDataset
+    from torchcache2.datasets.cached import CachedDataset
     from torchcache2.datasets.loader import CacheLoader
-    from torchcache2.datasets.reserve import get_shm_size
-    from torchcache2.datasets.slots import SharedCache
+    from torchcache2.datasets.shards import LazyShardDataset
+    from torchcache2.datasets.slots import SharedCache, get_shm_size
+    from torchcache2.datasets.tally import DatasetStats
     from torchcache2.decorator.lazymodule import LazyModule
     from torchcache2.decorator.modulecache import ModuleCache
     from torchcache2.decorator.torchcache import cache_of, torchcache, uncache
@@ -75,16 +74,16 @@ _FILES = {
     "CacheLoader": "datasets.loader",
     "CacheSettings": "core.settings",
     "CacheStats": "engine.stats",
-    "CachedDataset": "datasets.dataset",
-    "DatasetStats": "datasets.counts",
+    "CachedDataset": "datasets.cached",
+    "DatasetStats": "datasets.tally",
     "Keys": "core.keys",
     "LazyModule": "decorator.lazymodule",
-    "LazyShardDataset": "datasets.lazyshards",
+    "LazyShardDataset": "datasets.shards",
     "ModuleCache": "decorator.modulecache",
     "SharedCache": "datasets.slots",
     "WarmupStats": "engine.progress",
     "cache_of": "decorator.torchcache",
-    "get_shm_size": "datasets.reserve",
+    "get_shm_size": "datasets.slots",
     "register_value": "core.values",
     "torchcache": "decorator.torchcache",
     "uncache": "decorator.torchcache",

@@ -28,8 +28,8 @@ from torchcache2 import CachedDataset
 from torchcache2.cli import dump as dumping
 from torchcache2.core.keys import indices_of
 from torchcache2.core.rows import Rows
-from torchcache2.datasets.itemkeys import keys_of as sample_keys
-from torchcache2.engine.values.samples import unpack
+from torchcache2.datasets.identity import keys_of as sample_keys
+from torchcache2.engine.values.packed import unpack
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.disk.tier import DiskTier
 

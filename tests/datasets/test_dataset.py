@@ -29,7 +29,7 @@ from tests.helpers.datasets import Batched, Counted, memory_of, noted, same, sam
 from tests.helpers.storage import segments, warnings_of
 from torchcache2 import CachedDataset
 from torchcache2.core.errors import NotCachedError, OutputError
-from torchcache2.datasets.store import SampleStore
+from torchcache2.datasets.store import Store
 
 SOAK = bool(os.environ.get("SOAK"))
 COUNT = 24
@@ -460,14 +460,14 @@ def test_a_source_that_draws_for_one_sample_only_is_as_without_the_cache(log, ki
 
 def test_what_is_loaded_while_others_find_random_numbers_is_not_kept(path, monkeypatch):
     with contextlib.closing(CachedDataset([1.0, 2.0, 3.0], path)) as cached:
-        store, find = cached._fetcher.store, SampleStore.find
+        store, find = cached._store, Store.find
 
         def found(self, keys):
             store.tally.found_random()  # as another process does
             store.levels.clear()
             return find(self, keys)
 
-        monkeypatch.setattr(SampleStore, "find", found)
+        monkeypatch.setattr(Store, "find", found)
         assert cached[1] == 2.0
         assert len(cached.missing()) == 3
 
@@ -510,6 +510,31 @@ def test_reading_and_warming_up_draw_nothing():
 
 
 # Threads
+
+
+def test_samples_that_are_asked_for_one_by_one_are_those_of_a_batch_and_own_their_memory(log):
+    samples = [
+        {"image": torch.full((3, 4), index), "box": np.full(2, index), "name": str(index), "none": None}
+        for index in range(20)
+    ]
+    with contextlib.closing(CachedDataset(samples, memory_cache_size="1MB")) as cached:
+        cached.__getitems__(list(range(20)))
+        for index in range(20):
+            same(cached[index], samples[index])
+        with torch.inference_mode():
+            same(cached[3], samples[3])
+        found = cached[3]
+        found["image"].fill_(0).resize_(1)
+        found["box"][:] = 0
+        same(cached[3], samples[3])
+        assert (cached.stats().misses, cached.stats().memory_hits, cached.stats().faults) == (20, 23, 0)
+        cached.clear()
+        same(cached[3], samples[3])
+        assert cached.stats().misses == 21 and len(cached.missing()) == 19
+        with pytest.raises(IndexError):
+            cached[20]
+    same(cached[3], samples[3])
+    assert not warnings_of(log)
 
 
 def test_threads_read_one_dataset(tmp_path):
@@ -920,7 +945,7 @@ def test_a_sample_that_is_on_its_way_does_not_survive_a_clear(path, memory, when
             if when == "loading":
                 patch.setattr(Hooked, "hooks", [clear])
             else:
-                disk = cached._fetcher.levels.tiers[-1]
+                disk = cached._store.levels.tiers[-1]
                 get = disk.get
                 patch.setattr(disk, "get", lambda keys: [get(keys), clear()][0])
             assert cached[3] in [(1, 3), (2, 3)]

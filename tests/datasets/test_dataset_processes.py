@@ -390,7 +390,7 @@ if __name__ == "__main__":
         options["transform"] = scaled.Times(options.pop("factor"))
     if how == "load":
         cached = pickle.load(open(folder + "/pickle", "rb"))
-        plain = cached._plan.dataset
+        plain = cached._recipe.dataset
     else:
         plain = scaled.Scaled(**options)
         cached = CachedDataset(plain, folder + "/cache", memory_cache_size="1MB", **more)

@@ -41,8 +41,7 @@ from torchcache2 import CachedDataset
 from torchcache2.cli.commands import run as run_command
 from torchcache2.cli.report import namespace
 from torchcache2.core.errors import OptionError
-from torchcache2.datasets.explain import document, explained_dataset
-from torchcache2.datasets.fingerprint import identify
+from torchcache2.datasets.identity import document, explained_dataset, identify
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.identity.fingerprint import differences, from_document
@@ -423,7 +422,7 @@ def test_what_cannot_be_read_is_named_and_the_namespace_is_for_this_process(make
 
 
 def test_more_objects_than_can_be_read_are_named(monkeypatch):
-    monkeypatch.setattr("torchcache2.datasets.fingerprint._DatasetWalk.most_objects", 1000)
+    monkeypatch.setattr("torchcache2.datasets.identity._DatasetWalk.most_objects", 1000)
     assert identify(Source([Options(i) for i in range(300)])).unread == []
     (path,) = identify(Source([Options(i) for i in range(600)])).unread
     assert path.startswith("held[") and path.endswith(" (more than 1000 objects)")
@@ -539,7 +538,8 @@ def test_many_objects_do_not_make_many_parts():
 def described(folder, dataset, created="2020", **options):
     """Leave a dataset in a folder as an earlier run would; its identity."""
     identity = identify(dataset, **options)
-    text = document(identity, dataset, 10, options.get("name"), options.get("version"))
+    text = document(identity, dataset, options.get("name"), options.get("version"))
+    text["dataset"]["length"] = 10
     directory = CacheDirectory(str(folder), FileSystem())
     directory.create()
     directory.prepare(identity.namespace, text | ({"created": created} if created else {}))

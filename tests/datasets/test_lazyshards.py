@@ -370,7 +370,7 @@ def test_memory_that_cannot_be_shared_is_told(shard, log, monkeypatch):
         ({"rank": -1, "num_replicas": 2}, "rank=-1, num_replicas=2: expected ints"),
         ({"rank": 0.0, "num_replicas": 2}, r"rank=0\.0, num_replicas=2: expected ints"),
         ({"rank": 0, "num_replicas": 0}, "rank=0, num_replicas=0: expected ints"),
-        ({"mode": "all"}, "mode='all': expected one of 'rank', 'node', 'disk'"),
+        ({"mode": "all"}, "mode='all': expected 'rank', 'node' or 'disk'"),
         ({"even": "pad"}, "even='pad': expected None, 'drop' or 'repeat'"),
         ({"even": True}, "even=True: expected None"),
         ({"seed": -1}, r"seed=-1: expected an int from 0 to 2\*\*64 - 1"),

@@ -18,7 +18,7 @@ from tests.helpers.redis import RedisServer
 from tests.helpers.storage import warnings_of
 from torchcache2 import CachedDataset, CacheLoader
 from torchcache2.core.errors import OptionError, OutputError
-from torchcache2.datasets.fingerprint import identify_prefix
+from torchcache2.datasets.identity import identify_prefix
 
 SOAK = bool(os.environ.get("SOAK"))
 KEYS = [0, 1, -1, 2**63 - 1, -(2**63), 2**64, -(2**200), "", "1", "é", "\ud800", "x" * 999, b"", b"1", b"\0"]

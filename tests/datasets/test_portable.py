@@ -24,8 +24,8 @@ from torchcache2 import CachedDataset, CacheLoader, LazyShardDataset, MissingSam
 from torchcache2.cli.commands import run as commanded
 from torchcache2.core.errors import NotCachedError
 from torchcache2.core.keys import filled, int_keys
-from torchcache2.datasets.folders import ranges_text
-from torchcache2.datasets.itemkeys import keys_of
+from torchcache2.datasets.identity import keys_of
+from torchcache2.datasets.served import ranges_text
 from torchcache2.engine.values.samples import Samples
 from torchcache2.files.filesystem import FileSystem
 
@@ -351,7 +351,7 @@ def test_a_million_samples_are_checked_in_a_second(path):
     assert filled(4, [strange]) == 0.0 and filled(2**60, [keys]) > 0.0 and filled(0, []) == 1.0
     with contextlib.closing(CachedDataset(range(count), path, memory_cache_size=0, **name)) as cached:
         ((_, one),) = Samples().to_rows([7]).parts
-        levels = cached._fetcher.levels
+        levels = cached._store.levels
         for some in np.array_split(np.arange(count), 10):
             rows = one.take(torch.zeros(len(some), dtype=torch.int64))
             levels.keep(int_keys(levels.namespace, some), rows)

@@ -13,7 +13,7 @@ from tests.helpers.remote import upload
 from tests.helpers.storage import segments, warnings_of
 from torchcache2 import CachedDataset, CacheSettings, MissingSampleError, OptionError
 from torchcache2.core.errors import NotCachedError
-from torchcache2.datasets.portablefetch import PortableFetcher
+from torchcache2.datasets.served import ServedStore
 from torchcache2.engine.stack import TierStack
 from torchcache2.tiers.bucket import objects as module
 from torchcache2.tiers.bucket.connection import Connection
@@ -26,7 +26,7 @@ COUNT = 60
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """Faults last for half a second at most, instead of a minute."""
-    monkeypatch.setattr(PortableFetcher, "patience", 0.5)
+    monkeypatch.setattr(ServedStore, "patience", 0.5)
     for option, seconds in {"backoff": 0.02, "pause": 0.2}.items():
         monkeypatch.setitem(Objects.__init__.__kwdefaults__, option, seconds)
 
@@ -155,7 +155,7 @@ def test_a_fault_is_waited_for_and_raised_with_its_cause_if_it_lasts(tmp_path, m
                 cached[40]
             with pytest.raises(MissingSampleError, match=f"nobody knows .*{bucket.url}: "):
                 CachedDataset(None, **options)
-            monkeypatch.setattr(PortableFetcher, "patience", 20.0)
+            monkeypatch.setattr(ServedStore, "patience", 20.0)
             timer, indices = threading.Timer(0.5, proxy.heal), list(range(0, COUNT, 3))
             timer.start()
             for index, sample in zip(indices, cached.__getitems__(indices), strict=True):

@@ -257,7 +257,7 @@ def test_no_password_is_in_any_text(server, log, capfd, tmp_path):
     copies = [pickle.loads(pickle.dumps(one)) for one in (dataset, loader)]
     texts = []
     for one in (dataset, loader, *copies):
-        texts += [repr(one), repr(one._plan), str(one._plan.options), str(one.stats())]
+        texts += [repr(one), repr(one._recipe), str(one._recipe.options), str(one.stats())]
     for one in (dataset, copies[0]):
         read(one)
         texts.append(one.explain())
@@ -365,7 +365,7 @@ def test_hosts_have_a_share_each_and_a_lost_one_costs_its_own(log):
         dataset.close()
         log.clear()
         with CacheLoader("redis", "test", hosts=given, cluster_mode=False) as loader:
-            assert len(loader._plan.settings.servers.servers) == 1
+            assert len(loader._recipe.settings.servers.servers) == 1
 
 
 EPOCHS = """
@@ -459,7 +459,7 @@ if __name__ == "__main__":
     log, method = sys.argv[1:]
     cached = CachedDataset(Batched(60, "coco", log), backend="redis", capacity_per_node="50MB")
     loader = CacheLoader(key_prefix="p", capacity_per_node="50MB")
-    assert loader._plan.settings.servers.servers == cached._plan.settings.servers.servers
+    assert loader._recipe.settings.servers.servers == cached._recipe.settings.servers.servers
     batches = DataLoader(
         Both(cached, loader, log), 5, num_workers=2 if method == "fork" else 1, collate_fn=list,
         multiprocessing_context=method, persistent_workers=True,

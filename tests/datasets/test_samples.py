@@ -26,7 +26,8 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.core.values import UnstorableError
 from torchcache2.engine.values.kinds import Image, Packed
-from torchcache2.engine.values.samples import Samples, from_rows, pack, unpack
+from torchcache2.engine.values.packed import pack, unpack
+from torchcache2.engine.values.samples import Samples, from_rows, rebuilder
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnreadableError
 from torchcache2.files.schema import schema_from_json, schema_to_json
 from torchcache2.tiers.memory.tier import MemoryTier
@@ -124,6 +125,11 @@ def through(samples, batch):
         pairs = zip(positions.tolist(), from_rows(Rows(schema, part.columns, len(part))), strict=True)
         for position, sample in pairs:
             found[position] = sample
+        rebuild = rebuilder(schema)
+        for i, position in enumerate(positions.tolist()):
+            columns = [column.reshape(len(positions), -1) for column in part.columns]
+            row = [bytearray(bits(column[i])) for column in columns]
+            same(found[position], rebuild(row))
     return found
 
 
@@ -737,6 +743,21 @@ def test_what_cannot_be_stored_is_named_with_its_place(value, what, advice):
     ((positions, rows),) = batch.parts
     assert positions.tolist() == [0, 2]
     same(plain, from_rows(rows)[1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: setattr(tensor, "mark", 1),
+        lambda tensor: tensor.requires_grad_(),
+        lambda tensor: setattr(tensor, "__class__", Mine),
+    ],
+)
+def test_what_looks_like_a_sample_before_is_looked_at_all_the_same(change):
+    samples, other = Samples(), torch.zeros(2)
+    change(other)
+    batch = samples.to_rows([(torch.zeros(2), 1), (torch.zeros(2), 1), (other, 1), (torch.zeros(2), True)])
+    assert list(batch.refused) == [2] and [len(rows) for _, rows in batch.parts] == [2, 1]
 
 
 def test_an_empty_batch():

@@ -15,7 +15,7 @@ import torch
 
 from tests.helpers import warm
 from torchcache2 import OptionError, SharedCache, get_shm_size
-from torchcache2.datasets import reserve as reserve_module
+from torchcache2.datasets import slots as reserve_module
 
 SOAK = bool(os.environ.get("SOAK"))
 

@@ -21,8 +21,8 @@ from torchcache2 import (
     set_logger_config,
     torchcache,
 )
+from torchcache2.decorator.backoff import Backoff, glance
 from torchcache2.decorator.bypass import batch_advice
-from torchcache2.decorator.shortcuts import Shortcuts, glance
 
 X = torch.arange(24.0).reshape(6, 4)
 
@@ -129,16 +129,16 @@ def test_an_exception_of_the_forward_is_the_callers():
 
 
 def test_a_kind_of_call_that_is_never_cached_goes_straight_to_the_forward():
-    shortcuts, kind = Shortcuts(), ("kind",)
+    backoff, kind = Backoff(4, 16), ("kind",)
     tried = []
     for call in range(200):
-        if shortcuts.reason(kind) is None:
+        if backoff.reason(kind) is None:
             tried.append(call)
-            shortcuts.add(kind, "output")
+            backoff.add(kind, "output")
     assert tried == [0, 1, 2, 3, 20, 53, 118]
-    assert shortcuts.reason(("another",)) is None
-    shortcuts.clear(kind)
-    assert shortcuts.reason(kind) is None
+    assert backoff.reason(("another",)) is None
+    backoff.clear(kind)
+    assert backoff.reason(kind) is None
 
 
 def test_what_can_be_cached_is_cached_after_calls_of_another_kind():

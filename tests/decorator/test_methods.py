@@ -5,10 +5,7 @@ import dataclasses
 import gc
 import inspect
 import io
-import os
 import pickle
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -16,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.helpers import warm
 from tests.helpers.outputs import frozen
 from torchcache2 import (
     DecorationError,
@@ -149,28 +147,11 @@ def test_the_named_methods_are_cached_and_no_others(x):
         stats(method="forward")
     model(x)
     assert calls(model) == (20, 10)  # forward runs, and finds what it calls
-
-
-def test_forward_is_cached_if_it_is_named(x):
     model = torchcache(clip(), methods=("forward", "encode_image"))
-    first = model(x)
-    assert torch.equal(model(x)[0], first[0])
+    assert torch.equal(model(x)[0], model(x)[0])
     assert cache_of(model).stats(method="forward").hits == 5
     model.encode_image(x)
     assert cache_of(model).stats("encode_image").misses == 5  # inside of forward it was not cached by itself
-
-
-def test_two_methods_with_equal_arguments_have_rows_of_their_own(x):
-    class Two(nn.Module):
-        def plus(self, x):
-            return x + 1
-
-        def minus(self, x):
-            return x - 1
-
-    model = torchcache(Two().eval(), methods=("plus", "minus"))
-    for _ in range(2):
-        assert torch.equal(model.plus(x), x + 1) and torch.equal(model.minus(x), x - 1)
 
 
 def test_a_method_that_mixes_items_does_not_stop_another(x, log):
@@ -190,57 +171,53 @@ def test_a_method_that_mixes_items_does_not_stop_another(x, log):
     assert sum("Mixed.mixing: not cached" in text for text in texts(log)) == 1
 
 
-def test_a_part_is_no_method():
-    with pytest.raises(
-        DecorationError, match=r"'body': it is a module. Decorate that: torchcache\(model.body\)"
-    ):
-        torchcache(nn.ModuleDict({"body": nn.Linear(2, 2)}), methods="body")
+class Named:
+    @property
+    def prop(self):
+        return lambda x: x
+
+    @staticmethod
+    def static(x):
+        return x
+
+    @classmethod
+    def made(cls, x):
+        return x
+
+    def __call__(self, x):
+        return x
+
+    async def later(self, x):
+        return x
+
+    def __getattr__(self, name):
+        if name == "passed_on":
+            return abs
+        raise AttributeError(name)
 
 
-@pytest.mark.parametrize(
-    "methods, words",
-    [
-        (("encode",), "'encode': Named has no method"),
-        (("passed_on",), "'passed_on': Named has no method"),
-        (("prop",), "'prop': it is a property. Name the method that it calls"),
-        (("static",), "'static': it is a staticmethod"),
-        (("made",), "'made': it is a classmethod"),
-        (("__call__",), "in the body of Named"),
-        (("later",), "coroutine"),
-    ],
-)
-def test_what_cannot_be_named(methods, words):
-    class Named:
-        @property
-        def prop(self):
-            return lambda x: x
+UNNAMED = [
+    ("encode", "'encode': Named has no method"),
+    ("passed_on", "'passed_on': Named has no method"),
+    ("prop", "'prop': it is a property. Name the method that it calls"),
+    ("static", "'static': it is a staticmethod"),
+    ("made", "'made': it is a classmethod"),
+    ("__call__", "in the body of Named"),
+    ("later", "coroutine"),
+]
 
-        @staticmethod
-        def static(x):
-            return x
 
-        @classmethod
-        def made(cls, x):
-            return x
-
-        def __call__(self, x):
-            return x
-
-        async def later(self, x):
-            return x
-
-        def __getattr__(self, name):
-            if name == "passed_on":
-                return abs
-            raise AttributeError(name)
-
+@pytest.mark.parametrize("name, words", UNNAMED)
+def test_what_cannot_be_named(name, words):
     named = Named()
     with pytest.raises(DecorationError, match=words):
-        torchcache(named, methods=methods)
+        torchcache(named, methods=name)
     assert vars(named) == {}
     for wrong in ((), 3, (3,)):
         with pytest.raises(OptionError, match="methods="):
             torchcache(named, methods=wrong)
+    with pytest.raises(DecorationError, match=r"it is a module. Decorate that: torchcache\(model.body\)"):
+        torchcache(nn.ModuleDict({"body": nn.Linear(2, 2)}), methods="body")
 
 
 def test_an_option_names_arguments_of_some_of_the_methods():
@@ -321,24 +298,23 @@ def test_a_cached_function_that_calls_a_cached_method_is_told_its_state(x):
 # State
 
 
-def edits():
-    yield "an attribute", lambda one: setattr(one, "shift", 7.0)
-    yield "a list", lambda one: one.words.append("b")
-    yield "a weight", lambda one: one.encoder.weight.data.add_(1)
-    yield "a weight in place", lambda one: one.encoder.bias.add_(1)
-    yield "another module", lambda one: setattr(one, "encoder", nn.Linear(4, 3).requires_grad_(False))
-    yield "a new attribute", lambda one: setattr(one.encoder, "forward", lambda x: x[:, :3])
+EDITS = {
+    "an attribute": lambda one: setattr(one, "shift", 7.0),
+    "a list": lambda one: one.words.append("b"),
+    "a weight": lambda one: one.encoder.weight.data.add_(1),
+    "a weight in place": lambda one: one.encoder.bias.add_(1),
+    "another module": lambda one: setattr(one, "encoder", nn.Linear(4, 3).requires_grad_(False)),
+    "a new attribute": lambda one: setattr(one.encoder, "forward", lambda x: x[:, :3]),
+}
 
 
-@pytest.mark.parametrize("name, edit", list(edits()), ids=lambda value: str(value)[:20])
-@pytest.mark.parametrize(
-    "decorate", [lambda one: torchcache(one, methods="encode"), lambda one: torchcache(one.encode)]
-)
-def test_edits_of_a_plain_object_are_noticed(name, edit, decorate, x):
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_edits_of_a_plain_object_are_noticed(name, is_bound, x):
     pipeline = Pipeline()
-    decorate(pipeline)
+    torchcache(pipeline.encode) if is_bound else torchcache(pipeline, methods="encode")
     pipeline.encode(x)
-    edit(pipeline)
+    EDITS[name](pipeline)
     plain = pipeline.encoder(x) + pipeline.shift + len(pipeline.words)
     assert torch.equal(pipeline.encode(x), plain)
     assert torch.equal(pipeline.encode(x), plain)
@@ -395,21 +371,6 @@ def test_what_forward_only_writes_counts_if_a_cached_method_reads_it(x):
     for value in (2.0, 3.0):
         model(torch.full((1,), value))
         assert torch.equal(model.scaled(x), x * value)
-
-
-def test_a_cached_method_that_draws_unseeded_numbers_is_not_cached(x, log):
-    class Noisy(nn.Module):
-        def forward(self, x):
-            return x
-
-        def encode(self, x):
-            import random
-
-            return x + random.SystemRandom().random()
-
-    model = torchcache(Noisy().eval(), methods="encode")
-    assert not torch.equal(model.encode(x), model.encode(x))
-    assert cache_of(model).stats().bypasses == {"random": 10}
 
 
 def test_explain_names_what_has_changed(x):
@@ -500,50 +461,31 @@ def test_what_is_put_in_an_object_changes_no_key(kind, x):
 # Rows
 
 
-def run(obj, x, *names):
-    with torch.no_grad():
-        outputs = [getattr(obj, name)(x) for name in names]
-    cache_of(obj).close()
-    return outputs
+WAYS = {
+    "methods": lambda obj, options: torchcache(obj, methods=("encode_image", "encode_text"), **options),
+    "one method": lambda obj, options: torchcache(obj, methods="encode_image", **options),
+    "another order": lambda obj, options: torchcache(obj, methods=("encode_text", "encode_image"), **options),
+    "bound": lambda obj, options: [
+        torchcache(method, **options) for method in (obj.encode_image, obj.encode_text)
+    ],
+}
 
 
 def test_each_way_to_decorate_finds_the_same_rows(tmp_path, x):
-    class Bare(Clip):
-        def __init__(self):
-            super().__init__()
-
-    def decorated(kind, way, options):
+    folders, options = set(), {"persistent_cache_dir": tmp_path}
+    for number, way in enumerate([*WAYS, "class"]):
         torch.manual_seed(1)
         if way == "class":
-            class_ = torchcache(methods=("encode_image", "encode_text"), **options)(kind)
-            return frozen(class_())
-        obj = frozen(kind())
-        if way == "bound":
-            torchcache(obj.encode_image, **options)
-            torchcache(obj.encode_text, **options)
-            return obj
-        return torchcache(obj, methods=way, **options)
-
-    options = {"persistent_cache_dir": tmp_path}
-    ways = [
-        ("encode_image", "encode_text"),
-        ("encode_image",),
-        ("encode_text", "encode_image"),
-        "bound",
-        "class",
-    ]
-    folders = set()
-    for number, way in enumerate(ways):
-        obj = decorated(Bare, way, options)
-        names = [
-            name
-            for name in ("encode_image", "encode_text")
-            if way != ("encode_image",) or name == "encode_image"
-        ]
+            obj = frozen(torchcache(methods=("encode_image", "encode_text"), **options)(Clip)())
+        else:
+            obj = clip()
+            WAYS[way](obj, options)
+        with torch.no_grad():
+            obj.encode_image(x), "encode_text" in cache_of(obj).methods and obj.encode_text(x)
         folders.add(cache_of(obj).module_hash)
-        run(obj, x, *names)
-        stats = cache_of(obj).stats()
-        assert (stats.misses == 0) == (number > 0), way
+        assert (cache_of(obj).stats().misses == 0) == (number > 0), way
+        cache_of(obj).close()
+    uncache(Clip)
     assert len(folders) == 1
 
 
@@ -605,7 +547,7 @@ def test_a_dataclass_and_frozen_ones(x):
     assert calls(scaler) == (5, 0)  # equal ones share their rows
 
 
-def test_what_is_no_method_is_an_error_at_the_call(x):
+def test_what_is_no_method_is_an_error(x):
     class Wrong:
         @staticmethod
         @torchcache
@@ -625,45 +567,28 @@ def test_what_is_no_method_is_an_error_at_the_call(x):
     for call in (lambda: Wrong.static(x), lambda: Wrong.made(x), lambda: Wrong().prop):
         with pytest.raises(DecorationError, match="as a function outside of the class"):
             call()
-    with pytest.raises(DecorationError, match="a staticmethod"):
-
-        class Bare:
-            @torchcache
-            @staticmethod
-            def static(x):
-                return x
-
-    with pytest.raises(DecorationError, match="a property"):
-
-        class Prop:
-            @torchcache
-            @property
-            def prop(self):
-                return 1
+    for kind in (staticmethod, property):
+        with pytest.raises(DecorationError, match=f"a {kind.__name__}"):
+            torchcache(kind(Pipeline.encode))
 
 
-def test_slots_cannot_be_cached(x):
-    class Slots:
-        __slots__ = ("scale",)
-
-        @torchcache
-        def encode(self, x):
-            return x
-
-    with pytest.raises(DecorationError, match="it has no __dict__"):
-        Slots().encode(x)
-
-
-@pytest.mark.parametrize(("slot", "lacks"), [("__weakref__", "__dict__"), ("__dict__", "__weakref__")])
-def test_methods_of_objects_with_slots_say_what_these_lack(slot, lacks):
+@pytest.mark.parametrize(
+    "slot, lacks", [("scale", "__dict__"), ("__weakref__", "__dict__"), ("__dict__", "__weakref__")]
+)
+def test_methods_of_objects_with_slots_say_what_these_lack(slot, lacks, x):
     class Slots:
         __slots__ = (slot,)
 
         def encode(self, x):
             return x
 
-    with pytest.raises(DecorationError, match=f"it has no {lacks}"):
-        torchcache(Slots().encode)
+    class Decorated(Slots):
+        __slots__ = ()
+        encode = torchcache(Slots.encode)
+
+    for call in (lambda: torchcache(Slots().encode), lambda: Decorated().encode(x)):
+        with pytest.raises(DecorationError, match=f"it has no {lacks}"):
+            call()
 
 
 def test_another_name_of_a_method_outlives_the_first_call(x):
@@ -683,20 +608,19 @@ def test_another_name_of_a_method_outlives_the_first_call(x):
 # Copies
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torchcache(Pipeline(), methods=("encode", "decode")),
-        lambda: torchcache(clip(), methods=("encode_image", "encode_text")),
-        Embedder,
-        lambda: frozen(Body()),
-    ],
-)
+COPIED = {
+    "object": (lambda: torchcache(Pipeline(), methods=("encode", "decode")), "encode", "encoder"),
+    "module": (lambda: torchcache(clip(), methods=("encode_image", "encode_text")), "encode_image", "image"),
+    "class body": (Embedder, "encode", "encoder"),
+    "class body of a module": (lambda: frozen(Body()), "encode", "fc"),
+}
+
+
+@pytest.mark.parametrize("made", COPIED)
 @pytest.mark.parametrize("called", [False, True])
-def test_copies_and_pickles(make, called, x):
+def test_copies_and_pickles(made, called, x):
+    make, name, module = COPIED[made]
     obj = make()
-    name, module = ("encode_image", "image") if isinstance(obj, Clip) else ("encode", "encoder")
-    module = "fc" if isinstance(obj, Body) else module
     if called:
         getattr(obj, name)(x)
     file = io.BytesIO()
@@ -969,22 +893,32 @@ def test_a_method_that_calls_forward_is_no_mistake(make, x, log):
     assert "predict" not in vars(model) and "encode" not in vars(model)
 
 
-@pytest.mark.skipif("SOAK" not in os.environ, reason="a process of its own; set SOAK=1")
-def test_it_is_told_at_exit(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch\nfrom torch import nn\nfrom torchcache2 import torchcache\n"
-        "class Vae(nn.Module):\n"
-        "    def encode(self, x):\n        return x\n"
-        "    def forward(self, x):\n        return x\n"
-        "def main(called):\n"
-        "    vae = torchcache(Vae().eval())\n"
-        "    vae.encode(torch.ones(2))\n"
-        "    if called:\n        vae(torch.ones(2))\n"
-        "main(False)\nmain(True)\nprint('end')\n"
-    )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
-    assert (done.stdout + done.stderr).count("only encode is called") == 1
+AT_EXIT = """
+import torch
+from torch import nn
+from torchcache2 import torchcache
+
+class Vae(nn.Module):
+    def encode(self, x):
+        return x
+    def forward(self, x):
+        return x
+
+def main(called):
+    vae = torchcache(Vae().eval())
+    vae.encode(torch.ones(2))
+    if called:
+        vae(torch.ones(2))
+
+main(False)
+main(True)
+print("end")
+"""
+
+
+def test_it_is_told_at_exit():
+    done = warm.run(AT_EXIT)
+    assert (done.out + done.err).count("only encode is called") == 1
 
 
 def test_what_watches_changes_nothing_else(x):
@@ -1060,11 +994,7 @@ def test_compiled_around(make, x):
 def test_replicas_have_the_methods_of_their_module(x):
     model = torchcache(clip(), methods=("encode_image",))
     model.encode_image(x)
-    (replica,) = (
-        nn.parallel.replicate(model, [torch.device("cpu")])
-        if False
-        else [model._replicate_for_data_parallel()]
-    )
+    replica = model._replicate_for_data_parallel()
     assert replica.encode_image.__self__ is replica
     assert torch.equal(replica.encode_image(x), model.encode_image(x))
     watched = torchcache(frozen(Vae()))
@@ -1072,15 +1002,14 @@ def test_replicas_have_the_methods_of_their_module(x):
     assert replica.encode.__self__ is replica and "encode" not in vars(replica)
 
 
-def test_a_method_inside_of_distributed_data_parallel(x):
+@pytest.fixture
+def one_rank():
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        inside_of_distributed_data_parallel(x)
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
 
 
-def inside_of_distributed_data_parallel(x):
+def test_a_method_inside_of_distributed_data_parallel(x, one_rank):
     model = torchcache(clip(), methods=("encode_image",))
     for parameter in model.text.parameters():
         parameter.requires_grad_(True)

@@ -8,6 +8,7 @@ import functools
 import math
 import operator
 import pathlib
+import textwrap
 import types
 import weakref
 import zlib
@@ -425,95 +426,6 @@ class Net(nn.Module):
     def forward(self, x):
         return x * SCALE
 """,
-    "int or float": """
-SCALE = «2|2.0»
-def build():
-    return lambda x: (x * 10).int() * SCALE
-""",
-    "global function": """
-def helper(x):
-    return x * «2|3»
-
-class Net(nn.Module):
-    def forward(self, x):
-        return helper(x)
-
-build = Net
-""",
-    "global of a global function of a global function": """
-SCALE = «2|3»
-
-def inner(x):
-    return [y * SCALE for y in x]
-
-def outer(x):
-    return torch.stack(inner(x))
-
-def build():
-    return lambda x: outer(x)
-""",
-    "alias of a torch function": """
-activation = F.«relu|gelu»
-
-def model(x):
-    return activation(x - 0.5)
-
-def build():
-    return model
-""",
-    "attribute of torch": """
-def build():
-    return lambda x: torch.«sin|cos»(x)
-""",
-    "container": """
-TABLE = {'a': [1, «2|3»]}
-def build():
-    return lambda x: x * TABLE['a'][1]
-""",
-    "global module": """
-torch.manual_seed(0)
-NORM = nn.LayerNorm(4, eps=«1e-5|1e-2»)
-
-def build():
-    return lambda x: NORM(x)
-""",
-    "global object": """
-class Config:
-    def __init__(self, scale):
-        self.scale = scale
-
-CONFIG = Config(«2|3»)
-
-def build():
-    return lambda x: x * CONFIG.scale
-""",
-    "global dataclass": """
-@dataclasses.dataclass
-class Config:
-    scale: float = «2|3»
-
-CONFIG = Config()
-
-def build():
-    return lambda x: x * CONFIG.scale
-""",
-    "class used as a namespace": """
-class Config:
-    scale = «2|3»
-
-def build():
-    return lambda x: x * Config.scale
-""",
-    "value of an enum": """
-class Scale(enum.Enum):
-    LARGE = «2|3»
-
-def model(x):
-    return x * Scale.LARGE.value
-
-def build():
-    return model
-""",
     "value of an int enum that is kept": """
 class Scale(enum.IntEnum):
     LARGE = «2|3»
@@ -527,77 +439,6 @@ def build():
     net.scale = Scale.LARGE
     return net
 """,
-    "default argument": """
-DEFAULT = «2|3»
-
-def make(default=DEFAULT):
-    def model(x, scale=default):
-        return x * scale
-    return model
-
-def build():
-    return make()
-""",
-    "default of a keyword": """
-DEFAULT = «2|3»
-
-def make(default=DEFAULT):
-    def model(x, *, scale=default):
-        return x * scale
-    return model
-
-def build():
-    return make()
-""",
-    "closure": """
-def make(scale):
-    def model(x):
-        return x * scale
-    return model
-
-def build():
-    return make(«2|3»)
-""",
-    "closure of a closure": """
-def make(scale):
-    def helper(x):
-        return x * scale
-    def model(x):
-        return helper(x)
-    return model
-
-def build():
-    return make(«2|3»)
-""",
-    "one of two lambdas on a line": """
-PAIR = (lambda x: x * 2, lambda x: x * 3)
-
-def build():
-    return PAIR[«0|1»]
-""",
-    "one of two lambdas on a line that call the same": """
-PAIR = (lambda x: torch.add(x, 1), lambda x: torch.add(x, 1.5))
-
-class Net(nn.Module):
-    def forward(self, x):
-        return self.step(x)
-
-def build():
-    net = Net()
-    net.step = PAIR[«0|1»]
-    return net
-""",
-    "lambda over several lines": """
-MODEL = [
-    lambda x: (
-        x
-        * «2|3»
-    ),
-]
-
-def build():
-    return MODEL[0]
-""",
     "function attribute": """
 def model(x):
     return x * model.scale
@@ -606,14 +447,6 @@ model.scale = «2|3»
 
 def build():
     return model
-""",
-    "class attribute": """
-class Net(nn.Module):
-    scale = «2|3»
-    def forward(self, x):
-        return x * self.scale
-
-build = Net
 """,
     "attribute put on the class": """
 class Net(nn.Module):
@@ -700,86 +533,6 @@ class Other(Base):
 def build():
     return «Base|Other»()
 """,
-    "cached helper": """
-@functools.lru_cache
-def scale():
-    return «2|3»
-
-def build():
-    return lambda x: x * scale()
-""",
-    "property": """
-class Net(nn.Module):
-    @property
-    def scale(self):
-        return «2|3»
-    def forward(self, x):
-        return x * self.scale
-
-build = Net
-""",
-    "cached property": """
-class Net(nn.Module):
-    @functools.cached_property
-    def scale(self):
-        return «2|3»
-    def forward(self, x):
-        return x * self.scale
-
-build = Net
-""",
-    "static method": """
-class Net(nn.Module):
-    @staticmethod
-    def helper(x):
-        return x * «2|3»
-    def forward(self, x):
-        return self.helper(x)
-
-build = Net
-""",
-    "class method": """
-class Net(nn.Module):
-    @classmethod
-    def helper(cls, x):
-        return x * «2|3»
-    def forward(self, x):
-        return self.helper(x)
-
-build = Net
-""",
-    "static or class method": """
-class Net(nn.Module):
-    @«staticmethod|classmethod»
-    def helper(*args):
-        return args[-1] * len(args)
-    def forward(self, x):
-        return self.helper(x)
-
-build = Net
-""",
-    "partial method": """
-class Net(nn.Module):
-    def scaled(self, x, scale):
-        return x * scale
-    helper = functools.partialmethod(scaled, scale=«2|3»)
-    def forward(self, x):
-        return self.helper(x)
-
-build = Net
-""",
-    "descriptor": """
-class Scale:
-    def __get__(self, instance, owner):
-        return «2|3»
-
-class Net(nn.Module):
-    scale = Scale()
-    def forward(self, x):
-        return x * self.scale
-
-build = Net
-""",
     "metaclass": """
 class Meta(type):
     @property
@@ -800,85 +553,6 @@ class Net(nn.Module):
 
 build = Net
 """,
-    "decorator of the user's own": """
-def scaled(function):
-    @functools.wraps(function)
-    def wrapper(*args):
-        return function(*args) * «2|3»
-    return wrapper
-
-class Net(nn.Module):
-    @scaled
-    def forward(self, x):
-        return x + 1
-
-build = Net
-""",
-    "argument of a decorator of the user's own": """
-def scaled(scale):
-    def decorate(function):
-        @functools.wraps(function)
-        def wrapper(*args):
-            return function(*args) * scale
-        return wrapper
-    return decorate
-
-class Net(nn.Module):
-    @scaled(«2|3»)
-    def forward(self, x):
-        return x + 1
-
-build = Net
-""",
-    "argument of a decorator of torch": """
-class Net(nn.Module):
-    @torch.autocast(torch.get_default_device().type, dtype=torch.«bfloat16|float16»)
-    def forward(self, x):
-        return x @ x.T @ torch.ones(len(x), 1)
-
-build = Net
-""",
-    "argument of a decorator of torch that maps": """
-@functools.partial(torch.vmap, out_dims=«0|1»)
-def helper(x):
-    return torch.diag(x)
-
-def build():
-    return lambda x: helper(torch.stack([x.flatten()[:5]] * 5))
-""",
-    "argument of a decorator of the standard library": """
-@functools.singledispatch
-def helper(x):
-    return x
-
-@helper.register(torch.Tensor)
-def _(x):
-    return x * «2|3»
-
-def build():
-    return lambda x: helper(x)
-""",
-    "context manager": """
-@contextlib.contextmanager
-def scale():
-    yield «2|3»
-
-def model(x):
-    with scale() as s:
-        return x * s
-
-def build():
-    return model
-""",
-    "custom autograd function": """
-class Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * «2|3»
-
-def build():
-    return lambda x: Scale.apply(x)
-""",
     "parametrisation": """
 class Scale(nn.Module):
     def forward(self, weight):
@@ -888,31 +562,6 @@ def build():
     layer = nn.Linear(4, 4)
     nn.utils.parametrize.register_parametrization(layer, "weight", Scale())
     return layer
-""",
-    "nested function": """
-def model(x):
-    def inner(y):
-        return [z * SCALE for z in y]
-    return torch.stack(inner(x))
-
-SCALE = «2|3»
-
-def build():
-    return model
-""",
-    "callable object": """
-class Scale:
-    def __call__(self, x):
-        return x * «2|3»
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.step = Scale()
-    def forward(self, x):
-        return self.step(x)
-
-build = Net
 """,
     "generated method": """
 def make(scale):
@@ -938,6 +587,135 @@ def build():
     return net
 """,
 }
+FUNCTIONS = {  # what a file defines, and what its function returns
+    "int or float": ("SCALE = «2|2.0»", "(x * 10).int() * SCALE"),
+    "global function": ("def helper(x):\n    return x * «2|3»", "helper(x)"),
+    "global of a global function of a global function": (
+        "SCALE = «2|3»\ndef inner(x):\n    return [y * SCALE for y in x]\ndef outer(x):\n"
+        "    return torch.stack(inner(x))",
+        "outer(x)",
+    ),
+    "alias of a torch function": ("activation = F.«relu|gelu»", "activation(x - 0.5)"),
+    "attribute of torch": ("", "torch.«sin|cos»(x)"),
+    "container": ("TABLE = {'a': [1, «2|3»]}", "x * TABLE['a'][1]"),
+    "global module": ("torch.manual_seed(0)\nNORM = nn.LayerNorm(4, eps=«1e-5|1e-2»)", "NORM(x)"),
+    "global object": (
+        "class Config:\n    def __init__(self, scale):\n        self.scale = scale\nCONFIG = Config(«2|3»)",
+        "x * CONFIG.scale",
+    ),
+    "global dataclass": (
+        "@dataclasses.dataclass\nclass Config:\n    scale: float = «2|3»\nCONFIG = Config()",
+        "x * CONFIG.scale",
+    ),
+    "class used as a namespace": ("class Config:\n    scale = «2|3»", "x * Config.scale"),
+    "value of an enum": ("class Scale(enum.Enum):\n    LARGE = «2|3»", "x * Scale.LARGE.value"),
+    "default argument": (
+        "def make(default=«2|3»):\n    def helper(x, scale=default):\n        return x * scale\n"
+        "    return helper\nhelper = make()",
+        "helper(x)",
+    ),
+    "default of a keyword": (
+        "def make(default=«2|3»):\n    def helper(x, *, scale=default):\n        return x * scale\n"
+        "    return helper\nhelper = make()",
+        "helper(x)",
+    ),
+    "closure": (
+        "def make(scale):\n    def helper(x):\n        return x * scale\n    return helper\n"
+        "helper = make(«2|3»)",
+        "helper(x)",
+    ),
+    "closure of a closure": (
+        "def make(scale):\n    def helper(x):\n        return x * scale\n    def both(x):\n"
+        "        return helper(x)\n    return both\nboth = make(«2|3»)",
+        "both(x)",
+    ),
+    "one of two lambdas on a line": (
+        "PAIR = (lambda x: x * 2, lambda x: x * 3)\nstep = PAIR[«0|1»]",
+        "step(x)",
+    ),
+    "one of two lambdas on a line that call the same": (
+        "PAIR = (lambda x: torch.add(x, 1), lambda x: torch.add(x, 1.5))\nstep = PAIR[«0|1»]",
+        "step(x)",
+    ),
+    "lambda over several lines": (
+        "STEPS = [\n    lambda x: (\n        x\n        * «2|3»\n    ),\n]",
+        "STEPS[0](x)",
+    ),
+    "callable object": (
+        "class Scale:\n    def __call__(self, x):\n        return x * «2|3»\nSTEP = Scale()",
+        "STEP(x)",
+    ),
+    "cached helper": ("@functools.lru_cache\ndef scale():\n    return «2|3»", "x * scale()"),
+    "argument of a decorator of torch that maps": (
+        "@functools.partial(torch.vmap, out_dims=«0|1»)\ndef helper(x):\n    return torch.diag(x)",
+        "helper(torch.stack([x.flatten()[:5]] * 5))",
+    ),
+    "argument of a decorator of the standard library": (
+        "@functools.singledispatch\ndef helper(x):\n    return x\n@helper.register(torch.Tensor)\n"
+        "def _(x):\n    return x * «2|3»",
+        "helper(x)",
+    ),
+    "context manager": (
+        "@contextlib.contextmanager\ndef scale():\n    yield «2|3»\ndef helper(x):\n"
+        "    with scale() as s:\n        return x * s",
+        "helper(x)",
+    ),
+    "custom autograd function": (
+        "class Scale(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x):\n"
+        "        return x * «2|3»",
+        "Scale.apply(x)",
+    ),
+    "nested function": (
+        "def helper(x):\n    def inner(y):\n        return [z * SCALE for z in y]\n"
+        "    return torch.stack(inner(x))\nSCALE = «2|3»",
+        "helper(x)",
+    ),
+}
+METHODS = {  # what a class defines, and what its forward returns
+    "class attribute": ("scale = «2|3»", "x * self.scale"),
+    "property": ("@property\ndef scale(self):\n    return «2|3»", "x * self.scale"),
+    "cached property": ("@functools.cached_property\ndef scale(self):\n    return «2|3»", "x * self.scale"),
+    "static method": ("@staticmethod\ndef helper(x):\n    return x * «2|3»", "self.helper(x)"),
+    "class method": ("@classmethod\ndef helper(cls, x):\n    return x * «2|3»", "self.helper(x)"),
+    "static or class method": (
+        "@«staticmethod|classmethod»\ndef helper(*args):\n    return args[-1] * len(args)",
+        "self.helper(x)",
+    ),
+    "partial method": (
+        "def scaled(self, x, scale):\n    return x * scale\n"
+        "helper = functools.partialmethod(scaled, scale=«2|3»)",
+        "self.helper(x)",
+    ),
+    "descriptor": (
+        "class Scale:\n    def __get__(self, instance, owner):\n        return «2|3»\nscale = Scale()",
+        "x * self.scale",
+    ),
+    "decorator of the user's own": (
+        "def scaled(function):\n    @functools.wraps(function)\n    def wrapper(*args):\n"
+        "        return function(*args) * «2|3»\n    return wrapper\n@scaled\ndef helper(self, x):\n"
+        "    return x + 1",
+        "self.helper(x)",
+    ),
+    "argument of a decorator of the user's own": (
+        "def scaled(scale):\n    def decorate(function):\n        @functools.wraps(function)\n"
+        "        def wrapper(*args):\n            return function(*args) * scale\n"
+        "        return wrapper\n    return decorate\n@scaled(«2|3»)\ndef helper(self, x):\n"
+        "    return x + 1",
+        "self.helper(x)",
+    ),
+    "argument of a decorator of torch": (
+        "@torch.autocast(torch.get_default_device().type, dtype=torch.«bfloat16|float16»)\n"
+        "def helper(self, x):\n    return x @ x.T @ torch.ones(len(x), 1)",
+        "self.helper(x)",
+    ),
+}
+for _name, (_text, _output) in FUNCTIONS.items():
+    CODE[_name] = f"{_text}\ndef model(x):\n    return {_output}\ndef build():\n    return model\n"
+for _name, (_text, _output) in METHODS.items():
+    CODE[_name] = (
+        f"class Net(nn.Module):\n{textwrap.indent(_text, '    ')}\n"
+        f"    def forward(self, x):\n        return {_output}\nbuild = Net\n"
+    )
 
 PRELUDE = """
 import contextlib, dataclasses, enum, functools, types

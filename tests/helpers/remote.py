@@ -41,6 +41,9 @@ class Below:
     def read(self, ranges):
         return self._objects.read([(f"{self._folder}/{name}", *rest) for name, *rest in ranges])
 
+    def fetch(self, ranges):
+        return self._objects.fetch([(f"{self._folder}/{name}", *rest) for name, *rest in ranges])
+
     def upload(self, path, name):
         return self._objects.upload(path, f"{self._folder}/{name}")
 

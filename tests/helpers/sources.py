@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from torchcache2.datasets.fingerprint import identify
+from torchcache2.datasets.identity import identify
 
 SHIFT = types.SimpleNamespace(by=2)
 

@@ -2,7 +2,6 @@
 
 import argparse
 import collections
-import contextlib
 import copy
 import dataclasses
 import importlib
@@ -205,72 +204,25 @@ def test_whatever_random_code_reads_is_noticed(part, tmp_path):
 
 # What is only written: the first thing that people try.
 
+WRITER = """
+import collections
 SEEN, COUNTS, TOTAL = [], collections.Counter(), 0
-
-
-@pytest.fixture(autouse=True)
-def _reset():
-    global TOTAL
-    SEEN.clear()
-    COUNTS.clear()
-    TOTAL = 0
-
-
-def make_appending():
-    seen = []
-
+def make():
+    {held}
     def model(x):
-        seen.append(len(x))
+        {write}
         return x * 2
-
-    return model, lambda: seen
-
-
-def make_global_list():
-    def model(x):
-        SEEN.append(1)
-        return x * 2
-
-    return model, lambda: SEEN
-
-
-def make_global_counter():
-    def model(x):
-        if x.dim() == 2:
-            COUNTS["x"] += 1
-        return x * 2
-
-    return model, lambda: COUNTS
-
-
-def make_global_number():
-    def model(x):
-        global TOTAL
-        TOTAL += 1
-        return x * 2
-
-    return model, lambda: TOTAL
-
-
-def make_nonlocal():
-    count = 0
-
-    def model(x):
-        nonlocal count
-        count += 1
-        return x * 2
-
-    return model, lambda: count
-
-
-def make_dict():
-    counter = {"n": 0}
-
-    def model(x):
-        counter["n"] += 1
-        return x * 2
-
-    return model, lambda: counter
+    return model, lambda: {noted}
+"""
+WRITTEN = {  # what a closure holds, what the function writes, and what is noted by that
+    "list": ("seen = []", "seen.append(len(x))", "seen"),
+    "number": ("count = 0", "nonlocal count; count += 1", "count"),
+    "dict": ("counter = {'n': 0}", "counter['n'] += 1", "counter"),
+    "global list": ("", "SEEN.append(1)", "SEEN"),
+    "global counter": ("", "if x.dim() == 2: COUNTS['x'] += 1", "COUNTS"),
+    "global number": ("", "global TOTAL; TOTAL += 1", "TOTAL"),
+    "module": None,
+}
 
 
 class Noting(nn.Module):
@@ -300,33 +252,30 @@ class Noting(nn.Module):
         return self.calls, self.seen, self.last, self.counts, self.by_size
 
 
-def make_module():
-    module = Noting()
-    return module, module.report
-
-
-WRITTEN = {name: make for name, make in globals().items() if name.startswith("make_")}
-
-
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_is_only_written_is_no_obstacle(name, monkeypatch):
+def test_what_is_only_written_is_no_obstacle(name, monkeypatch, tmp_path):
     # Beside other threads, such as a library's own, a probe puts back attributes of modules only.
     monkeypatch.setattr(threading, "active_count", lambda: 1)
-    (plain, wanted), (model, noted) = WRITTEN[name](), WRITTEN[name]()
-    model = torchcache(model)
+    if name == "module":
+        plain, model = Noting(), torchcache(Noting())
+        wanted, noted = plain.report, model.report
+    else:
+        text = WRITER.format(**dict(zip(("held", "write", "noted"), WRITTEN[name], strict=True)))
+        files = [made(tmp_path, text, f"writer_{which}") for which in ("plain", "cached")]
+        (plain, wanted), (model, noted) = (file.make() for file in files)
+        model = torchcache(model)
     for x in (X, X + 1):
         before = copy.deepcopy(noted())
         assert torch.equal(model(x), plain(x))
-        assert name == "make_global_list" or before != noted()
+        assert before != noted()
         assert torch.equal(model(x), x * 2)
     assert (stats(model).hits, stats(model).bypasses) == (8, {})
-    if "global" not in name:
-        assert noted() == wanted(), "a probe leaves no trace"
-    hits = stats(model).hits
-    SEEN.append(1)
-    COUNTS["x"] += 1
-    model(X)
-    assert stats(model).hits == hits + 4
+    assert noted() == wanted(), "a probe leaves no trace"
+    if name != "module":
+        files[1].SEEN.append(1)
+        files[1].COUNTS["x"] += 1
+        model(X)
+        assert stats(model).hits == 12
 
 
 # The same if anything reads it, wherever that is.
@@ -427,122 +376,86 @@ def test_what_a_child_writes_and_another_reads_counts(how):
         assert torch.equal(cached(X), plain(X))
 
 
+RUNS_HEAD = """
+import contextlib
+import torch
+from torch import nn
 class Adder:
-    """What is added to it changes by how often that was done."""
-
-    def __init__(self):
-        self.count = 0
-
+    \'\'\'What is added to it changes by how often that was done.\'\'\'
+    count = 0
     def __iadd__(self, tensor):
         self.count += 1
         tensor.mul_(self.count)
         return self
-
-
 class Adders(list):
     def append(self, tensor):
         tensor.mul_(len(self) + 2)
         super().append(1)
-
-
-class Adding(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.total = Adder()
-
+class Child(nn.Module):
+    scale = 1.0
     def forward(self, x):
-        x = x * 2
-        self.total += x
-        return x
-
-
-class Appending(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.total = Adders()
-
-    def forward(self, x):
-        x = x * 2
-        self.total.append(x)
-        return x
-
-
-class Catching(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.total = {}
-
-    def forward(self, x):
-        try:
-            self.total[len(x)] += 1
-        except KeyError:
-            self.total = {len(x): 1}
-            return x * 2
-        return x
-
-
-class Suppressing(Catching):
-    def forward(self, x):
-        with contextlib.suppress(KeyError):
-            self.total[len(x)] += 1
-            x = x * 2
-        self.total = {len(x): 1}
-        return x
-
-
+        self.scale = float(x.sum())
+        return x * 2
 def scale_of_child(module):
     module.scale = 1.0
     module = module.child
     return module.scale
-
-
-class Renaming(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.child = Child()
-
-    def forward(self, x):
-        return self.child(x * scale_of_child(self))
-
-
-class Computing(Renaming):
+def scaled_by(module, x):
+    return x * module.calls
+class Net(nn.Module):
     name = "scale"
-
-    def forward(self, x):
-        return self.child(x * getattr(self.child, self.name))
-
-
-class Aliasing(Renaming):
     def __init__(self):
         super().__init__()
-        self.child.alias = self.child.seen
-
+        self.child, self.total, self.adder, self.adders = Child(), {}, Adder(), Adders()
+        self.calls, self.extra, self.norm = 0, lambda x: x * self.calls, nn.LayerNorm(2)
+    def helper(self, x):
+        return x * self.calls
+    decorated = torch.no_grad()(helper)
+    @staticmethod
+    def static(module, x):
+        return x * module.calls
     def forward(self, x):
-        return self.child(x * (2 + len(self.child.alias)))
+        {body}
+"""
+RUNS = {
+    "adding": "x = x * 2\nself.adder += x\nreturn x",
+    "appending": "x = x * 2\nself.adders.append(x)\nreturn x",
+    "catching": "try:\n    self.total[len(x)] += 1\nexcept KeyError:\n    self.total = {len(x): 1}\n"
+    "    return x * 2\nreturn x",
+    "suppressing": "with contextlib.suppress(KeyError):\n    self.total[len(x)] += 1\n    x = x * 2\n"
+    "self.total = {len(x): 1}\nreturn x",
+    "renaming": "return self.child(x * scale_of_child(self))",
+    "computing": "return self.child(x * getattr(self.child, self.name))",
+    "counting": "self.n = getattr(self, 'n', 0)\nself.n += 1\nreturn self.child(x * self.n)",
+    "unsure": "match x.dim():\n    case 3:\n        self.calls = 5\nold = self.calls\n"
+    "self.calls = old + 1\nreturn x * old",
+    "only declared": "self.calls: int\nself.calls = self.calls + 1\nreturn x * self.calls",
+    "torch": "self.norm.eps *= 4\nreturn self.norm(x)",
+}
+RUNS |= {
+    name: f"self.calls += 1\nreturn {read}"
+    for name, read in {
+        "a function": "scaled_by(self, x)",
+        "a decorated method": "self.decorated(x)",
+        "nested code": "sum(self.helper(part) for part in (x, x))",
+        "a text": "x * getattr(self, 'cal' + 'ls')",
+        "a name": "x * vars(self)['calls']",
+        "a static method": "self.static(self, x)",
+        "a lambda": "self.extra(x)",
+    }.items()
+}
 
 
-class Viewing(Renaming):
-    def __init__(self):
-        super().__init__()
-        self.view = self.child.counts.keys()
-
-    def forward(self, x):
-        return self.child(x * (2 + len(self.view)))
+def within(text, body):
+    return text.replace("{body}", body.replace("\n", "\n        "))
 
 
-class Counting(Renaming):
-    def forward(self, x):
-        self.calls = getattr(self, "calls", 0)
-        self.calls += 1
-        return self.child(x * self.calls)
-
-
-@pytest.mark.parametrize(
-    "kind", [Adding, Appending, Catching, Suppressing, Renaming, Computing, Aliasing, Viewing, Counting]
-)
-def test_what_runs_code_or_may_raise_counts(kind):
-    plain, cached = kind(), torchcache(kind(), probe=False)
-    for x in (X, X, X + 1, X):
+@pytest.mark.parametrize("probe", [True, False])
+@pytest.mark.parametrize("name", RUNS)
+def test_what_runs_code_or_is_read_somewhere_counts(name, probe, tmp_path):
+    plain, other = (made(tmp_path, within(RUNS_HEAD, RUNS[name]), f"runs_{i}").Net() for i in range(2))
+    cached = torchcache(other, probe=probe)
+    for x in (torch.cat([X[:2], X[:2]]), X, X, X + 1, X):
         assert torch.equal(cached(x), plain(x))
 
 
@@ -644,8 +557,7 @@ def test_what_is_read_in_another_way_counts(name, tmp_path):
         if name == "dir":
             del module.shown.n
 
-    body = BODIES[name].replace("\n", "\n        ")
-    check_edits(tmp_path, INDIRECT.replace("{body}", body), edit)
+    check_edits(tmp_path, within(INDIRECT, BODIES[name]), edit)
 
 
 @pytest.mark.parametrize("name", GLOBALS)
@@ -708,13 +620,13 @@ def test_what_other_files_of_a_package_read_counts(how, tmp_path, monkeypatch):
     (package / "within.py").write_text("def deep(module):\n    return module.n\n")
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
     pack = "from reads_deep import Reader, read as deep\n"
-    body = f"module = self.child\n        return {how}"
+    body = f"module = self.child\nreturn {how}"
 
     def edit(module, twin):
         module.child.n += 5.0
 
     try:
-        check_edits(tmp_path, pack + INDIRECT.replace("{body}", body), edit)
+        check_edits(tmp_path, pack + within(INDIRECT, body), edit)
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "reads_deep"]:
             del sys.modules[name]
@@ -743,33 +655,38 @@ def test_what_installed_code_reads_counts(how, tmp_path, monkeypatch):
 
 
 NESTED = {
-    "if": "if x.dim() == 2:\n            x = x * self.scale",
-    "else": "if x.dim() == 3:\n            pass\n        else:\n            x = x * self.scale",
-    "for": "for _ in range(1):\n            x = x * self.scale",
-    "while": "while x.dim() == 2 and float(x[0, 0]) == 1:\n            x = x * self.scale",
-    "with": "with torch.no_grad():\n            x = x * self.scale",
-    "try": "try:\n            x = x * self.scale\n        finally:\n            pass",
-    "except": "try:\n            raise KeyError\n        except KeyError:\n            x = x * self.scale",
-    "caught": "try:\n            raise KeyError\n"
-    "        except KeyError if self.scale == 2 else ValueError:\n            x = x * 2\n"
-    "        except KeyError:\n            pass",
-    "function": "def inner(x):\n            return x * self.scale\n        x = inner(x)",
-    "two blocks": "if x.dim():\n            if x.dim() == 2:\n                x = x * self.scale",
-    "branch": "if x.dim() == 3:\n            self.scale = 4.0\n        x = x * self.scale",
+    "if": "if x.dim() == 2:\n    x = x * self.scale",
+    "else": "if x.dim() == 3:\n    pass\nelse:\n    x = x * self.scale",
+    "for": "for _ in range(1):\n    x = x * self.scale",
+    "while": "while x.dim() == 2 and float(x[0, 0]) == 1:\n    x = x * self.scale",
+    "with": "with torch.no_grad():\n    x = x * self.scale",
+    "try": "try:\n    x = x * self.scale\nfinally:\n    pass",
+    "except": "try:\n    raise KeyError\nexcept KeyError:\n    x = x * self.scale",
+    "caught": "try:\n    raise KeyError\nexcept KeyError if self.scale == 2 else ValueError:\n    x = x * 2\n"
+    "except KeyError:\n    pass",
+    "function": "def inner(x):\n    return x * self.scale\nx = inner(x)",
+    "two blocks": "if x.dim():\n    if x.dim() == 2:\n        x = x * self.scale",
+    "branch": "if x.dim() == 3:\n    self.scale = 4.0\nx = x * self.scale",
 }
+SCALED = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = 2.0
+    def forward(self, x):
+        {body}
+        self.scale = 3.0
+        return x
+"""
 
 
 @pytest.mark.parametrize("name", NESTED)
 def test_what_is_read_in_a_nested_block_counts(name, tmp_path):
     """The forward assigns it afterwards, as a counter is."""
-    text = (
-        "import torch\nfrom torch import nn\nclass Net(nn.Module):\n    def __init__(self):\n"
-        "        super().__init__()\n        self.scale = 2.0\n    def forward(self, x):\n"
-        f"        {NESTED[name]}\n        self.scale = 3.0\n        return x\n"
-    )
-    module = made(tmp_path, text, "nested_of_test")
+    module = made(tmp_path, within(SCALED, NESTED[name]), "nested_of_test")
     plain, cached = module.Net(), torchcache(module.Net(), probe=False)  # which would notice some of it
-    del sys.modules["nested_of_test"]
     for _ in range(3):
         assert torch.equal(cached(X), plain(X))
     plain.scale = cached.scale = 5.0
@@ -850,7 +767,7 @@ def by_getattr(args):
     return model
 
 
-def within(args):
+def of_outer(args):
     outer = types.SimpleNamespace(model=args, path="a")
 
     def model(x):
@@ -884,7 +801,7 @@ class OfChild(nn.Module):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("make", [captured, of_global, by_getattr, within, OfAttribute, OfChild])
+@pytest.mark.parametrize("make", [captured, of_global, by_getattr, of_outer, OfAttribute, OfChild])
 def test_only_what_is_read_of_a_configuration_counts(make, config):
     args = CONFIGS[config]()
     cached = torchcache(make(args))

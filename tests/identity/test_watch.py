@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
 
 from tests.helpers.outputs import hits
 from torchcache2 import torchcache
+from torchcache2.identity import guard
 
 FACTOR = 2
 
@@ -588,3 +589,15 @@ def test_a_module_is_freed_as_soon_as_it_is_dropped(use, make):
         assert [reference() for reference in watched] == [None, None, None]
     finally:
         gc.enable()
+
+
+def test_weights_in_dicts_that_the_collector_does_not_show_are_noticed(monkeypatch):
+    """Python 3.13 does not show the values of a dict that is the ``__dict__`` of an object."""
+    monkeypatch.setattr(guard, "get_referents", lambda *dicts: [])
+    module = torchcache(nn.Linear(2, 2))
+    x = torch.ones(1, 2)
+    with torch.no_grad():
+        for _ in range(2):
+            expected = nn.functional.linear(x, module.weight, module.bias)
+            assert torch.equal(module(x), expected) and torch.equal(module(x), expected)
+            module.weight = nn.Parameter(module.weight * 2)

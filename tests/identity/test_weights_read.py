@@ -73,6 +73,10 @@ INFERENCE_EDITS = {
 }
 
 
+def noisy(log):
+    return [record.getMessage() for record in log if record.levelname == "WARNING"]
+
+
 @pytest.mark.parametrize("name", INFERENCE_EDITS)
 def test_any_edit_of_small_weights_made_under_inference_mode_is_noticed(name):
     plain, module = made_under_inference_mode(), torchcache(made_under_inference_mode())
@@ -135,29 +139,19 @@ def test_large_weights_made_under_inference_mode_are_passed_through(log):
         module.weight[-1].mul_(2), plain.weight[-1].mul_(2)
         assert torch.equal(module(X), plain(X))
     assert bypasses(module) == {"inference": 12}
-    (message,) = [record.getMessage() for record in log if record.levelname == "WARNING"]
+    (message,) = noisy(log)
     assert "(inference)" in message and "torch.no_grad()" in message
     with torch.no_grad():
         again = Weighted(MANY)
         again.load_state_dict(plain.state_dict())
-    cached = torchcache(again)
-    for _ in range(2):
-        assert torch.equal(cached(X), plain(X))
-    assert hits(cached) == 4 and bypasses(cached) == {}
-
-
-def test_many_small_weights_are_as_large_as_one():
-    with torch.inference_mode():
+    named = torchcache(persistent_module_hash="mine")(made_under_inference_mode(MANY))  # nothing is checked
+    for cached in (torchcache(again), named):
+        assert torch.equal(cached(X), cached(X))
+        assert hits(cached) == 4 and bypasses(cached) == {}
+    with torch.inference_mode():  # many small ones are as large as one
         module = torchcache(nn.Sequential(*[nn.Linear(100, 100) for _ in range(30)]).requires_grad_(False))
     module(torch.rand(4, 100))
     assert bypasses(module) == {"inference": 4}
-
-
-def test_with_a_name_nothing_about_the_module_is_checked():
-    module = torchcache(persistent_module_hash="mine")(made_under_inference_mode(MANY))
-    for _ in range(2):
-        module(X)
-    assert hits(module) == 4 and bypasses(module) == {}
 
 
 def test_a_table_that_is_made_under_inference_mode_is_no_obstacle():
@@ -407,10 +401,6 @@ class Words(nn.Module):
         return self.layers(self.embedding(ids)) * self.rate
 
 
-def noisy(log):
-    return [record.getMessage() for record in log if record.levelname == "WARNING"]
-
-
 @pytest.fixture(params=["host", "accelerator"])
 def place_of_weights(request, monkeypatch):
     if request.param == "accelerator":
@@ -495,25 +485,16 @@ def test_weights_that_are_swapped_through_data_keep_their_rows(log):
 # Everything is read where an edit may have left no trace
 
 
-def test_after_a_call_with_gradients_all_is_read(reads):
-    module = torchcache(Deep(64))
-    module(X)
+def with_gradients(module):
     module.requires_grad_(True)
     module(X)
     assert bypasses(module) == {"grad": 4}
     module.requires_grad_(False)
-    reads.clear()
-    module(X)
-    assert sorted(reads) == [3, 3, 9, 9, 64 * 64]
 
 
-@pytest.mark.parametrize(
-    "between", [lambda m: None, lambda m: m.train().eval(), lambda m: setattr(m, "factor", 3)]
-)
-def test_after_the_step_of_an_optimizer_all_is_read(reads, between):
-    module = torchcache(Deep(64)).requires_grad_(True)
+def step(module, between):
+    module.requires_grad_(True)
     with torch.no_grad():
-        module(X)
         module.train()
         module(X)  # walked again, and read
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0, fused=True)
@@ -521,6 +502,27 @@ def test_after_the_step_of_an_optimizer_all_is_read(reads, between):
     module.large.grad[-1, -1] = 1.0
     between(module)
     optimizer.step()
+
+
+def edit_and_refresh(module):
+    module.large.data[40, 40] = 3.0
+    module.cache_instance.refresh()
+
+
+UNTRACED = {
+    "gradients": with_gradients,
+    "a step": functools.partial(step, between=lambda m: None),
+    "a step, and modes": functools.partial(step, between=lambda m: m.train().eval()),
+    "a step, and an attribute": functools.partial(step, between=lambda m: setattr(m, "factor", 3)),
+    "refresh": edit_and_refresh,
+}
+
+
+@pytest.mark.parametrize("name", UNTRACED)
+def test_everything_is_read_where_an_edit_may_have_left_no_trace(name, reads):
+    module = torchcache(Deep(64))
+    module(X)
+    UNTRACED[name](module)
     reads.clear()
     with torch.no_grad():
         module(X)
@@ -541,44 +543,29 @@ class Embedding(nn.Module):
         return self.scale(x) * self.table.weight.sum() * self.factor
 
 
-def decay(module):
-    for weight in module.parameters():
-        weight.data.mul_(0.9)
+def decay(module, only=""):
+    for name, weight in module.named_parameters():
+        if only in name:
+            weight.data.mul_(0.9)
 
 
-@pytest.mark.parametrize(
-    "besides",
-    [lambda m: None, lambda m: m.train().eval(), lambda m: setattr(m, "factor", 2)],
-    ids=["alone", "modes", "attribute"],
-)
-def test_a_running_average_through_data_is_noticed_as_a_whole(besides):
-    """One weight tells of it; the table, which does not, is read again too."""
-    plain, module = Embedding(), torchcache(Embedding())
-    plain.load_state_dict(module.state_dict())
-    module(X)
-    for edit in (decay, besides):
-        edit(module), edit(plain)
-    assert torch.equal(module(X), plain(X))
+AVERAGES = {
+    "alone": lambda m: decay(m),
+    "modes": lambda m: (decay(m), m.train().eval()),
+    "attribute": lambda m: (decay(m), setattr(m, "factor", 2)),
+    "only the middle tells of it": lambda m: (decay(m, "table"), setattr(m, "factor", 2)),
+}
 
 
-def test_an_average_that_only_the_middle_tells_of_is_noticed_when_something_else_changes():
+@pytest.mark.parametrize("name", AVERAGES)
+def test_a_running_average_through_data_is_noticed_as_a_whole(name):
+    """One weight, or another change, tells of it; the table, which does not, is read again too."""
     plain, module = Embedding(), torchcache(Embedding())
     plain.load_state_dict(module.state_dict())
     module(X)
     for one in (module, plain):
-        one.table.weight.data.mul_(0.9)
-        one.factor = 2
+        AVERAGES[name](one)
     assert torch.equal(module(X), plain(X))
-
-
-def test_refresh_reads_everything(reads):
-    module = torchcache(Deep(64))
-    module(X)
-    module.large.data[40, 40] = 3.0
-    module.cache_instance.refresh()
-    reads.clear()
-    module(X)
-    assert sorted(reads) == [3, 3, 9, 9, 64 * 64]
 
 
 def test_a_weight_at_the_address_of_one_that_is_gone_is_read():

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from torchcache2.core.keys import int_key, int_keys
 from torchcache2.tiers.index import KeyIndex
 
 TAG = 0x7FFFFFFF << 32  # the bits of a key's second word that its slot holds
@@ -236,3 +237,10 @@ def test_a_million_keys_in_batches_that_grow():
     entries = index.find(keys[shuffled[count // 2 :]])
     assert (np.sort(entries) == np.arange(count // 2)).all()
     assert (index.keys[entries] == keys[shuffled[count // 2 :]]).all()
+
+
+def test_the_key_of_one_int_is_the_one_that_a_batch_has():
+    numbers = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 200).tolist()
+    numbers += [0, 1, 255, 2**31, 2**32, 2**53, 2**63 - 1, -1, -(2**63)]
+    words = int_keys(bytes(16), np.array(numbers, np.int64)).words
+    assert [int_key(number) for number in numbers] == list(map(tuple, words.tolist()))

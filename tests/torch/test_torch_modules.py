@@ -154,20 +154,18 @@ def multiply(tensor, factor=2):
     tensor.mul_(factor)
 
 
+def parametrized(part):
+    return lambda m: frozen(parametrize.register_parametrization(m.first, "weight", part()) and m)
+
+
+symmetric = parametrized(Symmetric)
+scaled = parametrized(lambda: Scaled((8, 8)))
+
+
 def replace_original(module):
     module.first.parametrizations.weight.original = nn.Parameter(
         module.first.parametrizations.weight.original.detach() * 2, requires_grad=False
     )
-
-
-def symmetric(module):
-    parametrize.register_parametrization(module.first, "weight", Symmetric())
-    frozen(module)
-
-
-def scaled(module):
-    parametrize.register_parametrization(module.first, "weight", Scaled((8, 8)))
-    frozen(module)
 
 
 def assign_through(module):
@@ -195,21 +193,28 @@ class Gained(Net):
         return super().forward(x) * (self.gain if hasattr(self, "gain") else 1)
 
 
+def original(module):
+    return module.first.parametrizations.weight.original
+
+
+def first(change, *args):
+    """Applied to the first layer, after which the module is frozen again."""
+    return lambda m: frozen(seeded(change, m.first, *args) and m)
+
+
+def nothing(module):
+    """What is done before the first call is nothing."""
+
+
 PARAMETRIZATIONS = {
-    "the original, in place": (
-        symmetric,
-        lambda m: multiply(m.first.parametrizations.weight.original),
-    ),
+    "the original, in place": (symmetric, lambda m: multiply(original(m))),
     "the original, replaced": (symmetric, replace_original),
-    "a part that does not show": (
-        # Symmetric() reads the upper triangle only: another namespace, the same outputs.
-        symmetric,
-        lambda m: m.first.parametrizations.weight.original.tril_(-1).add_(m.first.weight.triu()),
-    ),
-    "registered late": (lambda m: None, symmetric),
+    # Symmetric() reads the upper triangle only: another namespace, the same outputs.
+    "a part that does not show": (symmetric, lambda m: original(m).tril_(-1).add_(m.first.weight.triu())),
+    "registered late": (nothing, symmetric),
     "a second one": (symmetric, scaled),
     "its own parameter": (scaled, lambda m: multiply(m.first.parametrizations.weight[0].scale)),
-    "through the setter": (lambda m: None, assign_through),
+    "through the setter": (nothing, assign_through),
     "removed": (scaled, lambda m: parametrize.remove_parametrizations(m.first, "weight")),
     "removed, unparametrized": (
         scaled,
@@ -217,33 +222,18 @@ PARAMETRIZATIONS = {
     ),
     "of the root": (of_root, lambda m: multiply(m.parametrizations.gain[0].scale)),
     "weight norm": (
-        lambda m: frozen(parametrizations.weight_norm(m.first) and m),
+        first(parametrizations.weight_norm),
         lambda m: multiply(m.first.parametrizations.weight.original0),
     ),
-    "weight norm, old": (
-        lambda m: frozen(nn.utils.weight_norm(m.first) and m),
-        lambda m: multiply(m.first.weight_g),
-    ),
-    "weight norm, old, removed": (
-        lambda m: frozen(nn.utils.weight_norm(m.first) and m),
-        lambda m: frozen(nn.utils.remove_weight_norm(m.first) and m),
-    ),
-    "spectral norm": (
-        lambda m: frozen(seeded(parametrizations.spectral_norm, m.first) and m),
-        lambda m: m.first.parametrizations.weight.original.add_(torch.eye(8)),
-    ),
+    "weight norm, old": (first(nn.utils.weight_norm), lambda m: multiply(m.first.weight_g)),
+    "weight norm, old, removed": (first(nn.utils.weight_norm), first(nn.utils.remove_weight_norm)),
+    "spectral norm": (first(parametrizations.spectral_norm), lambda m: original(m).add_(torch.eye(8))),
     "spectral norm, old": (
-        lambda m: frozen(seeded(nn.utils.spectral_norm, m.first) and m),
+        first(nn.utils.spectral_norm),
         lambda m: m.first.weight_orig.add_(torch.eye(8)),
     ),
-    "spectral norm, its vector": (
-        lambda m: frozen(seeded(nn.utils.spectral_norm, m.first) and m),
-        lambda m: m.first.weight_u.add_(1),
-    ),
-    "orthogonal": (
-        lambda m: frozen(seeded(parametrizations.orthogonal, m.first) and m),
-        lambda m: m.first.parametrizations.weight.original.add_(torch.eye(8)),
-    ),
+    "spectral norm, its vector": (first(nn.utils.spectral_norm), lambda m: m.first.weight_u.add_(1)),
+    "orthogonal": (first(parametrizations.orthogonal), lambda m: original(m).add_(torch.eye(8))),
 }
 
 
@@ -352,14 +342,14 @@ def test_pruning(name, change, make):
 def test_pruning_of_the_cached_module_itself():
     # Its hook assigns the weight before each forward.
     cached, plain = torchcache(frozen(exact(nn.Linear(8, 4)))), frozen(exact(nn.Linear(8, 4)))
-    on_both(lambda m: prune.l1_unstructured(m, "weight", 0.5), cached, plain)
-    frozen(cached), frozen(plain)
-    assert_found_at_last(cached, plain)
-    on_both(lambda m: m.weight_mask.logical_not_(), cached, plain)
-    assert_found_at_last(cached, plain)
-    on_both(lambda m: prune.remove(m, "weight"), cached, plain)
-    frozen(cached), frozen(plain)
-    assert_found_at_last(cached, plain)
+    for change in (
+        lambda m: prune.l1_unstructured(m, "weight", 0.5),
+        lambda m: m.weight_mask.logical_not_(),
+        lambda m: prune.remove(m, "weight"),
+    ):
+        on_both(change, cached, plain)
+        frozen(cached), frozen(plain)
+        assert_found_at_last(cached, plain)
 
 
 def test_pruned_weights_that_train():
@@ -409,15 +399,6 @@ def test_dynamic_quantization_depends_on_the_batch(kind):
     assert hits(cached) + sum(bypasses(cached).values()) >= 6
     (advice, *_) = cached.cache_instance.explain().splitlines()
     assert "quantize statically" in advice and "batch_first" not in advice
-
-
-@pytest.mark.filterwarnings(AO_QUANTIZATION, QUANTIZED_TENSORS)
-@pytest.mark.cpu_only
-def test_dynamically_quantized_parts_of_a_model():
-    model = Outer(torchcache(quantize_dynamically(Net)))
-    plain = Outer(quantize_dynamically(Net))
-    for batch in (X, X, Y * 3, X[:2]):
-        assert_same(model(batch), plain(batch))
 
 
 @pytest.mark.filterwarnings(AO_QUANTIZATION, QUANTIZED_TENSORS)
@@ -585,16 +566,6 @@ def test_replicas_share_rows_and_counts_with_the_original(make, warm):
 
 
 @MAKERS
-def test_replicas_inside_of_a_model(make):
-    cached, plain = frozen(Outer(make(Normed))), frozen(Outer(Normed()))
-    for _ in range(3):
-        replicas = replicate(cached, 2)
-        halves = in_threads([lambda r=r, x=x: r(x) for r, x in zip(replicas, X.split(3), strict=True)])
-        assert_same(torch.cat(halves), plain(X))
-    assert (misses(cached.inner), hits(cached.inner)) == (6, 12)
-
-
-@MAKERS
 def test_replicas_are_those_of_the_module_or_its_copy_with_its_weights(make):
     cached, plain = twins(make, Normed)
     assert_found(cached, plain)
@@ -699,16 +670,6 @@ def test_tied_and_untied_instances_of_one_class():
         assert_same(untied(X), -plain(X))
 
 
-def test_a_cached_module_that_is_shared_by_two_models():
-    cached, plain = twins(as_instance)
-    first, second, expected = (frozen(Outer(module)) for module in (cached, cached, plain))
-    assert_same(first(X), expected(X))
-    assert_same(second(X), expected(X))
-    assert hits(cached) == 6
-    multiply(first.inner.first.weight), multiply(plain.first.weight)
-    assert_same(second(X), expected(X))
-
-
 # Replacing modules and parameters
 
 
@@ -761,38 +722,21 @@ def swap_contents(module):
         torch.utils.swap_tensors(getattr(module.blocks[0], name), getattr(module.blocks[1], name))
 
 
-def load_assigned(module):
-    state = {name: tensor.clone().mul_(2) for name, tensor in module.state_dict().items()}
-    module.load_state_dict(state, assign=True)
-
-
 def load(module):
     module.load_state_dict({name: tensor.clone().mul_(2) for name, tensor in module.state_dict().items()})
-
-
-def delete(module):
-    del module.blocks[0]
 
 
 CHANGES = {
     "fused convolution": fuse_conv,
     "fused in place": fuse_conv_in_place,
     "fused linear": fuse_linear,
-    "a child replaced": lambda m: setattr(m, "norm", nn.Tanh()),
-    "in a sequential": lambda m: m.stem.__setitem__(2, nn.Sigmoid()),
-    "appended": lambda m: m.stem.append(nn.Sigmoid()),
     "inserted": lambda m: m.blocks.insert(0, other_linear(3)),
-    "in a list": lambda m: m.blocks.__setitem__(1, other_linear(4)),
-    "deleted": delete,
+    "deleted": lambda m: m.blocks.__delitem__(0),
     "in a dict": lambda m: m.named.update({"b": other_linear(5)}),
     "popped": lambda m: m.named.pop("a"),
     "two swapped": swap_blocks,
-    "by name": lambda m: m.get_submodule("blocks").__setitem__(0, other_linear(6)),
-    "a parameter": lambda m: setattr(m.blocks[0], "weight", other_linear(7).weight),
-    "to no parameter": lambda m: setattr(m.blocks[0], "bias", None),
     "swapped tensors": swap_contents,
     "loaded": load,
-    "loaded by assignment": load_assigned,
 }
 
 
@@ -888,28 +832,18 @@ def changed_weights(module, factor):
 @pytest.mark.one_in(2)
 def test_functional_call(call, make):
     cached, plain = twins(make)
+    weights = changed_weights(plain, 1)
     for _ in range(2):
         assert_same(cached(X), plain(X))
-        for factor in (2, 3, 2, -1):
-            for batch in (X, X, Y):
-                weights = changed_weights(plain, factor)
-                assert_same(call(cached, weights, (batch,)), call(plain, weights, (batch,)))
+        for factor in (2, 3, -1):
+            for tensor in weights.values():
+                tensor.mul_(factor)
+            # Equal weights are one namespace, whoever holds them, and in whatever tensors.
+            for same in (weights, {name: tensor.clone() for name, tensor in weights.items()}):
+                for batch in (X, Y):
+                    assert_same(call(cached, same, (batch,)), call(plain, same, (batch,)))
             assert_same(cached(X), plain(X))
-    assert hits(cached) >= 4 * 6 * 2
-
-
-@MAKERS
-def test_functional_call_with_weights_of_the_same_tensors(make):
-    cached, plain = twins(make)
-    weights = changed_weights(plain, 2)
-    for factor in (1, 2, 3):
-        for tensor in weights.values():
-            tensor.mul_(factor)
-        before = hits(cached)
-        for _ in range(2):
-            assert_same(functional_call(cached, weights, (X,)), functional_call(plain, weights, (X,)))
-        # Equal weights are one namespace, whoever holds them.
-        assert hits(cached) == before + 6
+    assert hits(cached) >= 2 * 3 * (12 + 6)
 
 
 SOME = {
@@ -930,15 +864,6 @@ def test_functional_call_with_some_weights_and_buffers(name, make):
         outputs = [functional_call(one, some(plain), (batch,), **options) for one in (cached, plain)]
         assert_same(*outputs)
     assert_same(cached(X), plain(X))
-
-
-@MAKERS
-def test_functional_call_of_a_model_around(make):
-    cached, plain = frozen(Outer(make(Net))), frozen(Outer(Net()))
-    for factor in (1, 2, 1):
-        weights = changed_weights(plain, factor)
-        for _ in range(2):
-            assert_same(functional_call(cached, weights, (X,)), functional_call(plain, weights, (X,)))
 
 
 @MAKERS
@@ -1043,15 +968,6 @@ def test_an_ensemble_of_functional_calls():
     assert_found(cached, plain)
 
 
-def test_gradients_of_functional_calls():
-    cached, plain = twins(as_class)
-    cached(X)
-    weights = changed_weights(plain, 2)
-    losses = [lambda w, m=m: functional_call(m, w, (X,)).square().sum() for m in (cached, plain)]
-    assert_same(*(torch.func.grad(loss)(weights) for loss in losses))
-    assert_found(cached, plain)
-
-
 @pytest.mark.filterwarnings(TRACED)
 @WARM
 @TARGETS
@@ -1108,17 +1024,6 @@ def test_fake_tensors(target, warm):
                 (type(outputs[1]), (6, 4), torch.float32)
             }
     assert cached.cache_instance.stats().memory_rows == before
-    assert_found(cached, plain)
-
-
-def test_fake_tensors_outside_of_their_mode():
-    # They are a subclass of Tensor.
-    cached, plain = torchcache(lambda x: x * 2), lambda x: x * 2
-    cached(X)
-    fake = fake_mode().from_tensor(X)
-    for _ in range(2):
-        assert type(cached(fake)) is type(plain(fake)) is type(fake)
-    assert bypasses(cached) == {"subclass": 12}
     assert_found(cached, plain)
 
 
@@ -1284,19 +1189,6 @@ def test_traces_of_a_function(warm, trace):
     traced = trace(cached)
     for batch in (X, Y, Y[:2]):
         assert_same(traced(batch), plain(batch))
-
-
-def test_symbolic_trace_of_a_model_that_calls_a_cached_function():
-    scaled = torchcache(lambda x: x * 3)
-
-    class Model(nn.Module):
-        def forward(self, x):
-            return scaled(x) + 1
-
-    scaled(X)
-    graph = torch.fx.symbolic_trace(Model())
-    for batch in (X, Y):
-        assert_same(graph(batch), batch * 3 + 1)
 
 
 def test_a_cached_leaf_of_a_graph_is_still_cached():
@@ -1565,26 +1457,6 @@ def test_parameters_as_arguments(target):
     assert_same(*outputs)
     assert_same(*(torch.autograd.grad(output.square().sum(), trained) for output in outputs))
     assert bypasses(cached) == {"grad": 6}
-
-
-@TARGETS
-def test_buffers_as_arguments(target):
-    cached, plain = targets(target, warm=False)
-    buffer = nn.Buffer(X.clone()) if hasattr(nn, "Buffer") else X.clone()
-    assert_found(cached, plain, buffer)
-    assert_hit(cached, plain)
-
-
-@TARGETS
-def test_tensors_that_require_grad_as_arguments(target):
-    cached, plain = targets(target, warm=True)
-    leaf = X.clone().requires_grad_()
-    for x in (leaf, leaf * 1):
-        outputs = [f(x) for f in (cached, plain)]
-        assert_same(*outputs)
-        gradients = [torch.autograd.grad(o.square().sum(), leaf, retain_graph=True) for o in outputs]
-        assert_same(*gradients)
-    assert bypasses(cached) == {"grad": 12}
 
 
 @pytest.mark.parametrize("name", SUBCLASSES)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torchcache2.cli.check import printable
 from torchcache2.core.errors import TorchcacheError
 from torchcache2.files.directory import (
+    ASKED,
     FINGERPRINT,
     LOCK,
     MIRROR,
@@ -83,7 +84,7 @@ def _names(info: tarfile.TarInfo) -> tuple[str, str]:
     if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
         kind = _KINDS.get(info.type, "not a plain file")
         raise ArchiveError(f"has {info.name!r}, which is {kind}: it is no export of a cache directory")
-    if path in (TAG, LOCK, MIRROR) or NOTE_NAME.fullmatch(path) or is_left_over(path):
+    if path in (TAG, LOCK, MIRROR, ASKED) or NOTE_NAME.fullmatch(path) or is_left_over(path):
         return "", path
     namespace, _, name = path.partition("/")
     is_ours = name == FINGERPRINT or SEGMENT_NAME.fullmatch(name) or is_left_over(name)

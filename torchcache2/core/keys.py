@@ -102,6 +102,26 @@ def int_keys(namespace: bytes, indices: Positions) -> Keys:
     return Keys(namespace, mixed.astype("<u8", copy=False).view(np.uint8))
 
 
+_MASK = (1 << 64) - 1
+_LOW, _HIGH = (  # the constants of a half as ints: its increment, and its shifts and factors in turn
+    [int(_INCREMENTS[half]), *(int(x[half]) for step in _STEPS for x in step), int(_LAST_SHIFTS[half])]
+    for half in range(2)
+)
+
+
+def int_key(index: int) -> tuple[int, int]:
+    """The two words of the key of one int of 64 bits, as `int_keys` makes them."""
+    low, high = _mixed(index, *_LOW), _mixed(index, *_HIGH)
+    return low, high
+
+
+def _mixed(index: int, increment: int, s1: int, f1: int, s2: int, f2: int, s3: int) -> int:
+    mixed = index + increment & _MASK
+    mixed = (mixed ^ mixed >> s1) * f1 & _MASK
+    mixed = (mixed ^ mixed >> s2) * f2 & _MASK
+    return mixed ^ mixed >> s3
+
+
 def indices_of(keys: Array) -> tuple[Positions, Array]:
     """The ints whose keys these are, uint8 ``(n, 16)``, and whether each is the key of an int at all."""
     mixed = keys.view("<u8")[:, 0].astype(np.uint64)  # the first half alone tells ints apart

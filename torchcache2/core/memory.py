@@ -279,8 +279,12 @@ def select(tensor: Tensor, positions: Tensor) -> Tensor:
     return tensor.index_select(0, positions)
 
 
-def gather(data: Tensor, positions: Tensor, **kind: Any) -> Tensor:
+def gather(data: Tensor, positions: Tensor | Array, **kind: Any) -> Tensor:
     """Rows of contiguous uint8 ``(n, bytes)`` on the CPU, in fresh memory of a `kind` of `empty_bytes`."""
+    if not any(kind.values()) and len(positions) * data.shape[1] <= _ALONE:
+        # For few bytes, to call torch takes longer than to copy them.
+        return torch.from_numpy(data.numpy().take(np.asarray(positions), 0, None, "clip"))
+    positions = torch.as_tensor(positions)
     picked = empty_bytes(len(positions) * data.shape[1], **kind).view(len(positions), data.shape[1])
     gather_into(picked, data, positions)
     return picked

@@ -13,6 +13,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import product, starmap
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,6 +42,7 @@ pytree: Any = _first("torch.utils._pytree", "torch.utils.pytree")
 
 _PLAIN = torch.ones((), device="cpu")
 _function_modes: Any = _first("torch.overrides._get_current_function_mode_stack")
+_count_modes: Callable[[], int] = _first("torch._C._len_torch_function_stack", otherwise=lambda: 1)
 _DEVICE_MODE: Any = _first("torch.utils._device.DeviceContext", otherwise=())
 _transform: Any = _first(
     "torch._C._functorch.peek_interpreter_stack",
@@ -65,13 +67,15 @@ def in_foreign_mode() -> bool:
     """Whether a `TorchFunctionMode` is active that is not that of a default device."""
     if _function_modes is None:
         return has_torch_function((_PLAIN,))
-    return not all(isinstance(mode, _DEVICE_MODE) for mode in _function_modes())
+    return _count_modes() > 0 and not all(isinstance(mode, _DEVICE_MODE) for mode in _function_modes())
 
 
 def default_device() -> str:
     """The type of the default device; the public function is wrong in old versions of torch."""
     if _function_modes is None or _DEVICE_MODE == ():
         return torch.get_default_device().type
+    if _count_modes() == 0:
+        return "cpu"
     contexts = [mode for mode in _function_modes() if isinstance(mode, _DEVICE_MODE)]
     return str(contexts[-1].device.type) if contexts else "cpu"
 
@@ -303,12 +307,14 @@ _USUAL = {unit: {"none", "ieee"} for unit in _UNITS} | {
     ("cuda", "conv"): {"tf32"},
     ("cuda", "rnn"): {"tf32"},
 }
+_ALL_USUAL = frozenset(product(*_USUAL.values()))
+_HERE = ("cpu", "cuda")
 
 
 def modes(devices: Iterable[str]) -> str:
     """The modes in force for operations on these types of devices."""
     state = [f"default {torch.get_default_dtype()} {_precision()}"]
-    for kind in sorted({"cpu", "cuda", *devices}):
+    for kind in _HERE if set(devices) <= {*_HERE} else sorted({*_HERE, *devices}):
         if torch.is_autocast_enabled(kind):
             state.append(f"{kind} {torch.get_autocast_dtype(kind)}")
     if not torch.backends.mha.get_fastpath_enabled():
@@ -326,11 +332,11 @@ def _precision() -> str:
     if PRODUCT_PRECISION is None:
         return torch.get_float32_matmul_precision()
     # The public function raises if a program has used both the old and the new way to set it.
-    found = [(unit, PRODUCT_PRECISION(*unit)) for unit in _UNITS]
-    unusual = [
-        f"{place}.{kind}={value}" for (place, kind), value in found if value not in _USUAL[place, kind]
-    ]
-    return ",".join(unusual) or "highest"
+    found = tuple(starmap(PRODUCT_PRECISION, _UNITS))
+    if found in _ALL_USUAL:
+        return "highest"
+    units = zip(_UNITS, found, strict=True)
+    return ",".join(f"{place}.{kind}={is_}" for (place, kind), is_ in units if is_ not in _USUAL[place, kind])
 
 
 def product_precision() -> float:

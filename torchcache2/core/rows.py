@@ -146,8 +146,6 @@ _HOST = torch.device("cpu")
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FLOATS = tuple(np.dtype(name) for name in ("f2", "f4", "f8"))
-_NUMBERS = {"bool": "|b1", "int": "<i8", "float": "<f8", "complex": "<c16"}  # dtypes of rows, by kind of leaf
-_PACKED = {bool: "<?", int: "<q", float: "<d"}
 
 
 class Rows:
@@ -215,9 +213,10 @@ class Rows:
         values = []
         for leaf, column in zip(self.schema.leaves, self.columns, strict=True):
             if leaf.kind == "tensor":
-                values.append(values_of(leaf, column, device))
+                column = to_device(column, leaf.place(device)).to(leaf.dtype)
+                values.append(column.movedim(-1, 1) if leaf.channels_last else column)
             else:
-                values += values_of(leaf, _shared(leaf, column), device)
+                values.append(PLAIN[leaf.kind](_shared(leaf, column).cpu().numpy()))
         return rebuilt(self.schema.structure, iter(values), closed)
 
     def take(self, positions: Tensor) -> Rows:
@@ -365,12 +364,19 @@ def _shared(leaf: Leaf, column: Tensor) -> Tensor:
         raise UnstorableError("unknown for an empty batch").inside(f"output{leaf.path}")
     if len(column) > 1 and not torch.equal(column, column[:1].expand_as(column)):
         raise UnstorableError("different in rows of one batch").inside(f"output{leaf.path}")
-    return column[:1]
+    return column[0]
+
+
+_PACKED = {"int": struct.Struct("<q"), "float": struct.Struct("<d"), "bool": struct.Struct("<?")}
+_KINDS = {int: "int", float: "float", bool: "bool"}
 
 
 def plain_bytes(value: Any) -> tuple[str, bytes] | None:
     """The kind of a number, text, bytes or None, and its bytes in a column; None for any other value."""
     kind = type(value)
+    if kind in _KINDS and (kind is not int or -(2**63) <= value < 2**63):
+        name = _KINDS[kind]
+        return name, _PACKED[name].pack(value)
     if value is None:
         return "none", b""
     if kind is str:
@@ -379,22 +385,19 @@ def plain_bytes(value: Any) -> tuple[str, bytes] | None:
         return "bytes", value
     if kind is complex:
         return "complex", struct.pack("<dd", value.real, value.imag)
-    if kind in _PACKED and (kind is not int or -(2**63) <= value < 2**63):
-        return kind.__name__, struct.pack(_PACKED[kind], value)
     return None
 
 
-def values_of(leaf: Leaf, column: Tensor, device: torch.device) -> Any:
-    """What the rows of a leaf are: a tensor on a device, or a list of numbers, texts, bytes or None."""
-    if leaf.kind == "tensor":
-        column = to_device(column, leaf.place(device))
-        if column.dtype != leaf.dtype:
-            column = column.to(leaf.dtype)
-        return column.movedim(-1, 1) if leaf.channels_last else column
-    if leaf.kind == "none":
-        return [None] * len(column)
-    data = column.cpu().contiguous().numpy()
-    if leaf.kind in _NUMBERS:
-        return data.reshape(-1).view(_NUMBERS[leaf.kind]).tolist()
-    rows = [row.tobytes() for row in data]
-    return rows if leaf.kind == "bytes" else [row.decode("utf-8", "surrogatepass") for row in rows]
+def _number(form: struct.Struct) -> Callable[[Any], Any]:
+    unpack = form.unpack
+    return lambda data: unpack(data)[0]
+
+
+# What makes such a value of its bytes, by kind.
+PLAIN: dict[str, Callable[[Any], Any]] = {
+    "none": lambda data: None,
+    "str": lambda data: bytes(data).decode("utf-8", "surrogatepass"),
+    "bytes": bytes,
+    "complex": lambda data: complex(*struct.unpack("<dd", data)),
+}
+PLAIN.update({name: _number(form) for name, form in _PACKED.items()})

@@ -11,16 +11,12 @@ import numpy as np
 
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size
-from torchcache2.datasets.apart import Apart, copied
-from torchcache2.datasets.counts import DatasetStats
-from torchcache2.datasets.explain import document_of
-from torchcache2.datasets.fingerprint import identify_prefix
-from torchcache2.datasets.itemkeys import Index, as_index, keys_of
-from torchcache2.datasets.options import check_others, level_settings
-from torchcache2.datasets.serving import CAPACITY, Serving
-from torchcache2.datasets.store import SampleStore
-from torchcache2.datasets.storeplan import StorePlan
-from torchcache2.datasets.tally import Tally
+from torchcache2.datasets.identity import Index, as_index, keys_of
+from torchcache2.datasets.options import CAPACITY, check, check_others
+from torchcache2.datasets.recipe import Recipe
+from torchcache2.datasets.source import Apart, copied
+from torchcache2.datasets.store import Store
+from torchcache2.datasets.tally import DatasetStats
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
 _EXPECTED = "the key of a CacheLoader is one int, str or bytes; get_many takes a list of them"
@@ -101,8 +97,8 @@ class CacheLoader:
     """
 
     __module__ = "torchcache2"
-    _plan: StorePlan
-    _store: SampleStore | None
+    _recipe: Recipe
+    _store: Store | None
 
     def __init__(
         self,
@@ -121,28 +117,11 @@ class CacheLoader:
         disk_cache_size: Size | None = None,
         **others: Any,
     ) -> None:
+        options = {name: value for name, value in locals().items() if name not in ("self", "others")}
         check_others(others, "CacheLoader")
-        serving = Serving.of(
-            backend,
-            hosts,
-            cluster_mode=cluster_mode,
-            capacity_per_node=capacity_per_node,
-            policy=policy,
-            writer_buffer_size=writer_buffer_size,
-        )
-        identity = identify_prefix(key_prefix, version)
-        settings = level_settings(path, memory_cache_size, disk_cache_size, policy, compression, serving)
-        folder = settings.persistent_cache_dir
-        plan = StorePlan(
-            title=f"CacheLoader {key_prefix!r}",
-            identity=identity,
-            document=document_of(identity, "torchcache2.CacheLoader"),
-            settings=settings,
-            options=repr((memory_cache_size, disk_cache_size, folder, policy, compression, serving)),
-            serving=serving,
-            tally=Tally(),
-        )
-        self.__setstate__({"_plan": plan, "_is_closed": False})
+        check(options)
+        recipe = Recipe.of_loader(key_prefix, version, options)
+        self.__setstate__({"_recipe": recipe, "_is_closed": False})
 
     def get(self, key: Index, load_fn: Callable[[Any], Any]) -> Any:
         """The value under a key, or else what ``load_fn(key)`` returns, which is kept.
@@ -204,7 +183,7 @@ class CacheLoader:
     def stats(self) -> DatasetStats:
         """What all processes have done with this loader so far."""
         tiers = {} if self._store is None else self._store.levels.stats()
-        return DatasetStats.of(self._plan.tally.total(), tiers)
+        return DatasetStats.of(self._recipe.tally.total(), tiers)
 
     def flush(self) -> None:
         """Return when every value that this process has loaded is on the server, or as lasting as it gets."""
@@ -230,24 +209,24 @@ class CacheLoader:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_plan": self._plan, "_is_closed": self._is_closed}
+        return {"_recipe": self._recipe, "_is_closed": self._is_closed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._plan, self._is_closed = state["_plan"], state["_is_closed"]
-        self._store = None if self._is_closed else self._plan.store()
+        self._recipe, self._is_closed = state["_recipe"], state["_is_closed"]
+        self._store = None if self._is_closed else self._recipe.store()
         self._apart = Apart()
 
     def __repr__(self) -> str:
-        settings = self._plan.settings
+        settings = self._recipe.settings
         folder = settings.persistent_cache_dir
         where = (
             f"in {folder or 'memory'}"
-            if self._plan.serving is None
+            if self._recipe.serving is None
             else f"on {settings.servers or 'no server'}"
         )
-        return f"<{self._plan.title} {where}>"
+        return f"<{self._recipe.title} {where}>"
 
 
 # In a dataset or module that is cached, a loader stands for its prefix and version.
 setattr(CacheLoader, ADDED_ATTRIBUTE, True)
-setattr(CacheLoader, ORIGINAL_ATTRIBUTE, property(lambda self: self._plan.identity.namespace))
+setattr(CacheLoader, ORIGINAL_ATTRIBUTE, property(lambda self: self._recipe.identity.namespace))

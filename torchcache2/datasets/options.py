@@ -1,22 +1,25 @@
-"""The options of `CachedDataset`, checked, and its budgets in bytes."""
+"""The options of datasets and loaders: a table of what each may be, and the settings of the tiers."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
 from torch.utils.data import IterableDataset
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import shown
-from torchcache2.core.places import SCHEMES, Bucket, check_unused, is_url
-from torchcache2.core.settings import CacheSettings
+from torchcache2.core.places import SCHEMES, Bucket, Servers, check_unused, is_url
+from torchcache2.core.settings import CacheSettings, Policy
 from torchcache2.core.sizes import Size, parse_size
-from torchcache2.datasets.serving import Serving
 from torchcache2.tiers.make import disk_budget
+from torchcache2.tiers.redis.server import one_of, own_servers
 
+CAPACITY = 0.25
 _MEMORY_SHARE, _DISK_SHARE = 0.25, 0.8
 _ALIASES = {"disk_cache_path": "path", "dataset_name": "name"}
 _OTHERS = {  # of other libraries, or nearly right
@@ -27,20 +30,78 @@ _OTHERS = {  # of other libraries, or nearly right
     "persistent_cache_dir": "it is path",
     "cache_dir": "it is path",
 }
+_FOR_BUCKETS = ("local_dir", "storage_options", "remote_size")
 
 
-def aliased(path: Any, name: Any, others: dict[str, Any]) -> tuple[Any, Any]:
-    """`path` and `name`, which may be among the `others` by the names that other libraries give them."""
-    given = {"path": path, "name": name}
-    for alias, option in _ALIASES.items():
-        value = others.pop(alias, None)
-        if value is not None:
-            if given[option] is not None:
-                raise OptionError(
-                    f"{option}={shown(given[option])} and {alias}={shown(value)}: these are one option"
-                )
-            given[option] = value
-    return given["path"], given["name"]
+class _Option(NamedTuple):
+    """What an option may be: in words, and as a check."""
+
+    expected: str
+    holds: Callable[[Any], Any]
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is an int from 0 on."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 0
+
+
+def _one_of(*values: Any) -> _Option:
+    *first, last = map(repr, values)
+    return _Option(f"{', '.join(first)} or {last}", lambda value: value in values)
+
+
+def _is_int(least: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and value >= least
+
+
+_SWITCH = _Option("True or False", lambda value: isinstance(value, bool))
+_COUNT = _Option("an int from 0 on", is_count)
+_OPTIONS = {
+    "transform": _Option(
+        "None or a callable that takes a sample", lambda value: value is None or callable(value)
+    ),
+    "verify": _Option(
+        "the share of hits to load again, from 0.0 to 1.0",
+        lambda share: type(share) in (int, float) and 0 <= share <= 1,
+    ),
+    "partial": _SWITCH,
+    "name": _Option(
+        "a text that stands for the dataset, such as 'coco-train'",
+        lambda name: name is None or (isinstance(name, str) and name),
+    ),
+    "key_prefix": _Option(
+        "a text that stands for the values, such as 'coco-train': all loaders with one key_prefix share them",
+        lambda prefix: isinstance(prefix, str) and prefix,
+    ),
+    "version": _Option(
+        "a text or an int",
+        lambda version: (
+            version is None or (isinstance(version, (str, int)) and not isinstance(version, bool))
+        ),
+    ),
+    "backend": _one_of("redis", "local"),
+    "cluster_mode": _SWITCH,
+    "writer_buffer_size": _Option("a number of samples from 1 on", _is_int(1)),
+    "batch_size": _Option("an int of at least 1", _is_int(1)),
+    "num_workers": _Option("an int of at least 0", _is_int(0)),
+    "mode": _one_of("rank", "node", "disk"),
+    "even": _one_of(None, "drop", "repeat"),
+    "seed": _Option("an int from 0 to 2**64 - 1", lambda seed: is_count(seed) and seed < 1 << 64),
+    "overflow": _Option(
+        "None, or a number from 0 on",
+        lambda share: share is None or (isinstance(share, (int, float)) and share >= 0),
+    ),
+    "min_elements": _COUNT,
+    "epoch": _COUNT,
+}
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """Raise `OptionError` for an option of the table that cannot have its value."""
+    for name, value in options.items():
+        option = _OPTIONS.get(name)
+        if option is not None and not option.holds(value):
+            raise OptionError(f"{name}={shown(value)}: expected {option.expected}")
 
 
 def check_others(others: Mapping[str, Any], of: str = "CachedDataset") -> None:
@@ -50,27 +111,20 @@ def check_others(others: Mapping[str, Any], of: str = "CachedDataset") -> None:
         raise OptionError(f"{of} has no option {option!r}: {advice}")
 
 
-def check_portable(path: Any, backend: Any, verify: Any, partial: Any) -> None:
-    """Raise `OptionError` for options without which, or with which, there must be a dataset."""
-    if path is None:
-        raise OptionError("dataset=None serves the samples that are in a folder: give it as path=")
-    if backend != "local":
-        raise OptionError(
-            f"dataset=None with backend={backend!r}: a server does not tell which samples it has"
-        )
-    if verify:
-        raise OptionError(f"verify={shown(verify)} loads samples again, for which there must be a dataset")
-    if not isinstance(partial, bool):
-        raise OptionError(f"partial={shown(partial)}: expected True or False")
+def aliased(options: dict[str, Any], others: dict[str, Any]) -> None:
+    """Take over those of the `others` that are `options` by the names that other libraries give them."""
+    for alias, option in _ALIASES.items():
+        value = others.pop(alias, None)
+        if value is not None:
+            if options[option] is not None:
+                raise OptionError(
+                    f"{option}={shown(options[option])} and {alias}={shown(value)}: these are one option"
+                )
+            options[option] = value
 
 
-def check_dataset(dataset: Any, *, partial: Any = False) -> None:
+def check_dataset(dataset: Any) -> None:
     """Raise `OptionError` if samples cannot be asked for by an index."""
-    if partial is not False:
-        raise OptionError(
-            f"partial={shown(partial)} is about samples without their dataset, as of "
-            "CachedDataset(None, path): a dataset loads what is missing"
-        )
     if dataset is None:
         raise OptionError(
             "dataset is None: samples of a folder are served by CachedDataset(None, path), which may be "
@@ -88,39 +142,83 @@ def check_dataset(dataset: Any, *, partial: Any = False) -> None:
         )
 
 
-def check_values(transform: Any, verify: Any) -> None:
-    """Raise `OptionError` for a value that cannot be meant."""
-    if transform is not None and not callable(transform):
-        raise OptionError(f"transform={shown(transform)}: expected None or a callable that takes a sample")
-    if isinstance(verify, bool) or not isinstance(verify, (int, float)) or not 0 <= verify <= 1:
+def check_served(options: Mapping[str, Any]) -> None:
+    """Raise `OptionError` for options without which, or with which, there must be a dataset."""
+    backend, verify = options["backend"], options["verify"]
+    if options["path"] is None:
+        raise OptionError("dataset=None serves the samples that are in a folder: give it as path=")
+    if backend != "local":
         raise OptionError(
-            f"verify={shown(verify)}: expected the share of hits to load again, from 0.0 to 1.0"
+            f"dataset=None with backend={backend!r}: a server does not tell which samples it has"
         )
+    if verify:
+        raise OptionError(f"verify={shown(verify)} loads samples again, for which there must be a dataset")
 
 
-def level_settings(
-    path: Any,
-    memory_cache_size: Size | None,
-    disk_cache_size: Size | None,
-    policy: Any,
-    compression: Any,
-    serving: Serving | None = None,
-    for_buckets: Mapping[str, Any] | None = None,
-) -> CacheSettings:
-    """The settings of the tiers, with both budgets in bytes, as of now; no server is started yet.
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """Which Redis servers keep samples.
 
-    The options `for_buckets` are ``local_dir``, ``storage_options`` and ``remote_size``.
+    Attributes
+    ----------
+    hosts : Servers or None
+        The servers that were named, or that one of them which this node uses; None: one of our own on each
+        node.
+    cluster_mode : bool
+        Whether each node uses all servers, or one only.
+    capacity : int, str or float
+        Memory that a server of our own may take.
+    policy : {"mru", "lru"}
+        What a server of our own does when it is full.
+    buffer : int
+        So many samples are gathered before they are written.
     """
-    _check_place(path, disk_cache_size, serving)
-    for_buckets = for_buckets or {}
+
+    hosts: Servers | None
+    cluster_mode: bool
+    capacity: Size
+    policy: Policy
+    buffer: int
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Serving | None:
+        """From the options as they were given; None if no server keeps samples."""
+        hosts, capacity = options["hosts"], options["capacity_per_node"]
+        is_cluster, buffer = options["cluster_mode"], options["writer_buffer_size"]
+        parse_size("capacity_per_node", capacity, free=0)
+        if options["backend"] == "local":
+            if hosts is not None:  # they are not shown, as there may be a password in them
+                raise OptionError("hosts are servers, which only backend='redis' uses")
+            if capacity != CAPACITY:
+                raise OptionError(
+                    f"capacity_per_node={capacity!r} is about servers, which only backend='redis' "
+                    "uses: give memory_cache_size or disk_cache_size"
+                )
+            return None
+        if hosts is not None:
+            hosts = Servers.of(hosts if is_cluster else one_of(hosts), buffer=buffer)
+        return cls(hosts, is_cluster, capacity, options["policy"], buffer)
+
+    def servers(self) -> Servers:
+        """The servers that this node uses; those of our own are started if they do not run yet."""
+        if self.hosts is not None:
+            return self.hosts
+        return own_servers(self.capacity, self.policy, cluster_mode=self.cluster_mode, buffer=self.buffer)
+
+
+def level_settings(options: Mapping[str, Any], serving: Serving | None = None) -> CacheSettings:
+    """The settings of the tiers, with both budgets in bytes, as of now; no server is started yet."""
+    path, memory, disk = (options[name] for name in ("path", "memory_cache_size", "disk_cache_size"))
+    _check_place(path, disk, serving)
+    for_buckets: dict[str, Any] = {name: options.get(name) for name in _FOR_BUCKETS}
     if is_url(path):
         path = Bucket.of(path, **for_buckets)
     else:
         check_unused(for_buckets, "path")
-    memory = memory_cache_size
     if memory is None:
         memory = _MEMORY_SHARE if serving is None else 0
-    disk = disk_cache_size if disk_cache_size is not None else 0 if path is None else _DISK_SHARE
+    if disk is None:
+        disk = 0 if path is None else _DISK_SHARE
     parse_size("memory_cache_size", memory, free=0)
     parse_size("disk_cache_size", disk, free=0)
     settings = CacheSettings(
@@ -128,17 +226,17 @@ def level_settings(
         max_persistent_cache_size=disk,
         persistent=disk != 0 or serving is not None,
         persistent_cache_dir=path,
-        policy=policy,
-        compression=compression,
+        policy=options.get("policy", "mru"),
+        compression=options.get("compression", "none"),
         distributed="off",
     )
     folder = settings.persistent_cache_dir
+    if isinstance(folder, Bucket):
+        folder = folder.local_dir
     if serving is not None:
         budget = 0  # a server has its own
-    elif folder is None or (isinstance(folder, Bucket) and folder.local_dir is None):
+    elif folder is None:
         budget = settings.persistent_budget(tempfile.gettempdir())
-    elif isinstance(folder, Bucket):
-        budget = disk_budget(settings, str(folder.local_dir))
     else:
         budget = disk_budget(settings, str(folder))
     budgets = {"max_memory_cache_size": settings.memory_budget(), "max_persistent_cache_size": budget}

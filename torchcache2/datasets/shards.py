@@ -1,8 +1,9 @@
-"""Which samples of a dataset a rank has in an epoch: a plan, which reads nothing and waits for nobody.
+"""`LazyShardDataset`: one rank's part of a dataset, cached when its samples are first asked for.
 
-The samples are put in an order that the seed gives, and dealt to the ranks as cards are: rank r of w has
-those at places r, r + w, r + 2w and so on. What some ranks have together can be dealt among them again in
-each epoch. So all ranks agree without talking to each other.
+`Shard` says which samples a rank has in an epoch; it reads nothing and waits for nobody. The samples are put
+in an order that the seed gives, and dealt to the ranks as cards are: rank r of w has those at places r,
+r + w, r + 2w and so on. What some ranks have together can be dealt among them again in each epoch. So all
+ranks agree without talking to each other.
 
 **The order never changes.** It is how a sort, which keeps the order of equals, arranges raw numbers of
 Philox, a generator whose numbers depend on nothing but its key and its counter. numpy promises that these
@@ -11,9 +12,27 @@ stay the same in all versions, which it does not promise of its ``permutation``.
 
 from __future__ import annotations
 
-import numpy as np
+import operator
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
 
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Array, Positions
+from torchcache2.core.logs import logger
+from torchcache2.core.process import Place, place, ranks_of_each
+from torchcache2.core.sizes import Size, parse_size, size_text
+from torchcache2.datasets.cached import CachedDataset, own_batches
+from torchcache2.datasets.identity import length_of
+from torchcache2.datasets.options import aliased, check, check_dataset, is_count, level_settings
+from torchcache2.engine.progress import WarmupStats
+from torchcache2.engine.randomness import RandomState
+from torchcache2.engine.values.samples import Samples
 
 
 def permutation(count: int, seed: int, stream: int, part: int = 0) -> Positions:
@@ -98,3 +117,334 @@ class Shard:
             dealt = dealt[permutation(len(dealt), self._seed, epoch + 1, self._group)]
         mine = dealt[self._member :: self._together]
         return mine if self._shuffle else np.sort(mine)
+
+
+_PROBED = 8
+_MEMORY_SHARE = 0.5
+
+
+def _sizes_of(
+    mode: str, path: Any, memory_size: Size | None, disk_size: Size | None, *, is_served: bool
+) -> tuple[Size, Size | None]:
+    """Both sizes as `CachedDataset` takes them, where a share of 0.0 is no share."""
+    if memory_size is None:
+        memory_size = 0 if is_served else _MEMORY_SHARE
+    memory_size = 0 if mode == "disk" else memory_size or 0
+    disk_size = disk_size if disk_size is None else disk_size or 0
+    parse_size("memory_size", memory_size, free=0)
+    parse_size("disk_size", disk_size or 0, free=0)
+    if mode == "disk" and not (path if disk_size is None else disk_size):
+        raise OptionError("mode='disk' keeps samples on the disk only: give it a path, or a disk_size")
+    return memory_size, disk_size
+
+
+def _samples_of(dataset: Any) -> int:
+    """How many samples the dataset has; `OptionError` if it does not say."""
+    length = length_of(dataset)
+    if length is None:
+        raise OptionError(f"dataset is of type {type(dataset).__name__}: only what has a len() has shards")
+    return length
+
+
+def _place_of(rank: int | None, num_replicas: int | None) -> Place:
+    """The number of this process among all, as these options say, or else as is known."""
+    if rank is None and num_replicas is None:
+        return place()
+    given = f"rank={rank!r}, num_replicas={num_replicas!r}"
+    if rank is None or num_replicas is None:
+        raise OptionError(f"{given}: give both, or none of them")
+    if not (is_count(rank) and is_count(num_replicas) and rank < num_replicas):
+        raise OptionError(f"{given}: expected ints, and a rank from 0 to num_replicas - 1")
+    return Place(int(rank), int(num_replicas))
+
+
+def _together_of(mode: str, mine: Place) -> int:
+    """How many ranks are dealt their samples together: one, or those of a machine."""
+    found = 1 if mode == "rank" else ranks_of_each(*mine)
+    if found is None:
+        raise OptionError(
+            f"mode={mode!r}: it is not known which of {mine.world_size} ranks are on the machine of rank "
+            f"{mine.rank}. Start them with torchrun, or set the variable LOCAL_WORLD_SIZE to the number of "
+            "ranks on each machine, which has to be the same everywhere. Or use mode='rank'"
+        )
+    return found
+
+
+class _Bound:
+    """How many samples the shard of a rank may have, judged by the size of some.
+
+    Attributes
+    ----------
+    most : int, optional
+        None: there is no bound.
+    is_share : bool
+        Whether it may be another number for another rank.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        path: Any,
+        memory_size: Size,
+        disk_size: Size | None,
+        *,
+        overflow: float | None,
+        even: str | None,
+        mine: Place,
+    ) -> None:
+        self.most: int | None = None
+        self.is_share, self._text = False, ""
+        if overflow is None:
+            return
+        shares = isinstance(memory_size, float), isinstance(disk_size, float)
+        self.is_share = mine.world_size > 1 and (any(shares) or (disk_size is None and path is not None))
+        if even is not None and self.is_share:
+            raise OptionError(
+                f"overflow={overflow!r}, even={even!r}: memory_size={memory_size!r} and "
+                f"disk_size={disk_size!r} have to be bytes, or texts such as '4GB', since a share of what is "
+                "free may be more for one rank than for another"
+            )
+        count, room = _samples_of(dataset), _room(path, memory_size, disk_size)
+        mean = max(1.0, _mean_size(dataset))
+        here = ranks_of_each(*mine) or mine.world_size  # at most, and the same number for all ranks
+        self.most = int(min(count, (1 + overflow) * room / mean / here))
+        self._text = f": overflow={overflow!r}, and {size_text(room)} have room for about "
+        self._text += f"{int(room / mean):,} samples of {size_text(mean)}"
+        self._text += f", for {here} ranks" if here > 1 else ""
+        if self.most == 0 and count > 0:
+            raise OptionError(f"no rank would have any of {count:,} samples{self}")
+
+    def __str__(self) -> str:
+        """The reason for the bound, to be put behind a sentence; empty if there is none."""
+        return self._text
+
+
+def _room(path: Any, memory_size: Size, disk_size: Size | None) -> int:
+    sizes = {"path": path, "memory_cache_size": memory_size, "disk_cache_size": disk_size}
+    settings = level_settings(sizes)
+    memory, disk = settings.max_memory_cache_size, settings.max_persistent_cache_size
+    assert isinstance(memory, int) and isinstance(disk, int)
+    # A folder that lasts has every sample; a temporary one has those for which memory had no room.
+    return memory + disk if path is None else max(memory, disk)
+
+
+def _mean_size(dataset: Any) -> float:
+    """The mean size of up to 8 samples from all over a dataset, in bytes of rows."""
+    count, state = _samples_of(dataset), RandomState([])
+    places = sorted({place * count // _PROBED for place in range(_PROBED if count else 0)})
+    try:
+        probes = [dataset[place] for place in places]
+    finally:
+        state.restore()  # the numbers that the caller draws next are those without a bound
+    rows = Samples().to_rows(probes)
+    for error in rows.refused.values():
+        raise error
+    return sum(c.nbytes for _, part in rows.parts for c in part.columns) / max(1, len(probes))
+
+
+class LazyShardDataset(Dataset[Any]):
+    """One rank's shard of a dataset, each sample of which is loaded once.
+
+    All ranks together have every sample once in each epoch. A rank asks for its own samples only, so that the
+    shard comes to the rank's machine while the first epoch runs, and is found there later. Use no
+    `DistributedSampler`: the dataset is divided already.
+
+    Parameters
+    ----------
+    dataset : Dataset
+        All samples. Any object with ``__getitem__`` for ints and ``__len__``, such as an array of Zarr.
+    path : path, optional
+        A folder that keeps samples for later runs, as of `CachedDataset`. An alias is ``disk_cache_path``.
+    shuffle : bool
+        Whether the order within the shard changes by epoch; else it is ascending.
+    memory_size, disk_size : int, str or float, optional
+        How much memory and disk samples may take on this machine, for all of its ranks: bytes, a text like
+        ``"4GB"``, or a share of what is free. 0: none. ``memory_size=None``: 0.5, but none in front of a
+        server. ``disk_size=None``: 0.8 with a `path`, else 0.
+    overflow : float, optional
+        The shard has at most ``1 + overflow`` times as many samples as can be cached, judged by the mean size
+        of 8 samples. One warning says how many are left out. None: none are.
+    min_elements : int
+        It is an error if a rank's shard has fewer samples than this.
+    rank, num_replicas : int, optional
+        The number of this process, and how many there are. None: as `torch.distributed` says, or else the
+        variables RANK and WORLD_SIZE.
+    seed : int
+        Which samples make a shard, and their order.
+    mode : {"rank", "node", "disk"}
+        Each rank has a shard which is the same in all epochs; each machine has one, which is dealt to its
+        ranks anew in each epoch; as before, but only the disk keeps samples.
+    even : {None, "drop", "repeat"}
+        Make all ranks' shards equally long, as `DistributedDataParallel` needs: leave out fewer samples than
+        there are ranks, or give some ranks one of theirs twice. None: lengths differ by one at most.
+    disk_cache_path : path, optional
+        The same as `path`.
+    **options
+        Those of `CachedDataset`: ``name``, ``version``, ``transform``, ``policy``, ``compression``,
+        ``allow_random``, ``verify``.
+
+    Raises
+    ------
+    OptionError
+        If an option cannot have its value; if the shard has fewer than `min_elements` samples; for modes
+        ``"node"`` and ``"disk"`` also if it is not known which ranks are on one machine.
+
+    Notes
+    -----
+    Call `set_epoch` before each epoch, as with `DistributedSampler`. Shards depend on the length of the
+    dataset, the number of ranks and the seed only, and are the same in all versions of this library.
+
+    Examples
+    --------
+    >>> from torchcache2 import LazyShardDataset
+    >>> squares = [index**2 for index in range(10)]
+    >>> first, second = (
+    ...     LazyShardDataset(squares, memory_size="10MB", rank=rank, num_replicas=2) for rank in range(2)
+    ... )
+    >>> first.indices.tolist(), list(first)
+    ([0, 1, 3, 8, 9], [0, 1, 9, 64, 81])
+    >>> list(second)
+    [4, 16, 25, 36, 49]
+    """
+
+    __module__ = "torchcache2"
+
+    def __init__(
+        self,
+        dataset: Any,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        shuffle: bool = False,
+        memory_size: Size | None = None,
+        disk_size: Size | None = None,
+        overflow: float | None = None,
+        min_elements: int = 0,
+        rank: int | None = None,
+        num_replicas: int | None = None,
+        seed: int = 13,
+        mode: Literal["rank", "node", "disk"] = "rank",
+        even: Literal["drop", "repeat"] | None = None,
+        disk_cache_path: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        check_dataset(dataset)
+        given = {"path": path, "name": None}
+        aliased(given, {"disk_cache_path": disk_cache_path})
+        path = given["path"]
+        for name in ("memory_size", "disk_size"):
+            theirs = name.replace("_", "_cache_")
+            if theirs in options:
+                raise OptionError(f"LazyShardDataset has no option {theirs!r}: it is {name}")
+        check({"mode": mode, "even": even, "seed": seed, "overflow": overflow, "min_elements": min_elements})
+        is_served = options.get("backend", "local") != "local"
+        memory_size, disk_size = _sizes_of(mode, path, memory_size, disk_size, is_served=is_served)
+        if is_served and overflow is not None:
+            raise OptionError(
+                f"overflow={overflow!r} and backend='redis': it is not known how much fits on a server"
+            )
+        mine, count = _place_of(rank, num_replicas), _samples_of(dataset)
+        together, ranks = _together_of(mode, mine), mine.world_size
+        bound = _Bound(dataset, path, memory_size, disk_size, overflow=overflow, even=even, mine=mine)
+        shard = Shard(count, *mine, together=together, seed=seed, shuffle=shuffle, even=even, most=bound.most)
+        if shard.least < min_elements:
+            raise OptionError(
+                f"min_elements={min_elements}: of {count:,} samples, not every one of {ranks} ranks has more "
+                f"than {shard.least:,}{bound}"
+            )
+        if shard.left_out:
+            logger.warning(
+                "LazyShardDataset: %s leaves out %s of %s samples%s",
+                f"rank {mine.rank}" if together == 1 else "this machine",
+                f"{shard.left_out:,}",
+                f"{shard.left_out + len(shard.samples):,}",
+                bound,
+            )
+        if mine.rank == 0 and (not shard.is_even or (shard.left_out and bound.is_share)):
+            logger.warning(
+                "LazyShardDataset: some of %d ranks have more samples than others, and "
+                "DistributedDataParallel then waits for ever: pass even='drop' or even='repeat'",
+                ranks,
+            )
+        self._shard = shard
+        self._cached = CachedDataset(
+            dataset, path, memory_cache_size=memory_size, disk_cache_size=disk_size, **options
+        )
+        self._epoch = _shared(torch.zeros(1, dtype=torch.int64, device="cpu"))
+        self._order = 0, shard.order(0)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _shared(self._epoch)  # it is already, for a worker; a copy has an epoch of its own
+
+    def __getattr__(self, name: str) -> Any:
+        """What else a `CachedDataset` of all samples has, and the dataset itself."""
+        if name.startswith("_"):  # also while a pickle is read, when there is no cache yet
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._cached, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._cached, name, value)  # which refuses what would not reach the samples
+
+    @property
+    def indices(self) -> Positions:
+        """Which samples of the dataset this rank has in this epoch, int64 ``(len(self),)``."""
+        return self._now().copy()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, from 0 on, for this process and its workers, persistent ones too.
+
+        Call it between epochs: samples that are being loaded meanwhile may be of either.
+        """
+        check({"epoch": epoch})
+        self._epoch.fill_(int(epoch))
+
+    def __len__(self) -> int:
+        """Samples of this rank, in each epoch."""
+        return len(self._shard)
+
+    def __getitem__(self, index: int) -> Any:
+        """The sample at a place in this rank's shard."""
+        return self._cached[self._places([index])[0]]
+
+    @own_batches
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """The samples at n places in this rank's shard, which is what a `DataLoader` asks for."""
+        return self._cached.__getitems__(self._places(indices))
+
+    def _places(self, indices: Sequence[int]) -> list[int]:
+        """Where in the dataset the samples at these places in the shard are."""
+        order = self._now()
+        try:
+            return [int(order[operator.index(index)]) for index in indices]
+        except IndexError:
+            raise IndexError(f"{indices} are not all in a shard of {len(order):,} samples") from None
+
+    def warmup(self, num_workers: int = 0, batch_size: int = 64) -> WarmupStats:
+        """Load the samples of this rank, in this epoch, that are not there yet, without returning them.
+
+        The parameters and what is returned are those of `CachedDataset.warmup`.
+        """
+        return self._cached._fill(np.unique(self._now()), num_workers, batch_size)
+
+    def missing(self) -> Positions:
+        """The places in this rank's shard whose samples are not cached now, ascending, int64 ``(k,)``."""
+        return np.flatnonzero(np.isin(self._now(), self._cached.missing()))
+
+    def _now(self) -> Positions:
+        epoch, (known, order) = int(self._epoch), self._order
+        if epoch != known:
+            order = self._shard.order(epoch)
+            self._order = epoch, order
+        return order
+
+
+def _shared(epoch: Tensor) -> Tensor:
+    """The same tensor, in memory that workers share."""
+    try:
+        epoch.share_memory_()  # type: ignore[no-untyped-call]
+    except (OSError, RuntimeError) as error:
+        logger.warning("set_epoch will not reach persistent workers, as memory cannot be shared: %s", error)
+    return epoch

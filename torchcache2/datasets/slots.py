@@ -27,11 +27,75 @@ from torch import Tensor
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Array
-from torchcache2.core.logs import logger
-from torchcache2.core.sizes import size_text
-from torchcache2.datasets.dtypes import checked_dtype, numpy_name
-from torchcache2.datasets.reserve import reserved
+from torchcache2.core.logs import logger, shown
+from torchcache2.core.sizes import free_memory, size_text
 from torchcache2.tiers.shared.region import Region, is_alive, start_time
+
+_BITS = {"8-bit": torch.uint8, "16-bit": torch.uint16, "32-bit": torch.uint32, "64-bit": torch.uint64}
+_OF_NUMPY = (
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+
+
+def checked_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """The dtype, or the one that a text stands for; `OptionError` if no plain tensor can have it."""
+    found = _BITS.get(dtype) if isinstance(dtype, str) else dtype
+    try:
+        if isinstance(found, torch.dtype) and not str(found).startswith("torch.q"):  # those are quantized
+            one, other = (torch.from_numpy(np.zeros(1, numpy_name(found))).view(found) for _ in range(2))
+            one.copy_(other)
+            return found
+    except RuntimeError:  # torch cannot copy it
+        pass
+    raise OptionError(
+        f"dtype={shown(dtype)}: expected a dtype of plain tensors, or one of {', '.join(_BITS)}"
+    )
+
+
+def numpy_name(dtype: torch.dtype) -> str:
+    """What numpy calls a dtype, or ints of the same size if it has no such type."""
+    name = str(dtype).removeprefix("torch.")
+    return name if name in _OF_NUMPY else f"i{dtype.itemsize}"
+
+
+_STEP = 1 << 28  # bytes that are reserved at once: a signal in between does not start it all over
+
+
+def get_shm_size() -> int:
+    """The size of ``/dev/shm`` in whole GiB.
+
+    `SharedCache` takes no memory from there, so that its size limit is not bounded by it.
+    """
+    status = os.statvfs("/dev/shm")
+    return status.f_frsize * status.f_blocks // _GIB
+
+
+get_shm_size.__module__ = "torchcache2"  # the path that pickles name, wherever this file is
+
+
+def reserved(size: int) -> Region:
+    """A file in memory, all of whose pages are there."""
+    if not hasattr(os, "memfd_create"):
+        raise NotImplementedError(
+            "SharedCache shares memory on Linux only; elsewhere use torch.zeros(...).share_memory_()"
+        )
+    free = free_memory(torch.device("cpu"))
+    reason = ""
+    if free is None or size <= free:
+        try:
+            region = Region.create(size)
+            for start in range(0, size, _STEP):
+                region.reserve(start, min(_STEP, size - start))
+            return region
+        except OSError as error:
+            reason = f" ({error})"
+    available = "an unknown number" if free is None else f"{free:,}"
+    raise MemoryError(
+        f"a SharedCache of {size:,} bytes does not fit in memory, of which {available} are available{reason}"
+        ": use a smaller size_limit_gib, which caches fewer samples, or free memory"
+    )
+
 
 _GIB = 1 << 30
 _EMPTY, _SET, _OUTSIDE = 0, 1, 2  # states of a slot; the last one: in the dataset, but not in the cache

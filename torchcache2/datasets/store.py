@@ -1,21 +1,217 @@
-"""`SampleStore`: samples under keys, found in the levels of one namespace and kept there."""
+"""`Store`: what one process has of a cache of samples: the tiers, what is found there, loaded and kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from torchcache2.core.errors import OutputError
-from torchcache2.core.keys import Array, Keys, Positions
+from torchcache2.core.errors import NotCachedError, OutputError
+from torchcache2.core.keys import Flags, Keys, Positions, int_key, int_keys
 from torchcache2.core.logs import ToldOnce
-from torchcache2.core.rows import Rows
-from torchcache2.datasets.levels import Levels
+from torchcache2.core.memory import as_bytes
+from torchcache2.core.process import has_ranks
+from torchcache2.core.rows import Parts, Rows, Schema
+from torchcache2.core.settings import CacheSettings
+from torchcache2.datasets.identity import as_index, keys_of
+from torchcache2.datasets.source import Source
 from torchcache2.datasets.tally import Tally
-from torchcache2.engine.values.samples import Samples, from_rows
+from torchcache2.engine.stack import TierStack, has_any
+from torchcache2.engine.values.samples import Samples, from_rows, rebuilder
 from torchcache2.files.errors import UnreadableError
+from torchcache2.tiers.base import Signals, Tier
+from torchcache2.tiers.make import Description, InUse, Opened, make_levels
+from torchcache2.tiers.meeting import job_name
+from torchcache2.tiers.shared.tier import SharedTier
+
+_ASKED_AT_ONCE = 1 << 20  # keys
+_SEALING = 3.0  # seconds after an epoch in which others seal what waits in them
+
+
+class _User:
+    """Who uses the namespace of a dataset, as long as the process has its levels."""
+
+    def __init__(self, namespace: bytes, description: Mapping[str, Any]) -> None:
+        self.namespace = namespace
+        self._description = description
+
+    def description(self, namespace: bytes) -> Mapping[str, Any]:
+        """What the namespace stands for."""
+        return self._description
+
+
+class Levels(TierStack):
+    """The tiers of the dataset with one namespace, in every process that uses it.
+
+    A folder or servers, if there are any in the `settings`, have every row. A temporary folder has the rows
+    for which there was no room in memory, so that the capacities add up. The budgets are in bytes.
+
+    Unless it `writes`, the folder is only read. Then `opened` may be connections to the bucket, for the
+    tiers.
+
+    The ranks that give one `name` share memory and temporary folder; so do all processes that are given one
+    `job` of 16 bytes, such as workers.
+    """
+
+    def __init__(
+        self,
+        settings: CacheSettings,
+        namespace: bytes,
+        description: Mapping[str, Any],
+        name: str,
+        job: bytes | None,
+        tally: Tally,
+        *,
+        writes: bool = True,
+        opened: Opened | None = None,
+    ) -> None:
+        self._is_worker, self._writes = job is not None, writes
+        super().__init__(settings, name)
+        self._opened = self._opened or opened
+        self.fills_up = settings.persistent_cache_dir is None or not settings.is_persistent
+        self._tally = tally
+        self._epochs, self._turned = 0, -math.inf  # epochs that are over, and when this was noticed
+        self.namespace = namespace
+        self._user = _User(namespace, description)
+        if job is None:
+            # Processes that no launcher has started share with nobody but their workers.
+            is_shared = has_ranks() or bool(os.environ.get("TORCHCACHE_JOB"))
+            job = job_name(os.environ, "dataset", namespace.hex(), name) if is_shared else os.urandom(16)
+        self.job = job
+        self.join(self._user)
+        self._hold()
+
+    def _hold(self) -> None:
+        """Take part now, so that what workers put outlives them."""
+        memory = self.tiers[0]
+        if isinstance(memory, SharedTier):
+            memory.hold(self.namespace)
+
+    def clear(self) -> None:
+        """Forget every row, in every process."""
+        self._tally.dropped()  # first: what waits elsewhere must not be written afterwards
+        self.drop(self.namespace)
+
+    def drop(self, namespace: bytes) -> None:
+        """Delete the rows in files and in shared memory, and what waits in this process."""
+        super().drop(namespace)
+        self._hold()
+
+    @property
+    def _lasting(self) -> Sequence[Tier]:
+        """The tiers whose rows stay, such as a folder and the bucket behind it."""
+        return [tier for tier in self.tiers if tier.is_lasting] or self.tiers[-1:]
+
+    def look_again(self) -> None:
+        """Have the tiers look for rows of other processes at the next call."""
+        for tier in self._lasting:
+            tier.look_again(self.namespace)
+
+    def _look(self, tiers: Sequence[Tier]) -> None:
+        """Have some tiers look now for what other processes have written, or deleted."""
+        self.look_again()
+        for tier in tiers:
+            tier.has(Keys(self.namespace, np.zeros((1, 16), np.uint8)))  # it looks when a key is not there
+
+    def has(self, keys: Keys) -> Flags:
+        """Whether each key has a row in any tier now; with a folder that stays, or servers, in there."""
+        self.look_again()
+        return has_any(self.tiers if self.fills_up else self._lasting, keys)
+
+    def absent(self, count: int, enough: float = math.inf) -> Positions:
+        """Which of the samples 0 to `count` - 1 have no row, int64 ``(k,)``; `enough` need not be all."""
+        self._look([tier for tier in self._lasting if tier.directory is not None])  # else it costs requests
+        found = [np.empty(0, np.int64)]
+        for start in range(0, count, _ASKED_AT_ONCE):
+            some = np.arange(start, min(count, start + _ASKED_AT_ONCE))
+            found.append(some[~self.has(int_keys(self.namespace, some))])
+            if sum(map(len, found)) >= enough:
+                break
+        return np.concatenate(found)
+
+    def found(self, keys: Keys) -> list[Parts]:
+        """The parts of each tier that was asked."""
+        if self._epochs != (epochs := self._tally.epochs):
+            self._epochs, self._turned = epochs, time.monotonic()
+        if time.monotonic() - self._turned < _SEALING:
+            self.look_again()
+        drops = self._tally.drops
+        found = super().found(keys)
+        if self._tally.drops != drops:  # what was read from the disk before may be in memory now
+            self.drop(self.namespace)
+        return found
+
+    def count(self) -> int:
+        """How many rows there are, in all processes; what waits in this one is written first."""
+        self.flush()
+        self._look(self._lasting)
+        return sum(tier.count(self.namespace) for tier in (self.tiers if self.fills_up else self._lasting))
+
+    def write_kept(self, keys: Keys) -> Flags:
+        """Put rows that only memory has into the folder, or on servers; which of the keys memory had.
+
+        The worker that was to write them was killed, or a server has forgotten them.
+        """
+        kept = np.zeros(len(keys), bool)
+        if not self.fills_up and len(self.tiers) > 1:
+            for positions, rows in self.tiers[0].get(keys).parts:
+                self.keep(keys.take(positions), rows)
+                kept[positions] = True
+        return kept
+
+    def keep(self, keys: Keys, rows: Rows) -> bool:
+        """Put rows into every tier, or each into the first with room; whether there was room for all."""
+        if not self.fills_up:
+            self.put(self._user, keys, rows)
+            return True  # the disk says itself if it is full
+        absent = np.arange(len(keys))
+        for depth, tier in enumerate(self.tiers):
+            if depth:
+                keys, rows = keys.take(absent), rows.take(torch.from_numpy(absent))
+            if tier.put(keys, rows) == len(keys):
+                return True
+            absent = np.flatnonzero(~tier.has(keys))
+            if len(absent) == 0:
+                return True
+        return False
+
+    def close(self) -> None:
+        """Let go of the rows in memory, and have the others on disk."""
+        self.forget(self.namespace)
+        self.leave(self._user)
+
+    def _offer(self, tiers: Sequence[Tier], keys: Keys, rows: Rows) -> None:
+        if not self.fills_up:  # else there was no room for them before, and room does not come back
+            super()._offer(tiers, keys, rows)
+
+    def _check_place(self) -> Opened | None:
+        is_far = bool(self.settings.servers or self.settings.bucket)
+        # In a worker, a server or a bucket that refuses is a fault and no error, as its parent has checked
+        # it. A folder that is only read was checked when the dataset was chosen.
+        is_checked = self._writes and not (self._is_worker and is_far)
+        return super()._check_place() if is_checked else None
+
+    def _made(self, in_use: InUse, description: Description, opened: Opened | None) -> Sequence[Tier]:
+        tally = self._tally  # tiers that refer to these levels would keep them alive
+        return make_levels(
+            self.settings,
+            in_use,
+            description,
+            self.job,
+            is_worker=self._is_worker,
+            signals=Signals(lambda: tally.drops, lambda: tally.epochs, ToldOnce(tally.is_first)),
+            writes=self._writes,
+            opened=opened,
+        )
+
+
+_MOST_REBUILDERS = 1024
+_NOTHING: list[Any] = []
 
 
 class Sought(NamedTuple):
@@ -34,32 +230,204 @@ class Sought(NamedTuple):
     """
 
     samples: list[Any]
-    found: Array
+    found: Flags
     counts: dict[str, int]
     unread: dict[int, UnreadableError]
 
 
-class SampleStore:
-    """What one process finds and keeps for a dataset or a loader, which messages call `name`.
+class Store:
+    """What one process finds, loads and keeps for a dataset or a loader, which messages call `name`.
 
-    Safe under threads.
+    A share `verify` of the hits is loaded again and compared. Safe under threads; two that miss one sample at
+    once both load it.
+
+    Attributes
+    ----------
+    end : int
+        Ints from 0 to this are looked for in memory first; others may stand for another index.
     """
 
-    def __init__(self, name: str, levels: Levels, tally: Tally) -> None:
+    end = 1 << 63
+
+    def __init__(
+        self, name: str, levels: Levels, tally: Tally, source: Source | None = None, verify: float = 0.0
+    ) -> None:
         self.name, self.levels, self.tally = name, levels, tally
         self.told = ToldOnce(tally.is_first)
+        self._source, self._verify = source, verify
         self._samples = Samples()
+        self._rebuilders: dict[int, tuple[Schema, Any]] = {}  # by the id of the schema, which is kept
+        self._random_shares = np.random.default_rng()  # its own: the generators of others must not move
+
+    # What is found
 
     def find(self, keys: Keys) -> Sought:
         """The samples that tiers have, each in memory of its own."""
         sought = Sought([None] * len(keys), np.zeros(len(keys), bool), {}, {})
-        names = [f"{tier.name}_hits" for tier in self.levels.tiers]
-        for name, parts in zip(names, self.levels.found(keys), strict=False):
+        for tier, parts in zip(self.levels.tiers, self.levels.found(keys), strict=False):
             before = int(sought.found.sum())
             for positions, rows in parts:
                 self._read(positions, rows, sought)
-            sought.counts[name] = int(sought.found.sum()) - before
+            sought.counts[f"{tier.name}_hits"] = int(sought.found.sum()) - before
         return sought
+
+    def find_one(self, index: int) -> list[Any]:
+        """The sample at an int in a list, if memory has it and nothing needs a closer look; else nothing."""
+        tally = self.tally
+        is_plain = 0 <= index < self.end and self._verify == 0.0 and not tally.is_random
+        if not is_plain or torch.is_inference_mode_enabled():
+            return _NOTHING
+        start, levels = time.perf_counter_ns(), self.levels
+        found = levels.tiers[0].get_one(levels.namespace, *int_key(index), self._made)
+        if found is None:
+            return _NOTHING
+        tally.add_hit("memory_hits", time.perf_counter_ns() - start)
+        return found  # type: ignore[no-any-return]
+
+    def _made(self, schema: Schema, buffers: Sequence[memoryview]) -> list[Any] | None:
+        """The sample of a row in a list; None if the row cannot be read, which `find` warns of."""
+        known = self._rebuilders.get(id(schema))
+        try:
+            if known is None:
+                if len(self._rebuilders) >= _MOST_REBUILDERS:
+                    self._rebuilders.clear()
+                known = self._rebuilders[id(schema)] = schema, rebuilder(schema)
+            return [known[1](buffers)]
+        except UnreadableError:
+            return None
+
+    def _read(self, positions: Positions, rows: Rows, sought: Sought) -> None:
+        try:
+            read = from_rows(rows)
+        except UnreadableError as error:
+            if len(rows) > 1:  # only some may be damaged
+                for i in range(len(rows)):
+                    one = rows.take(torch.from_numpy(np.array([i])))
+                    self._read(positions[i : i + 1], one, sought)
+                return
+            sought.unread.update(dict.fromkeys(positions.tolist(), error))
+            self.told("unreadable", "%s: a cached sample cannot be read (%s)", self.name, str(error))
+            return
+        for position, sample in zip(positions.tolist(), read, strict=True):
+            sought.samples[position] = sample
+        sought.found[positions] = True
+
+    # What is loaded
+
+    def fetch(self, indices: Sequence[Any]) -> list[Any]:
+        """The samples at n indices, found, or else loaded from the source and kept."""
+        source, drops = (
+            self.source,
+            self.tally.drops,
+        )  # whoever finds random numbers says so before all rows go
+        if self.tally.is_random:
+            self.tally.add(random=len(indices))
+            return source.plain(indices)
+        start, before = time.perf_counter_ns(), source.nanoseconds
+        indices = [as_index(index) for index in indices]  # a sample may have it
+        keys = keys_of(self.levels.namespace, indices)
+        samples, found, counts, _ = self.find(keys)
+        if self._verify > 0.0 and not self._is_verified(indices, samples, found):
+            self.tally.add(**counts)
+            return source.plain(indices)
+        missing = np.flatnonzero(~found)
+        if len(missing):
+            loaded, _ = self._load([indices[i] for i in missing.tolist()], keys.take(missing), drops)
+            for position, sample in zip(missing.tolist(), loaded, strict=True):
+                samples[position] = sample
+        in_source = source.nanoseconds - before
+        spent = time.perf_counter_ns() - start - in_source
+        self.tally.add(**counts, nanoseconds=in_source, spent=spent)
+        if len(missing):
+            self.tally.count_epochs()
+        return samples
+
+    def fill(self, indices: Sequence[int]) -> tuple[int, int, int]:
+        """Have the samples at distinct ints loaded and kept, unless they are there or others load them.
+
+        Returns
+        -------
+        found, loaded, nbytes : int
+            Samples that were there, or that others have loaded; samples that were loaded here; bytes of rows.
+        """
+        drops = self.tally.drops  # first, as in `fetch`
+        self._check_steady()
+        keys = keys_of(self.levels.namespace, indices)
+        absent = np.flatnonzero(~self.levels.has(keys))
+        absent = absent[~self.levels.write_kept(keys.take(absent))]
+        loaded = nbytes = 0
+        if len(absent):
+            claim = self.levels.claim(keys.take(absent))
+            try:
+                wanted = absent[claim.mine]
+                while True:
+                    some = [indices[i] for i in wanted.tolist()]
+                    samples, size = self._load(some, keys.take(wanted), drops)
+                    loaded, nbytes = loaded + len(samples), nbytes + size
+                    if not len(claim.others):
+                        break
+                    wanted = absent[claim.wait()]
+            finally:
+                claim.release()
+        self._check_steady()
+        return len(indices) - loaded, loaded, nbytes
+
+    @property
+    def source(self) -> Source:
+        """What loads samples."""
+        assert self._source is not None
+        return self._source
+
+    def _check_steady(self) -> None:
+        if self.tally.is_random:
+            raise NotCachedError(f"{self.name} draws random numbers, so that no sample would be kept")
+
+    def _load(self, indices: Sequence[Any], keys: Keys, drops: int) -> tuple[list[Any], int]:
+        """The samples at indices that have these keys, from the source, and the bytes of their rows.
+
+        None is kept if `Tally.drops` is not `drops` any more.
+        """
+        if len(indices) == 0:
+            return [], 0
+        samples, is_steady = self.source.load(indices)
+        if not is_steady:
+            self._moved(indices[0])
+            self.tally.add(random=len(samples))
+            return samples, 0
+        return samples, self.keep(keys, samples, drops)
+
+    def _is_verified(self, indices: Sequence[Any], samples: list[Any], found: Flags) -> bool:
+        """Whether the hits that were drawn by lot are what the source gives; else all rows are dropped."""
+        drawn = np.flatnonzero(found & (self._random_shares.random(len(found)) < self._verify)).tolist()
+        fresh = self.source.load([indices[i] for i in drawn])[0]
+        apart = [i for i, sample in zip(drawn, fresh, strict=True) if not _same(samples[i], sample)]
+        self.tally.add(verified=len(drawn), mismatched=len(apart))
+        if not apart:
+            return True
+        self.told(
+            "verify",
+            "%s: cached samples differ from what the dataset gives now, such as that at %r: all are "
+            "dropped. Either its data have changed, which version= tells, or it is not deterministic",
+            *(self.name, indices[apart[0]]),
+        )
+        self.levels.clear()
+        return False
+
+    def _moved(self, index: Any) -> None:
+        """Random numbers were drawn while samples were loaded."""
+        if self.source.is_random(index) and not self.tally.is_random:
+            self.tally.found_random()
+            self.levels.clear()
+            where = f" ({self.source.unseeded[0]})" if self.source.unseeded else ""
+            self.told(
+                "random",
+                "%s draws random numbers%s, so it is not cached: every epoch would get the same ones. Give "
+                "random augmentation to CachedDataset as transform=, which runs after the cache. If the "
+                "numbers do not matter, or are seeded by the index, pass allow_random=True",
+                *(self.name, where),
+            )
+
+    # What is kept
 
     def keep(self, keys: Keys, samples: Sequence[Any], drops: int) -> int:
         """Offer loaded samples to the tiers, and count them as misses.
@@ -102,25 +470,18 @@ class SampleStore:
         self.tally.add(misses=count - len(batch.refused), refused=len(batch.refused))
         return sum(len(rows) * rows.schema.row_bytes for _, rows in batch.parts)
 
-    def _read(self, positions: Positions, rows: Rows, sought: Sought) -> None:
-        try:
-            read = from_rows(rows)
-        except UnreadableError as error:
-            if len(rows) > 1:  # only some may be damaged
-                for i in range(len(rows)):
-                    one = rows.take(torch.from_numpy(np.array([i])))
-                    self._read(positions[i : i + 1], one, sought)
-                return
-            sought.unread.update(dict.fromkeys(positions.tolist(), error))
-            self.told("unreadable", "%s: a cached sample cannot be read (%s)", self.name, str(error))
-            return
-        for position, sample in zip(positions.tolist(), read, strict=True):
-            sought.samples[position] = sample
-        sought.found[positions] = True
-
     def _refuse(self, error: OutputError, *, is_any_kept: bool) -> None:
         """Samples that cannot be stored: an error if none was stored before, else a warning."""
         is_first = not is_any_kept and self.tally.total()["misses"] == 0
         if is_first and not any(tier.count(self.levels.namespace) for tier in self.levels.tiers):
             raise error
         self.told("refused", "%s: some samples cannot be cached: %s", self.name, str(error))
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Whether two samples are bit for bit the same."""
+    both = Samples().to_rows([left, right])
+    if both.refused or len(both.parts) != 1:
+        return False
+    ((_, rows),) = both.parts
+    return all(torch.equal(*as_bytes(column)) for column in rows.columns)

@@ -8,16 +8,19 @@ only this process has, and ends with it. Where memory cannot be shared, each pro
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import struct
 import time
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from torchcache2.core.process import ProcessLock
+from torchcache2.engine.stats import CacheStats
 from torchcache2.tiers.shared.region import Region, is_alive, start_time
 
 COUNTS = (
@@ -32,6 +35,8 @@ COUNTS = (
     "nanoseconds",
     "spent",
 )
+_PLACES = {name: place for place, name in enumerate(COUNTS)}
+_SPENT = _PLACES["spent"]
 _RANDOM, _DROPS, _EPOCHS, _TOLD = range(4)  # words of the first row; what was told is from the last one on
 _PROCESSES = 1024
 _WORDS = 16  # of 8 bytes: a row is two cache lines, and no two processes write to one
@@ -55,6 +60,7 @@ class Tally:
         size = (_PROCESSES + 1) * _WORDS
         words = np.zeros(size, np.int64) if region is None else region.array("<i8", 0, size)
         self._table = words.reshape(_PROCESSES + 1, _WORDS)
+        self._numbers = words.data  # one of them is read several times as fast as of an array
         self._lock = ProcessLock()
         self._pid, self._row = 0, 0
 
@@ -75,9 +81,16 @@ class Tally:
     def add(self, **counts: int) -> None:
         """Count what this process has done."""
         with self._lock():
-            row = self._table[self._own_row()]
+            first, numbers = self._own_row() * _WORDS, self._numbers
             for name, count in counts.items():
-                row[COUNTS.index(name)] += count
+                numbers[first + _PLACES[name]] += count
+
+    def add_hit(self, name: str, spent: int) -> None:
+        """Count one sample that was found, and the nanoseconds that this took."""
+        with self._lock():
+            first, numbers = self._own_row() * _WORDS, self._numbers
+            numbers[first + _PLACES[name]] += 1
+            numbers[first + _SPENT] += spent
 
     def total(self) -> dict[str, int]:
         """The counts of all processes."""
@@ -86,7 +99,7 @@ class Tally:
     @property
     def is_random(self) -> bool:
         """Whether a process has found that the source draws random numbers."""
-        return bool(self._table[0, _RANDOM])
+        return self._numbers[_RANDOM] != 0
 
     def found_random(self) -> None:
         """Have all processes know that the source draws random numbers."""
@@ -104,12 +117,12 @@ class Tally:
     @property
     def drops(self) -> int:
         """When `dropped` was called last, in nanoseconds since 1970; 0: never."""
-        return int(self._table[0, _DROPS])
+        return self._numbers[_DROPS]
 
     @property
     def epochs(self) -> int:
         """How often all samples of the dataset have been asked for, as of the last `count_epochs`."""
-        return int(self._table[0, _EPOCHS])
+        return self._numbers[_EPOCHS]
 
     def count_epochs(self) -> None:
         """Count how many samples were asked for, in lengths of the dataset."""
@@ -153,3 +166,50 @@ def _region() -> Region | None:
         return Region.create((_PROCESSES + 1) * _WORDS * 8)
     except OSError:
         return None
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetStats(CacheStats):
+    """What all processes have done with a dataset since it was made; counts are samples.
+
+    Attributes
+    ----------
+    memory_hits, disk_hits, remote_hits : int
+        Samples that were found in memory, on disk, and on servers or in a bucket; `hits` are all of these.
+    misses : int
+        Samples that were loaded and offered to the cache. Samples that were loaded and not kept are
+        `bypasses`, by reason: ``"random"`` and ``"refused"``, as they cannot be stored.
+    """
+
+    __module__ = "torchcache2"
+
+    memory_hits: int = 0
+    disk_hits: int = 0
+    remote_hits: int = 0
+
+    def _lines(self) -> list[tuple[str, str]]:
+        (name, hits), *others = super()._lines()
+        where = f"{self.memory_hits:,} in memory"
+        where += f", {self.disk_hits:,} on disk" if self.disk_hits else ""
+        where += f", {self.remote_hits:,} remote" if self.remote_hits else ""
+        return [(name, f"{hits}: {where}" if self.disk_hits or self.remote_hits else hits), *others]
+
+    @classmethod
+    def of(cls, counts: Mapping[str, int], tiers: Mapping[str, int]) -> DatasetStats:
+        """From the counts of a `Tally`, and what the tiers say of themselves."""
+        where = {name: counts[name] for name in ("memory_hits", "disk_hits", "remote_hits")}
+        hits = sum(where.values())
+        seconds, spent = counts["nanoseconds"] / 1e9, counts["spent"] / 1e9
+        loaded = counts["misses"]
+        mean = seconds / loaded if loaded else 0.0
+        return cls(
+            hits=hits,
+            misses=loaded,
+            bypasses={name: counts[name] for name in ("random", "refused") if counts[name]},
+            **where,
+            verified=counts["verified"],
+            mismatched=counts["mismatched"],
+            seconds_computed=seconds,
+            seconds_saved=None if hits and not loaded else hits * mean - spent,
+            **tiers,
+        )

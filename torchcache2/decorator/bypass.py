@@ -23,7 +23,6 @@ from torchcache2.core.logs import shown
 from torchcache2.core.private import keeps_parametrized
 from torchcache2.core.values import UnstorableError
 from torchcache2.engine.batch import NotStoredError, RefusedError
-from torchcache2.engine.randomness import RandomContexts
 from torchcache2.identity.arguments import BoundCall, Signature, UncachedArgumentError
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
 
@@ -259,10 +258,3 @@ def ask_weights(seen: Seen) -> None:
     if seen.has_old_casts:
         text = "weights have changed while autocast is on, which keeps its copies of the old ones"
         raise BypassError.because("autocast", text)
-
-
-def ask_randomness(random: RandomContexts, context: bytes) -> None:
-    """Raise if calls of this context drew random numbers before, and are not to be tried again yet."""
-    if random.bypasses(context):
-        final = random.is_final(context)
-        raise BypassError.because("random", "its output was random before", is_final=final)

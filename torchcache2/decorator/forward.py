@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,18 +18,19 @@ from torchcache2.core.logs import shown
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import UnstorableError, has_attributes, leaves_of, mapped
+from torchcache2.decorator.backoff import Backoff
 from torchcache2.decorator.bypass import BypassError, not_stored, of_module
 from torchcache2.decorator.lazymodule import devices_apart, lazies_of, with_device_hint
 from torchcache2.decorator.probe import Probe, talks
 from torchcache2.decorator.traces import Inputs, filling
 from torchcache2.decorator.tracing import Runner
 from torchcache2.engine.batch import Checks, NotStoredError, WholeBatch, computed_again
-from torchcache2.engine.randomness import RandomContexts, RandomState
+from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import Forward
 from torchcache2.engine.values.outputs import Lists
 from torchcache2.engine.values.samples import Samples
 from torchcache2.identity.arguments import BoundCall, Signature
-from torchcache2.identity.fingerprint import Fingerprint
+from torchcache2.identity.encoding import digest
 from torchcache2.identity.guard import Undo
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
@@ -49,8 +49,11 @@ class Known:
     ----------
     signature : Signature
         That of the method without the cache.
-    random : RandomContexts
-        Calls whose forward was random, by `Computation.context`.
+    random : Backoff
+        Calls whose forward was random, or seemed to be, by `context`. A forward that seeds a generator leaves
+        it in the same state each time, so that nothing shows: such calls are not cached again. But if there
+        are other threads, one of them may have drawn the numbers: then caching is tried again after some
+        calls, with the generators in another state.
     shapes : dict
         The shapes of items' outputs, by group of keys, of calls that leave no trace; see `_shapes_of_items`.
     """
@@ -59,7 +62,7 @@ class Known:
 
     def __init__(self, settings: CacheSettings, keeper: NamespaceKeeper, runner: Runner) -> None:
         self.settings, self.keeper, self.runner = settings, keeper, runner
-        self.random = RandomContexts()
+        self.random = Backoff(1, 4)
         self.shapes: dict[bytes, Shapes | None] = {}
         self.samples = Samples()
         self._lists: dict[bytes, dict[str, bool]] = {}
@@ -70,64 +73,71 @@ class Known:
         count = self.settings.subsample_count
         return item_keys(namespace, call.context, call.leaves, entries, subsample_count=count)
 
-    def lists(self, context: bytes) -> dict[str, bool]:
-        """What is known of lists in the outputs of calls of a context; see `Lists.known`."""
+    def context(self, namespace: bytes, call: BoundCall) -> bytes:
+        """A digest of the namespace and the arguments that are not batched."""
+        return digest([namespace, call.context])
+
+    def lists(self, context: bytes) -> Lists:
+        """What is known of lists in the outputs of calls of a context."""
         if len(self._lists) >= _MOST_CONTEXTS:
             self._lists.clear()
-        return self._lists.setdefault(context, {})
+        return Lists(self.samples, self._lists.setdefault(context, {}))
 
 
 def may_check(
-    keeper: NamespaceKeeper,
-    root: Any,
-    call: BoundCall,
-    seen: Seen,
-    fingerprint: Fingerprint,
-    is_alone: bool,
-    is_first: bool,
-    is_found: bool = False,
+    known: Known, root: Any, call: BoundCall, seen: Seen, is_first: bool, is_found: bool = False
 ) -> bool:
     """Whether the forward can run to check a batch, the first of its kind or a later one.
 
     A batch that is all found is not worth loading a module for. Ranks in step share out what is computed,
-    so that one that computes its whole batch delays all: only a rank that `is_alone` checks later batches.
+    so that one that computes its whole batch delays all: only a rank that is alone checks later batches.
     """
-    if devices_apart(call, root, seen) or not (is_first or is_alone):
+    is_alone = known.settings.distributed != "collective"
+    if seen.shards is not None or devices_apart(call, root, seen) or not (is_first or is_alone):
         return False
-    loaded = [lazy.module for lazy in lazies_of(keeper, call)]
+    loaded = [lazy.module for lazy in lazies_of(known.keeper, call)]
     if is_found and None in loaded:
         return False
-    return not any(talks(one, fingerprint) for one in (root, *loaded))
+    return not any(talks(one, known.keeper.fingerprint) for one in (root, *loaded))
 
 
-@dataclasses.dataclass
 class Computation:
     """Runs the forward for some items of a call, and finds out whether the output may be stored.
 
     It is the `Source` of a batch. There is one for each call, and most find all items, so that it computes
     nothing.
+
+    Attributes
+    ----------
+    root
+        The module or function, and `seen` what its keeper has seen of it for this call.
+    checks : Checks
+        Whether the whole batch is to be computed.
+    has_run : bool
+        Whether it was asked for any item.
+    ran : list
+        The output of a forward that may not run again.
     """
 
-    known: Known
-    call: BoundCall
-    keys: Keys
-    context: bytes  # a digest of the namespace and the arguments that are not batched, 16 bytes
-    plain: Forward
-    root: Any  # the module or function, and what its keeper has seen for this call
-    seen: Seen
-    walks: int  # of the keeper, before the call
-    description: Callable[[bytes], Mapping[str, Any]]
-    distrust: Callable[[], None]
-    checks: Checks
-    may_run: Callable[[bool], bool] | None  # see `may_check`; None if it never may
-    known_lists: dict[str, bool] | None = None  # of the kind of calls
-    has_run: bool = False  # whether it was asked for any item
-    ran: list[Any] = dataclasses.field(default_factory=list)  # the output of a forward that may not run again
-
-    @property
-    def keeper(self) -> NamespaceKeeper:
-        """What watches the module."""
-        return self.known.keeper
+    def __init__(
+        self,
+        known: Known,
+        call: BoundCall,
+        keys: Keys,
+        plain: Forward,
+        root: Any,
+        seen: Seen,
+        checks: Checks,
+        description: Callable[[bytes], Mapping[str, Any]],
+        distrust: Callable[[], None],
+    ) -> None:
+        self.known, self.keeper, self.random = known, known.keeper, known.random
+        self.call, self.keys, self.root, self.seen, self.checks = call, keys, root, seen, checks
+        self.description, self.distrust = description, distrust
+        self.has_run = False
+        self.ran: list[Any] = []
+        self._plain = plain
+        self._walks = known.keeper.walks
 
     @property
     def is_sharded(self) -> bool:
@@ -135,12 +145,16 @@ class Computation:
         return self.seen.shards is not None
 
     @functools.cached_property
-    def lists(self) -> Lists:
-        """What is known of lists in the output."""
-        lists = self.known_lists
-        return Lists(self.known.samples, self.known.lists(self.context) if lists is None else lists)
+    def context(self) -> bytes:
+        """See `Known.context`."""
+        return self.known.context(self.seen.namespace, self.call)
 
     @functools.cached_property
+    def lists(self) -> Lists:
+        """What is known of lists in the output."""
+        return self.known.lists(self.context)
+
+    @property
     def device(self) -> torch.device:
         """The device of the batch or, if that is no tensor, of the weights."""
         tensors = chain(self.seen.tensors.tensors, self.seen.shards.tensors() if self.seen.shards else ())
@@ -154,7 +168,7 @@ class Computation:
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of the plain forward; see `filling`."""
-        return filling(functools.partial(self.known.runner.run, self.plain))(args, kwargs)
+        return filling(functools.partial(self.known.runner.run, self._plain))(args, kwargs)
 
     def compute(self, positions: Tensor) -> Any:
         """The output for the items at some positions (int64, CPU, shape ``(k,)``), or a `WholeBatch`.
@@ -169,18 +183,16 @@ class Computation:
             return self._output(positions)
 
     def _output(self, positions: Tensor) -> Any:
-        if self.is_sharded:
-            if not self.ran:
-                self._run_once()
-            is_part = len(positions) < self.call.batch_size
-            return WholeBatch(self.ran[0]) if is_part else self.ran[0]
         is_whole = len(positions) == self.call.batch_size
         if not (is_whole or self._may_compute_parts()):
             return self._whole_batch()
-        suspect = self.known.random.is_suspect(self.context)
+        if self.is_sharded and self.ran:
+            return self.ran[0]
         # A forward that may be random runs a second time, and then needs the caller's arguments as they were:
-        # so at first it gets a copy of them.
-        is_callers = is_whole and not suspect
+        # so at first it gets a copy of them. One that waits for other processes can run but once.
+        was_random = self.context in self.random
+        is_suspect = was_random and not self.is_sharded
+        is_callers = is_whole and not is_suspect
         try:
             args, kwargs = (self.call.args, self.call.kwargs) if is_callers else self.call.take(positions)
         except UnstorableError as error:
@@ -190,17 +202,19 @@ class Computation:
         inputs = Inputs(self.call, args, kwargs, positions, self.known.signature.bind, self._key_bytes)
         undo = None if is_callers else self.keeper.undo(self.seen, self.root, self.call.objects)
         state = RandomState(self.keeper.generators)
-        output = self._run(inputs, state, undo, suspect, len(positions))
+        output = self._run(inputs, state, undo, is_suspect, len(positions))
         self.ran = [output] if is_callers else []  # until it is known that nothing was changed
         try:
-            stop = self._trace(inputs, state, suspect, output)
+            stop = self._trace(inputs, state, is_suspect, output)
         except torch.cuda.OutOfMemoryError:
             if undo is not None:
                 undo()
             raise
-        self.ran = []
+        self.ran = self.ran if self.is_sharded else []
+        if stop is None and was_random and self.is_sharded:
+            stop = BypassError.because("random", "")
         if stop is not None:
-            is_own = stop.reason == "random" and (suspect or threading.active_count() == 1)
+            is_own = stop.reason == "random" and (is_suspect or threading.active_count() == 1)
             output = self._run_again(output, undo, state if is_own else None)
             raise NotStoredError(stop.reason, stop.text, output)
         output = self._with_lists(output, positions)
@@ -219,14 +233,17 @@ class Computation:
                 return output
             if is_odd and not self.call.entries:
                 raise not_stored("batch", output, self._odd_text(shapes), cause="shape")
-            if self.call.batch_size > 1:
+            if self.call.batch_size > 1 and not self.is_sharded:
                 found = probe.dependence()
                 if found is not None:
                     raise not_stored("batch", copied, found.text, cause=found.cause)
                 self.checks.is_conclusive = probe.is_conclusive
                 output = copied
         self._remember(shapes)
-        return self._own(output, inputs.tensors) if is_whole else output
+        if is_whole:
+            output = self._own(output, inputs.tensors)
+        self.ran = [output] if self.is_sharded else []
+        return output
 
     def _key_bytes(self, call: BoundCall) -> Bytes2D:
         return self.known.keys(self.seen.namespace, call).data
@@ -235,33 +252,6 @@ class Computation:
         """Whether the forward would run for the whole batch, whatever items are asked for."""
         return not self._may_compute_parts()
 
-    def _run_once(self) -> None:
-        """Compute the output of the whole batch of a forward that other processes run at the same time.
-
-        Another run, such as a probe, would wait for them in vain. So calls that were random once stay random.
-        """
-        positions = torch.arange(self.call.batch_size, device="cpu")
-        inputs = Inputs(
-            self.call, self.call.args, self.call.kwargs, positions, self.known.signature.bind, self._key_bytes
-        )
-        state = RandomState(self.keeper.generators)
-        was_random = self.known.random.is_suspect(self.context)
-        output = self.forward(inputs.args, inputs.kwargs)
-        with contextlib.suppress(RecursionError):  # it is not kept, and returned as it is
-            output = mapped(_waited, output, objects=True)
-        self.ran = [output]
-        stop = self._trace(inputs, state, False, output)
-        if stop is None and was_random:
-            stop = BypassError.because("random", "")
-        if stop is not None:
-            raise NotStoredError(stop.reason, stop.text, output)
-        output = self._with_lists(output, positions)
-        shapes = self._shapes_of_items(output, self.call.batch_size)
-        if self._is_odd(shapes) and not self.call.entries:
-            raise not_stored("batch", output, self._odd_text(shapes), cause="shape")
-        self._remember(shapes)
-        self.ran = [self._own(output, inputs.tensors)]
-
     def _may_compute_parts(self) -> bool:
         """Whether the forward may run for a part of the batch.
 
@@ -269,8 +259,8 @@ class Computation:
         calls, must do so once, and with the caller's own arguments. Also, it must be known which arguments
         belong to the items.
         """
-        is_known = self.keys.group in self.known.shapes or self.known.random.is_suspect(self.context)
-        return is_known and not self.checks.computes_parts and not self.call.aligned
+        is_known = self.keys.group in self.known.shapes or self.context in self.random
+        return is_known and not (self.is_sharded or self.checks.computes_parts or self.call.aligned)
 
     def _whole_batch(self) -> WholeBatch:
         output = self._output(torch.arange(self.call.batch_size, device="cpu"))
@@ -281,7 +271,10 @@ class Computation:
         try:
             if suspect:
                 return self._run_disturbed(inputs, state)
-            return self.forward(inputs.args, inputs.kwargs)
+            output = self.forward(inputs.args, inputs.kwargs)
+            with contextlib.suppress(RecursionError):  # it is not kept, and returned as it is
+                return mapped(_waited, output, objects=True) if self.is_sharded else output
+            return output
         except Exception as error:
             if count == self.call.batch_size or is_out_of_memory(error):  # the whole batch would need more
                 raise
@@ -300,7 +293,7 @@ class Computation:
             raise
         if not state.moved():
             state.restore()
-            self.known.random.clear(self.context)
+            self.random.clear(self.context)
         return output
 
     def _run_again(self, output: Any, undo: Undo | None, state: RandomState | None = None) -> Any:
@@ -319,12 +312,12 @@ class Computation:
     def _trace(self, inputs: Inputs, state: RandomState, suspect: bool, output: Any) -> BypassError | None:
         """The traces of the forward for which its output must not be stored; None if it has left none."""
         found = []
-        if (not suspect or self.known.random.is_suspect(self.context)) and state.moved():
-            self.known.random.add(self.context)
+        if (not suspect or self.context in self.random) and state.moved():
+            self.random.add(self.context, "random", is_final=threading.active_count() == 1)
             found.append(BypassError.because("random", ""))
         if changes := self.keeper.changed_since(self.seen, self.root):
             found.append(BypassError.because("state", f"while the forward ran, {changes}"))
-        elif self.keeper.lazies and self.keeper.walks != self.walks:
+        elif self.keeper.lazies and self.keeper.walks != self._walks:
             found += self._look_at_loaded()
         for one in self.call.objects:
             found += of_module(one.keeper, one.value, is_without_grad=True) if one.keeper.lazies else []
@@ -341,7 +334,7 @@ class Computation:
 
     def _look_at_loaded(self) -> list[BypassError]:
         """Why the output is not stored of modules that the forward has loaded; from now on they are seen."""
-        self.walks, self.seen = self.keeper.walks, self.keeper.look(self.root)
+        self._walks, self.seen = self.keeper.walks, self.keeper.look(self.root)
         stops = of_module(self.keeper, self.root, is_without_grad=True)
         if self.keeper.generators:  # nobody knows in which state these were
             why = "a module with generators of its own was loaded in this call"
@@ -390,6 +383,7 @@ class Computation:
             with computed_again():
                 return self.forward(*self.call.take(positions, aligned=aligned))
         finally:
+            self.keeper.accept_memos(self.seen, self.root)
             # The forward has just run for the whole batch, and has changed at most attributes that it never
             # reads. These are put back. Everything else is put back only if there is no other thread, which
             # might have made the change.
@@ -431,7 +425,7 @@ class Computation:
             return output
         lists, count = self.lists, len(positions)
         unsettled = lists.unsettled(output, count)
-        if unsettled and self.may_run is not None and self.may_run(True):
+        if unsettled and may_check(self.known, self.root, self.call, self.seen, True):
             # The forward may write to the memory of this output.
             output = mapped(_copied, output, objects=True)
             part = positions[:1].tolist() * (1 if count > 1 else 2)

@@ -10,7 +10,7 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from pathlib import Path
@@ -24,10 +24,10 @@ from torchcache2.core.process import AtExit, before_pools_end
 from torchcache2.core.settings import CacheSettings, disabled_by_environment, strict_by_environment
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.decorator import bypass
+from torchcache2.decorator.backoff import Backoff, glance
 from torchcache2.decorator.bypass import BypassError, not_stored
 from torchcache2.decorator.forward import Computation, Known, may_check
 from torchcache2.decorator.probe import CallChecks, Probes
-from torchcache2.decorator.shortcuts import Glance, Shortcuts, glance
 from torchcache2.decorator.traces import given_back
 from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
 from torchcache2.decorator.warmup import warm_up
@@ -39,7 +39,7 @@ from torchcache2.engine.running import Forward, OwnMemoryError
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import CacheStats
 from torchcache2.identity.arguments import Signature
-from torchcache2.identity.encoding import digest, qualified_name
+from torchcache2.identity.encoding import qualified_name
 from torchcache2.identity.fingerprint import Fingerprint, at_most
 from torchcache2.identity.marks import ADDED_ATTRIBUTE
 from torchcache2.identity.namespace import History, NamespaceKeeper
@@ -113,7 +113,7 @@ class ModuleCache:
         self.keeper = self._owner.keeper(settings)
         self._known = Known(settings, self.keeper, Runner(self._owner.thread))
         self._calls: deque[CallSeen] = deque(maxlen=2)
-        self._shortcuts = Shortcuts()
+        self._backoff = Backoff(4, 16)
         self.bypass: str | None = None  # the reason of the last call, if it was not cached
         self.reasons: dict[str, str] = {}  # the last text for each reason
         self._probes = probes if probes is not None else Probes()
@@ -309,26 +309,26 @@ class ModuleCache:
             self.engine.tell("hint", text, self.name, f"{counters.misses:,}", why, log=log)
 
     def _call(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        start, root = time.perf_counter(), self.living_root()
-        kind = glance(root, args, kwargs)
+        start, root, runner = time.perf_counter(), self.living_root(), self._known.runner
         try:
-            computation = self._cacheable(root, forward, args, kwargs, kind)
+            computation = self._cacheable(root, forward, args, kwargs)
         except Exception as error:
             self.engine.stand_by(error)
             raise
-        runner = self._known.runner
         if computation is None:
             with self.engine.stand_by():
                 return runner.run(forward, args, kwargs)
         try:
             output = self._cached(computation, start)
-            self._shortcuts.clear(kind)
+            if self._backoff:
+                self._backoff.clear(glance(root, args, kwargs))
             return output
         except BypassError as stop:
-            self._step_aside(stop, kind, self._known.signature.count(args, kwargs))
+            self._step_aside(stop, len(computation.keys), lambda: glance(root, args, kwargs))
         except NotStoredError as stop:
             is_final = stop.reason != "random" or self._known.random.is_final(computation.context)
-            self._step_aside(BypassError.of(stop, is_final=is_final), kind, len(computation.keys))
+            aside = BypassError.of(stop, is_final=is_final)
+            self._step_aside(aside, len(computation.keys), lambda: glance(root, args, kwargs))
             return stop.output
         except OwnMemoryError as stop:
             if computation.is_sharded and not computation.ran:
@@ -339,25 +339,26 @@ class ModuleCache:
             return runner.run(forward, args, kwargs)
 
     def _cacheable(
-        self, root: Any, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: Glance
+        self, root: Any, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Computation | None:
         """What computes the items of a call; None if it is not cached, which is counted."""
-        reason = None if self._is_strict() else self._shortcuts.reason(kind)
-        self.bypass = reason
-        if reason is not None:
-            self.engine.count_bypass(reason, self._known.signature.count(args, kwargs), "")
+        reason = self._backoff.reason(glance(root, args, kwargs)) if self._backoff else None
+        self.bypass = None if reason is None or self._is_strict() else reason
+        if self.bypass is not None:
+            self.engine.count_bypass(self.bypass, self._known.signature.count(args, kwargs), "")
             return None
         try:
             return self._computation(root, forward, args, kwargs)
         except BypassError as stop:
-            self._step_aside(stop, kind, self._known.signature.count(args, kwargs))
+            items = self._known.signature.count(args, kwargs)
+            self._step_aside(stop, items, lambda: glance(root, args, kwargs))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             self.engine.do_without(self._known.signature.count(args, kwargs), error)
         return None
 
-    def _step_aside(self, stop: BypassError, kind: Glance, items: int) -> None:
+    def _step_aside(self, stop: BypassError, items: int, kind: Callable[[], Hashable]) -> None:
         """Count a call that is not cached, or raise if such calls are errors."""
         self.reasons[stop.reason] = stop.text
         self.bypass = stop.reason
@@ -365,7 +366,7 @@ class ModuleCache:
             raise stop.as_error(self.name) from None
         self.engine.count_bypass(stop.reason, items, stop.text)
         if stop.is_final:
-            self._shortcuts.add(kind, stop.reason)
+            self._backoff.add(kind(), stop.reason)
 
     def _is_strict(self) -> bool:
         return self.settings.strict or strict_by_environment()
@@ -406,36 +407,20 @@ class ModuleCache:
         self.engine.namespace = seen.namespace
         bypass.ask_weights(seen)
         self._calls.append(CallSeen.of(seen.namespace, call))
-        context = digest([seen.namespace, call.context])
-        bypass.ask_randomness(known.random, context)
+        if known.random and known.random.reason(context := known.context(seen.namespace, call)):
+            is_final = known.random.is_final(context)
+            raise BypassError.because("random", "its output was random before", is_final=is_final)
         keys = known.keys(seen.namespace, call)
         if not keeper.holds():  # bytes of weights that have come with the keys show an edit
             self._calls.pop()
             return self._computation(root, forward, args, kwargs)
         checks = Checks()
-        may_run = None
-        if seen.shards is None:
-            is_alone = self.engine.collective is None
-            may_run = functools.partial(may_check, keeper, root, call, seen, self.fingerprint, is_alone)
-        lists = None
-        if self.settings.probe and may_run is not None:
+        if self.settings.probe and seen.shards is None:
             kind = self._probes.kind(keys.group, self.fingerprint, call, self._probed_before, self.method)
-            checks, lists = CallChecks(self._probes, kind, keys, may_run), kind.lists
-        return Computation(
-            known,
-            call,
-            keys,
-            context,
-            forward,
-            root,
-            seen,
-            walks,
-            self.description,
-            self.refresh,
-            checks,
-            may_run,
-            lists,
-        )
+            checks = CallChecks(
+                self._probes, kind, keys, functools.partial(may_check, known, root, call, seen)
+            )
+        return Computation(known, call, keys, forward, root, seen, checks, self.description, self.refresh)
 
     def _cached(self, computation: Computation, start: float) -> Any:
         keys, checks = computation.keys, computation.checks

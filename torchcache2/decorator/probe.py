@@ -66,15 +66,14 @@ class Kind:
     """The calls that one series of checks is for: of one module in one state, alike but for their items.
 
     `code` is a digest of the module's code and of the form of the arguments, without weights and values.
-    `lists` is what this process knows of lists in the output; see `Lists.known`. `counts` are the batches of
-    which no, some, and all items were found; it is empty if an item's output depends on its batch.
+    `counts` are the batches of which no, some, and all items were found; it is empty if an item's output
+    depends on its batch.
     """
 
     namespace: bytes
     name: str
     code: bytes = b""
     counts: list[int] = dataclasses.field(default_factory=lambda: [0, 0, 0])
-    lists: dict[str, bool] = dataclasses.field(default_factory=dict)
 
 
 class Probes:

@@ -1,58 +1,14 @@
-"""Forwards that draw random numbers: which they are, and the generators that they draw from."""
+"""`RandomState`: the generators of random numbers, whether they have moved, and how to put them back."""
 
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-_MOST_CONTEXTS = 10_000
-_STRIKES = 4
-_WAIT = 4  # calls before caching is tried again; four times as many before each later try
-
-
-class RandomContexts:
-    """Contexts of calls whose forward is random, or seems to be.
-
-    A forward that seeds a generator leaves it in the same state each time, so that nothing shows. So calls
-    that were random once are not cached again. But if there are other threads, one of them may have drawn the
-    numbers: then caching is tried again after some calls, with the generators in another state.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[bytes, tuple[int, int]] = {}  # strikes, and calls before the next try
-
-    def bypasses(self, context: bytes) -> bool:
-        """Whether a call must not be cached; counts the call."""
-        strikes, calls = self._seen.get(context, (0, 0))
-        if 0 < strikes < _STRIKES:
-            self._seen[context] = strikes, calls - 1  # harmless if another thread has just cleared it
-        return strikes >= _STRIKES or calls > 0
-
-    def is_final(self, context: bytes) -> bool:
-        """Whether such calls are never tried again."""
-        return self._seen.get(context, (0, 0))[0] >= _STRIKES
-
-    def is_suspect(self, context: bytes) -> bool:
-        """Whether a generator has moved during such a call, be it because of another thread."""
-        return context in self._seen
-
-    def add(self, context: bytes) -> None:
-        """Note that a generator has moved while the forward of such a call ran."""
-        if len(self._seen) >= _MOST_CONTEXTS:
-            self._seen = {}
-        alone = threading.active_count() == 1
-        strikes = _STRIKES if alone else self._seen.get(context, (0, 0))[0] + 1
-        self._seen[context] = strikes, _WAIT**strikes
-
-    def clear(self, context: bytes) -> None:
-        """Note that the forward has moved no generator, although their states were changed before."""
-        self._seen.pop(context, None)
 
 
 class RandomState:

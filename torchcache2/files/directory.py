@@ -45,6 +45,7 @@ from torchcache2.files.layout import FORMAT_VERSION, HEAD, SEGMENT, TEMPORARY
 TAG = "CACHEDIR.TAG"
 LOCK = ".lock"
 MIRROR = ".mirror"
+ASKED = ".asked"
 FINGERPRINT = "fingerprint.json"
 CORRUPT = ".corrupt"
 NOTE = ".note"
@@ -57,6 +58,8 @@ _MOST_DIGITS = 9
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 SEGMENT_NAME = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}" + re.escape(SEGMENT))
 HEAD_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(HEAD))
+PART, MAP = ".part", ".part.map"  # of a segment with a head: some of its blocks, and which are here
+PART_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(PART) + r"(\.map)?")
 NOTE_NAME = re.compile(NAMESPACE_NAME.pattern + re.escape(NOTE))
 _WHOLE_TEXT = f"({re.escape(FINGERPRINT)}|{re.escape(TAG)}|{NOTE_NAME.pattern})"
 _TEMPORARY_TEXT = re.compile(_WHOLE_TEXT + r"\.[0-9A-Z]{26}")
@@ -67,13 +70,14 @@ _LEFT_OVER = re.compile(f"{SEGMENT_NAME.pattern}({re.escape(TEMPORARY)}|{re.esca
 class Contents:
     """The files of one namespace, which is 32 hexadecimal digits.
 
-    Besides segments there are the `heads` of those that a bucket has, segments that were found `corrupt`,
-    `temporary` files that are being written, and `others`: ``fingerprint.json``.
+    Besides segments there are the `heads` of those that a bucket has, the `parts` of some of these, segments
+    that were found `corrupt`, `temporary` files that are being written, and `others`: ``fingerprint.json``.
     """
 
     namespace: str
     segments: list[FileInfo]
     heads: list[FileInfo]
+    parts: list[FileInfo]
     corrupt: list[FileInfo]
     temporary: list[FileInfo]
     others: list[FileInfo]
@@ -81,7 +85,7 @@ class Contents:
     @property
     def files(self) -> list[FileInfo]:
         """All of these files."""
-        return [*self.segments, *self.heads, *self.corrupt, *self.temporary, *self.others]
+        return [*self.segments, *self.heads, *self.parts, *self.corrupt, *self.temporary, *self.others]
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +100,7 @@ class Contents:
 
 def contents_of(namespace: str, listing: list[FileInfo]) -> Contents:
     """The files of a namespace among what is in its folder."""
-    found = Contents(namespace, [], [], [], [], [])
+    found = Contents(namespace, [], [], [], [], [], [])
     for info in listing:
         if info.is_folder:
             continue
@@ -104,6 +108,8 @@ def contents_of(namespace: str, listing: list[FileInfo]) -> Contents:
             found.segments.append(info)
         elif HEAD_NAME.fullmatch(info.name):
             found.heads.append(info)
+        elif PART_NAME.fullmatch(info.name):
+            found.parts.append(info)
         elif info.name == FINGERPRINT:
             found.others.append(info)
         elif is_left_over(info.name):
@@ -115,7 +121,7 @@ def is_ours(info: FileInfo) -> bool:
     """Whether something in the directory is the cache's own."""
     if info.is_folder:
         return NAMESPACE_NAME.fullmatch(info.name) is not None
-    is_known = info.name in (TAG, LOCK, MIRROR) or NOTE_NAME.fullmatch(info.name) is not None
+    is_known = info.name in (TAG, LOCK, MIRROR, ASKED) or NOTE_NAME.fullmatch(info.name) is not None
     return is_known or _TEMPORARY_TEXT.fullmatch(info.name) is not None
 
 

@@ -268,6 +268,10 @@ class FileSystem:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
         return _opened(lambda: Descriptor(os.open(path, flags, 0o666)))
 
+    def edit(self, path: str) -> Descriptor:
+        """Open a file that exists for reading and writing."""
+        return _opened(lambda: Descriptor(os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))))
+
     def size(self, file: Descriptor) -> int:
         """Bytes of an open file."""
         return os.fstat(file.number).st_size

@@ -5,8 +5,8 @@ the one that was not used for longest, and in each of them the oldest segment. T
 segments of all namespaces that were not used for longest.
 
 In a folder that is `mirrored` in a bucket, nothing goes that the bucket lacks: of all namespaces, those
-segments go that have a head, the least recently used one first, and then the heads of namespaces that no
-process uses.
+segments go that are not whole, then those with a head, the least recently used first, and then the heads of
+namespaces that no process uses.
 
 Writers take no lock as long as there is room. If two find room at the same time, they exceed the budget by
 their segments, and the next writer makes room for both.
@@ -175,9 +175,9 @@ class Removal:
         return True
 
     def files(self, contents: Contents) -> None:
-        """Delete a namespace's segments, the oldest first, those that were found damaged, and the heads."""
+        """Delete a namespace's segments, the oldest first, also what is left of some, and the heads."""
         segments = sorted(contents.segments, key=lambda info: (info.mtime, info.name))
-        for info in (*segments, *contents.corrupt, *contents.heads):
+        for info in (*segments, *contents.parts, *contents.corrupt, *contents.heads):
             self.file(contents, info)
 
     def file(self, contents: Contents, info: FileInfo) -> None:
@@ -306,6 +306,9 @@ def _delete(removal: Removal, scanned: list[Contents], lru: bool) -> None:
 
 def _delete_mirrored(directory: CacheDirectory, removal: Removal, scanned: list[Contents]) -> None:
     """The same, where nothing may be deleted that the bucket lacks."""
+    for contents in scanned:
+        for info in contents.parts:
+            removal.file(contents, info)
     for info, contents in _least_recently_used(scanned):
         # This is asked now: who finds that a bucket has lost a segment deletes its head, under this lock.
         head = os.path.join(directory.path, contents.namespace, info.name + HEAD)

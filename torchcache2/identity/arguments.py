@@ -420,7 +420,7 @@ class ArgumentEncoder(_ValueEncoder):
         return count
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)  # frozen ones take several times as long to make
 class BoundCall:
     """One call of a forward."""
 
@@ -527,6 +527,7 @@ class Signature:
         parameters = list(self._signature.parameters.values())
         self._keepers = _ObjectKeepers()
         self._renamed: dict[str, Any] = {}  # what parameters are called now, by older names of them
+        self._starts: dict[tuple[str, ...], bytes | None] = {}  # see `_start`
         self._elsewhere = "have the function close over other objects"
         if inspect.ismethod(function):
             self._elsewhere = "keep other objects as attributes of the module"
@@ -583,7 +584,10 @@ class Signature:
         UncachedArgumentError
             If an argument is of a subclass of Tensor, or has no data.
         """
-        if kwargs or len(args) > len(self._positional) or len(args) < self._required:
+        is_short = self._required <= len(args) <= len(self._positional) and not kwargs
+        if is_short and (call := self._bind_tensors(args)) is not None:
+            return call
+        if not is_short:
             named = {self._renamed.get(name, name): value for name, value in kwargs.items()}
             if len(named) < len(kwargs):
                 raise TypeError("an argument by both of its names")
@@ -617,6 +621,32 @@ class Signature:
             encoder.shared,
             encoder.objects,
         )
+
+    def _bind_tensors(self, args: tuple[Any, ...]) -> BoundCall | None:
+        """The same for batched tensors by position and nothing else, as most calls are; None otherwise."""
+        names = self._positional[: len(args)]
+        start = self._starts[names] if names in self._starts else self._start(names)
+        if start is None or not all(map(_is_dense, args)) or len({*map(id, args)}) < len(args):
+            return None
+        size, leaves = args[0].shape[0], [*zip(names, args, strict=True)]
+        if any(value.shape[0] != size for value in args[1:]):
+            return None
+        context = start + sized(text_bytes(modes({value.device.type for value in args})))
+        return BoundCall(args, {}, names, leaves, [], [], context, size, set(), set(), (), [], [])
+
+    def _start(self, names: tuple[str, ...]) -> bytes | None:
+        """How the context of a call begins that gives these parameters batched tensors; None if unknown."""
+        parameters = self._signature.parameters
+        plain = {*names, *self._defaults, self._variadic, self._keywords}
+        if not names or self._shared or self._item_args or not parameters.keys() <= plain:
+            self._starts[names] = None
+            return None
+        parts = [*self._head]
+        for name in parameters:
+            batched = [name.encode(), b"T" + sized(name.encode())]
+            parts += batched if name in names else self._defaults.get(name, ())
+        self._starts[names] = b"".join(map(sized, parts))
+        return self._starts[names]
 
     def _read(
         self, arguments: Mapping[str, Any], *, takes_arrays: bool
@@ -671,6 +701,16 @@ class Signature:
             return _ValueEncoder().encode(parameter.default, parameter.name)
         except UnencodableError:
             return _DEFAULT
+
+
+def _is_dense(value: Any) -> bool:
+    """Whether a value is a tensor of torch's own type, with a batch, its data, and nothing besides."""
+    return (
+        type(value) is Tensor
+        and value.layout is torch.strided
+        and not (value.is_nested or value.is_quantized or value.is_meta or has_attributes(value))
+        and value.dim() > 0
+    )
 
 
 def _new_name(function: Any, name: str) -> Any:

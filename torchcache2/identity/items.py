@@ -71,12 +71,12 @@ def item_keys(
     for path, column in entries:
         parts.append(f"entries of {path}".encode())
         columns.append(column)
-    digests = np.empty((count, 16 * (len(columns) + 1)), np.uint8)
-    for place, column in enumerate(columns, start=1):
-        digests[:, 16 * place : 16 * place + 16] = column
     group = digest(parts)
-    digests[:, :16] = np.frombuffer(group, np.uint8)
-    return Keys(namespace, _digests(digests), group)
+    digests = np.empty((count, len(columns) + 1, 16), np.uint8)
+    digests[:, 0] = np.frombuffer(group, np.uint8)
+    for place, column in enumerate(columns, start=1):
+        digests[:, place] = column
+    return Keys(namespace, _digests(digests.reshape(count, 16 * (len(columns) + 1))), group)
 
 
 def _columns(tensors: Sequence[Tensor]) -> list[Bytes2D]:
@@ -94,7 +94,8 @@ def _columns(tensors: Sequence[Tensor]) -> list[Bytes2D]:
 def _rows(tensor: Tensor) -> Bytes2D:
     """The bytes of each item of a tensor of the host, shape ``(n, bytes)``."""
     try:
-        return np.ascontiguousarray(tensor.detach().numpy().reshape(len(tensor), -1)).view(np.uint8)
+        found = (tensor.detach() if tensor.requires_grad else tensor).numpy().reshape(tensor.shape[0], -1)
+        return np.ascontiguousarray(found).view(np.uint8)
     except (RuntimeError, TypeError, ValueError):  # numpy has no such dtype, or there are no items
         return item_bytes(tensor).numpy()
 
@@ -103,7 +104,7 @@ def _digests(rows: Bytes2D) -> Bytes2D:
     count, size = rows.shape
     items: Iterable[Any] = rows
     if 0 < size <= _SHORT:
-        items = rows.view(f"V{size}").ravel().tolist()  # bytes objects, all made at once
+        items = rows.view((np.void, size)).ravel().tolist()  # bytes objects, all made at once
     return np.frombuffer(b"".join(map(xxh3_128_digest, items)), np.uint8).reshape(count, 16)
 
 

@@ -19,10 +19,11 @@ import torch
 
 from torchcache2.core.keys import Flags, Keys, Positions
 from torchcache2.core.logs import ToldOnce
-from torchcache2.core.rows import Rows
+from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.identity.encoding import digest
 
+Make = Callable[[Schema, Sequence[memoryview]], Any]  # see `Tier.get_one`
 _NOWHERE: Positions = np.empty(0, np.int64)
 
 
@@ -149,6 +150,14 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def get(self, keys: Keys) -> Found:
         """The rows of those keys that are here."""
+
+    def get_one(self, namespace: bytes, low: int, high: int, make: Make) -> Any:
+        """What is made of the row of one key, given as its two words; None if `get` has to look for it.
+
+        ``make(schema, buffers)`` gets the bytes of each leaf's row in memory of the tier, which it copies. It
+        neither raises nor keeps them, and must not call the tier.
+        """
+        return None
 
     @abc.abstractmethod
     def has(self, keys: Keys) -> Flags:

@@ -20,6 +20,7 @@ _FREE, _REMOVED = 0, -1
 _WINDOW = np.arange(16)[:, None]  # slots that are looked at together: two cache lines
 _TAG = np.uint64(0x7FFFFFFE_00000000)  # the bits of a slot that come from the key; below is the ordinal
 _USED = np.uint64(1 << 32)  # this bit tells a slot in use from a free one, whatever its tag and ordinal
+_TAG_INT, _USED_INT = int(_TAG), int(_USED)
 _LEAST = 32
 _AT_ONCE = 8192  # keys whose windows stay in the processor's cache
 
@@ -42,7 +43,7 @@ class KeyTable:
     def find(self, words: Words) -> Ordinals:
         """Ordinal of each key, ``(n, 2)``; -1 of keys that are not here."""
         if len(words) == 1:
-            return np.array([self.find_one(words)])
+            return np.array([self.find_one(*words[0].tolist())])
         if len(self.keys) == 0 or len(words) == 0:
             return np.full(len(words), -1)
         if len(words) > _AT_ONCE:
@@ -69,13 +70,14 @@ class KeyTable:
                 ordinals[rest] = self.probe(words.take(rest, axis=0))[0]
         return ordinals
 
-    def find_one(self, words: Words) -> int:
-        """As `find`, of the one key of a batch, for which numbers are faster than arrays."""
-        mask, key = len(self.slots) - 1, words[0].tolist()
-        place, tag = key[0], key[1] & int(_TAG) | int(_USED)
-        while (slot := self.slots.item(place & mask)) != _FREE:
+    def find_one(self, low: int, high: int) -> int:
+        """As `find`, of one key, for which numbers are faster than arrays."""
+        slots, keys, mask = self.slots, self.keys, len(self.slots) - 1
+        place, tag = low, high & _TAG_INT | _USED_INT
+        while (slot := slots.item(place & mask)) != _FREE:
             ordinal = slot & 0xFFFFFFFF
-            if slot - ordinal == tag and ordinal < len(self.keys) and self.keys[ordinal].tolist() == key:
+            is_alike = slot - ordinal == tag and ordinal < len(keys)
+            if is_alike and keys.item(ordinal, 0) == low and keys.item(ordinal, 1) == high:
                 return ordinal
             place += 1
         return -1

@@ -247,6 +247,7 @@ def _mirrored(
         bucket,
         disk.directory,
         disk.budget,
+        budget=disk.budget,
         signals=options.get("signals"),
         objects=objects,
         mirror=mirror,

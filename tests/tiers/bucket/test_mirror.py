@@ -32,10 +32,7 @@ from tests.helpers.storage import (
     warnings_of,
 )
 from torchcache2.files.directory import FINGERPRINT, MIRROR, TAG, TAG_TEXT, CacheDirectory
-from torchcache2.tiers.bucket.connection import Connection
-from torchcache2.tiers.bucket.mirror import Mirror
-from torchcache2.tiers.bucket.mirroring import Mirroring
-from torchcache2.tiers.bucket.mirrorlock import MirrorLock
+from torchcache2.tiers.bucket.mirror import Mirror, Mirroring, MirrorLock
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.tier import RemoteTier
 from torchcache2.tiers.disk.awaited import AwaitedUploads
@@ -291,7 +288,7 @@ from tests.helpers.storage import *
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.bucket.connection import Connection
 from torchcache2.tiers.bucket.mirror import Mirror
-from torchcache2.tiers.bucket.mirroring import Mirroring
+from torchcache2.tiers.bucket.mirror import Mirroring
 from torchcache2.tiers.bucket.objects import Objects
 import json
 path, url, options, what = sys.argv[1:]
@@ -580,21 +577,24 @@ def test_an_object_that_is_gone_is_no_fault(filled, log):
 
 def test_a_full_disk_gets_segments_when_there_is_room_again(filled, monkeypatch, log):
     objects, path, _ = filled
-    monkeypatch.setattr("torchcache2.tiers.bucket.downloads._AGAIN_AFTER", 1.0)
-    tried, download = [], Connection.download
+    monkeypatch.setattr("torchcache2.tiers.bucket.sparse._FULL_FOR", 1.5)
 
-    def full(self, name, file):
-        tried.append(name)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file)
+    class Full(Unsynced):
+        is_full = True
 
-    monkeypatch.setattr(Connection, "download", full)
-    with mirrored(objects, path) as (disk, _):
+        def write(self, file, buffers, offset):
+            if self.is_full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(file, buffers, offset)
+
+    with mirrored(objects, path, mirror_fs=Full()) as (disk, _):
         assert found(disk, names_of([9])) == []
         wait_until(lambda: warnings_of(log))
-        monkeypatch.setattr(Connection, "download", download)
+        monkeypatch.setattr(Full, "is_full", False)
         downloaded(path, 4)
     (warning,) = warnings_of(log)
-    assert "gets no segments from the bucket" in warning.getMessage() and objects.faults == 0 and tried
+    assert "gets no segments from the bucket" in warning.getMessage() and objects.faults == 0
+    assert not list(path.glob("*/*.part*"))
 
 
 # Processes

@@ -33,7 +33,7 @@ CASES = {
     "gone": (FileNotFoundError("one"), Kind.GONE),
     "folder": (IsADirectoryError(), Kind.GONE),
     "404": (SomeError(status=404), Kind.GONE),
-    "416": (caused(OSError(errno.EINVAL, ""), SomeError(**of_boto("InvalidRange", 416))), Kind.GONE),
+    "416": (caused(OSError(errno.EINVAL, ""), SomeError(**of_boto("InvalidRange", 416))), Kind.SHORT),
     "archived": (SomeError(**of_boto("InvalidObjectState", 403)), Kind.GONE),
     "no-bucket": (caused(FileNotFoundError(), SomeError(**of_boto("NoSuchBucket", 404))), Kind.NO_BUCKET),
     "no-container": (SomeError(error_code="ContainerNotFound", status_code=404), Kind.NO_BUCKET),

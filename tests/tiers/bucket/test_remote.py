@@ -32,7 +32,8 @@ from torchcache2.core.rows import Rows
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.layout import HEAD, read_head, write_head
 from torchcache2.tiers.base import Signals
-from torchcache2.tiers.bucket import listing, ranges
+from torchcache2.tiers.bucket import heads as heads_module
+from torchcache2.tiers.bucket import sparse
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.tier import RemoteTier
 from torchcache2.tiers.disk.tier import DiskTier
@@ -59,6 +60,10 @@ class Asked:
     def read(self, ranges):
         self.reads.append(list(ranges))
         return self._objects.read(ranges)
+
+    def fetch(self, ranges):
+        self.reads.append(list(ranges))
+        return self._objects.fetch(ranges)
 
 
 class Place:
@@ -150,7 +155,7 @@ def test_neighbours_are_one_range(place):
 
 
 def test_long_ranges_are_several_requests(place, monkeypatch):
-    monkeypatch.setattr(ranges, "_MOST", 5000)
+    monkeypatch.setattr(sparse, "_PIECE", 5000)
     (file,) = place.fill(1)
     tier = place.tier()
     assert found(tier, names_of(0), WIDTH) == names_of(0)
@@ -304,7 +309,8 @@ def test_what_was_damaged_on_its_way_is_fetched_once_more(place, log, spoiled):
     tier = place.tier()
     if spoiled == "a row":
         assert tier.has(keys_of(names_of(0))).all()  # the head is here
-    read, spoils = tier.objects.read, [True]
+    name = "fetch" if spoiled == "a row" else "read"
+    read, spoils = getattr(tier.objects, name), [True]
 
     def flipped(ranges):
         data = read(ranges)
@@ -313,7 +319,7 @@ def test_what_was_damaged_on_its_way_is_fetched_once_more(place, log, spoiled):
             data = [piece[:-1] + bytes([piece[-1] ^ 1]) for piece in data]
         return data
 
-    tier.objects.read = flipped
+    setattr(tier.objects, name, flipped)
     assert found(tier, names_of(0), WIDTH) == names_of(0) and not spoils
     assert tier.stats().corrupt == 0 and warnings_of(log) == []
 
@@ -435,7 +441,7 @@ def test_a_segment_that_is_here_already_gives_its_head(place):
 
 
 def test_processes_that_fetch_at_the_same_time_share_the_work(place, monkeypatch):
-    monkeypatch.setattr(listing, "_AT_ONCE", 4)
+    monkeypatch.setattr(heads_module, "_AT_ONCE", 4)
     place.fill(24)
     tiers = [place.tier() for _ in range(3)]
     barrier, results = threading.Barrier(3), []

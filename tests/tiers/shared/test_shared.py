@@ -52,6 +52,33 @@ def test_what_one_puts_the_others_find(join):
     assert late.stats().rows == 60
 
 
+def one(tier, name):
+    """A row as the bytes of its leaves, by way of `get_one`."""
+    keys = keys_of([name])
+    return tier.get_one(keys.namespace, *keys.words[0].tolist(), lambda schema, row: list(map(bytes, row)))
+
+
+def test_one_row_is_found_where_it_was_put_or_read_before_and_not_after_a_drop(join):
+    first, second = join(), join()
+    put(first, range(50))
+    ((_, rows),) = first.get(keys_of(range(50))).parts
+    expected = [[bytes(c[i].contiguous().view(torch.uint8).numpy()) for c in rows.columns] for i in range(50)]
+    assert [one(first, name) for name in range(50)] == expected
+    assert one(first, 50) is None and one(second, 3) is None  # it has to compare the checksum first
+    assert found(second, [3]) == [3] and one(second, 3) == expected[3] and one(second, 4) is None
+    put(first, range(50, 9000))  # the table grows, and is replaced
+    assert one(second, 3) == expected[3] and one(second, 8000) is None
+
+    def dropped_meanwhile(schema, row):
+        second.drop(NAMESPACES[0])
+        return "zeros, perhaps"
+
+    keys = keys_of([3])
+    assert first.get_one(keys.namespace, *keys.words[0].tolist(), dropped_meanwhile) is None
+    assert one(first, 3) is None and one(second, 3) is None
+    assert (first.stats().faults, second.stats().faults) == (0, 0)
+
+
 def test_rows_are_kept_once(join):
     first, second = join(), join()
     assert put(first, range(10)) == 10

@@ -2,8 +2,7 @@
 
 A leaf is a dense tensor, an array around which there is a node, a number, a text, bytes or None. Arrays of
 numpy, lists of numbers, images of PIL and tensor classes of torchvision are nodes around a tensor; neither
-library but numpy is needed. `core.values` takes everything else apart. Values come apart one by one, and are
-put together column by column, so that a batch costs few steps.
+library but numpy is needed. `core.values` takes everything else apart.
 """
 
 from __future__ import annotations
@@ -17,16 +16,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
 from torchcache2.core import values
 from torchcache2.core.keys import Array
-from torchcache2.core.memory import as_bytes
 from torchcache2.core.values import Node, Opened, UnstorableError, has_attributes
 from torchcache2.files import schema as classes
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
-
-Column = Any  # of n values: a list of them, or a tensor (n, *shape) on the CPU
 
 COMMON = frozenset(  # dtypes that torch copies
     [
@@ -39,8 +34,9 @@ _NATIVE = {  # names of dtypes of numpy that torch has, by their characters
     for name in ("?", "b", "B", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16")
 }
 _TORCH = {char: torch.from_numpy(np.zeros(0, name)).dtype for char, name in _NATIVE.items()}
+_NAMES = frozenset(_NATIVE.values())
+NUMPY = {dtype: _NATIVE[char] for char, dtype in _TORCH.items()}  # names of dtypes
 _DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,7}\])?|[ilqILQ]")
-_LARGE = 16 << 10  # bytes of a tensor
 _MOST_EMPTY = 1 << 16  # pixels of a side of an image without pixels, as PIL takes memory for each line
 _ADVICE: tuple[tuple[Any, str], ...] = (  # what to return for a value ``{}`` of a type
     (Tensor, "{}.detach().as_subclass(torch.Tensor)"),
@@ -94,11 +90,10 @@ class Permuted(Node, module="datasets.nodes"):
         return (cls, axes, [value.permute(axes)]) if value.permute(axes).is_contiguous() else None
 
     @classmethod
-    def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
-        """Tensors with the strides that they had."""
-        (column,) = columns
-        order = _inverse(context, column.dim() - 1)
-        return [value.permute(order) for value in listed(column)]
+    def closed(cls, context: Any, children: Sequence[Any]) -> Any:
+        """A tensor with the strides that it had."""
+        (value,) = children
+        return value.permute(_inverse(context, value.dim()))
 
 
 class NumpyArray(Node, module="datasets.arrays"):
@@ -115,29 +110,16 @@ class NumpyArray(Node, module="datasets.arrays"):
         return cls, name, [raw]
 
     @classmethod
-    def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
-        """Arrays that own their memory."""
+    def closed(cls, context: Any, children: Sequence[Any]) -> Any:
+        """An array that owns its memory."""
         name, axes = context if type(context) is tuple else (context, None)
-        data = cls.batched(name, *columns)
-        arrays = [data[i, ...].copy() for i in range(len(data))]
-        if axes is None:
-            return arrays
-        order = _inverse(axes, data.ndim - 1)
-        return [array.transpose(order) for array in arrays]
+        array = _typed(name, *children).copy()
+        return array if axes is None else array.transpose(_inverse(axes, array.ndim))
 
     @staticmethod
-    def batched(context: Any, column: Column) -> Array:
+    def batched(context: Any, column: Tensor) -> Array:
         """One array with a row for each item, which shares memory with the column."""
-        if type(context) is not str or not _DTYPE.fullmatch(context):
-            raise DamagedError("a dtype that is none")
-        data, dtype = column.numpy(), np.dtype(context)
-        if dtype.str in _NATIVE.values():
-            if data.dtype != dtype:
-                raise DamagedError("an array of another dtype")
-            return data.view(dtype)  # type: ignore[no-any-return]
-        if data.dtype != np.uint8 or data.ndim < 2 or data.shape[-1] != dtype.itemsize:
-            raise DamagedError("an array of another size")
-        return data.view(dtype)[..., 0]  # type: ignore[no-any-return]
+        return _typed(context, column, 1)
 
 
 class NumpyScalar(Node, module="datasets.arrays"):
@@ -157,18 +139,18 @@ class NumpyScalar(Node, module="datasets.arrays"):
         return cls, name, [raw]
 
     @classmethod
-    def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
-        """Scalars."""
-        (column,) = columns
+    def closed(cls, context: Any, children: Sequence[Any]) -> Any:
+        """A scalar."""
+        (value,) = children
         if context in ("U", "S"):
             kind, scalar = (str, np.str_) if context == "U" else (bytes, np.bytes_)
-            if type(column) is not list or not all(type(value) is kind for value in column):
+            if type(value) is not kind:
                 raise DamagedError("another leaf than a text of numpy has")
-            return list(map(scalar, column))
-        data = NumpyArray.batched(context, column)
-        if data.ndim != 1:
+            return scalar(value)
+        array = _typed(context, value)
+        if array.ndim:
             raise DamagedError("a scalar that is none")
-        return list(data)
+        return array[()]
 
 
 class Numbers(Node, module="datasets.arrays"):
@@ -188,13 +170,12 @@ class Numbers(Node, module="datasets.arrays"):
             return None
 
     @classmethod
-    def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
-        """Lists or tuples."""
-        data = columns[0].numpy()
-        if data.ndim != 2 or data.dtype.str not in cls.dtypes.values() or context not in ("list", "tuple"):
+    def closed(cls, context: Any, children: Sequence[Any]) -> Any:
+        """A list or tuple."""
+        data = children[0].numpy()
+        if data.ndim != 1 or data.dtype.str not in cls.dtypes.values() or context not in ("list", "tuple"):
             raise DamagedError("numbers that are none")
-        lists: list[Any] = data.tolist()
-        return lists if context == "list" else list(map(tuple, lists))
+        return data.tolist() if context == "list" else tuple(data.tolist())
 
 
 class Image(Node, module="datasets.images"):
@@ -241,22 +222,21 @@ class Image(Node, module="datasets.images"):
         return cls, (mode, palette), children
 
     @classmethod
-    def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
-        """Images that are in memory, of type `PIL.Image.Image`."""
+    def closed(cls, context: Any, children: Sequence[Any]) -> Any:
+        """An image that is in memory, of type `PIL.Image.Image`."""
         pil, (mode, palette) = _imported("PIL.Image"), context
         raw, dtype, channels = cls.modes[mode]
-        data = columns[0].numpy()
-        shape = data.shape[1:]
-        if data.dtype != dtype or data.ndim != 3 + (channels > 1) or (channels > 1 and shape[2] != channels):
+        data = children[0].numpy()
+        shape = data.shape
+        if data.dtype != dtype or data.ndim != 2 + (channels > 1) or (channels > 1 and shape[2] != channels):
             raise DamagedError("pixels that are none")
-        if (0 in shape and max(shape) > _MOST_EMPTY) or len(columns) != 2 + (palette is not None):
+        if (0 in shape and max(shape) > _MOST_EMPTY) or len(children) != 2 + (palette is not None):
             raise DamagedError("an image that is none")
-        images = [pil.frombytes(mode, (shape[1], shape[0]), row.tobytes(), "raw", raw) for row in data]
-        for i, image in enumerate(images):
-            if palette is not None and columns[2].shape[1]:
-                image.putpalette(columns[2][i].numpy().tobytes(), palette)
-            image.info = dict(columns[1][i])
-        return images
+        image = pil.frombytes(mode, (shape[1], shape[0]), data.tobytes(), "raw", raw)
+        if palette is not None and len(children[2]):
+            image.putpalette(children[2].numpy().tobytes(), palette)
+        image.info = dict(children[1])
+        return image
 
 
 class TVTensor(Node, module="datasets.images"):
@@ -283,22 +263,20 @@ class TVTensor(Node, module="datasets.images"):
         return cls, context, [value.as_subclass(Tensor), *map(int, size or ())]
 
     @classmethod
-    def closed(cls, context: Any, columns: Sequence[Column]) -> list[Any]:
-        """Tensors of that class."""
+    def closed(cls, context: Any, children: Sequence[Any]) -> Any:
+        """A tensor of that class."""
         name, form, clamping, kind = context
         module = _imported("torchvision.tv_tensors")
         if name not in cls.names or not hasattr(module, name):
             raise UnknownClassError(f"torchvision.tv_tensors:{name}", "is not there")
-        tensors = [value.as_subclass(getattr(module, name)) for value in listed(columns[0])]
-        sizes = list(zip(*columns[1:], strict=True))
-        for i, value in enumerate(tensors):
-            if form is not None:
-                value.format = module.BoundingBoxFormat[form]
-            if kind is not None:
-                value.canvas_size = cls.sizes[kind](sizes[i])
-            if clamping:
-                (value.clamping_mode,) = clamping
-        return tensors
+        value = children[0].as_subclass(getattr(module, name))
+        if form is not None:
+            value.format = module.BoundingBoxFormat[form]
+        if kind is not None:
+            value.canvas_size = cls.sizes[kind](children[1:])
+        if clamping:
+            (value.clamping_mode,) = clamping
+        return value
 
 
 NODES: tuple[type[Node], ...] = (Packed, Permuted, Placed, NumpyArray, NumpyScalar, Numbers, Image, TVTensor)
@@ -343,31 +321,11 @@ def opened(value: Any) -> Opened | None:
     return node
 
 
-def closed(kind: Any, context: Any, columns: Sequence[Column], count: int) -> list[Any]:
-    """The `count` values of a type with a context, whose children are the columns."""
+def closed(kind: Any, context: Any, children: Sequence[Any]) -> Any:
+    """The value of a type with a context and children, whose tensors have memory of their own."""
     if kind in NODES:
-        return kind.closed(context, columns)  # type: ignore[no-any-return]
-    children = list(zip(*map(listed, columns), strict=True)) if columns else [()] * count
-    return [values.closed(kind, context, parts) for parts in children]
-
-
-def listed(column: Column) -> list[Any]:
-    """The values of a column; each tensor has its own memory.
-
-    The worker of a `DataLoader` is about to put the samples together, and does not keep them: there, large
-    ones have each a storage of their own in the column's memory, which goes with the last of them.
-    """
-    if type(column) is list:
-        return column
-    if column.dtype in COMMON:
-        is_large = column.nbytes >= _LARGE * len(column) > 0 and column.dtype != torch.bfloat16
-        if is_large and column.is_contiguous() and get_worker_info() is not None:
-            return list(map(torch.from_numpy, column.numpy()))
-        rows: Any = torch.unbind_copy(column)  # type: ignore[func-returns-value]
-        return list(rows)
-    # Torch cannot copy all dtypes, but it can copy their bytes.
-    dtype, shape = column.dtype, column.shape[1:]
-    return [row.clone().view(dtype).view(shape) for row in as_bytes(column).unbind(0)]
+        return kind.closed(context, children)
+    return values.closed(kind, context, children)
 
 
 def dense(leaf: Any) -> Tensor:
@@ -377,17 +335,51 @@ def dense(leaf: Any) -> Tensor:
     return leaf.resolve_conj().resolve_neg().contiguous()  # type: ignore[no-any-return]
 
 
+def tensor_of(data: Any) -> Tensor:
+    """A copy of some bytes, uint8 ``(bytes,)``."""
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
+
+
+def bytes_of(value: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, uint8 ``(bytes,)``, without a copy."""
+    # A tensor of one element is contiguous whatever its strides are.
+    return value.as_strided((value.numel(),), (1,)).view(torch.uint8)
+
+
+def is_native(dtype: np.dtype[Any]) -> bool:
+    """Whether torch has a dtype of numpy, as it is."""
+    return dtype.isnative and dtype.char in _NATIVE and not dtype.metadata
+
+
 def _as_raw(array: Array, *, is_exact: bool = True) -> tuple[str, Raw]:
     """The name of an array's dtype, and the array in a dtype that torch has, if need be with one of bytes."""
     dtype = array.dtype
-    if dtype.isnative and dtype.char in _NATIVE and not dtype.metadata:
+    if is_native(dtype):
         return _NATIVE[dtype.char], Raw(array, is_exact=is_exact)
     if dtype.kind not in "biufcmMSU" or dtype.itemsize == 0 or dtype.metadata:
         raise UnstorableError(f"an array of {dtype}", "return a dict or a list of its parts")
-    if dtype.str in _NATIVE.values():  # two types of integers have the same size and name: a character tells
+    if dtype.str in _NAMES:  # two types of integers have the same size and name: a character tells
         return dtype.char, Raw(array.view(dtype.str), is_exact=is_exact)
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return dtype.str, Raw(data.reshape(*array.shape, dtype.itemsize))
+
+
+def _typed(name: Any, stored: Tensor, dims: int = 0) -> Array:
+    """The array of a dtype that was stored as a tensor of at least so many `dims`, in its memory."""
+    data = stored.numpy()
+    if type(name) is str and name in _NAMES:
+        if data.dtype != name:
+            raise DamagedError("an array of another dtype")
+        return data.view(name)
+    if type(name) is not str or not _DTYPE.fullmatch(name):
+        raise DamagedError("a dtype that is none")
+    dtype = np.dtype(name)
+    if dtype.str in _NAMES:  # another type of integers with the same name
+        return _typed(dtype.str, stored).view(dtype)
+    if data.dtype != np.uint8 or data.ndim <= dims or data.shape[-1] != dtype.itemsize:
+        raise DamagedError("an array of another size")
+    array: Array = data.view(dtype)[..., 0]
+    return array
 
 
 def _axes_of(strides: Sequence[int]) -> tuple[int, ...]:

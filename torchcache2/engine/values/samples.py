@@ -1,4 +1,4 @@
-"""`Samples`: a batch of samples as rows of a few schemas, and rows as samples again; `pack`: one as bytes.
+"""`Samples`: a batch of samples as rows of a few schemas, and `rebuilder`: rows as samples again.
 
 A sample is any nesting of tensors, tv_tensors, numpy arrays and scalars, PIL images, numbers, texts, bytes
 and None. It comes back with the types, dtypes, order of keys and bits that it had, and owns its memory::
@@ -11,13 +11,11 @@ and None. It comes back with the types, dtypes, order of keys and bits that it h
     for positions, rows in tier.get(keys).parts:
         found = from_rows(rows)                   # one sample for each position
 
-Samples of one structure and one shape are stacked, column by column. Each row has its own numbers, texts and
-bytes, unlike the rows of a module's output.
+    rebuild = rebuilder(schema)                   # once for each schema, if samples come one by one
+    sample = rebuild(row)                         # the bytes of each of its leaves
 
-What varies in length is packed into bytes that describe themselves; docs/format.md specifies them byte by
-byte. Nothing that they name is imported or called, but for node types of pytrees that this process has. Every
-count and size is compared with the bytes that are left, so that memory is bounded by the size of the input,
-and whatever no writer writes is a `DamagedError`.
+Samples of one structure and one shape are stacked, column by column. Each row has its own numbers, texts and
+bytes, unlike the rows of a module's output. What varies in length is packed into bytes.
 """
 
 from __future__ import annotations
@@ -26,43 +24,45 @@ import collections
 import dataclasses
 import functools
 import math
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Positions
-from torchcache2.core.memory import SpareMemory, with_ordinary_tensors
+from torchcache2.core.memory import SpareMemory, as_bytes, to_host, with_ordinary_tensors
 from torchcache2.core.private import pytree
-from torchcache2.core.rows import Leaf, Rows, Schema, plain_bytes, values_of
-from torchcache2.core.values import (
-    BARE,
-    Opened,
-    Opener,
-    UnstorableError,
-    fields_of,
-    is_key,
-    is_namedtuple,
-    is_node,
-    one_of,
-    rebuilt,
-    taken_apart,
-)
+from torchcache2.core.rows import PLAIN, Leaf, Rows, Schema, plain_bytes
+from torchcache2.core.values import BARE, Opened, Opener, UnstorableError, specs_of, taken_apart
 from torchcache2.engine.values import kinds
-from torchcache2.engine.values.kinds import COMMON, Column, Packed, Placed, Raw, dense, listed
-from torchcache2.files import schema as classes
-from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
+from torchcache2.engine.values.kinds import (
+    COMMON,
+    NUMPY,
+    NumpyArray,
+    Packed,
+    Placed,
+    Raw,
+    bytes_of,
+    dense,
+    tensor_of,
+)
+from torchcache2.engine.values.packed import pack, unpack
+from torchcache2.files.errors import DamagedError, UnreadableError
 
 _STRUCTURES = 16  # of one namespace; each is a file of its own on the disk
 _LEAVES = 256
 _ITEMS = 16  # a longer list or tuple is packed, as its length usually differs between samples
 _KEYS = 64
+_FORMS = 1024  # of samples, and their schemas, that are remembered
+_LARGE = 1 << 10  # bytes of a tensor
 _HOST = torch.device("cpu")
-_MAPPINGS = (dict, collections.OrderedDict)
+_PACKED = pytree.TreeSpec(Packed, None, [BARE])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +99,7 @@ class Samples:
     def __init__(self, *, packs: bool = True) -> None:
         self._packs = packs
         self._families: set[Schema] = set()
+        self._schemas: dict[Any, Schema] = {}  # by form and dtype, and by an equal schema
         self._leaf = functools.lru_cache(1024)(Leaf)  # to make one anew takes several times as long
         self._spare = SpareMemory()
 
@@ -122,26 +123,65 @@ class Samples:
         SampleRows
             One part for each schema, and the samples that cannot be stored.
         """
-        groups: dict[Schema, tuple[list[int], list[list[Any]]]] = {}
+        groups: dict[int, tuple[Schema, list[int], list[list[Any]]]] = {}
         refused, opened = {}, self._opener(device)
+        if len(self._schemas) > _FORMS:
+            self._schemas.clear()
         for position, sample in enumerate(samples):
             try:
-                schema, values = self._described(*taken_apart(sample, opened), dtype)
-                group = groups.get(schema)
-                if group is None and self._packs and not self._has_columns(schema):
-                    schema, values = self._described([("", pack(sample))], _PACKED, None)
+                schema, values = self._described(sample, opened, dtype)
             except UnstorableError as error:
                 refused[position] = OutputError(str(error.inside("sample")))
                 continue
-            positions, rows = group or groups.setdefault(schema, ([], []))
+            group = groups.get(id(schema))
+            _, positions, rows = group or groups.setdefault(id(schema), (schema, [], []))
             positions.append(position)
             rows.append(values)
         parts = []
-        for schema, (positions, rows) in groups.items():
+        for schema, positions, rows in groups.values():
             pairs = zip(schema.leaves, zip(*rows, strict=True), strict=True)
             columns = [self._column(leaf, values) for leaf, values in pairs]
             parts.append((np.array(positions, np.int64), Rows(schema, columns, len(positions))))
         return SampleRows(parts, refused)
+
+    def _described(self, sample: Any, opened: Opener, dtype: torch.dtype | None) -> tuple[Schema, list[Any]]:
+        """The schema of a sample, one object for all that are equal, and what its columns are made of."""
+        looked_at: list[Any] = []
+        try:
+            form = _form_of(sample, looked_at), dtype
+            if form in self._schemas:
+                return self._schemas[form], looked_at
+        except (_UnusualError, RuntimeError):  # the latter by torch, such as for nested tensors
+            form = None
+        new, values = self._taken_apart(*taken_apart(sample, opened), dtype)
+        schema = self._schemas.get(new)
+        if schema is None:
+            if self._packs and not self._has_columns(new):
+                new, values = self._taken_apart([("", pack(sample))], _PACKED, None)
+            schema = self._schemas.setdefault(new, new)
+        if form is not None and len(values) == len(looked_at) and all(map(_is_same, values, looked_at)):
+            self._schemas[form] = schema
+        return schema, values
+
+    def _taken_apart(
+        self, pairs: Sequence[tuple[str, Any]], structure: pytree.TreeSpec, dtype: torch.dtype | None
+    ) -> tuple[Schema, list[Any]]:
+        """The schema of leaves with these paths, and what their columns are made of."""
+        leaves: list[Leaf] = []
+        values: list[Any] = []
+        for path, value in pairs:
+            plain = plain_bytes(value)
+            if plain is not None:
+                values.append(plain[1])
+                leaf = self._leaf(path, plain[0], torch.uint8, torch.uint8, (len(plain[1]),))
+            else:
+                values.append(value if type(value) is Raw else dense(value))
+                stored = value.dtype
+                if dtype is not None and stored.is_floating_point and not getattr(value, "is_exact", False):
+                    stored = dtype
+                leaf = self._leaf(path, "tensor", value.dtype, stored, tuple(value.shape))
+            leaves.append(leaf)
+        return Schema(structure, tuple(leaves)), values
 
     def _opener(self, device: torch.device) -> Opener:
         def opened(value: Any, path: str) -> Opened | None:
@@ -153,31 +193,12 @@ class Samples:
             node = kinds.opened(value)
             if node is None or not self._packs:
                 return node
-            is_mapping = node[0] in _MAPPINGS
+            is_mapping = node[0] in (dict, collections.OrderedDict)
             is_fixed = not is_mapping or all(type(key) is str for key in node[1])
             is_long = len(node[2]) > (_KEYS if is_mapping else _ITEMS)
             return (Packed, None, [pack(value)]) if is_long or not is_fixed else node
 
         return opened
-
-    def _described(
-        self, pairs: Sequence[tuple[str, Any]], structure: pytree.TreeSpec, dtype: torch.dtype | None
-    ) -> tuple[Schema, list[Any]]:
-        """The schema of leaves with these paths, and what their columns are made of."""
-        leaves, values = [], []
-        for path, value in pairs:
-            plain = plain_bytes(value)
-            if plain is not None:
-                data = plain[1]
-                leaf = self._leaf(path, plain[0], torch.uint8, torch.uint8, (len(data),))
-            else:
-                data, stored = value, value.dtype
-                if dtype is not None and stored.is_floating_point and not getattr(value, "is_exact", False):
-                    stored = dtype
-                leaf = self._leaf(path, "tensor", value.dtype, stored, tuple(value.shape))
-            leaves.append(leaf)
-            values.append(data)
-        return Schema(structure, tuple(leaves)), values
 
     def _has_columns(self, schema: Schema) -> bool:
         """Whether samples of a schema have a column for each leaf."""
@@ -191,22 +212,72 @@ class Samples:
         """The column of one leaf's values, in memory that is theirs."""
         count, dtype = len(values), leaf.dtype
         if leaf.kind != "tensor":
-            return _tensor_of(b"".join(values)).view(count, *leaf.shape)
-        if type(values[0]) is not Raw and dtype not in COMMON:
-            column = torch.cat([_bytes_of(dense(value)) for value in values]).view(dtype)
+            return tensor_of(b"".join(values)).view(count, *leaf.shape)
+        if type(values[0]) is not Raw and dtype not in COMMON:  # torch copies their bytes
+            column = torch.cat([bytes_of(value) for value in values]).view(dtype)
             return column.view(count, *leaf.shape).to(leaf.stored)
         size = count * math.prod(leaf.shape) * dtype.itemsize
         column = self._spare.empty(size).view(dtype).view(count, *leaf.shape)
         if type(values[0]) is Raw:
             np.stack([value.array for value in values], out=column.numpy())
         else:
-            torch.stack([value.resolve_conj().resolve_neg() for value in values], out=column)
+            torch.stack(list(values), out=column)
         return column.to(leaf.stored)
+
+
+# Most samples are of a few common types, and look like one before. What decides about their schema, their
+# *form*, is found in a tenth of the time that it takes to take them apart.
+
+
+class _UnusualError(Exception):
+    """A sample that has to be taken apart."""
+
+
+# Tensors that are not dense, or are not on the CPU, differ from others in one of these.
+_TENSOR_FORM = attrgetter("dtype", "shape", "layout", "is_cpu", "is_nested", "requires_grad")
+
+
+def _form_of(value: Any, values: list[Any], depth: int = 4) -> Any:
+    """What decides about the schema of a sample of common types; `values` gets what its columns are made of.
+
+    It has every type, length, dtype and shape, and all that `kinds.opened` asks about a value.
+    """
+    kind, plain = type(value), plain_bytes(value)
+    if plain is not None:
+        values.append(plain[1])
+        return plain[0], len(plain[1])
+    if kind is Tensor and not (vars(value) or value.is_neg() or value.is_conj()) and value.is_contiguous():
+        values.append(value)
+        return _TENSOR_FORM(value)
+    if kind is np.ndarray and value.flags.c_contiguous and kinds.is_native(value.dtype):
+        values.append(Raw(value, is_exact=False))
+        return kind, value.dtype.char, value.shape
+    if depth and (kind is tuple or kind is list) and len(value) <= _ITEMS:
+        return kind, *[_form_of(child, values, depth - 1) for child in value]
+    if depth and kind is dict and len(value) <= _KEYS and all(type(key) is str for key in value):
+        return kind, *value, *[_form_of(child, values, depth - 1) for child in value.values()]
+    raise _UnusualError
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether a sample that was taken apart has a leaf that was found when its form was."""
+    if type(value) is Raw:
+        return type(other) is Raw and value.array is other.array and not value.is_exact
+    return value is other or (type(value) is bytes and value == other)
+
+
+# Rows as samples. A schema becomes nested functions, once for all of its rows.
+
+_Read = Callable[[Any], Any]  # the value of a leaf, of an object with its bytes
+_Build = Callable[[Iterator[Any]], Any]  # a value, of the values of leaves, as many as it needs
 
 
 @with_ordinary_tensors
 def from_rows(rows: Rows, device: torch.device = _HOST) -> list[Any]:
     """The samples that rows stand for, each with its own memory.
+
+    The worker of a `DataLoader` is about to put the samples together, and does not keep them: there, large
+    tensors have each a storage of their own in the memory of the rows, which goes with the last of them.
 
     Parameters
     ----------
@@ -224,282 +295,101 @@ def from_rows(rows: Rows, device: torch.device = _HOST) -> list[Any]:
     UnknownClassError
         If they need a class or a library that this process does not have.
     """
-
-    def closed(kind: Any, context: Any, columns: list[Any]) -> Any:
-        if kind is Packed:
-            return [unpack(data) for data in columns[0]]
-        if kind is Placed:
-            (column,) = columns
-            return column.to(device) if isinstance(column, Tensor) else [value.to(device) for value in column]
-        return kinds.closed(kind, context, columns, len(rows))
-
     try:
-        pairs = zip(rows.schema.leaves, rows.columns, strict=True)
-        columns = iter([values_of(leaf, column, _HOST) for leaf, column in pairs])
-        return listed(rebuilt(rows.schema.structure, columns, closed))
-    except (UnreadableError, MemoryError):
-        raise
+        readers, build = _functions(rows.schema, device)
+        columns = zip(readers, to_host(rows.columns), strict=True)
+        leaves = [_each(read, leaf, column) for (read, leaf), column in columns]
+        return [build(iter([next(values) for values in leaves])) for _ in range(len(rows))]
     except Exception as error:
-        # Anybody may have written the schema, such as one with a dtype that a node cannot have.
-        raise DamagedError(f"rows that are no samples: {error!r}") from None
+        raise _damaged(error) from None
 
 
-def _tensor_of(data: Any) -> Tensor:
-    """A copy of some bytes, uint8 ``(bytes,)``."""
-    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
+def _each(read: _Read, plain: Leaf | None, column: Tensor) -> Iterator[Any]:
+    """The values of a leaf in each row; as fast as torch can copy them, if they are `plain` tensors."""
+    if plain is None:
+        return map(read, as_bytes(column).numpy())
+    is_large = plain.row_bytes >= _LARGE and plain.stored in NUMPY
+    if is_large and column.is_contiguous() and get_worker_info() is not None:
+        return map(torch.from_numpy, column.numpy())
+    rows: Any = torch.unbind_copy(column)  # type: ignore[func-returns-value]
+    return iter(rows)
 
 
-def _bytes_of(value: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, uint8 ``(bytes,)``, without a copy."""
-    # A tensor of one element is contiguous whatever its strides are.
-    return value.as_strided((value.numel(),), (1,)).view(torch.uint8)
+def rebuilder(schema: Schema, device: torch.device = _HOST) -> Callable[[Sequence[Any]], Any]:
+    """A function that makes a sample of one row, and raises what `from_rows` raises.
 
-
-# The packed encoding.
-
-_VERSION = 1
-_MAX_DEPTH = 100
-_DTYPES = {
-    str(value)[6:]: value
-    for name, value in vars(torch).items()
-    if type(value) is torch.dtype and not name.startswith("q")  # quantized tensors are refused
-}
-_NAMES = {dtype: name for name, dtype in reversed(_DTYPES.items())}
-_CONTAINERS: dict[Any, bytes] = {list: b"l", tuple: b"t", dict: b"d", collections.OrderedDict: b"o"}
-_TAGS: dict[Any, bytes] = {
-    kinds.NumpyArray: b"A",
-    kinds.NumpyScalar: b"G",
-    kinds.Permuted: b"X",
-    kinds.Image: b"P",
-    kinds.TVTensor: b"V",
-}
-_NUMBERS = {np.dtype(name).kind.encode(): name for name in kinds.Numbers.dtypes.values()}
-_KINDS = {tag: kind for kind, tag in {**_CONTAINERS, **_TAGS}.items()}
-_LETTERS = {"none": b"N", "int": b"i", "float": b"f", "complex": b"c", "str": b"s", "bytes": b"b"}
-_SIZED = struct.Struct("<cI")
-_PACKED = pytree.TreeSpec(Packed, None, [BARE])
-
-
-def pack(value: Any) -> bytes:
-    """A value as bytes.
-
-    Raises
-    ------
-    UnstorableError
-        If a part of it is of no known type, or if it is nested more than 100 deep.
+    It takes the bytes of the row: an object with a writable buffer for each leaf, which is copied.
     """
-    out = bytearray([_VERSION])
-    _write(out, value, 0)
-    return bytes(out)
-
-
-def _write(out: bytearray, value: Any, depth: int, *, in_context: bool = False) -> None:
-    kind, plain = type(value), plain_bytes(value)
-    if depth > _MAX_DEPTH:
-        raise UnstorableError(f"nested more than {_MAX_DEPTH} deep")
-    if kind is bool:
-        out += b"T" if value else b"F"
-    elif plain is not None:
-        if kind in (str, bytes):
-            _sized(out, _LETTERS[plain[0]], plain[1])
-        else:
-            out += _LETTERS[plain[0]] + plain[1]
-    elif kind is int:
-        _sized(out, b"I", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
-    elif kind is Packed:
-        _write(out, value.context, depth)
-    elif in_context and isinstance(value, type):
-        _sized(out, b"K", classes.name_of(value, "").encode())
-    elif (node := kinds.opened(value)) is not None:
-        _write_node(out, *node, depth, in_context)
-    else:
-        value = dense(value)
-        name = _NAMES[value.dtype].encode()
-        form = f"<cB{len(name)}sB{value.dim()}Q"
-        out += struct.pack(form, b"R", len(name), name, value.dim(), *value.shape)
-        out += _bytes_of(value).numpy().data
-
-
-def _write_node(out: bytearray, kind: Any, context: Any, children: Any, depth: int, in_context: bool) -> None:
-    steps = context if kind in _MAPPINGS else range(len(children))
-    if kind is kinds.Numbers:
-        out += b"n" if context == "list" else b"u"
-        _sized(out, children[0].array.dtype.kind.encode(), children[0].array.tobytes())
-        return
-    if kind in _CONTAINERS:
-        out += _SIZED.pack(_CONTAINERS[kind], _count(len(children)))
-        for key in steps if kind in _MAPPINGS else ():
-            if not is_key(key):
-                what = f"a dict with a key of type {type(key).__qualname__}"
-                raise UnstorableError(what, "use texts as keys")
-    elif kind in _TAGS:
-        out += _TAGS[kind]
-        _write(out, context, depth + 1)
-        out.append(len(children))
-    else:
-        cls, context = (context, None) if kind is collections.namedtuple else (kind, context)
-        out += b"C"
-        _sized(out, b"s", classes.name_of(cls, "").encode())
-        _write(out, fields_of(cls), depth + 1)
-        _write(out, context, depth + 1, in_context=True)
-        out += struct.pack("<I", _count(len(children)))
-    for step, child in zip(steps, children, strict=True):
-        try:
-            if kind in _MAPPINGS:
-                _write(out, step, depth + 1)
-            _write(out, child, depth + 1, in_context=in_context)
-        except UnstorableError as error:
-            raise error.inside("" if kind in _TAGS else f"[{step!r}]") from None
-
-
-def _sized(out: bytearray, tag: bytes, data: bytes) -> None:
-    out += _SIZED.pack(tag, _count(len(data)))
-    out += data
-
-
-def _count(count: int) -> int:
-    if count >= 2**32:
-        raise UnstorableError("too large for a packed value: 4 GiB")
-    return count
-
-
-def unpack(data: bytes) -> Any:
-    """The value, which shares no memory with the bytes.
-
-    Raises
-    ------
-    DamagedError
-        If no version of this library wrote the bytes.
-    NewerFormatError
-        If a later version has written them.
-    UnknownClassError
-        If they name a class that this process does not have.
-    """
-    reader = _Reader(data)
     try:
-        version = reader.take(1)[0]
-        if version > _VERSION:
-            raise NewerFormatError(f"a packed value of version {version}")
-        if version != _VERSION:
-            raise DamagedError("a packed value without a version")
-        value = reader.value(0)
-        if reader.position != len(data):
-            raise DamagedError("bytes behind a packed value")
-    except (UnreadableError, MemoryError):
-        raise
-    except Exception as error:  # sizes were checked, so this is a value that its own type refuses
-        raise DamagedError(f"a packed value that is none: {error!r}") from None
-    return value
+        found, build = _functions(schema, device)
+        readers = [read for read, _ in found]
+    except Exception as error:
+        raise _damaged(error) from None
+
+    def rebuild(row: Sequence[Any]) -> Any:
+        if torch.is_inference_mode_enabled():
+            return with_ordinary_tensors(rebuild)(row)
+        try:
+            return build(iter([read(data) for read, data in zip(readers, row, strict=True)]))
+        except Exception as error:
+            raise _damaged(error) from None
+
+    return rebuild
 
 
-class _Reader:
-    """Reads values from the front of some bytes."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = memoryview(data)
-        self.position = 0
-
-    def take(self, size: int) -> memoryview:
-        """The next bytes."""
-        start, self.position = self.position, self.position + size
-        if self.position > len(self.data):
-            raise DamagedError("a packed value that ends too early")
-        return self.data[start : self.position]
-
-    def unpack(self, form: str) -> Any:
-        return struct.unpack(form, self.take(struct.calcsize(form)))
-
-    def count(self) -> int:
-        count: int = self.unpack("<I")[0]
-        return count
-
-    def sized(self) -> bytes:
-        return bytes(self.take(self.count()))
-
-    def value(self, depth: int) -> Any:
-        return listed(self.column(depth))[0]
-
-    def values(self, count: int, depth: int) -> list[Any]:
-        if count > len(self.data) - self.position:  # each has a byte at least
-            raise DamagedError("more values than bytes")
-        return [self.value(depth) for _ in range(count)]
-
-    def column(self, depth: int) -> Column:
-        """A value as a column of one value."""
-        if depth > _MAX_DEPTH:
-            raise DamagedError(f"a packed value that is nested more than {_MAX_DEPTH} deep")
-        tag = bytes(self.take(1))
-        kind = _KINDS.get(tag)
-        if tag in _SIMPLE:
-            return [_SIMPLE[tag](self)]
-        if kind in (list, tuple):
-            return [kind(self.values(self.count(), depth + 1))]
-        if kind in _MAPPINGS:
-            count = self.count()
-            items = self.values(2 * count, depth + 1)
-            found = kind(zip(items[::2], items[1::2], strict=True)) if all(map(is_key, items[::2])) else {}
-            if len(found) != count:
-                raise DamagedError("two equal keys, or one of a type that keys do not have")
-            return [found]
-        if tag == b"R":
-            return self.tensor()
-        if tag == b"C":
-            return self.node(depth)
-        if kind is None:
-            raise DamagedError("a packed value of no known kind")
-        context = self.value(depth + 1)
-        columns = [self.column(depth + 1) for _ in range(self.take(1)[0])]
-        return kinds.closed(kind, context, columns, 1)
-
-    def numbers(self) -> list[Any]:
-        code, data = bytes(self.take(1)), self.sized()
-        if code not in _NUMBERS or (code == b"b" and data.translate(None, b"\0\1")):
-            raise DamagedError("numbers of no known kind")
-        numbers: list[Any] = np.frombuffer(data, _NUMBERS[code]).tolist()
-        return numbers
-
-    def tensor(self) -> Tensor:
-        name, dims = bytes(self.take(self.take(1)[0])).decode(), self.take(1)[0]
-        shape = self.unpack(f"<{dims}Q")
-        if name not in _DTYPES:
-            raise DamagedError("a tensor of no known dtype")
-        dtype = _DTYPES[name]
-        data = self.take(math.prod(shape) * dtype.itemsize)
-        if dtype is torch.bool and bytes(data).translate(None, b"\0\1"):
-            raise DamagedError("a boolean that is none")
-        return _tensor_of(data).view(dtype).view(1, *shape)
-
-    def node(self, depth: int) -> list[Any]:
-        name, fields, context = [self.value(depth + 1) for _ in range(3)]
-        children = self.values(self.count(), depth + 1)
-        cls = classes.class_of(name, _may_be_read)
-        classes.check_fields(cls, name, fields, len(children))
-        kind, context = (collections.namedtuple, cls) if is_namedtuple(cls) else (cls, context)
-        return kinds.closed(kind, context, [[child] for child in children], 1)
-
-    def large(self) -> int:
-        value = int.from_bytes(self.sized(), "little", signed=True)
-        if -(2**63) <= value < 2**63:
-            raise DamagedError("a large number that is small")
-        return value
+def _damaged(error: Exception) -> Exception:
+    """The error to raise: anybody may have written the schema, such as one that its nodes cannot have."""
+    is_known = isinstance(error, (UnreadableError, MemoryError))
+    return error if is_known else DamagedError(f"rows that are no samples: {error!r}")
 
 
-def _may_be_read(cls: Any) -> bool:
-    """Whether a class may be that of a node: a namedtuple, or a node type that has no tag."""
-    return is_namedtuple(cls) or (is_node(cls) and not one_of(cls, (*_CONTAINERS, *kinds.NODES)))
+def _functions(schema: Schema, device: torch.device) -> tuple[list[tuple[_Read, Leaf | None]], _Build]:
+    """What reads each leaf, with the leaf if that is a plain tensor, and what puts their values together."""
+    readers: list[tuple[_Read, Leaf | None]] = []
+    leaves = iter(schema.leaves)
+
+    def builder(spec: pytree.TreeSpec) -> _Build:
+        kind, context, specs = spec.type, spec.context, specs_of(spec)
+        if kind is None or (kind is NumpyArray and [child.type for child in specs] == [None]):
+            readers.append(_reader(next(leaves), kind, context))
+            return next
+        builders, count = list(map(builder, specs)), len(specs)
+        make: Callable[[Any], Any]
+        if kind is tuple or kind is list:
+            make = kind
+        elif kind is dict:
+            make = lambda children: dict(zip(context, children, strict=True))  # noqa: E731
+        elif kind is Packed:
+            make = lambda children: unpack(*children)  # noqa: E731
+        elif kind is Placed:
+            make = lambda children: next(iter(children)).to(device)  # noqa: E731
+        else:
+            make = lambda children: kinds.closed(kind, context, list(children))  # noqa: E731
+        if all(build is next for build in builders):
+            return lambda values: make(islice(values, count))
+        return lambda values: make([build(values) for build in builders])
+
+    build = builder(schema.structure)
+    return readers, build
 
 
-_SIMPLE: dict[bytes, Callable[[_Reader], Any]] = {
-    b"N": lambda reader: None,
-    b"T": lambda reader: True,
-    b"F": lambda reader: False,
-    b"i": lambda reader: reader.unpack("<q")[0],
-    b"I": _Reader.large,
-    b"f": lambda reader: reader.unpack("<d")[0],
-    b"c": lambda reader: complex(*reader.unpack("<dd")),
-    b"s": lambda reader: reader.sized().decode("utf-8", "surrogatepass"),
-    b"b": _Reader.sized,
-    b"n": _Reader.numbers,
-    b"u": lambda reader: tuple(reader.numbers()),
-    b"K": lambda reader: classes.class_of(reader.sized().decode(), classes.is_storable),
-}
+def _reader(leaf: Leaf, kind: Any, context: Any) -> tuple[_Read, Leaf | None]:
+    """What reads a leaf, or an array of numpy around it."""
+    if leaf.kind != "tensor":
+        return PLAIN[leaf.kind], None
+    shape, dtype, stored, last = leaf.stored_shape, leaf.dtype, leaf.stored, leaf.channels_last
+    is_plain, name = dtype == stored in COMMON and not last, NUMPY.get(stored)
+
+    def read(data: Any) -> Tensor:
+        return torch.from_numpy(np.ndarray(shape, name, data)).clone()
+
+    def read_unusual(data: Any) -> Tensor:
+        value = tensor_of(data).view(stored).view(shape).to(dtype)
+        return value.movedim(-1, 0) if last else value
+
+    if kind is NumpyArray and is_plain and context == name:
+        return lambda data: np.ndarray(shape, name, data).copy(), None
+    one = read if is_plain and name is not None else read_unusual
+    if kind is NumpyArray:
+        return lambda data: NumpyArray.closed(context, [one(data)]), None
+    return one, leaf if is_plain else None

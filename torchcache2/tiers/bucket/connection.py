@@ -44,11 +44,13 @@ class Connection:
     bucket : Bucket
     patience : float
         Seconds that an answer may take, besides those for its bytes.
+    shared : dict
+        What one connection after the other may use, until credentials are refused.
     """
 
     _abandoned: ClassVar[list[Any]] = []
 
-    def __init__(self, bucket: Bucket, patience: float) -> None:
+    def __init__(self, bucket: Bucket, patience: float, shared: dict[str, Any]) -> None:
         self._patience = patience
         kind = _class_of(bucket.url)
         options = {**kind._get_kwargs_from_urls(bucket.url), **bucket.storage_options}
@@ -60,6 +62,11 @@ class Connection:
             self._fs: Any = kind(**options, skip_instance_cache=True)
             return
         options |= {"asynchronous": True, "loop": None, **_time_limits(kind.protocol, options, patience)}
+        if "s3" in kind.protocol and options.keys() < inspect.signature(kind).parameters.keys():
+            # It reads tables for a tenth of a second. It has no connection: forked children have it, too.
+            # Options that s3fs does not know are those of such a session.
+            sessions = require("aiobotocore.session", "s3", "a URL")
+            options.setdefault("session", shared.setdefault("session", sessions.AioSession()))
         self._fs = kind(**options, skip_instance_cache=True)
         self._fs.retries = 1  # of s3fs: whoever asks tries again, and looks at the clock
         self._loop = asyncio.new_event_loop()
@@ -115,16 +122,6 @@ class Connection:
         return self._together(
             lambda path, start, end: self._fs._cat_file(path, start=start, end=end), parts, seconds
         )
-
-    def download(self, name: str, path: str) -> None:
-        """Write an object to a local file."""
-        if self._is_async:
-            # Libraries look at each read of a connection: this is for those that do not.
-            self._wait(self._fs._get_file, self._path(name), path, seconds=60 * self._patience)
-            return
-        data = self._fs.cat_file(self._path(name))  # an open file of `memory://` has one position for all
-        with open(path, "wb") as file:
-            file.write(data)
 
     def upload(self, path: str, name: str) -> None:
         """Write a local file to an object."""
@@ -312,14 +309,16 @@ def _outcome(task: asyncio.Task[Any], seconds: float) -> Answer:
 class Kind(enum.Enum):
     """What an error means."""
 
-    GONE = "there is no such object, or it ends before"
+    GONE = "there is no such object"
+    SHORT = "the object ends before"
     NO_BUCKET = "there is no such bucket"
     REFUSED = "the credentials are not accepted, or not for this"
     FAULT = "anything else, which may work in a moment"
 
 
-_STATUS = dict.fromkeys((401, 403, 405, 501), Kind.REFUSED) | dict.fromkeys((404, 410, 416), Kind.GONE)
-_CODES = {"NoSuchBucket": Kind.NO_BUCKET, "ContainerNotFound": Kind.NO_BUCKET, "InvalidRange": Kind.GONE}
+_STATUS = dict.fromkeys((401, 403, 405, 501), Kind.REFUSED) | dict.fromkeys((404, 410), Kind.GONE)
+_CODES = {"NoSuchBucket": Kind.NO_BUCKET, "ContainerNotFound": Kind.NO_BUCKET, "InvalidRange": Kind.SHORT}
+_STATUS[416] = Kind.SHORT
 _CODES["InvalidObjectState"] = Kind.GONE  # the object is in an archive
 _CODES |= dict.fromkeys(("ExpiredToken", "InvalidToken", "TokenRefreshRequired"), Kind.REFUSED)
 # Classes of libraries that are imported only when they are used.

@@ -1,23 +1,333 @@
 """`Mirror`: keeps a local folder and a bucket alike, in threads of its own.
 
 What is sealed in the folder is uploaded, whichever process has written it; what the bucket has comes down as
-long as there is room. Of the processes that share a folder one does this, and when it ends another one takes
-over. Nothing depends on how a process ends, since what the bucket lacks is found by looking.
+long as there is room. Of the processes that share a folder one does this, which `MirrorLock` decides, and
+when it ends another one takes over. Nothing depends on how a process ends: what the bucket lacks is found by
+looking.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Collection
 
 from torch.utils.data import get_worker_info
 
-from torchcache2.core.process import ProcessLock, before_pools_end
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.tiers.bucket.mirroring import Mirroring
+from torchcache2.core.process import AtExit, ProcessLock, before_pools_end
+from torchcache2.files.directory import FINGERPRINT, MIRROR, CacheDirectory, Contents
+from torchcache2.files.filesystem import Descriptor
 from torchcache2.tiers.bucket.objects import Objects
+from torchcache2.tiers.bucket.transfers import Downloads, Folders, Transfer, Uploads
+
+
+class MirrorLock:
+    """The lock of one folder; it belongs to the process that has made it, and to one thread there."""
+
+    def __init__(self, directory: CacheDirectory) -> None:
+        self._fs = directory.fs
+        self._path = os.path.join(directory.path, MIRROR)
+        self._file: Descriptor | None = None
+        self._holds = False
+        opening = self._opening = threading.Lock()  # nobody forks while a file is open that is not noted yet
+        own = weakref.ref(self)
+
+        def let_go() -> None:
+            opening.release()
+            lock = own()
+            if lock is not None:
+                lock._close()
+
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(
+                before=opening.acquire, after_in_parent=opening.release, after_in_child=let_go
+            )
+
+    def take(self) -> bool | None:
+        """Whether this process is the one that mirrors from now on; None if nothing can be locked there."""
+        try:
+            if self._file is not None and not self._fs.same(self._file, self._path):
+                self.release()  # somebody has deleted it: others would lock another file
+            if not self._holds:
+                file = self._open()
+                # Where there are no locks, every process mirrors: they write the same bytes.
+                self._holds = self._fs.lock(file, exclusive=True) is not False
+        except OSError:
+            self.release()
+            return None
+        return self._holds
+
+    def beat(self) -> None:
+        """Show others that what the bucket or the folder lacks is on its way."""
+        with contextlib.suppress(OSError):
+            self._fs.touch(self._path)
+
+    def last_beat(self) -> int:
+        """A number that changes with each beat of whoever mirrors."""
+        try:
+            return self._fs.changed(self._path)
+        except OSError:
+            return 0
+
+    def release(self) -> None:
+        """Let another process mirror."""
+        if self._file is not None:
+            self._fs.unlock(self._file)
+        self._close()
+
+    def _open(self) -> Descriptor:
+        file = self._file
+        if file is None:
+            # This does not wait for the lock: the garbage collector may call it in a thread that is about to
+            # fork and so has the lock itself, which would wait for ever.
+            if not self._opening.acquire(blocking=False):
+                raise BlockingIOError("the process is forking")
+            try:
+                try:
+                    file = self._fs.create(self._path)
+                except FileExistsError:
+                    file = self._fs.open(self._path)
+                self._file = file
+            finally:
+                self._opening.release()
+        return file
+
+    def _close(self) -> None:
+        """Close the file, although a thread that a forked child does not have may refer to it."""
+        file, self._file, self._holds = self._file, None, False
+        if file is not None:
+            file.close()
+
+
+_EXIT_PRIORITY = 5  # lower than that of the disk tier's writer, higher than that of a temporary folder
+_AT_ONCE, _DOWN_AT_ONCE = 4, 8  # transfers
+_MOST_FAILURES = 3  # of one file, after which nobody waits for it
+_RESUMED_AFTER = 1.0  # seconds, while the bucket is left out
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds after a file could not be uploaded, and the bucket works
+_BEATS = 1.0  # seconds
+_ENDING = 10.0  # seconds that transfers may take that nobody waits for, when the mirror ends
+
+
+class _Flush:
+    """Somebody who waits. `names` are what the bucket has to have; None before the first look."""
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()
+        self.names: set[Transfer] | None = None
+        self.is_done = threading.Event()
+
+
+class Mirroring:
+    """See `Mirror` for the parameters; ``at_exit()`` is called when the process ends."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        directory: CacheDirectory,
+        budget: int,
+        at_exit: Callable[[], None],
+        *,
+        uploads: bool,
+        temporary: bool,
+        pause: float,
+        silence: float,
+    ) -> None:
+        self.pid = os.getpid()
+        self._objects, self._directory = objects, directory
+        self._folders = Folders(directory)
+        self._uploads, self._goes_up = Uploads(objects, directory), uploads
+        self._downloads = Downloads(objects, directory, budget)
+        self._sole = MirrorLock(directory)
+        self._temporary, self._pause, self._silence = temporary, pause, silence
+        self._exit = AtExit(at_exit, _EXIT_PRIORITY)
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._is_ending = False
+        self._flushes: list[_Flush] = []
+        self._looking = threading.RLock()  # without a thread of ours, several that wait look themselves
+        self._going_up: dict[Transfer, threading.Thread] = {}
+        self._going_down: dict[Transfer, threading.Thread] = {}
+        self._failures: dict[Transfer, tuple[int, float]] = {}  # how often, and when to try again
+        self._failed_since = -1.0  # when the last upload that has failed began
+        self._not_before = 0.0  # when to ask a bucket again that was left out
+        self._most = _AT_ONCE  # uploads; one after a fault, as all share a line that may be slow
+        self._beat_at = 0.0
+        self._heard = 0, 0.0  # the last beat of another process, and when it was seen
+
+    def start(self) -> None:
+        """Start to look."""
+        self._thread = threading.Thread(target=self._work, name="torchcache2 mirror", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # there are too many threads, or the interpreter is ending: `flush` uploads
+            self._thread = None
+
+    def wake(self) -> None:
+        """Look at once: a segment was written."""
+        self._wake.set()
+
+    def flush(self) -> None:
+        """Return when what is in the folder now is in the bucket, or was given up."""
+        flush = _Flush()
+        self._flushes.append(flush)
+        self._not_before = 0.0
+        while not flush.is_done.is_set():
+            self._wake.set()
+            if self._thread is not None and self._thread.is_alive():
+                flush.is_done.wait(1.0)
+            else:
+                self._look()
+                flush.is_done.wait(self._pause)
+
+    def end(self) -> None:
+        """End the threads; a transfer that nobody waits for is given some seconds."""
+        self._is_ending = True
+        self._wake.set()
+        self._exit.cancel()
+        deadline = time.monotonic() + _ENDING
+        for thread in self._threads():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._sole.release()
+
+    def is_one_of_ours(self, thread: threading.Thread) -> bool:
+        """Whether this is a thread that uploads depend on."""
+        return thread in self._threads()
+
+    def _threads(self) -> list[threading.Thread]:
+        threads = [self._thread, *list(self._going_up.values()), *list(self._going_down.values())]
+        return [thread for thread in threads if thread is not None and thread.ident is not None]
+
+    def _work(self) -> None:
+        while not self._is_ending:
+            self._wake.clear()
+            begun = time.monotonic()
+            self._look()
+            time.sleep(min(1.0, 4 * (time.monotonic() - begun)))  # to look takes long if there are many files
+            self._wake.wait(self._pause)
+
+    def _look(self) -> None:
+        """Look once; if that fails, nobody waits any more."""
+        with self._looking:
+            try:
+                self._round()
+            except Exception as error:
+                self._objects.tell("mirror", "the mirror of %s fails: %s", self._directory.path, repr(error))
+                self._answer(list(self._flushes), is_hopeless=True)
+
+    def _round(self) -> None:
+        """Look once, and start transfers."""
+        flushes = list(self._flushes)  # first: who comes later may have written something meanwhile
+        coming = list(self._going_down)  # before the look: what comes meanwhile is counted, if not seen there
+        holds = self._sole.take()
+        contents = self._folders.look(anew=any(flush.names is None for flush in flushes))
+        self._downloads.note(contents)
+        lacking = self._uploads.wanted(contents)
+        if not (holds and self._goes_up):  # only who uploads knows what the bucket's fingerprints say
+            lacking = [transfer for transfer in lacking if transfer.name != FINGERPRINT]
+        if lacking and not self._goes_up:
+            self._sole.release()  # to a process that uploads
+            holds, lacking = False, []
+        for flush in flushes:
+            flush.names = set(lacking) if flush.names is None else flush.names.intersection(lacking)
+        if holds and lacking and not self._uploads.ended:
+            self._start_uploads(lacking, flushes)
+        elif holds and not flushes:
+            self._start_downloads(contents, coming)
+        self._answer(flushes, is_hopeless=self._is_hopeless(holds, flushes))
+
+    def _start_uploads(self, lacking: list[Transfer], flushes: list[_Flush]) -> None:
+        now = time.monotonic()
+        if self._objects.cause is None and now - self._beat_at > _BEATS:
+            self._beat_at = now
+            self._sole.beat()
+        # A fingerprint comes last: after the segments that somebody waits for, or after all.
+        awaited = set().union(*(flush.names or () for flush in flushes)) if flushes else set(lacking)
+        waiting = {transfer.namespace for transfer in awaited if transfer.name != FINGERPRINT}
+        for transfer in lacking:
+            if len(self._going_up) >= (self._most if self._objects.cause is None else 1):
+                break
+            is_early = transfer.name == FINGERPRINT and transfer.namespace in waiting
+            begins = max(self._not_before, self._failures.get(transfer, (0, 0.0))[1])
+            if not is_early and transfer not in self._going_up and now >= begins:
+                self._start(self._going_up, transfer, self._upload)
+
+    def _start_downloads(self, contents: list[Contents], coming: list[Transfer]) -> None:
+        if self._objects.cause is None:
+            for transfer in self._downloads.wanted(contents, coming, _DOWN_AT_ONCE - len(coming)):
+                self._start(self._going_down, transfer, self._downloads.download)
+
+    def _start(
+        self,
+        going: dict[Transfer, threading.Thread],
+        transfer: Transfer,
+        function: Callable[[Transfer], object],
+    ) -> None:
+        def work() -> None:
+            try:
+                function(transfer)
+            except Exception as error:
+                self._objects.tell("transfer", "the mirror fails at %s: %s", "/".join(transfer), repr(error))
+            finally:
+                going.pop(transfer, None)
+                self._wake.set()
+
+        thread = going[transfer] = threading.Thread(target=work, name="torchcache2 transfer", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there are too many threads, or the interpreter is ending
+            work()
+
+    def _upload(self, transfer: Transfer) -> None:
+        begun, is_there = time.monotonic(), False
+        try:
+            is_there = self._uploads.upload(transfer)
+        finally:
+            if is_there:
+                self._failures.pop(transfer, None)
+                self._most = min(_AT_ONCE, self._most + 1)
+            else:
+                self._failed_since, self._most = max(self._failed_since, begun), 1
+                now, count = time.monotonic(), self._failures.get(transfer, (0, 0.0))[0]
+                if self._objects.cause is not None:
+                    self._not_before = now + _RESUMED_AFTER
+                else:
+                    pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** min(count, 10))
+                    self._failures[transfer] = count + 1, now + pause
+
+    def _is_hopeless(self, holds: bool | None, flushes: Collection[_Flush]) -> bool:
+        """Whether nobody uploads, or can."""
+        if holds or holds is None:
+            return holds is None or bool(self._uploads.ended)
+        beat, now = self._sole.last_beat(), time.monotonic()
+        if beat != self._heard[0]:
+            self._heard = beat, now
+        return now - max([self._heard[1], *(flush.since for flush in flushes)]) > self._silence
+
+    def _answer(self, flushes: list[_Flush], *, is_hopeless: bool) -> None:
+        """Tell those who wait if they need not any more."""
+        for flush in flushes:
+            names = flush.names or set()
+            is_tried = self._objects.cause is not None and self._failed_since >= flush.since
+            failing = {name for name in names if self._failures.get(name, (0, 0.0))[0] >= _MOST_FAILURES}
+            if is_hopeless or is_tried or failing == names:
+                if names:
+                    self._tell_given_up(len(names))
+                self._flushes.remove(flush)
+                flush.is_done.set()
+
+    def _tell_given_up(self, count: int) -> None:
+        later = "are lost with it" if self._temporary else "are uploaded when somebody uses it again"
+        self._objects.tell(
+            "given up",
+            "%d files of %s are not uploaded to %s (%s): they stay in the folder, and %s",
+            *(count, self._directory.path, self._objects.bucket.url),
+            *(self._uploads.ended or self._objects.cause or "nobody does it now", later),
+        )
+
 
 _LOOP = "fsspecIO"  # the thread in which fsspec waits for servers
 

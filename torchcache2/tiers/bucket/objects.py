@@ -10,20 +10,19 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.places import Bucket
 from torchcache2.core.process import ProcessLock
 from torchcache2.files.directory import TAG, check_format, stated_format
-from torchcache2.files.errors import NewerFormatError
+from torchcache2.files.errors import DamagedError, NewerFormatError
 from torchcache2.files.filesystem import FileInfo
 from torchcache2.tiers.breaker import Breaker
 from torchcache2.tiers.bucket.connection import Connection, Kind, Texts, kind_of
 
 _MOST_TAG, _MOST_TEXT = 4096, 64 << 10  # bytes
-_LOCAL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MISTAKES = (TypeError, ValueError, ImportError, AttributeError)  # options that a library does not take
 _READING, _WRITING = b"reading", b"writing"  # credentials may allow one of them only
 T = TypeVar("T")
@@ -57,8 +56,7 @@ class Objects(Breaker):
         Damaged objects that were met: whoever reads them counts them here.
     bytes_up, bytes_down : int
         What was written and read.
-    is_opening : bool
-        Whether somebody waits for the heads of segments, so that downloads have to wait.
+    is_closed : bool
     """
 
     def __init__(
@@ -74,13 +72,13 @@ class Objects(Breaker):
         super().__init__(tell, pause)
         self.bucket = bucket
         self.corrupt = self.bytes_up = self.bytes_down = 0
-        self.is_opening = False
         self._patience, self._tries, self._backoff = patience, tries, backoff
         self._texts = Texts(bucket.storage_options)
         self._causes: dict[bytes | None, Exception] = {}  # None: neither reading nor writing works
         self._lock = ProcessLock()
+        self._shared: dict[str, Any] = {}  # see `Connection`
         self._held: list[Connection] = []  # that of this process, when there is one
-        self._is_closed = False
+        self.is_closed = False
         weakref.finalize(self, _close, self._held)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=functools.partial(_forked, weakref.ref(self)))
@@ -120,28 +118,40 @@ class Objects(Breaker):
         return self._ask(lambda connection: _listing(connection, folder), None)
 
     def read(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | None]:
-        """Read ``(name, start, end)``, many at once.
+        """Read ``(name, start, end)``, many at once; None for what is not had as a whole: see `fetch`."""
+        return [None if isinstance(one, Exception) else one for one in self.fetch(ranges)]
 
-        None for what is not had as a whole: the object is gone or ends before, or the bucket fails.
+    def fetch(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | Exception]:
+        """The same, with the reason in the place of what is not had.
+
+        That is a `FileNotFoundError` if the object is gone, a `DamagedError` if it ends before, and an
+        `OSError` if the bucket fails.
         """
-        found: list[bytes | None] = [b"" if start >= end else None for _, start, end in ranges]
-        left = [i for i, data in enumerate(found) if data is None]
+        failed = OSError(errno.EIO, "the bucket fails")
+        found: list[bytes | Exception] = [b"" if start >= end else failed for _, start, end in ranges]
+        left = [i for i, one in enumerate(found) if one is failed]
 
         def read(connection: Connection) -> None:
-            failed, again = None, []
+            error, again = None, []
             for i, data in zip(left, connection.read([ranges[i] for i in left]), strict=True):
-                if not isinstance(data, BaseException):
-                    found[i] = bytes(data) if len(data) == ranges[i][2] - ranges[i][1] else None
-                elif kind_of(data) is not Kind.GONE:
+                name, start, end = ranges[i]
+                kind = kind_of(data) if isinstance(data, BaseException) else None
+                if kind is Kind.GONE:
+                    found[i] = FileNotFoundError(errno.ENOENT, "there is no such object", name)
+                elif kind is Kind.SHORT or (kind is None and len(data) != end - start):
+                    found[i] = DamagedError(f"it ends before byte {end}")
+                elif kind is None:
+                    found[i] = bytes(data)
+                else:
                     again.append(i)
-                    failed = data
+                    error = data
             left[:] = again
-            if failed is not None:
-                raise failed
+            if error is not None:
+                raise error
 
         if left:
             self._ask(read, None)
-            self._count(down=sum(len(data) for data in found if data))
+            self._count(down=sum(len(one) for one in found if isinstance(one, bytes)))
         return found
 
     def texts(self, names: Sequence[str]) -> dict[str, bytes]:
@@ -154,44 +164,13 @@ class Objects(Breaker):
             ):
                 if not isinstance(data, BaseException):
                     found[name] = bytes(data)
-                elif kind_of(data) is not Kind.GONE:
+                elif kind_of(data) not in (Kind.GONE, Kind.SHORT):
                     raise data
 
         if names:
             self._ask(read, None)
             self._count(down=sum(map(len, found.values())))
         return {name: data for name, data in found.items() if 0 < len(data) < _MOST_TEXT}
-
-    def download(self, name: str, path: str) -> bool:
-        """Write an object to a local file, which is replaced; whether that has worked.
-
-        If not, as the object is gone or the bucket fails, there may be a part of it.
-
-        Raises
-        ------
-        OSError
-            If the file cannot be written, which is no fault of the bucket.
-        """
-        local = list[OSError]()
-
-        def download(connection: Connection) -> bool:
-            try:
-                connection.download(name, path)
-                self._count(down=os.path.getsize(path))
-                return True
-            except Exception as error:
-                if isinstance(error, OSError) and error.errno in _LOCAL:
-                    local.append(error)
-                elif kind_of(error) is not Kind.GONE:
-                    raise
-                return False
-
-        with open(path, "wb"):
-            pass
-        is_there = self._ask(download, False)
-        if local:
-            raise local[0]
-        return is_there
 
     def upload(self, path: str, name: str) -> bool:
         """Write a local file to an object, which is replaced; whether that has worked.
@@ -242,17 +221,17 @@ class Objects(Breaker):
 
     def close(self) -> None:
         """Close the connections; from now on the bucket has nothing."""
-        self._is_closed = True
+        self.is_closed = True
         self._forget()
 
     def _ask(self, what: Callable[[Connection], T], failed: T, part: bytes = _READING) -> T:
         """What a function of a connection returns; `failed` if the bucket fails or is left out."""
-        if self._is_closed or not self.allows(part):
+        if self.is_closed or not self.allows(part):
             return failed
         try:
             return self._patiently(what, part)
         except Exception as error:
-            if not self._is_closed:
+            if not self.is_closed:
                 self._met(error, part)
         return failed
 
@@ -270,11 +249,12 @@ class Objects(Breaker):
             except Exception as error:
                 kind = kind_of(error)
                 if kind is Kind.REFUSED:
+                    self._shared.clear()
                     self._forget()  # a new connection reads the credentials again, as they may have expired
                     left = 0 if is_new else 1
                 else:
                     left = left - 1 if kind is Kind.FAULT and not isinstance(error, _MISTAKES) else 0
-                if left == 0 or self._is_closed:
+                if left == 0 or self.is_closed:
                     raise
             if kind is Kind.FAULT:
                 time.sleep(seconds * random.uniform(0.5, 1.5))
@@ -297,10 +277,10 @@ class Objects(Breaker):
 
     def _connection(self) -> Connection:
         with self._lock():
-            if self._is_closed:
+            if self.is_closed:
                 raise OSError("it is closed")
             if not self._held:
-                self._held.append(Connection(self.bucket, self._patience))
+                self._held.append(Connection(self.bucket, self._patience, self._shared))
             return self._held[0]
 
     def _forget(self) -> None:
@@ -321,7 +301,7 @@ class Objects(Breaker):
         if TAG not in names:
             return
         (tag,) = connection.read([(TAG, 0, _MOST_TAG)])
-        if isinstance(tag, BaseException) and kind_of(tag) is not Kind.GONE:
+        if isinstance(tag, BaseException) and kind_of(tag) not in (Kind.GONE, Kind.SHORT):
             raise tag
         number = None if isinstance(tag, BaseException) else stated_format(tag)
         if number is None:

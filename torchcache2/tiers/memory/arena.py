@@ -118,7 +118,7 @@ class Arena:
     def gather(self, ordinals: Ordinals) -> Rows:
         """A copy of the rows with these ordinals, in their order."""
         columns = []
-        with self._in_order():
+        with self._in_order() if self._order.is_needed else contextlib.nullcontext():
             for leaf, column in zip(self.schema.leaves, self._columns, strict=True):
                 picked = column.gather(ordinals).view(-1).view(leaf.stored)
                 columns.append(picked.view(len(ordinals), *leaf.stored_shape))

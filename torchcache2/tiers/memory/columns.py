@@ -83,7 +83,7 @@ class Column:
 
     def gather(self, ordinals: Ordinals) -> Tensor:
         """A copy of the rows with these numbers, in their order."""
-        return gather(self._data, torch.from_numpy(ordinals), runtime=self._runtime)
+        return gather(self._data, ordinals, runtime=self._runtime)
 
     def write(self, first: int, values: Tensor) -> None:
         """Write values of any dtype, from a row on."""

@@ -32,6 +32,8 @@ _TEXT, _LENGTH, _CURRENT, _TOTAL = range(4)  # of a schema: current is chunk << 
 _ROW = (1 << 32) - 1
 _SLAB = 64 << 20  # bytes that a chunk has at most, if it has more rows than are needed now
 _Numbers = TypeVar("_Numbers", int, Positions)
+_Spans = tuple[Schema, list[tuple[int, int]]]
+_MOST_SPANS = 4096  # chunks
 _POPULATED = 256 << 10  # bytes; pages of smaller chunks come when they are read
 
 
@@ -43,6 +45,8 @@ class Chunks:
         self._known: list[Schema | None] = []  # by number; None: its classes are unknown here
         self._numbers: dict[tuple[Schema, tuple[bool, ...]], int] = {}
         self._populated: dict[int, int] = {}  # rows of a chunk whose pages are mapped
+        self._data = space.bytes.data
+        self._spans: dict[int, _Spans] = {}  # by chunk
         self._schemas = self._schema_rows()
         self._see_chunks()
 
@@ -227,20 +231,44 @@ class Chunks:
             columns.append(picked.view(leaf.stored).view(1, *leaf.stored_shape))
         return Rows(schema, columns, 1)
 
-    def populate(self, schema: Schema, locations: Positions) -> None:
+    def row(self, location: int) -> tuple[Schema, list[memoryview]] | None:
+        """The bytes of a row where they lie, for each leaf; None if its schema is unknown."""
+        spans = self._spans_of(location >> 32)
+        if spans is None:
+            return None
+        row, data = location & _ROW, self._data
+        return spans[0], [data[first + row * size : first + (row + 1) * size] for first, size in spans[1]]
+
+    def _spans_of(self, chunk: int) -> _Spans | None:
+        """The schema of a chunk, and where each leaf's rows begin and how long they are, in bytes."""
+        found = self._spans.get(chunk)
+        if found is None:
+            schema = self.schema_of(chunk << 32)
+            if schema is None:
+                return None
+            firsts = _places(schema, self._offsets.item(chunk), self._kinds.item(chunk) & _ROW)
+            sizes = [leaf.row_bytes for leaf in schema.leaves]
+            if len(self._spans) >= _MOST_SPANS:
+                self._spans.clear()
+            found = schema, [(first * size, size) for first, size in zip(firsts, sizes, strict=True)]
+            self._spans[chunk] = found
+        return found
+
+    def populate(self, locations: Positions) -> None:
         """Map the pages of rows that are read for the first time, and of those that came with them."""
         for chunk in set((locations >> 32).tolist()):
+            spans = self._spans_of(chunk)
+            if spans is None:
+                continue
             number, rows = divmod(int(self._kinds[chunk]), _ROW + 1)
             first = self._populated.get(chunk, 0)
-            if rows * schema.row_bytes < _POPULATED or first == rows:
+            if rows * spans[0].row_bytes < _POPULATED or first == rows:
                 continue
             current = int(self._schemas[number, _CURRENT])
             end = current & _ROW if current >> 32 == chunk else rows
             if end > first:
-                places = self._places(schema, np.array([chunk << 32 | first]))
-                for leaf, (place,) in zip(schema.leaves, places, strict=True):
-                    start = int(place) * leaf.row_bytes
-                    self._space.region.populate(start, start + (end - first) * leaf.row_bytes)
+                for start, size in spans[1]:
+                    self._space.region.populate(start + first * size, start + end * size)
                 self._populated[chunk] = end
 
     def _of_chunks(self, locations: Positions) -> tuple[Positions, Positions]:

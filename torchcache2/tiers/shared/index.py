@@ -59,7 +59,7 @@ class SharedIndex:
 
     def refresh(self) -> None:
         """See what other processes have made since."""
-        seen = int(self._head[_TABLE]), self._space.length("sums")
+        seen = int(self._head.item(_TABLE)), self._space.length("sums")
         if seen == self._seen:
             return
         count = seen[0]
@@ -83,6 +83,12 @@ class SharedIndex:
         locations = self.locations.take(ordinals, mode="clip")
         locations[ordinals < 0] = 0
         return ordinals, locations
+
+    def find_one(self, low: int, high: int) -> tuple[int, int]:
+        """As `find`, of one key; one that is not found may be in a larger table."""
+        self.refresh()
+        ordinal = self._table.find_one(low, high)
+        return ordinal, self.locations.item(ordinal) if ordinal >= 0 else 0
 
     def prepare(self, count: int) -> bool:
         """Make room for `count` more keys; False if the budget has none. Not under the lock."""

@@ -66,7 +66,7 @@ class Space:
 
     def length(self, name: str) -> int:
         """Bytes of a range that are there."""
-        return int(self.head[_PLACES[name]])
+        return int(self.head.item(_PLACES[name]))
 
     def set_length(self, name: str, size: int) -> None:
         """Say that so many bytes of a range are there."""

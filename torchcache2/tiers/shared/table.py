@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from xxhash import xxh3_64_intdigest
 from torchcache2.core.keys import Array, Flags, Ordinals, Positions, Words
 from torchcache2.core.memory import Runtime, SpareMemory, as_bytes
 from torchcache2.core.rows import Rows
+from torchcache2.tiers.base import Make
 from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.chunks import Chunks
 from torchcache2.tiers.shared.index import SharedIndex
@@ -116,7 +118,7 @@ class SharedTable:
                 parts.append((positions[these], self._chunks.gather(schema, at, runtime, spare)))
                 continue
             fresh = np.flatnonzero(~self._seen()[of])
-            self._chunks.populate(schema, at[fresh])
+            self._chunks.populate(at[fresh])
             rows = self._chunks.gather(schema, at, runtime, spare)
             good = self._check(rows, words[these], of, at, fresh)
             if len(good) < len(rows):
@@ -134,9 +136,17 @@ class SharedTable:
         first = np.zeros(1, np.int64)
         if self._seen().item(ordinals.item(0)):
             return [(first, self._chunks.one(schema, location))]
-        self._chunks.populate(schema, locations)
+        self._chunks.populate(locations)
         rows = self._chunks.one(schema, location)
         return [(first, rows)] if len(self._check(rows, words, ordinals, locations, first)) else []
+
+    def get_one(self, low: int, high: int, make: Make) -> Any:
+        """What is made of a row that this process has read or written before; else None. Takes no lock."""
+        ordinal, location = self._index.find_one(low, high)
+        if location <= 0 or ordinal >= len(self._checked) or not self._checked.item(ordinal):
+            return None
+        row = self._chunks.row(location)
+        return None if row is None else make(*row)
 
     def discard(self) -> None:
         """Give the memory of a dropped file back, even if other processes have it open; under the lock."""

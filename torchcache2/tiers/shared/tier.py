@@ -26,7 +26,7 @@ from torchcache2.core.memory import CUDA, Runtime, SpareMemory, to_host, with_or
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.files.errors import UnserialisableError
-from torchcache2.tiers.base import Claim, Found, Tier, TierStats, replicas_of
+from torchcache2.tiers.base import Claim, Found, Make, Tier, TierStats, replicas_of
 from torchcache2.tiers.shared.claims import Claims, SharedClaim
 from torchcache2.tiers.shared.job import Job, leave_soon
 from torchcache2.tiers.shared.lock import LockTimeoutError
@@ -122,6 +122,20 @@ class SharedTier(Tier):
             return Found(parts)
 
         return self._guarded(found) or Found([])
+
+    def get_one(self, namespace: bytes, low: int, high: int, make: Make) -> Any:
+        """What is made of the row of one key, if this process has read or written it before."""
+        with self._lock():
+            try:
+                self._catch_up()
+                table = self._tables.open.get(namespace)
+                if table is not None and not self._closed and not self._is_off:
+                    made = table.get_one(low, high, make)
+                    if made is not None and table.is_live:  # as in `get`
+                        return made
+            except Exception as error:
+                self._fault(error)
+        return None
 
     def has(self, keys: Keys) -> Flags:
         """Whether each key has a row here now."""

@@ -1,4 +1,4 @@
-"""`identify`: what the samples of a dataset depend on, as named parts, and the namespace made of them.
+"""Which dataset this is, and which sample: what samples depend on, as named parts, and keys of indices.
 
 The code of the dataset and of what it refers to counts by its source, attributes by their values. Files that
 the dataset reads later do not count.
@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import operator
 import random
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import nn
 from torch.utils.data import Dataset
+from xxhash import xxh3_128_digest
 
-from torchcache2.core.errors import OptionError
-from torchcache2.core.logs import shown
+from torchcache2.core.keys import Keys, int_keys
+from torchcache2.core.version import __version__
+from torchcache2.datasets.options import check
+from torchcache2.engine.cache import now as time_now
+from torchcache2.engine.explain import compared
 from torchcache2.engine.randomness import state_of
-from torchcache2.identity.encoding import Encoder, digest, readable, text_bytes, texts_of
+from torchcache2.files.directory import CacheDirectory
+from torchcache2.identity.encoding import Encoder, digest, qualified_name, readable, text_bytes, texts_of
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, size_of
 from torchcache2.identity.sourcecode import CompiledTexts
@@ -82,7 +90,7 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
     OptionError
         If `name` is not a text, or `version` neither text nor int.
     """
-    check_called(name, version)
+    check({"name": name, "version": version})
     # The length may be that of files which are there, about which no attribute tells.
     given: dict[str, Any] = {"name": name, "version": version, "length": length_of(dataset)}
     if name is not None:
@@ -117,23 +125,8 @@ def _walked(dataset: Any) -> _DatasetWalk:
 
 def identify_prefix(key_prefix: str, version: str | int | None = None) -> Identity:
     """Which samples those of a `CacheLoader` are, which is not that of any dataset."""
-    if not (isinstance(key_prefix, str) and key_prefix):
-        raise OptionError(
-            f"key_prefix={shown(key_prefix)}: expected a text that stands for the values, such as "
-            "'coco-train': all loaders with one key_prefix share them"
-        )
-    check_called(None, version)
+    check({"key_prefix": key_prefix, "version": version})
     return Identity(_named("loader", {"prefix": key_prefix, "version": version}), [], [])
-
-
-def check_called(name: Any, version: Any) -> None:
-    """Raise `OptionError` for what cannot be the name or the version of a dataset."""
-    if name is not None and not (isinstance(name, str) and name):
-        raise OptionError(
-            f"name={shown(name)}: expected a text that stands for the dataset, such as 'coco-train'"
-        )
-    if version is not None and (isinstance(version, bool) or not isinstance(version, (str, int))):
-        raise OptionError(f"version={shown(version)}: expected a text or an int")
 
 
 def _named(kind: str, given: Mapping[str, Any]) -> Fingerprint:
@@ -277,3 +270,105 @@ class _DatasetWalk(Walk):
             self.parts[part] = data
             names.append(text_bytes(part))
         return b"attributes " + b"".join(names)
+
+
+def explained_dataset(
+    name: str,
+    kind: str,
+    now: Fingerprint,
+    directory: CacheDirectory | None,
+    since: str,
+    bypass: str | None,
+) -> str:
+    """Why samples of a dataset may not have been found, one line for each reason.
+
+    Parameters
+    ----------
+    name, kind : str
+        What messages call the dataset, and the ``class`` of its `document`.
+    now : Fingerprint
+        That of the dataset.
+    directory : CacheDirectory, optional
+        Where other datasets of the class may have left theirs.
+    since : str
+        When this run began, as an ISO time.
+    bypass : str, optional
+        Why nothing is cached.
+
+    Returns
+    -------
+    str
+        Lines such as ``attribute transform.size: 224 → 256``.
+    """
+    if directory is None and bypass is None:
+        return "samples are in memory only, so there is no folder to compare with: give CachedDataset a path"
+    return compared(name, kind, now, None, bypass, directory, since)
+
+
+def document(identity: Identity, dataset: Any, name: str | None, version: str | int | None) -> dict[str, Any]:
+    """What the namespace of a dataset stands for, as JSON for ``fingerprint.json``."""
+    said = {
+        "length": length_of(dataset),
+        "name": name,
+        "version": None if version is None else str(version),
+    }
+    return document_of(identity, qualified_name(type(dataset))) | {"dataset": said}
+
+
+def document_of(identity: Identity, kind: str) -> dict[str, Any]:
+    """What a namespace stands for, as JSON for ``fingerprint.json``; its class is called `kind`."""
+    return {
+        "class": kind,
+        "library": __version__,
+        "torch": str(torch.__version__),
+        "created": time_now(),
+        "parts": {part: data.hex() for part, data in identity.fingerprint.parts.items()},
+        "values": dict(identity.fingerprint.values),
+    }
+
+
+Index = int | str | bytes
+
+_EXPECTED = (
+    "a CachedDataset takes one int, str or bytes at a time; for several samples use a DataLoader, or "
+    "[dataset[i] for i in indices]"
+)
+_LEAST, _MOST = -(1 << 63), (1 << 63) - 1
+
+
+def as_index(index: Any, expected: str = _EXPECTED) -> Index:
+    """An index as an int, str or bytes.
+
+    An int may be one of numpy, or a tensor without dimensions. `TypeError`, which says what is `expected`,
+    for anything else.
+    """
+    kind = type(index)
+    if kind is int or kind is str or kind is bytes:
+        return index  # type: ignore[no-any-return]
+    if isinstance(index, str):
+        return str.__str__(index)  # `str(index)` drops zeros at the end of a text of numpy
+    if isinstance(index, bytes):
+        return bytes(index)
+    if not getattr(index, "shape", ()):  # a tensor (1,) would be taken for an int
+        with contextlib.suppress(TypeError):
+            return int(operator.index(index))
+    raise TypeError(f"an index of type {kind.__name__}: {expected}")
+
+
+def keys_of(namespace: bytes, indices: Sequence[Index]) -> Keys:
+    """The keys of n indices, as `as_index` gives them."""
+    if all(type(index) is int for index in indices):
+        with contextlib.suppress(OverflowError):
+            return int_keys(namespace, np.array(indices, np.int64))
+    data = b"".join(map(_key, indices))
+    return Keys(namespace, np.frombuffer(data, np.uint8).reshape(-1, 16))
+
+
+def _key(index: Index) -> bytes:
+    if isinstance(index, int):
+        if _LEAST <= index <= _MOST:
+            return int_keys(bytes(16), np.array([index], np.int64)).data.tobytes()
+        return xxh3_128_digest(b"i" + str(index).encode())
+    if isinstance(index, bytes):
+        return xxh3_128_digest(b"b" + index)
+    return xxh3_128_digest(b"s" + index.encode("utf-8", "surrogatepass"))

@@ -1,8 +1,11 @@
-"""`Uploads`: what a bucket lacks of a local folder, and how it gets there.
+"""What a bucket lacks of a local folder, and how it gets there (`Uploads`), and the way back (`Downloads`).
 
-First comes ``CACHEDIR.TAG``, then the segments, and last the ``fingerprint.json`` of each namespace. When the
-bucket has a segment, its head is written: it says that the local file may go. An upload that was cut leaves
-no head, so that the next process compares what the bucket has, and uploads what is not whole there.
+First ``CACHEDIR.TAG`` is uploaded, then the segments, and last the ``fingerprint.json`` of each namespace.
+When the bucket has a segment, its head is written: it says that the local file may go. An upload that was cut
+leaves no head, so that the next process compares what the bucket has, and uploads what is not whole there.
+
+Segments come down as long as they fit. Nothing is deleted for that, and what was here before is not brought
+again: it has made room for new segments.
 """
 
 from __future__ import annotations
@@ -11,13 +14,17 @@ import contextlib
 import json
 import os
 import threading
+import time
 from collections import defaultdict
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 from torchcache2.core.sizes import parse_size
 from torchcache2.files.directory import (
+    CORRUPT,
     FINGERPRINT,
     NAMESPACE_NAME,
+    PART,
     TAG,
     TAG_TEXT,
     CacheDirectory,
@@ -27,9 +34,61 @@ from torchcache2.files.directory import (
 from torchcache2.files.errors import DamagedError, NewerFormatError, TooLargeError
 from torchcache2.files.filesystem import FileInfo
 from torchcache2.files.layout import FORMAT_VERSION, HEAD, parse_head, read_head, write_head
-from torchcache2.files.removal import deleting
-from torchcache2.tiers.bucket.folders import Transfer, lacking
+from torchcache2.files.removal import deleting, in_use, used_bytes
 from torchcache2.tiers.bucket.objects import Objects
+from torchcache2.tiers.bucket.sparse import BucketFolder
+
+_SETTLED = 2e9  # nanoseconds; a folder that has not changed for so long gets another time if it changes again
+
+
+class Transfer(NamedTuple):
+    """A file of a namespace, 32 hexadecimal digits, to be brought to the bucket or from there."""
+
+    namespace: str
+    name: str
+
+
+class Folders:
+    """The namespaces of a folder. Not thread-safe."""
+
+    def __init__(self, directory: CacheDirectory) -> None:
+        self._directory = directory
+        self._known: dict[str, tuple[int, Contents]] = {}
+
+    def look(self, *, anew: bool = False) -> list[Contents]:
+        """The files of each namespace, those that have changed since; with `anew`, all are listed."""
+        known, self._known = self._known, {}
+        try:
+            names = [info.name for info in self._directory.fs.listing(self._directory.path) if info.is_folder]
+        except FileNotFoundError:
+            return []
+        for name in filter(NAMESPACE_NAME.fullmatch, names):
+            with contextlib.suppress(PermissionError):
+                changed = self._directory.changed(bytes.fromhex(name))
+                before = known.get(name)
+                if before is None or anew or changed != before[0]:
+                    # The clock of a file system is coarse: it may not show a second change soon after.
+                    is_settled = time.time_ns() - changed > _SETTLED
+                    before = changed if is_settled else -1, self._directory.contents(name)
+                self._known[name] = before
+        return [contents for _, contents in self._known.values()]
+
+
+def lacking(contents: Contents) -> list[Transfer]:
+    """The segments that have no head, the oldest first."""
+    heads = {info.name for info in contents.heads}
+    names = [info.name for info in contents.segments]
+    return [Transfer(contents.namespace, name) for name in names if name + HEAD not in heads]
+
+
+def absent(contents: Contents) -> list[Transfer]:
+    """The segments that have a head and are not here, nor set aside; what was asked for last comes first."""
+    here = {info.name for info in contents.segments}
+    here |= {info.name.removesuffix(CORRUPT) for info in contents.corrupt}
+    heads = sorted(contents.heads, key=lambda info: (-info.mtime, info.name))
+    names = [info.name.removesuffix(HEAD) for info in heads]
+    return [Transfer(contents.namespace, name) for name in names if name not in here]
+
 
 _ANY_SIZE = 1 << 62
 
@@ -237,3 +296,81 @@ def _probed(local: Any, remote: Any) -> dict[str, Any]:
             number = max(mine, number) if mine and number else 0
         found[kind] = number
     return found
+
+
+_USED, _UNUSED = 5.0, 0.3  # seconds for which a namespace counts as in use, or as unused
+_ABOUT_TO_WRITE = 1.0  # seconds
+_UNKNOWN = 1 << 62
+_SIZES = 64  # heads that are read at one look
+
+
+class Downloads:
+    """Downloads of one process. `wanted` is called by one thread, `download` by several.
+
+    The folder may have `budget` bytes.
+    """
+
+    def __init__(self, objects: Objects, directory: CacheDirectory, budget: int) -> None:
+        self._objects = objects
+        self._directory = directory
+        self._folder = BucketFolder(objects, directory, budget)
+        self._budget = budget
+        self._here: set[Transfer] = set()  # at the last look
+        self._been_here: set[Transfer] = set()  # and what is damaged there
+        self._asked: dict[str, tuple[float, bool]] = {}  # until when, and whether a namespace is in use
+        self._not_before = 0.0
+
+    def note(self, contents: list[Contents]) -> None:
+        """Take note of what is here, so that it is not brought again after it was deleted.
+
+        What is gone has made room for a segment that somebody is about to write: nothing comes in its place.
+        """
+        here = {Transfer(one.namespace, info.name) for one in contents for info in one.segments}
+        if self._here - here:
+            self._not_before = max(self._not_before, time.monotonic() + _ABOUT_TO_WRITE)
+        self._here = here
+        self._been_here |= here
+
+    def wanted(self, contents: list[Contents], running: Collection[Transfer], most: int) -> list[Transfer]:
+        """At most so many segments that fit beside those that are being brought, the last asked for first."""
+        found: list[Transfer] = []
+        if most <= 0 or time.monotonic() < self._not_before:
+            return found
+        room, opened = self._budget - used_bytes(contents), 0
+        for one in contents:
+            begun = {info.name.removesuffix(PART) for info in one.parts}
+            some = [transfer for transfer in absent(one) if transfer not in self._been_here]
+            if some and self._is_used(one.namespace):
+                for transfer in sorted(some, key=lambda transfer: transfer.name not in begun):
+                    opened += 1
+                    size = 0 if transfer.name in begun else self._size(transfer)
+                    if transfer not in running and size <= room:
+                        room -= size
+                        found.append(transfer)
+                    if len(found) == most or opened == _SIZES:
+                        return found
+        return found
+
+    def download(self, transfer: Transfer) -> None:
+        """Bring what is missing of a segment."""
+        self._been_here.add(transfer)
+        try:
+            if self._folder.fill(os.path.join(self._directory.path, *transfer)) is None:
+                self._been_here.discard(transfer)
+        except (OSError, DamagedError):  # it was dropped meanwhile
+            pass
+
+    def _is_used(self, namespace: str) -> bool:
+        """Whether a process uses a namespace."""
+        until, is_used = self._asked.get(namespace, (0.0, False))
+        if time.monotonic() >= until:
+            is_used = in_use(self._directory, namespace) is not False
+            self._asked[namespace] = time.monotonic() + (_USED if is_used else _UNUSED), is_used
+        return is_used
+
+    def _size(self, transfer: Transfer) -> int:
+        """Bytes of a segment, as its head says."""
+        try:
+            return self._folder.size_of(os.path.join(self._directory.path, *transfer))
+        except (OSError, DamagedError):
+            return _UNKNOWN

@@ -1,4 +1,4 @@
-"""`Listing`: which segments of one namespace a bucket has. The heads of those that are new are fetched."""
+"""Which segments of a namespace a bucket has (`Listing`), and where the rows in them are (`Remote`)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ import math
 import os
 import random
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from torchcache2.core.process import ProcessLock
 from torchcache2.files.directory import FINGERPRINT, CacheDirectory, contents_of
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
-from torchcache2.files.filesystem import FileInfo, made_at
+from torchcache2.files.filesystem import Descriptors, FileInfo, made_at
 from torchcache2.files.layout import FORMAT_VERSION, HEAD, head_size, parse_head, read_head, write_head
+from torchcache2.files.segment import Segment
 from torchcache2.tiers.bucket.objects import Objects
+from torchcache2.tiers.bucket.sparse import BucketFolder
+from torchcache2.tiers.disk.catalog import Located
 
 _RETRY = 2.0  # seconds
 _AT_ONCE = 32  # heads
 _FIRST_READ, _MOST_READ = 16 << 10, 1 << 20  # bytes
-_MOST_TEXT = 16 << 20
+_MOST_TEXT, _MOST_HEAD = 16 << 20, 1 << 30
 
 
 class Changes(NamedTuple):
@@ -86,12 +91,8 @@ class Listing:
                     self._directory.fs.remove(self._path(name) + HEAD)
             self._bad = {name: size for name, size in self._bad.items() if sizes.get(name) == size}
             new = sizes.keys() - local - set(known) - self._bad.keys()
-            self._objects.is_opening = True
-            try:
-                wanted = {name: sizes[name] for name in new if made_at(name) > since}
-                heads = self._fetched(wanted, found.others)
-            finally:
-                self._objects.is_opening = False
+            wanted = {name: sizes[name] for name in new if made_at(name) > since}
+            heads = self._fetched(wanted, found.others)
             if self._objects.cause is None:
                 self._listed = time.monotonic()
             return Changes(heads, gone)
@@ -204,3 +205,95 @@ class Listing:
             raise
         except UnreadableError:
             pass  # others may be able to read it
+
+
+class Remote(Located):
+    """The segments of one namespace in a bucket, known by their heads.
+
+    Those that were made up to `since`, in milliseconds since 1970, are left out.
+
+    Attributes
+    ----------
+    damaged : set of int
+        Rows that are not what was written: numbers of segments, shifted by 32 bits, and of rows in them.
+    """
+
+    def __init__(
+        self,
+        namespace: bytes,
+        directory: CacheDirectory,
+        folder: BucketFolder,
+        files: Descriptors,
+        numbers: Iterator[int],
+        limit: int,
+        since: int,
+        on_fault: Callable[[Exception, str], None],
+    ) -> None:
+        super().__init__(namespace, directory, files, numbers, limit, on_fault)
+        self.since = since
+        self._folder = folder
+        self.damaged: set[int] = set()
+        self._lost: set[str] = set()  # objects that were gone, by name; they are among the `names`
+        self._heads: dict[str, bytes] = {}  # those that could not be written to the folder, by segment
+
+    @property
+    def known(self) -> set[str]:
+        """Names of segments whose heads need not be fetched."""
+        return self.names | self._heads.keys()
+
+    @property
+    def stored(self) -> dict[int, Segment]:
+        """The segments that the local folder lacks."""
+        some = [(number, one) for number, one in self.segments.items() if isinstance(one, Segment)]
+        return {number: one for number, one in some if not self._directory.fs.is_file(one.path)}
+
+    def count(self) -> int:
+        """How many rows are in these."""
+        numbers, _ = self.places.where(np.arange(len(self.places)))
+        return int(np.isin(numbers, list(self.stored)).sum())
+
+    def update(self, changes: Changes) -> None:
+        """Note what a listing has shown."""
+        self.remove_files(changes.gone)
+        self.names -= self._lost | changes.gone  # what the bucket has again is opened again
+        self._lost.clear()
+        self._heads |= {name: head for name, head in changes.heads.items() if name not in self.names}
+        self._changed = -1
+        self.look_again()
+
+    def lose(self, gone: Collection[int], damaged: Mapping[int, Collection[int]]) -> None:
+        """Forget damaged rows, and segments whose objects are gone, until a listing has them again."""
+        for number, rows in damaged.items():
+            self.damaged.update(number << 32 | row for row in rows)
+        some = [one for number in gone if (one := self.segments.get(number)) is not None]
+        self._lost.update(os.path.basename(one.path) for one in some if isinstance(one, Segment))
+        self.remove(gone, gone)
+
+    def hold(self, *, is_used: bool = True) -> None:
+        """The disk tier in front counts as the user of the namespace."""
+
+    def _files(self) -> list[FileInfo]:
+        contents = self._directory.contents(self.namespace.hex())
+        there = {info.name.removesuffix(HEAD): info for info in contents.heads}
+        for name in (*self._heads, *self._numbers):  # the bucket has these, whatever is in the folder
+            there.setdefault(name, FileInfo(name, False, 0, 0.0))
+        return [
+            info._replace(name=name) for name, info in sorted(there.items()) if made_at(name) > self.since
+        ]
+
+    def _open(self, path: str) -> Segment:
+        fs, name = self._directory.fs, os.path.basename(path)
+        head = self._heads.get(name)
+        try:
+            if head is None:
+                head = fs.read_file(path + HEAD, _MOST_HEAD)
+            segment = Segment.of_head(self._folder, self._descriptors, path, head, limit=self._limit)
+        except DamagedError as error:
+            self._on_fault(error, path + HEAD)
+            self._heads.pop(name, None)
+            with contextlib.suppress(OSError):
+                fs.remove(path + HEAD)
+            raise FileNotFoundError(path + HEAD) from None  # so that it is fetched again
+        self._heads.pop(name, None)
+        self._folder.sizes[path] = segment.nbytes
+        return segment

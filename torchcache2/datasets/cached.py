@@ -1,0 +1,442 @@
+"""`CachedDataset`: a dataset whose samples are loaded once, and then found in memory or elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from torchcache2.core.errors import NotCachedError, OptionError
+from torchcache2.core.keys import Positions, int_keys
+from torchcache2.core.logs import logger, shown
+from torchcache2.core.process import place
+from torchcache2.core.settings import Policy
+from torchcache2.core.sizes import Size, size_text
+from torchcache2.datasets.identity import length_of
+from torchcache2.datasets.options import CAPACITY, aliased, check, check_dataset, check_others
+from torchcache2.datasets.recipe import Recipe
+from torchcache2.datasets.served import ServedRecipe, kept_in, with_samples
+from torchcache2.datasets.source import Source
+from torchcache2.datasets.store import Store
+from torchcache2.datasets.tally import DatasetStats
+from torchcache2.engine.progress import Progress, WarmupStats
+from torchcache2.files.layout import HEAD
+from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
+
+_OF_PROCESS = ("_source", "_store")
+_OWN = ("_recipe", "_is_closed", *_OF_PROCESS)  # attributes; all others are the dataset's
+
+
+class own_batches:  # noqa: N801
+    """Makes a ``__getitems__`` that a wrapper with a ``__getattr__`` does not have.
+
+    A `DataLoader` prefers it to the wrapper's ``__getitem__``, and what that does to samples would be lost.
+    """
+
+    def __init__(self, function: Callable[..., list[Any]]) -> None:
+        self._function, self.__doc__ = function, function.__doc__
+
+    def __get__(self, dataset: Any, kind: Any = None) -> Callable[..., list[Any]]:
+        name = sys._getframe(1).f_code.co_name
+        if dataset is not None and name in ("__getattr__", "__getattribute__"):
+            raise AttributeError("__getitems__ is not passed on to wrappers, which have a __getitem__")
+        bound: Callable[..., list[Any]] = self._function.__get__(dataset, kind)
+        return bound
+
+
+def fill(dataset: Any, store: Store, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:
+    """Load the samples of this rank, at indices `mine`, that are not there; see `CachedDataset.warmup`."""
+    check({"batch_size": batch_size, "num_workers": num_workers})
+    where, total, levels = place(), len(dataset), store.levels
+    absent = mine[~levels.has(int_keys(levels.namespace, mine))].tolist()
+    there = len(mine) - len(absent)
+    if there:
+        logger.info("%s: %d of %d samples are there already", store.name, there, len(mine))
+    loader: DataLoader[Any] = DataLoader(
+        _Filling(dataset),
+        batch_size,
+        sampler=absent,
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        generator=torch.Generator(),  # the default one must not move
+    )
+    counts = _Counts()
+    left = len(absent)
+    known = left if where.world_size == 1 else total
+    progress = Progress(
+        store.name,
+        counts,
+        levels,
+        left,
+        known,
+        is_shown=where.rank == 0 and left > 0,
+        advice="What does not fit is loaded in each epoch: raise the budgets of memory or disk",
+    )
+    nbytes = 0
+    try:
+        for found, loaded, size in loader:
+            counts.hits += found
+            counts.misses += loaded
+            nbytes += size
+            progress.update(nbytes)
+    finally:
+        progress.close()
+    levels.flush()
+    if where.rank == 0 and (line := _outcome(store, total)):
+        print(f"{store.name}: {line}", file=sys.stderr)
+    done = progress.stats()
+    return dataclasses.replace(done, found=done.found + there, bytes=nbytes)
+
+
+def _outcome(store: Store, total: int) -> str | None:
+    """Whether a folder that stays has all samples now, and how they are served; None if there is none."""
+    levels, directory = store.levels, store.levels.directory
+    folder, bucket = levels.settings.persistent_cache_dir, levels.settings.bucket
+    if folder is None or directory is None:
+        return None
+    path = str(folder) if bucket is None else bucket.url
+    there = total - len(levels.absent(total))
+    try:
+        kept = with_samples(directory, kept_in(directory))
+        contents = directory.contents(levels.namespace.hex())
+    except OSError:
+        return None
+    mine = next((one for one in kept if one.namespace == contents.namespace), None)
+    if there == 0 or mine is None:
+        return f"{path} has none of {total:,} samples"
+    size = sum(info.size for info in (*contents.segments, *contents.others))
+    if bucket is not None:
+        size += sum(tier.stats().bytes for tier in levels.tiers if tier.is_lasting and tier.directory is None)
+        there_too = {info.name.removesuffix(HEAD) for info in contents.heads}
+        left = sum(info.name not in there_too for info in contents.segments)
+        if left:
+            return f"{left:,} of {len(contents.segments):,} files of {directory.path} are not in {path} yet"
+    share = f"all {total:,} samples" if there == total else f"{there:,} of {total:,} samples"
+    call = mine.call(path, [one for one in kept if one is not mine], partial=there < total)
+    return f"{path} has {share} ({size_text(size)}). Without the dataset, {call} serves them"
+
+
+class _Counts:
+    hits = misses = 0
+
+
+class _Filling(Dataset[Any]):
+    """Loads samples in the process that asks for them, which gets numbers only: see `Store.fill`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[int, int, int]:
+        store: Store | None = self._dataset._store
+        if store is None:
+            raise NotCachedError("caching is turned off in a worker, so nothing would be kept")
+        return store.fill(indices)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class CachedDataset(Dataset[Any]):
+    """A dataset that keeps the samples of another one, so that each is loaded once.
+
+    Samples are kept in memory that all workers of a `DataLoader` and all ranks of a machine share, then in a
+    folder; or on Redis servers. They may be any nesting of tensors, numpy arrays, PIL images, numbers, texts,
+    bytes and None, and come back as they were.
+
+    Parameters
+    ----------
+    dataset : Dataset or None
+        Any object with ``__getitem__``, and ``__getitems__`` if it has one. None: the samples that are in
+        `path` are served without it, from a folder in which nothing is changed.
+    path : path or URL, optional
+        A folder that keeps all samples for later runs; any number of runs and datasets may share it. It may
+        be in a bucket: ``s3://bucket/folder``, ``gs://…``. An alias is ``disk_cache_path``. None: nothing
+        outlives the run.
+    memory_cache_size : int, str or float, optional
+        How much memory samples may take, once for all processes of the machine: bytes, a text like ``"4GB"``,
+        or a share of what is free now. 0: none. None: a share of 0.25, but none in front of a server.
+    disk_cache_size : int, str or float, optional
+        How much the folder may take, as above. None: a share of 0.8 with a `path`, else 0. Without `path`, a
+        temporary folder has what did not fit in memory.
+    name : str, optional
+        What to call the dataset, whose attributes and code are then not read: only `name`, `version` and the
+        length, if there is one, say which samples belong to it. An alias is ``dataset_name``. Without a
+        dataset: which one of several in the folder, by its name, its class, or the first digits of its
+        namespace.
+    version : str or int, optional
+        Change it when samples change in a way that cannot be seen, such as files behind the same paths.
+    transform : callable, optional
+        Is called with each sample after the cache, as for random augmentation.
+    policy : {"mru", "lru"}
+        What a full folder does, or a server of our own: keep what came first, or drop what was not used for
+        longest.
+    compression : {"none", "brotli", "blosc2"}
+        How samples are compressed in the folder or on the server.
+    allow_random : bool
+        Whether a dataset that draws random numbers is cached all the same.
+    verify : float
+        Share of hits, in [0, 1], that are loaded again and compared.
+    partial : bool
+        Without a dataset: whether samples may be missing. A missing one is a `MissingSampleError` when it is
+        asked for.
+    backend : {"local", "redis"}
+        Where samples are kept: as `path` and the sizes say, or on Redis servers, which any number of machines
+        may share.
+    hosts : str, dict, or sequence of these, optional
+        The servers, as for `CacheLoader`. None: a server of our own on each machine.
+    cluster_mode : bool
+        Whether each machine uses the servers of all machines, or one of them.
+    capacity_per_node : int, str or float
+        How much memory a server of our own may take, as for `memory_cache_size`.
+    writer_buffer_size : int
+        How many samples are gathered before they are sent to a server.
+    local_dir : path, optional
+        With a bucket, the folder for what has come from it, and for new samples until they are uploaded; its
+        budget is `disk_cache_size`. None: a temporary one.
+    storage_options : mapping, optional
+        What fsspec needs to reach the bucket, such as keys, if they are not in the environment. It is never
+        shown.
+    remote_size : int or str, optional
+        How many bytes the folder in the bucket may have. None: any number.
+
+    Raises
+    ------
+    OptionError
+        If an option cannot have its value; if there is a `path` or a server, and the dataset cannot be told
+        from others; if a server refuses the password.
+    MissingSampleError
+        Without a dataset, if not all samples are in the folder.
+    OutputError
+        At the first sample, if it cannot be stored.
+
+    Notes
+    -----
+    The dataset is read once, when this is made. It must not be changed afterwards.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.utils.data import DataLoader, Dataset
+    >>> from torchcache2 import CachedDataset
+
+    >>> class Squares(Dataset):
+    ...     def __len__(self):
+    ...         return 4
+    ...
+    ...     def __getitem__(self, index):
+    ...         print("loaded", index)
+    ...         return torch.tensor(index**2), f"{index} squared"
+
+    >>> squares = CachedDataset(Squares(), memory_cache_size="10MB")
+    >>> squares[3], squares[3]
+    loaded 3
+    ((tensor(9), '3 squared'), (tensor(9), '3 squared'))
+    >>> squares.stats().hits
+    1
+    """
+
+    __module__ = "torchcache2"
+    _recipe: Recipe
+    _source: Source
+    _store: Store | None
+    _is_closed = False
+
+    def __init__(
+        self,
+        dataset: Any,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        memory_cache_size: Size | None = None,
+        disk_cache_size: Size | None = None,
+        name: str | None = None,
+        version: str | int | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        policy: Policy = "mru",
+        compression: str = "none",
+        allow_random: bool = False,
+        verify: float = 0.0,
+        partial: bool = False,
+        backend: Literal["local", "redis"] = "local",
+        hosts: Any = None,
+        cluster_mode: bool = True,
+        capacity_per_node: Size = CAPACITY,
+        writer_buffer_size: int = 20,
+        local_dir: str | os.PathLike[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        remote_size: Size | None = None,
+        **others: Any,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "dataset", "others")}
+        aliased(given, others)
+        check_others(others)
+        check(given)
+        if dataset is None:
+            recipe: Recipe = ServedRecipe.of_folder(given)
+        elif partial is not False:
+            raise OptionError(
+                f"partial={shown(partial)} is about samples without their dataset, as of "
+                "CachedDataset(None, path): a dataset loads what is missing"
+            )
+        else:
+            check_dataset(dataset)
+            recipe = Recipe.of_dataset(dataset, given)
+        self.__setstate__({"_recipe": recipe})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _OF_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._source = self._recipe.source()
+        self._store = None if self._is_closed else self._recipe.store(self._source)
+
+    def __len__(self) -> int:
+        length = length_of(self._recipe.dataset)
+        return len(self._recipe.dataset) if length is None else length  # this says why there is none
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("__", "_torchcache")) or name in _OWN:  # also while a pickle is read
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(self._recipe.dataset, name)
+        if name.startswith("set_") and callable(value):
+            return functools.partial(self._change, value)
+        return value
+
+    def _change(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the dataset, such as ``set_epoch``, and cache no more if that changes it."""
+        if self._store is None:
+            return method(*args, **kwargs)
+        before = self._recipe.seen()
+        result = method(*args, **kwargs)
+        if self._recipe.seen() != before:
+            logger.warning(
+                "%s: %s has changed the dataset, so it is cached no more. Give what depends on the epoch as "
+                "transform=, which runs after the cache",
+                self._recipe.title,
+                method.__name__,
+            )
+            self.close()
+        return result
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or not hasattr(self._recipe.dataset, name):
+            super().__setattr__(name, value)
+        elif get_worker_info() is not None:  # such as a file that a worker_init_fn opens
+            self._change(setattr, self._recipe.dataset, name, value)
+        else:
+            raise AttributeError(
+                f"{name} is an attribute of the dataset that is cached, which must not be changed: what is "
+                "kept are samples without the change. Set it before CachedDataset(dataset) is made"
+            )
+
+    def close(self) -> None:
+        """Let go of the samples in memory; from now on this process loads all that it is asked for.
+
+        What waits to be written is on disk when this returns.
+        """
+        self._is_closed = True
+        store, self._store = self._store, None
+        if store is not None:
+            store.levels.close()
+
+    def __getitem__(self, index: Any) -> Any:
+        """The sample at an index: an int, also one of numpy or a tensor, a str or bytes."""
+        store, transform = self._store, self._recipe.transform
+        if type(index) is int and store is not None:
+            for sample in store.find_one(index):
+                return sample if transform is None else transform(sample)
+        return self.__getitems__([index])[0]
+
+    @own_batches
+    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+        """The samples at n indices, which is what a `DataLoader` asks for."""
+        store, transform = self._store, self._recipe.transform
+        samples = self._source.plain(indices) if store is None else store.fetch(indices)
+        return samples if transform is None else [transform(sample) for sample in samples]
+
+    def __repr__(self) -> str:
+        return f"<CachedDataset {self._recipe.title} {self._recipe.identity.namespace.hex()}>"
+
+    @property
+    def cache_dir(self) -> Path | None:
+        """The folder with the samples; None if they are in memory only."""
+        directory = None if self._store is None else self._store.levels.directory
+        return None if directory is None else Path(directory.path)
+
+    def warmup(self, num_workers: int = 0, batch_size: int = 64) -> WarmupStats:
+        """Load the samples that are not there yet, without returning them.
+
+        In a job of several ranks, all of them call this, and each takes every n-th sample. Rank 0 shows how
+        far it is, and after the first batches what all of it will take.
+
+        Parameters
+        ----------
+        num_workers : int
+            Processes that load samples.
+        batch_size : int
+            Samples that a process loads at once.
+
+        Returns
+        -------
+        WarmupStats
+            How many samples were loaded and found, and how long it took.
+        """
+        where = place()
+        return self._fill(np.arange(where.rank, len(self), where.world_size), num_workers, batch_size)
+
+    def _fill(self, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:
+        if self._store is None:
+            raise NotCachedError(f"{self!r} caches nothing: it is closed, or turned off, or both sizes are 0")
+        return fill(self, self._store, mine, num_workers, batch_size)
+
+    def missing(self) -> Positions:
+        """Indices of samples, int64 ``(k,)``, that are not cached; with a `path` or server, not there."""
+        return np.arange(len(self)) if self._store is None else self._store.levels.absent(len(self))
+
+    def stats(self) -> DatasetStats:
+        """What all processes have done with this dataset so far."""
+        levels = None if self._store is None else self._store.levels
+        return DatasetStats.of(self._recipe.tally.total(), {} if levels is None else levels.stats())
+
+    def explain(self) -> str:
+        """Why samples were loaded that earlier runs had cached: what differs between the datasets.
+
+        Returns
+        -------
+        str
+            A line for each difference, such as ``attribute transform.size: 224 → 256``.
+        """
+        store = self._store
+        directory = None if store is None else store.levels.directory
+        return self._recipe.explained(directory, is_cached=store is not None)
+
+    def flush(self) -> None:
+        """Return when every sample that this process has loaded is as durable as the levels make it."""
+        if self._store is not None:
+            self._store.levels.flush()
+
+    def clear(self) -> None:
+        """Forget every sample, on disk too.
+
+        `NotCachedError` if there is no dataset, as nothing could load the samples again.
+        """
+        self._recipe.check_clear()
+        if self._store is not None:
+            self._store.levels.clear()
+
+
+setattr(CachedDataset, ADDED_ATTRIBUTE, True)
+setattr(
+    CachedDataset,
+    ORIGINAL_ATTRIBUTE,
+    property(lambda self: (self._recipe.dataset, self._recipe.transform)),
+)

@@ -1,0 +1,189 @@
+"""`Recipe`: what the processes that use one cache of samples agree on, which is what a pickle of it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+from collections.abc import Mapping
+from typing import Any
+
+from torchcache2.core.errors import OptionError
+from torchcache2.core.logs import listed
+from torchcache2.core.private import is_given_work
+from torchcache2.core.settings import CacheSettings, disabled_by_environment
+from torchcache2.datasets.identity import (
+    Identity,
+    document,
+    document_of,
+    explained_dataset,
+    identify,
+    identify_prefix,
+    length_of,
+)
+from torchcache2.datasets.options import Serving, level_settings
+from torchcache2.datasets.source import Source
+from torchcache2.datasets.store import Levels, Store
+from torchcache2.datasets.tally import Tally
+from torchcache2.files.directory import CacheDirectory
+from torchcache2.tiers.redis.holding import hold
+
+
+@dataclasses.dataclass(kw_only=True)
+class Recipe:
+    """How samples under keys are kept, those of a dataset or of a loader, which has none.
+
+    Attributes
+    ----------
+    title : str
+        What messages call it.
+    identity : Identity
+        Which samples they are.
+    document : dict
+        What ``fingerprint.json`` says about it.
+    settings : CacheSettings
+        Those of the tiers, with budgets in bytes.
+    options : str
+        The options as they were given. Ranks whose options are equal share, though they may have measured
+        different numbers of free bytes.
+    serving : Serving or None
+        Which servers keep samples; None if none do.
+    tally : Tally
+        What all processes have counted.
+    job : bytes or None
+        By which processes find each other; None before the first one has begun.
+    dataset, transform : object
+        The source, and what is called with each sample after the cache.
+    name, version : str or int, optional
+        What stands for the dataset, instead of what is read of it or besides.
+    checks : bool
+        Whether the dataset is watched for random numbers that it draws.
+    verify : float
+        Share of hits that are loaded again.
+    """
+
+    title: str
+    identity: Identity
+    document: dict[str, Any]
+    settings: CacheSettings
+    options: str
+    serving: Serving | None
+    tally: Tally
+    job: bytes | None = None
+    dataset: Any = None
+    transform: Any = None
+    name: str | None = None
+    version: str | int | None = None
+    checks: bool = False
+    verify: float = 0.0
+
+    @classmethod
+    def of_dataset(cls, dataset: Any, options: Mapping[str, Any]) -> Recipe:
+        """Read the dataset; an `OptionError` if no later run could know what is kept of it."""
+        settings, kept = settings_of(options)
+        name, version, length = options["name"], options["version"], length_of(dataset)
+        identity = identify(dataset, name=name, version=version)
+        recipe = cls(
+            title=type(dataset).__name__ if name is None else name,
+            identity=identity,
+            document=document(identity, dataset, name, version),
+            settings=settings,
+            tally=Tally(length),
+            dataset=dataset,
+            checks=not options["allow_random"],
+            **{option: options[option] for option in ("transform", "name", "version", "verify")},
+            **kept,
+        )
+        if identity.unread and (recipe.serving or settings.persistent_cache_dir is not None):
+            where = "in path" if recipe.serving is None else "on the server"
+            raise OptionError(
+                f"{recipe.title} has {listed(identity.unread)}, which cannot be read, so that no later "
+                f"run could know whether the samples {where} are its own: pass name= and version=, which "
+                "stand for it"
+            )
+        return recipe
+
+    @classmethod
+    def of_loader(cls, key_prefix: str, version: str | int | None, options: Mapping[str, Any]) -> Recipe:
+        """That of the values that belong to a prefix."""
+        settings, kept = settings_of(options)
+        identity = identify_prefix(key_prefix, version)
+        text = document_of(identity, "torchcache2.CacheLoader")
+        title = f"CacheLoader {key_prefix!r}"
+        return cls(title=title, identity=identity, document=text, settings=settings, tally=Tally(), **kept)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what a pickle holds; if an earlier run has made it, the code may have changed since."""
+        self.__dict__.update(state)
+        if not self.is_of_earlier_run:
+            return
+        self.job = None
+        if self.serving is not None:  # a server of our own has ended with that run
+            self.settings = self.settings.replace({"persistent_cache_dir": None})
+        self._read_again()
+
+    def _read_again(self) -> None:
+        if self.dataset is not None:
+            self.identity = identify(self.dataset, name=self.name, version=self.version)
+            self.document = document(self.identity, self.dataset, self.name, self.version)
+
+    @property
+    def is_of_earlier_run(self) -> bool:
+        """Whether this comes from the pickle of a run that has ended."""
+        # A process that is spawned has no parent yet while it is given its work.
+        is_child = multiprocessing.parent_process() is not None or is_given_work()
+        return self.tally.is_new and not is_child
+
+    def source(self) -> Source:
+        """What loads samples in this process."""
+        identity = self.identity
+        return Source(self.dataset, identity.generators, identity.unseeded, checks=self.checks)
+
+    def store(self, source: Source | None = None) -> Store | None:
+        """The part of this process in the cache; None if nothing is cached."""
+        sizes = self.settings.max_memory_cache_size, self.settings.is_persistent
+        if disabled_by_environment() or not any(sizes):
+            return None
+        if self.serving is not None:
+            servers = self.settings.servers or self.serving.servers()
+            self.settings = self.settings.replace({"persistent_cache_dir": servers})
+            hold(servers)
+        return Store(self.title, self.levels(), self.tally, source, self.verify)
+
+    def levels(self, **options: Any) -> Levels:
+        """The tiers in this process, be there anything to keep or not; `Levels` has the options."""
+        namespace, tally = self.identity.namespace, self.tally
+        levels = Levels(self.settings, namespace, self.document, self.options, self.job, tally, **options)
+        self.job = levels.job
+        return levels
+
+    def seen(self) -> bytes:
+        """What the dataset is now, as 16 bytes: it is read although it may have a name."""
+        return identify(self.dataset).namespace
+
+    def check_clear(self) -> None:
+        """Raise `NotCachedError` if samples must not be forgotten."""
+
+    def explained(self, directory: CacheDirectory | None, *, is_cached: bool) -> str:
+        """Why samples were not found; see `CachedDataset.explain`."""
+        bypass = None
+        if not is_cached:
+            bypass = "closed, or turned off by TORCHCACHE_DISABLE, or both sizes are 0"
+        elif self.tally.is_random:
+            bypass = "it draws random numbers"
+        now = self.identity.fingerprint
+        if self.serving is not None and bypass is None:
+            return (
+                f"namespace {now.namespace.hex()}: a server knows no more of a dataset than this number, so "
+                "there is nothing to compare with. What other runs have left is found if it has the same"
+            )
+        kind, created = self.document["class"], self.document["created"]
+        return explained_dataset(self.title, kind, now, directory, created, bypass)
+
+
+def settings_of(options: Mapping[str, Any]) -> tuple[CacheSettings, dict[str, Any]]:
+    """The settings of the tiers, and what else a `Recipe` has of the options about places and sizes."""
+    serving = Serving.of(options)
+    settings = level_settings(options, serving)
+    sizes = (options["memory_cache_size"], options["disk_cache_size"], settings.persistent_cache_dir)
+    given = repr((*sizes, settings.policy, settings.compression, serving))
+    return settings, {"serving": serving, "options": given}

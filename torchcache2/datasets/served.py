@@ -1,0 +1,492 @@
+"""Samples that are served from a folder without the dataset that they come from."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from torchcache2.core.errors import MissingSampleError, NotCachedError, OptionError
+from torchcache2.core.keys import Keys, Positions
+from torchcache2.core.logs import listed
+from torchcache2.core.sizes import size_text
+from torchcache2.datasets.identity import Identity, Index, as_index, keys_of
+from torchcache2.datasets.options import check_served
+from torchcache2.datasets.recipe import Recipe, settings_of
+from torchcache2.datasets.source import Source
+from torchcache2.datasets.store import Levels, Store
+from torchcache2.datasets.tally import Tally
+from torchcache2.files.directory import NAMESPACE_NAME, CacheDirectory, Contents
+from torchcache2.files.errors import DamagedError, NewerFormatError, UnknownClassError, UnreadableError
+from torchcache2.files.filesystem import Descriptors, FileSystem
+from torchcache2.files.segment import Segment
+from torchcache2.identity.fingerprint import Fingerprint, from_document
+from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
+from torchcache2.tiers.bucket.files import BucketError, BucketFiles
+from torchcache2.tiers.bucket.objects import Objects
+
+PAUSE = 0.5  # seconds after which a bucket that fails is asked again
+_ANY = 2**63  # bytes that a row may have: any number, as only the index is read
+_MOST_LISTED, _MOST_RANGES = 20, 5
+_LEAST_DIGITS = 4  # of a namespace
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A dataset of which there are samples in a folder.
+
+    Attributes
+    ----------
+    namespace : str
+        32 hexadecimal digits.
+    kind : str
+        The qualified name of its class.
+    length : int or None
+        How many samples it has; None if it did not tell.
+    name, version : str or None
+        What the user has called it.
+    document : dict
+        What ``fingerprint.json`` says.
+    """
+
+    namespace: str
+    kind: str
+    length: int | None
+    name: str | None
+    version: str | None
+    document: dict[str, Any]
+
+    @classmethod
+    def of(cls, directory: CacheDirectory, namespace: str) -> Kept | None:
+        """What is in a namespace; None if it is not a dataset."""
+        document = directory.fingerprint(namespace)
+        said = document.get("dataset")
+        if not isinstance(said, dict):
+            return None
+        length, kind = said.get("length"), _text_of(document.get("class")) or "?"
+        is_length = type(length) is int and 0 <= length < _ANY
+        called = _text_of(said.get("name")), _text_of(said.get("version"))
+        return cls(namespace, kind, length if is_length else None, *called, document)
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return self.name or self.kind.rpartition(".")[2]
+
+    def means(self, name: str) -> int:
+        """How well a name fits: 3, it is that of the dataset; 2, of its class; 1, the first digits; 0, no."""
+        if name == self.name:
+            return 3
+        if name in (self.kind, self.kind.rpartition(".")[2]):
+            return 2
+        return int(len(name) >= _LEAST_DIGITS and self.namespace.startswith(name))
+
+    def line(self, directory: CacheDirectory) -> str:
+        """A line about it for people who have to choose."""
+        called = f"name={self.name!r}" if self.name is not None else f"no name, class {self.kind}"
+        version = "" if self.version is None else f", version={self.version!r}"
+        length = "unknown length" if self.length is None else f"{self.length:,} samples"
+        contents = directory.contents(self.namespace)
+        rows, size = _rows(directory, contents), size_text(contents.nbytes)
+        return f"  {self.namespace[:8]}: {called}{version}: {length}, {rows:,} rows, {size}"
+
+    def call(self, path: str, others: Sequence[Kept], *, partial: bool = False) -> str:
+        """The Python that serves it from a folder which has `others` as well."""
+        options = ""
+        if others:
+            alike = [one for one in others if one.name == self.name]
+            is_named = self.name is not None and not [o for o in alike if o.version == self.version]
+            options = f", name={self.name if is_named else self.namespace[:8]!r}"
+            options += f", version={self.version!r}" if is_named and alike else ""
+        return f"CachedDataset(None, {path!r}{options}{', partial=True' if partial else ''})"
+
+
+def kept_in(directory: CacheDirectory) -> list[Kept]:
+    """The datasets that a folder knows of; there may be no samples of some."""
+    names = [info.name for info in directory.fs.listing(directory.path) if info.is_folder]
+    found = [Kept.of(directory, name) for name in names if NAMESPACE_NAME.fullmatch(name)]
+    return [kept for kept in found if kept is not None]
+
+
+def with_samples(directory: CacheDirectory, kept: Sequence[Kept]) -> list[Kept]:
+    """Those of some datasets that have samples in a folder, or in the bucket in which it is mirrored."""
+    pairs = [(one, directory.contents(one.namespace)) for one in kept]
+    return [one for one, contents in pairs if contents.segments or contents.heads]
+
+
+def chosen_remotely(objects: Objects, name: str | None, version: str | int | None, patience: float) -> Kept:
+    """The same as `chosen`, of a bucket; a `MissingSampleError` if that fails for `patience` seconds."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            files = BucketFiles(objects)
+            files.fetch_texts()
+            return chosen(CacheDirectory(objects.bucket.url, files), name, version)
+        except (BucketError, OptionError) as error:
+            try:
+                objects.check()  # the credentials may be refused, or there is no such bucket
+            except NewerFormatError as newer:
+                raise OptionError(str(newer)) from None
+            if isinstance(error, OptionError):
+                raise
+            if time.monotonic() > end:
+                raise MissingSampleError(f"nobody knows which samples are there: {error}") from None
+        time.sleep(PAUSE)
+
+
+def chosen(directory: CacheDirectory, name: str | None, version: str | int | None) -> Kept:
+    """The dataset of a folder that is meant by a name and a version.
+
+    Raises
+    ------
+    OptionError
+        If it is not exactly one; the message says what there is.
+    """
+    try:
+        directory.check()
+        there = kept_in(directory)
+        if len(there) > 1:
+            there = with_samples(directory, there)
+    except FileNotFoundError:
+        raise OptionError(f"path={directory.path!r} does not exist, so there are no samples in it") from None
+    except NewerFormatError as error:
+        raise OptionError(str(error)) from None
+    except OSError as error:
+        raise OptionError(f"path={directory.path!r} cannot be read: {error}") from None
+    fitting = there
+    if name is not None:
+        best = max([kept.means(name) for kept in there], default=0)
+        fitting = [kept for kept in there if best and kept.means(name) == best]
+    if version is not None:
+        fitting = [kept for kept in fitting if kept.version == str(version)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not there:
+        raise OptionError(f"{directory.path!r} has no samples of a dataset: it has {_others(directory)}")
+    wanted = "" if name is None else f" of name={name!r}"
+    wanted += "" if version is None else f" of version={version!r}"
+    shown = fitting or there
+    lines = [kept.line(directory) for kept in shown[:_MOST_LISTED]]
+    more = f"\n  … and {len(shown) - _MOST_LISTED:,} more" if len(shown) > _MOST_LISTED else ""
+    count = f"{len(fitting):,} datasets{wanted}: pass" if fitting else f"no dataset{wanted}: pass"
+    raise OptionError(
+        f"{directory.path!r} has {count} the name= and version= of one of these; a name is also that of "
+        "the class, or the first digits\n" + "\n".join(lines) + more
+    )
+
+
+def ranges_text(indices: Positions) -> str:
+    """The first ranges of ascending numbers, such as ``0–63, 128–191, …``."""
+    breaks = np.flatnonzero(np.diff(indices) != 1)
+    firsts = indices[np.concatenate([[0], breaks + 1])][:_MOST_RANGES]
+    lasts = indices[np.concatenate([breaks, [len(indices) - 1]])][:_MOST_RANGES]
+    pairs = zip(firsts.tolist(), lasts.tolist(), strict=True)
+    texts = [f"{first}" if first == last else f"{first}–{last}" for first, last in pairs]
+    return ", ".join(texts) + (", …" if len(breaks) >= _MOST_RANGES else "")
+
+
+def _text_of(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _rows(directory: CacheDirectory, contents: Contents) -> int:
+    """How many rows the segments of a namespace have, as far as these can be opened."""
+    count, descriptors = 0, Descriptors(directory.fs)
+    for info in contents.segments:
+        path = os.path.join(directory.path, contents.namespace, info.name)
+        try:
+            count += len(Segment.open(directory.fs, descriptors, path, limit=_ANY, structured=False))
+        except (OSError, UnreadableError, OptionError):
+            continue
+    return count
+
+
+def _others(directory: CacheDirectory) -> str:
+    """What is in a folder without samples."""
+    kinds, unknown = dict[str, None](), 0
+    for one in directory.scan():
+        kind = directory.fingerprint(one.namespace).get("class")
+        if isinstance(kind, str) and kind:
+            kinds[kind] = None
+        else:
+            unknown += 1
+    parts = [f"rows of {listed(list(kinds))}"] if kinds else []
+    if unknown:
+        parts.append(f"{unknown:,} namespaces whose fingerprint.json does not say what they are")
+    return " and ".join(parts) or "no rows at all"
+
+
+_MOST_REASONS = 3
+_MANY = 1 << 20  # samples; a length that anybody may have written is not gone through to its end
+
+
+class ServedStore(Store):
+    """What one process serves. A sample that is missing is an error."""
+
+    patience = 60.0  # seconds that a fault of a bucket may last
+
+    def __init__(self, name: str, levels: Levels, tally: Tally, place: str, length: int | None) -> None:
+        super().__init__(name, levels, tally)
+        self._where, self._length = f"{name} in {place}", length
+        if length is not None:
+            self.end = length
+
+    def fetch(self, indices: Sequence[Any]) -> list[Any]:
+        """The samples at n indices."""
+        start = time.perf_counter_ns()
+        indices = [self._index(index) for index in indices]
+        keys = keys_of(self.levels.namespace, indices)
+        samples, found, counts, _ = self.find(keys)
+        missing, end = np.flatnonzero(~found), start / 1e9 + self.patience
+        while len(missing):
+            missing, unread = self._again(keys, missing, samples, counts)
+            if len(missing) == 0:
+                break
+            if unread or not self._faults() or time.perf_counter() > end:
+                first = int(missing[0])
+                raise self._missing(indices[first], unread.get(first))
+            time.sleep(PAUSE)
+        self.tally.add(**counts, spent=time.perf_counter_ns() - start)
+        return samples
+
+    def fill(self, indices: Sequence[int]) -> tuple[int, int, int]:
+        """Some samples are missing, and there is nothing that could load them."""
+        raise self._incomplete(self.levels.absent(self._length or 0))
+
+    def check(self, *, partial: bool) -> None:
+        """Raise `MissingSampleError` if samples are missing, or need what this process does not have."""
+        length = self._length
+        absent = self._absent(1 if length is None else length)
+        unknown = [error for error in self._reasons() if not isinstance(error, (DamagedError, OSError))]
+        if unknown and (len(absent) or length is None):
+            raise MissingSampleError(f"{self._where} cannot be read{_because(unknown)}")
+        if length is None and not partial:
+            raise MissingSampleError(
+                f"{self._where}: the dataset did not tell its length, so that nobody knows whether all "
+                "samples are there: pass partial=True to have those that are"
+            )
+        if len(absent) and not partial:
+            raise self._incomplete(absent)
+
+    def _absent(self, count: int) -> Positions:
+        """Which of the first samples are missing, once a bucket has answered."""
+        end = time.monotonic() + self.patience
+        while True:
+            absent = self.levels.absent(count, _MANY)
+            if len(absent) == 0 or not self._faults() or time.monotonic() > end:
+                return absent
+            time.sleep(PAUSE)
+
+    def _index(self, index: Any) -> Index:
+        """An index as it was when the sample was kept: an int is counted from the end if it is negative."""
+        plain, length = as_index(index), self._length
+        if not isinstance(plain, int) or length is None:
+            return plain
+        if not -length <= plain < length:
+            raise IndexError(f"index {plain} of {length:,} samples")
+        return plain % length
+
+    def _again(
+        self, keys: Keys, missing: Positions, samples: list[Any], counts: dict[str, int]
+    ) -> tuple[Positions, dict[int, UnreadableError]]:
+        """Look for samples that were missed, at once and then one by one: those of a file fail together.
+
+        Returns
+        -------
+        missing : ndarray of int64
+            Positions of those that are still missing.
+        unread : dict of int to UnreadableError
+            Why some of these cannot be read.
+        """
+        self.levels.look_again()
+        unread: dict[int, UnreadableError] = {}
+        for is_alone in (False, True):
+            left = []
+            for some in np.split(missing, np.arange(1, len(missing))) if is_alone else [missing]:
+                sought = self.find(keys.take(some))
+                for place, position in enumerate(some.tolist()):
+                    if sought.found[place]:
+                        samples[position] = sought.samples[place]
+                    else:
+                        left.append(position)
+                unread |= {int(some[place]): error for place, error in sought.unread.items()}
+                for name, count in sought.counts.items():
+                    counts[name] = counts.get(name, 0) + count
+            missing = np.array(left, np.int64)
+            if not left or self._faults():
+                break
+        return missing, {position: error for position, error in unread.items() if position in set(left)}
+
+    def _faults(self) -> list[Exception]:
+        """Why a bucket cannot be asked now."""
+        causes = [getattr(tier, "cause", None) for tier in self.levels.tiers]
+        return [cause for cause in causes if cause is not None]
+
+    def _reasons(self) -> list[Exception]:
+        lists = [tier.reasons(self.levels.namespace) for tier in self.levels.tiers]
+        return [error for reasons in lists for error in reasons]
+
+    def _missing(self, index: Index, error: UnreadableError | None) -> MissingSampleError:
+        if error is not None:
+            return MissingSampleError(f"sample {index!r} of {self._where} cannot be read{_because([error])}")
+        return MissingSampleError(
+            f"sample {index!r} of {self._where} is missing, or damaged{_because(self._reasons())}. To have "
+            "it there again, call CachedDataset(dataset, path).warmup() where the dataset is; missing() has "
+            "all that are gone, and `torchcache2 verify` names damaged files"
+        )
+
+    def _incomplete(self, absent: Positions) -> MissingSampleError:
+        count = f"{'at least ' * (len(absent) >= _MANY)}{len(absent):,} of {self._length:,}"
+        return MissingSampleError(
+            f"{self._where}: {count} samples are not there: "
+            f"{ranges_text(absent)}{_because(self._reasons())}. Fill it with CachedDataset(dataset, "
+            "path).warmup() where the dataset is, or pass partial=True to have the others"
+        )
+
+
+def _because(errors: Sequence[Exception]) -> str:
+    """What is known of a reason, as the end of a sentence."""
+    texts = list(dict.fromkeys(map(_text, errors)))
+    return f" ({'; '.join(texts[:_MOST_REASONS])})" if texts else ""
+
+
+def _text(error: Exception) -> str:
+    """What is wrong, and what can be done about it here."""
+    if isinstance(error, UnknownClassError):
+        return f"{error}: import what defines it before CachedDataset is made"
+    if isinstance(error, NewerFormatError):
+        return f"the newer format {error}: upgrade torchcache2"
+    return str(error)
+
+
+_ANY_ROW = 1 << 62  # bytes of a row: what is served has been written
+
+
+class _NoDataset:
+    """Stands for the dataset whose samples are served."""
+
+    def __init__(self, kept: Kept, path: str) -> None:
+        self._title, self._path = kept.title, path
+        self._length, self._namespace = kept.length, bytes.fromhex(kept.namespace)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"{self._title} in {self._path} has no length: the dataset did not tell it")
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        raise MissingSampleError(f"sample {index!r} of {self._title}: CachedDataset(None) has been closed")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"CachedDataset(None) has no attribute {name!r}: the folder has the samples of the dataset, but "
+            "not its attributes"
+        )
+
+
+# In a dataset that is cached, it stands for the samples, wherever their folder is.
+setattr(_NoDataset, ADDED_ATTRIBUTE, True)
+setattr(_NoDataset, ORIGINAL_ATTRIBUTE, property(lambda self: self._namespace))
+
+
+@dataclasses.dataclass(kw_only=True)
+class ServedRecipe(Recipe):
+    """How samples are served without their dataset.
+
+    Attributes
+    ----------
+    place : str
+        Where the samples are.
+    length : int or None
+        How many samples the dataset has.
+    partial : bool
+        Whether some of them may be missing.
+    is_checked : bool
+        Whether it was looked at if all are there.
+    opening : Objects or None
+        The connections by which the dataset was chosen, until the tiers take them over.
+    """
+
+    place: str
+    length: int | None
+    partial: bool
+    is_checked: bool = False
+    opening: Objects | None = None
+
+    @classmethod
+    def of_folder(cls, options: Mapping[str, Any]) -> ServedRecipe:
+        """Choose the dataset of a folder; an `OptionError` if it is not clear which one is meant."""
+        check_served(options)
+        settings, kept_as = settings_of(options)
+        settings = settings.replace({"persistent": True})
+        called, bucket, opening = (options["name"], options["version"]), settings.bucket, None
+        if bucket is None:
+            place = str(settings.persistent_cache_dir)
+            kept = chosen(CacheDirectory(place, FileSystem()), *called)
+            # As nothing is written to the folder, its budget only limits how large a row may be that is read.
+            settings = settings.replace({"max_persistent_cache_size": _ANY_ROW})
+        else:
+            place, opening = bucket.url, Objects(bucket)
+            with contextlib.ExitStack() as stack:
+                stack.callback(opening.close)
+                kept = chosen_remotely(opening, *called, ServedStore.patience)
+                stack.pop_all()
+        fingerprint = from_document(kept.namespace, kept.document)
+        return cls(
+            title=kept.title,
+            identity=Identity(fingerprint or Fingerprint(bytes.fromhex(kept.namespace), {}), [], []),
+            document=kept.document | {"class": kept.kind},
+            settings=settings,
+            tally=Tally(kept.length),
+            dataset=_NoDataset(kept, place),
+            transform=options["transform"],
+            place=place,
+            length=kept.length,
+            partial=options["partial"],
+            opening=opening,
+            **kept_as,
+        )
+
+    def _read_again(self) -> None:
+        self.is_checked = False  # samples may be gone since
+
+    def store(self, source: Source | None = None) -> ServedStore:
+        """The part of this process."""
+        opening, self.opening = self.opening, None
+        levels = self.levels(writes=False, opened=opening)
+        if self.settings.bucket is not None and levels.directory is not None:
+            with contextlib.suppress(OSError):  # else the tier asks the bucket for it, again
+                levels.directory.prepare(self.identity.namespace, self.document)
+        store = ServedStore(self.title, levels, self.tally, self.place, self.length)
+        if not self.is_checked:
+            try:
+                store.check(partial=self.partial)
+            except BaseException:
+                levels.close()
+                raise
+            self.is_checked = True
+        return store
+
+    def check_clear(self) -> None:
+        """Raise `NotCachedError`: these samples cannot be loaded again."""
+        place, namespace = self.place, self.identity.namespace.hex()
+        raise NotCachedError(
+            f"clear() would delete the samples of {self.title} in {place}, which nothing here could load "
+            f"again: nothing is deleted. If you want that, `torchcache2 rm {namespace} --dir {place}` does it"
+        )
+
+    def explained(self, directory: CacheDirectory | None, *, is_cached: bool) -> str:
+        """What is served, and from where."""
+        if directory is None:
+            return "closed: no sample is served"
+        document = self.document
+        made = f"{document.get('created', 'an unknown time')} by torchcache2 {document.get('library', '?')}"
+        return (
+            f"namespace {self.identity.namespace.hex()} in {self.place} is served without its dataset, "
+            f"so nothing is loaded: samples of {document['class']}, kept since {made}"
+        )

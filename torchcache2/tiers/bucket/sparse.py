@@ -1,0 +1,461 @@
+"""`BucketFolder`: the local folder in front of a bucket, in which every segment that has a head can be read.
+
+What is read for the first time is fetched, in the block that has it, and each block crosses the network
+once. Until a segment is whole, its blocks are in a sparse file ``<segment>.part``, and ``<segment>.part.map``
+has a byte for each: `_MISSING`, `_HERE`, or `_COMING` while a process fetches it. All processes of the
+machine share both. When the last block is here, the file gets its name as a segment.
+
+A reader fetches what it needs and, as often as it comes back to a segment, as much again as is here of it:
+the requests of an epoch grow, and those of a first batch are small. What is left is filled in the background,
+when nobody reads. Where a folder has no room for the whole segment, ranges are fetched and not kept.
+
+No file is locked, and nothing waits for the disk. What a race, a kill or a power cut may spoil is the content
+of a block, which the checksums of its rows show: then `doubt` has the file fetched anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torchcache2.files.directory import ASKED, MAP, PART, CacheDirectory
+from torchcache2.files.errors import DamagedError
+from torchcache2.files.filesystem import Descriptor, FileSystem
+from torchcache2.files.layout import HEAD, read_head, read_size, stated
+from torchcache2.files.removal import used_bytes
+from torchcache2.tiers.bucket.objects import Objects
+
+_BLOCK = 64 << 10  # bytes
+_MISSING, _HERE, _COMING = range(3)
+_GAP = 16 << 10  # bytes; to fetch so many that nobody needs costs less than another request
+_PIECE = 8 << 20  # bytes of one request; several at once are faster than a long one
+_MOST_AHEAD = 64 << 20  # bytes that one fetch may have besides what is needed
+_LOOK_EVERY = 0.005  # seconds
+_STALE = 5.0  # seconds without a new block, after which whoever was fetching counts as dead
+_QUIET = 0.5  # seconds after which a reader counts as done
+_SCAN_EVERY, _FULL_FOR = 1.0, 60.0  # seconds
+_MOST_HEAD = 1 << 30
+
+
+class _Open(NamedTuple):
+    """Files of a segment: a sparse one and its map; a whole one, without a map; or nothing."""
+
+    data: Descriptor | None = None
+    map: Descriptor | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file has all blocks."""
+        return self.data is not None and self.map is None
+
+
+class _Sparse(Descriptor):
+    """A segment of which not all was here when it was opened."""
+
+    __slots__ = ("files", "path", "size")
+
+    def __init__(self, path: str, size: int) -> None:
+        self.path, self.size = path, size
+        self.files = _Open()  # replaced as a whole: threads share this
+
+    def __del__(self) -> None:
+        """There is nothing to close."""
+
+
+class _Range(NamedTuple):
+    """Bytes that are to be fetched; `is_kept` if these are blocks of a sparse file."""
+
+    file: _Sparse
+    start: int
+    end: int
+    is_kept: bool
+
+
+class _Batch(threading.local):
+    """What a thread is about to read, and what it has fetched and not kept, or why it was not had."""
+
+    def __init__(self) -> None:
+        self.wanted: list[tuple[_Sparse, int, int]] = []
+        self.pieces: dict[str, list[tuple[int, int, bytes | Exception]]] = {}
+
+
+class BucketFolder(FileSystem):
+    """Reads the segments of a folder, which may have `budget` bytes.
+
+    What the bucket does not give is an error when it is read: a `FileNotFoundError` if the object is gone, a
+    `DamagedError` if it ends before, else an `OSError`.
+    """
+
+    def __init__(self, objects: Objects, directory: CacheDirectory, budget: int) -> None:
+        self.sizes: dict[str, int] = {}  # bytes of segments, by path
+        self._objects, self._directory, self._budget = objects, directory, budget
+        self._fs = directory.fs
+        self._asked = os.path.join(directory.path, ASKED)
+        self._room, self._scan_at = 0, 0.0
+        self._batch = _Batch()
+        self._doubted, self._bad = set[str](), set[str]()
+        self.note_reader()  # whoever opens a folder is about to read
+
+    def open(self, path: str) -> Descriptor:
+        """A segment, be it whole or not; `FileNotFoundError` if nobody knows it."""
+        try:
+            return self._fs.open(path)
+        except FileNotFoundError:
+            return _Sparse(path, self.size_of(path))
+
+    def size_of(self, path: str) -> int:
+        """Bytes of a segment, as its head says."""
+        if path not in self.sizes:
+            file = self._fs.open(path + HEAD)
+            text = self._fs.read_bytes(file, 8, read_size(self._fs.read_bytes(file, 0, 8), _MOST_HEAD))
+            self.sizes[path] = stated(text, None)[2]
+        return self.sizes[path]
+
+    def will_need(self, file: Descriptor, offset: int, size: int) -> None:
+        """Have a range fetched together with others of this thread, when one of them is read."""
+        if not isinstance(file, _Sparse):
+            self._fs.will_need(file, offset, size)
+        elif size and self._piece(file, offset) is None:
+            self._batch.wanted.append((file, offset, min(file.size, offset + size)))
+
+    def read(self, file: Descriptor, buffers: Sequence[Any], offset: int) -> int:
+        """Read into writable buffers, one after another; may read less. What is missing is fetched first."""
+        if not isinstance(file, _Sparse):
+            return self._fs.read(file, buffers, offset)
+        end = min(file.size, offset + sum(map(len, buffers)))
+        for left in (2, 1, 0):
+            if (here := self._here_until(file, offset, end)) > offset or offset >= end:
+                data = file.files.data
+                return 0 if data is None else self._fs.read(data, _cut(buffers, here - offset), offset)
+            if (piece := self._piece(file, offset)) is not None:
+                if isinstance(piece, Exception):
+                    raise piece
+                return _copied(piece, buffers)
+            if left:
+                self._batch.wanted.append((file, offset, end))
+                self.fetch()
+        raise OSError(errno.EIO, "the bucket fails", file.path)
+
+    def fetch(self) -> None:
+        """Have what this thread is about to read here, or in its memory; errors come when it is read."""
+        wanted, self._batch.wanted = self._batch.wanted, []
+        files, ranges = dict[str, _Sparse](), dict[str, list[tuple[int, int]]]()
+        for file, start, end in wanted:
+            files[file.path] = file  # the one that was opened last
+            ranges.setdefault(file.path, []).append((start, end))
+        claimed, others = list[_Range](), list[tuple[_Sparse, int, int]]()
+        left = _MOST_AHEAD
+        for path, file in files.items():
+            is_kept = self._attach(file)
+            for start, end in _merged(ranges[path]):
+                if not is_kept:
+                    claimed.append(_Range(file, start, end, False))
+                elif not file.files.is_whole:
+                    some = self._claim(file, start, end, left)
+                    left -= sum(one.end - one.start for one in some)
+                    claimed += some
+                    others.append((file, start, end))
+        if claimed:
+            self.note_reader()
+            self._fetch(claimed)
+        self._await(others)
+        if claimed:
+            self.note_reader()
+
+    def done(self) -> None:
+        """Forget what this thread has fetched and not kept."""
+        self._batch.wanted, self._batch.pieces = [], {}
+
+    def fill(self, path: str) -> bool | None:
+        """Fetch what is missing of a segment, when nobody reads; False if it is damaged or gone.
+
+        None if that has to be tried again: the bucket fails, or there is no room.
+        """
+        file = _Sparse(path, self.size_of(path))
+        if not self._attach(file):
+            return None
+        while not file.files.is_whole:
+            if file.files.data is None or self._objects.is_closed:  # it is not what its head says
+                return False if path in self._bad else None
+            if self.has_readers():
+                time.sleep(_QUIET / 10)
+                continue
+            states = self._states(file, 0, file.size)
+            first = states.find(_MISSING)
+            if first >= 0:
+                end = min(file.size, first * _BLOCK + 2 * _PIECE)
+                if not self._fetch(self._claim(file, first * _BLOCK, end, 0)):
+                    *_, error = self._batch.pieces[path][0]
+                    self.done()
+                    if isinstance(error, DamagedError):
+                        self._damaged(path, error)
+                    return False if isinstance(error, (DamagedError, FileNotFoundError)) else None
+            elif _COMING in states:
+                self._await([(file, 0, file.size)])
+            else:
+                self._finish(file)
+        return True
+
+    def doubt(self, path: str) -> None:
+        """Have what is here of a segment fetched anew, as a row of it is not what was written."""
+        self.done()
+        for name in (path + PART, path + MAP):
+            with contextlib.suppress(OSError):
+                self._fs.remove(name)
+
+    # What is here.
+
+    def _attach(self, file: _Sparse) -> bool:
+        """Open what is here of a segment, or begin it if there is room."""
+        with contextlib.suppress(OSError):
+            if file.files.data is not None and self._fs.links(file.files.data):
+                return True
+        file.files = _Open()
+        try:
+            file.files = _Open(self._fs.open(file.path))
+        except OSError:
+            try:
+                data = self._fs.edit(file.path + PART)
+                found = _Open(data, self._fs.edit(file.path + MAP))
+                # If somebody has just deleted both, and begun anew, the map may be that of another file.
+                file.files = found if self._fs.same(data, file.path + PART) else _Open()
+            except FileNotFoundError:
+                self._begin(file)
+            except OSError:
+                pass
+        return file.files.data is not None
+
+    def _begin(self, file: _Sparse) -> None:
+        if not self._has_room(file.size):
+            return
+        try:
+            data = self._fs.create(file.path + PART)
+        except FileExistsError:  # another process begins it, or has died there
+            if not self._fs.exists(file.path + MAP):
+                self._take_over(file.path)
+            return
+        except OSError as error:
+            self._no_room(error)
+            return
+        try:
+            self._fs.write_all(data, [memoryview(b"\0")], file.size - 1)
+            found = _Open(data, self._fs.create(file.path + MAP))
+            assert found.map is not None
+            self._fs.write_all(found.map, [memoryview(bytes(-(-file.size // _BLOCK)))], 0)
+        except OSError as error:
+            self._no_room(error)
+            self.doubt(file.path)
+            return
+        file.files = found
+
+    def _take_over(self, path: str) -> None:
+        """Delete what a process has left that was killed between making a file and its map."""
+        with contextlib.suppress(OSError):
+            if time.time_ns() - self._fs.changed(path + PART) > _STALE * 1e9:
+                self.doubt(path)
+
+    def _has_room(self, size: int) -> bool:
+        """Whether a file fits into the folder as it is: nothing is deleted for it."""
+        now = time.monotonic()
+        if now >= self._scan_at:
+            self._scan_at = now + _SCAN_EVERY
+            self._room = self._budget - used_bytes(self._directory.scan())
+        if size > self._room:
+            return False
+        self._room -= size
+        return True
+
+    def _no_room(self, error: OSError) -> None:
+        self._room, self._scan_at = 0, time.monotonic() + _FULL_FOR
+        message = "%s gets no segments from the bucket: %s"
+        self._objects.tell("unwritten", message, self._directory.path, str(error))
+
+    def _states(self, file: _Sparse, start: int, end: int) -> bytes:
+        """The states of the blocks that have a range."""
+        first, last = start // _BLOCK, -(-end // _BLOCK)
+        if file.files.is_whole:
+            return bytes([_HERE]) * (last - first)
+        if file.files.map is not None:
+            with contextlib.suppress(OSError, DamagedError):
+                return self._fs.read_bytes(file.files.map, first, last - first)
+        return bytes(last - first)
+
+    def _here_until(self, file: _Sparse, start: int, end: int) -> int:
+        """Where the first block behind `start` begins that is not here; at most `end`."""
+        states = self._states(file, start, end)
+        count = len(states) - len(states.lstrip(bytes([_HERE])))
+        return min(end, (start // _BLOCK + count) * _BLOCK) if count else start
+
+    def _piece(self, file: _Sparse, start: int) -> memoryview | Exception | None:
+        """Bytes from `start` on that were fetched and not kept, or why they were not had."""
+        for first, last, data in self._batch.pieces.get(file.path, ()):
+            if first <= start < last:
+                return data if isinstance(data, Exception) else memoryview(data)[start - first :]
+        return None
+
+    def _mark(self, file: _Sparse, start: int, end: int, state: int) -> None:
+        if file.files.map is not None:
+            first, last = start // _BLOCK, -(-end // _BLOCK)
+            self._fs.write_all(file.files.map, [memoryview(bytes([state]) * (last - first))], first)
+
+    # What is fetched.
+
+    def _claim(self, file: _Sparse, start: int, end: int, ahead: int) -> list[_Range]:
+        """The missing blocks of a range, and some after it, which nobody else fetches from now on."""
+        states = self._states(file, 0, file.size)
+        first, last = start // _BLOCK, -(-end // _BLOCK)
+        more = min(len(states) - states.count(_MISSING), max(0, ahead) // _BLOCK)
+        while more > 0 and last < len(states) and states[last] == _MISSING:
+            last, more = last + 1, more - 1
+        claimed = list[_Range]()
+        at = states.find(_MISSING, first, last)
+        while at >= 0:
+            stop = at
+            while stop < last and stop - at < _PIECE // _BLOCK and states[stop] == _MISSING:
+                stop += 1
+            claimed.append(_Range(file, at * _BLOCK, min(file.size, stop * _BLOCK), True))
+            at = states.find(_MISSING, stop, last)
+        for one in claimed:
+            with contextlib.suppress(OSError):
+                self._mark(file, one.start, one.end, _COMING)
+        return claimed
+
+    def _fetch(self, claimed: Sequence[_Range]) -> bool:
+        """Get ranges, all at once; whether all are kept. The others are pieces of this batch, or errors."""
+        parts = [
+            one._replace(start=at, end=min(at + _PIECE, one.end))
+            for one in claimed
+            for at in range(one.start, one.end, _PIECE)
+        ]
+        root = self._directory.path
+        ranges = [(os.path.relpath(one.file.path, root), one.start, one.end) for one in parts]
+        data: Sequence[bytes | Exception] = [OSError()] * len(parts)
+        try:
+            data = self._objects.fetch(ranges)
+        finally:
+            for one, got in zip(parts, data, strict=True):
+                if isinstance(got, Exception) and one.is_kept:
+                    with contextlib.suppress(OSError):
+                        self._mark(one.file, one.start, one.end, _MISSING)
+        is_kept = True
+        for one, got in zip(parts, data, strict=True):
+            if isinstance(got, Exception) or not (one.is_kept and self._keep(one, got)):
+                is_kept = False
+                self._batch.pieces.setdefault(one.file.path, []).append((one.start, one.end, got))
+        for file in {id(one.file): one.file for one in parts if one.is_kept}.values():
+            if not file.files.is_whole and self._here_until(file, 0, file.size) == file.size:
+                self._finish(file)
+        return is_kept
+
+    def _keep(self, one: _Range, data: bytes) -> bool:
+        assert one.file.files.data is not None
+        try:
+            self._fs.write_all(one.file.files.data, [memoryview(data)], one.start)
+            self._mark(one.file, one.start, one.end, _HERE)
+        except OSError as error:
+            self._no_room(error)
+            with contextlib.suppress(OSError):
+                self._mark(one.file, one.start, one.end, _MISSING)
+            return False
+        return True
+
+    def _await(self, ranges: Sequence[tuple[_Sparse, int, int]]) -> None:
+        """Wait for blocks that others fetch; what they do not bring is fetched when it is read."""
+        for file, start, end in ranges:
+            seen, heard = b"", time.monotonic()
+            while _COMING in (states := self._states(file, start, end)):
+                now = time.monotonic()
+                if states != seen:
+                    seen, heard = states, now
+                elif now - heard > _STALE:
+                    for block, state in enumerate(states, start // _BLOCK):
+                        if state == _COMING:
+                            with contextlib.suppress(OSError):
+                                self._mark(file, block * _BLOCK, block * _BLOCK + 1, _MISSING)
+                    break
+                time.sleep(_LOOK_EVERY)
+
+    def _finish(self, file: _Sparse) -> None:
+        """Give a file that is whole its name, unless it is not what its head says."""
+        path = file.path
+        try:
+            head = self._fs.read_file(path + HEAD, _MOST_HEAD)
+            if read_head(self._fs, path + PART) != (head, file.size):
+                raise DamagedError("its header is another one")
+            self._fs.rename(path + PART, path)
+            self._fs.remove(path + MAP)
+        except DamagedError as error:
+            if path in self._doubted:
+                self._damaged(path, error)
+            self._doubted.add(path)  # the object may be good, and what was here not
+            self.doubt(path)
+            file.files = _Open()
+        except OSError:  # another process was faster, or the segment was dropped
+            if self._fs.is_file(path):
+                file.files = _Open(file.files.data)
+            else:
+                self.doubt(path)
+                file.files = _Open()
+        else:
+            file.files = _Open(file.files.data)
+
+    def _damaged(self, path: str, error: Exception) -> None:
+        self._objects.corrupt += 1
+        self._bad.add(path)
+        url, name = self._objects.bucket.url, os.path.relpath(path, self._directory.path)
+        self._objects.tell("damaged", "%s in %s is damaged (%s): it stays there", name, url, str(error))
+        self.doubt(path)
+
+    # Readers come first.
+
+    def note_reader(self) -> None:
+        """Tell those who fill segments that somebody reads."""
+        try:
+            self._fs.touch(self._asked)
+        except FileNotFoundError:
+            with contextlib.suppress(OSError):
+                self._fs.create(self._asked)
+        except OSError:
+            pass
+
+    def has_readers(self) -> bool:
+        """Whether somebody reads."""
+        with contextlib.suppress(OSError):
+            return time.time_ns() - self._fs.changed(self._asked) < _QUIET * 1e9
+        return False
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges in order, neighbours as one."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if found and start - found[-1][1] <= _GAP:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def _cut(buffers: Sequence[Any], size: int) -> list[Any]:
+    """The first buffers, which together have at most `size` bytes."""
+    some = []
+    for buffer in buffers:
+        if size > 0:
+            some.append(memoryview(buffer)[:size])
+        size -= len(buffer)
+    return some
+
+
+def _copied(data: memoryview, buffers: Sequence[Any]) -> int:
+    """Fill buffers as far as there are data; how many bytes."""
+    done = 0
+    for buffer in buffers:
+        part = data[done : done + len(buffer)]
+        buffer[: len(part)] = part
+        done += len(part)
+    return done
