@@ -442,7 +442,7 @@ def test_stats_counts_everything(path):
     assert counts.pop("bytes") == size_of(path) - len("mine")
     assert counts == {
         "directory": str(path),
-        "format": 1,
+        "format": 2,
         "namespaces": 3,
         "in_use": 0,
         "segments": 4,
