@@ -140,6 +140,9 @@ class CacheLoader:
         OutputError
             If the value cannot be stored, and none was stored before. Later ones are a warning.
         """
+        if type(key) is int and self._store is not None and callable(load_fn):
+            for value in self._store.find_one(key):
+                return value
         return self.get_many([key], load_fn)[0]
 
     def get_many(self, keys: Sequence[Index], load_fn: Callable[[Any], Any]) -> list[Any]:
