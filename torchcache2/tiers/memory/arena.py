@@ -116,7 +116,7 @@ class Arena:
         return self._index.find(words)
 
     def row(self, low: int, high: int) -> tuple[int, list[memoryview]] | None:
-        """The ordinal of a key, and the bytes of each leaf where they lie; None if these are not on the host."""
+        """The ordinal of a key, and the bytes of its leaves where they lie; None if not on the host."""
         ordinal = self._index.find_one(low, high) if self.device.type == "cpu" else -1
         if ordinal < 0:
             return None
