@@ -181,15 +181,15 @@ def test_a_segment_that_is_dropped_while_it_comes_does_not_stay(make, local):
     assert segments(local) == [] and parts(local) == []
 
 
-def test_segments_are_filled_only_when_nobody_reads(place, make, local, monkeypatch):
+def test_segments_are_filled_only_when_nobody_reads(place, make, local):
     tier = make()
     assert found(tier, [(0, 3)], WIDTH) == [(0, 3)]
-    monkeypatch.setattr(sparse, "_QUIET", 0.4)
     folder = BucketFolder(tier.objects, CacheDirectory(str(local), FS), ROOM)
     path, filled = str(local / FOLDER / place[1][1].name), []
-    folder.note_reader()
-    begun = time.monotonic()
     thread = threading.Thread(target=lambda: filled.append(folder.fill(path)))
-    thread.start()
+    with tier._folder.reading():
+        thread.start()
+        time.sleep(0.2)
+        assert filled == [] and not os.path.exists(path)
     thread.join()
-    assert filled == [True] and time.monotonic() - begun > 0.3
+    assert filled == [True] and os.path.exists(path)
