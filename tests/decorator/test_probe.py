@@ -1,5 +1,6 @@
 """The probe: an item's output must not depend on the rest of its batch, and if it does, that is found out."""
 
+import functools
 import json
 import logging
 import threading
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.helpers import warm
+from tests.helpers.outputs import bypasses
 from torchcache2 import NotCachedError, torchcache
 
 SIZES = logging.getLogger("tests.sizes")  # a list that a forward appends to would be state
@@ -32,8 +34,15 @@ def sizes():
     SIZES.removeHandler(handler)
 
 
-def bypasses(function):
-    return dict(function.cache_instance.stats().bypasses)
+def counted(forward=lambda x: x * 2, **options):
+    """A cached function that tells the sizes of what it computes."""
+
+    @functools.wraps(forward)
+    def counting(x, *args, **kwargs):
+        SIZES.info(len(x))
+        return forward(x, *args, **kwargs)
+
+    return torchcache(**options)(counting)
 
 
 def warnings_of(log):
@@ -65,22 +74,6 @@ def attention(x, mask):
     return torch.softmax(x @ x.transpose(1, 2) + mask, -1) @ x
 
 
-def scaled_by_size(x):
-    return x * len(x)
-
-
-def first_is_reference(x):
-    return x - x[:1]
-
-
-def squeezed(x):
-    return x.squeeze() * 2  # of a batch of one, the batch is gone
-
-
-def masked_by_cache(x):
-    return x + torch.arange(len(x), dtype=x.dtype)[:, None]
-
-
 SQUARE = torch.triu(torch.full((6, 6), -1e9), 1)
 MIXING = {
     "transformer encoder": (
@@ -98,10 +91,10 @@ MIXING = {
     "reversed": (lambda x: x.flip(0), [X]),
     "sorted": (lambda x: x.sort(0).values, [X]),
     "neighbours": (lambda x: x + x.roll(1, 0), [X]),
-    "first": (first_is_reference, [X]),
-    "size": (scaled_by_size, [X]),
-    "position": (masked_by_cache, [X]),
-    "no batch of one": (squeezed, [X]),
+    "first": (lambda x: x - x[:1], [X]),
+    "size": (lambda x: x * len(x), [X]),
+    "position": (lambda x: x + torch.arange(len(x), dtype=x.dtype)[:, None], [X]),
+    "no batch of one": (lambda x: x.squeeze() * 2, [X]),  # of one, the batch is gone
     "batch norm": (nn.BatchNorm1d(4, track_running_stats=False), [X]),
     "longest": (lambda x: torch.cat([x, x], 1)[:, : int(x.abs().sum() * 7) % 3 + len(x)], [X]),
 }
@@ -128,34 +121,23 @@ def test_items_that_depend_on_their_batch_are_never_cached(name, log):
             assert part in message
 
 
-def test_a_first_batch_of_two_is_checked():
+def test_a_first_batch_of_two_is_checked_and_strict_raises():
     cached = torchcache(lambda x: x - x.mean(0))
     assert torch.equal(cached(X[:2]), X[:2] - X[:2].mean(0))
     assert bypasses(cached) == {"batch": 2}
-
-
-def test_strict_raises():
     with pytest.raises(NotCachedError, match=r"item \d differs by"):
         torchcache(strict=True)(lambda x: x - x.mean(0))(X)
 
 
 def test_without_the_probe_nothing_is_checked(sizes):
-    @torchcache(probe=False)
-    def mixing(x):
-        SIZES.info(len(x))
-        return x - x.mean(0)
-
+    mixing = counted(lambda x: x - x.mean(0), probe=False)
     mixing(X)
     mixing(X)
     assert sizes == [6]
 
 
 def test_the_first_second_and_fourth_batch_of_a_kind_of_call_cost_half_a_batch_more(sizes):
-    @torchcache
-    def scaled(x, by=2, dim=1):
-        SIZES.info(len(x))
-        return x * by
-
+    scaled = counted(lambda x, by=2, dim=1: x * by)
     scaled(torch.randn(18, 4))
     assert sizes == [18, 3, 3, 3]
     for _ in range(7):
@@ -173,11 +155,7 @@ def test_the_first_second_and_fourth_batch_of_a_kind_of_call_cost_half_a_batch_m
 
 
 def test_of_batches_that_are_found_those_put_together_anew_are_computed_now_and_then(sizes):
-    @torchcache
-    def doubled(x):
-        SIZES.info(len(x))
-        return x * 2
-
+    doubled = counted()
     x = torch.randn(64, 3)
     for rows in x.split(16):
         doubled(rows)
@@ -194,11 +172,7 @@ def test_of_batches_that_are_found_those_put_together_anew_are_computed_now_and_
 
 
 def test_what_is_found_of_a_batch_is_computed_with_the_rest_now_and_then(sizes):
-    @torchcache
-    def doubled(x):
-        SIZES.info(len(x))
-        return x * 2
-
+    doubled = counted()
     x = torch.randn(600, 3)
     doubled(x[:8])
     for start in range(4, 4 + 4 * 130, 4):
@@ -211,27 +185,14 @@ def test_what_is_found_of_a_batch_is_computed_with_the_rest_now_and_then(sizes):
 
 
 def test_numbers_that_never_end_are_not_probed_for_ever(sizes):
-    @torchcache
-    def step(x, number):
-        SIZES.info(len(x))
-        return x * number
-
+    step = counted(lambda x, number: x * number)
     for number in range(50):
         step(torch.randn(4, 2), number)
     assert len(sizes) == 50 + 10 * 2  # the first eight, the 16th and the 32nd
 
 
 def test_texts_that_never_end_are_not_probed_for_ever(sizes):
-    @torchcache
-    def mixing(x, text):
-        SIZES.info(len(x))
-        return x - x.mean(0)
-
-    @torchcache
-    def keyed(x, names):
-        SIZES.info(len(x))
-        return x * 2
-
+    mixing, keyed = counted(lambda x, text: x - x.mean(0)), counted(lambda x, names: x * 2)
     for number in range(30):
         mixing(torch.randn(4, 2), str(number))
     assert len(sizes) == 30 + 8
@@ -241,11 +202,7 @@ def test_texts_that_never_end_are_not_probed_for_ever(sizes):
 
 
 def test_what_is_not_kept_is_not_probed(sizes):
-    @torchcache
-    def loss(x, text):
-        SIZES.info(len(x))
-        return x.sum(), x
-
+    loss = counted(lambda x, text: (x.sum(), x))
     for number in range(6):
         loss(torch.randn(4, 2), str(number))
     assert sizes == [4] * 6
@@ -278,10 +235,7 @@ def test_a_value_that_mixes_among_many_that_do_not(tmp_path):
 
 
 def test_what_was_found_is_checked_too():
-    @torchcache
-    def centred(x):
-        return x - x.mean(0)
-
+    centred = torchcache(lambda x: x - x.mean(0))
     for i in range(6):
         assert torch.equal(centred(X[i : i + 1]), X[i : i + 1] * 0)
     assert centred.cache_instance.stats().memory_rows == 6
@@ -291,10 +245,7 @@ def test_what_was_found_is_checked_too():
 
 
 def test_a_batch_of_equal_items_proves_little():
-    @torchcache
-    def centred(x):
-        return x - x.mean(0)
-
+    centred = torchcache(lambda x: x - x.mean(0))
     centred(torch.zeros(8, 4))  # as people warm up
     centred(torch.ones(2, 4))
     for batch in (X[:2], X, X[2:], X[[0, 5]]):
@@ -302,10 +253,6 @@ def test_a_batch_of_equal_items_proves_little():
 
 
 def test_no_part_has_the_largest_item_twice():
-    @torchcache
-    def normalised(x):
-        return x / x.amax()
-
     for largest in range(8):
         x = torch.rand(8, 3)
         x[largest] += 5
@@ -533,7 +480,7 @@ def encode(texts):
 
 def test_texts_that_are_padded_to_the_longest():
     cached = torchcache(item_args=("texts",))(encode)
-    for some in (
+    batches = [
         TEXTS[:3],
         TEXTS[:2],
         [*TEXTS[:3], "a big cat"],
@@ -542,7 +489,8 @@ def test_texts_that_are_padded_to_the_longest():
         TEXTS[:3],
         ["an ox"],
         TEXTS[2:5],
-    ):
+    ]
+    for some in batches:
         assert torch.equal(cached(some), encode(some))
     assert bypasses(cached)["batch"] > 0
 
@@ -654,11 +602,7 @@ def test_what_a_cached_module_inside_finds_proves_nothing(options):
 
 
 def test_a_batch_whose_rows_were_not_compared_is_no_whole_one(sizes):
-    @torchcache
-    def doubled(x, names):
-        SIZES.info(len(x))
-        return x * 2
-
+    doubled = counted(lambda x, names: x * 2)
     x = torch.randn(600, 3)
     for start in range(0, 4 * 70, 4):  # the names may belong to the batch, so all items are always computed
         doubled(x[start : start + 8], ["a"] * 8)
@@ -719,10 +663,14 @@ def test_two_instances_are_probed_once(sizes):
     assert sizes == [6, 1, 1]
 
 
+def doubled(x, by=2):
+    return x * by
+
+
 def folder_of(path, sizes, forward, *calls):
     """Run calls in a cache that is made anew; the sizes that were computed."""
     del sizes[:]
-    function = torchcache(persistent=True, persistent_cache_dir=path)(forward)
+    function = counted(forward, persistent=True, persistent_cache_dir=path)
     with function.cache_instance:
         for call in calls:
             function(*call)
@@ -730,10 +678,6 @@ def folder_of(path, sizes, forward, *calls):
 
 
 def test_what_was_found_out_is_remembered_on_disk(tmp_path, sizes):
-    def doubled(x, by=2):
-        SIZES.info(len(x))
-        return x * by
-
     assert folder_of(tmp_path, sizes, doubled, [X]) == [6, 1, 1]
     assert folder_of(tmp_path, sizes, doubled, [X], [Y]) == [6, 1, 1]
     assert folder_of(tmp_path, sizes, doubled, [X], [X * 2]) == [6]
@@ -748,10 +692,6 @@ def test_what_was_found_out_is_remembered_on_disk(tmp_path, sizes):
 
 
 def test_it_is_remembered_when_the_first_call_has_one_item(tmp_path, sizes):
-    def doubled(x):
-        SIZES.info(len(x))
-        return x * 2
-
     folder_of(tmp_path, sizes, doubled, [X])
     assert folder_of(tmp_path, sizes, doubled, [Y[:1]], [X]) == [1]
 
@@ -776,7 +716,6 @@ for rows in torch.arange(48.0).reshape(12, 4).split(3):
 
 def test_dependence_is_remembered_on_disk(tmp_path, sizes):
     def centred(x):
-        SIZES.info(len(x))
         return x - x.mean(0)
 
     assert folder_of(tmp_path, sizes, centred, [X], [Y]) == [6, 1, 6]
@@ -788,10 +727,6 @@ def test_dependence_is_remembered_on_disk(tmp_path, sizes):
     "probed", ["[]", '{"x": "y"}', "3", "null", '{"00": 9}', '{"whole": "eJw="}', '{"00": [1, 2, -1]}']
 )
 def test_what_somebody_wrote_into_the_file_is_not_believed(tmp_path, sizes, probed):
-    def doubled(x):
-        SIZES.info(len(x))
-        return x * 2
-
     folder_of(tmp_path, sizes, doubled, [X])
     (path,) = tmp_path.glob("*/fingerprint.json")
     document = json.loads(path.read_text())
@@ -900,11 +835,7 @@ def test_an_interrupt_in_a_check_is_the_callers():
 
 
 def test_rows_of_a_dropped_namespace_are_checked_anew(sizes):
-    @torchcache
-    def doubled(x):
-        SIZES.info(len(x))
-        return x * 2
-
+    doubled = counted()
     doubled(X), doubled(X.flip(0)), doubled(X[[1, 0]])
     assert sizes == [6, 1, 1, 6, 2]
     doubled.cache_instance.clear()
@@ -927,11 +858,7 @@ def test_a_name_that_stands_for_the_module_gets_new_rows(sizes):
 
 
 def test_probe_off_computes_no_found_batch(sizes):
-    @torchcache(probe=False)
-    def doubled(x):
-        SIZES.info(len(x))
-        return x * 2
-
+    doubled = counted(probe=False)
     doubled(X)
     for order in (X.flip(0), X[:3], X[[2, 4]]):
         doubled(order)

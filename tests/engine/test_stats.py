@@ -24,18 +24,17 @@ SOME = CacheStats(
 )
 
 
-@pytest.mark.parametrize(
-    ("stats", "rate"),
-    [
-        (CacheStats(), 0.0),
-        (CacheStats(hits=5), 1.0),
-        (CacheStats(misses=5), 0.0),
-        (CacheStats(hits=3, misses=1), 0.75),
-        (CacheStats(bypasses={"grad": 7}), 0.0),
-        (CacheStats(hits=2, misses=1, bypasses={"grad": 3, "random": 2}), 0.25),
-    ],
-    ids=str,
-)
+RATES = [
+    (CacheStats(), 0.0),
+    (CacheStats(hits=5), 1.0),
+    (CacheStats(misses=5), 0.0),
+    (CacheStats(hits=3, misses=1), 0.75),
+    (CacheStats(bypasses={"grad": 7}), 0.0),
+    (CacheStats(hits=2, misses=1, bypasses={"grad": 3, "random": 2}), 0.25),
+]
+
+
+@pytest.mark.parametrize(("stats", "rate"), RATES, ids=str)
 def test_hit_rate_is_the_share_of_all_items_that_were_asked_for(stats, rate):
     assert stats.hit_rate == rate
 
@@ -67,18 +66,11 @@ def test_str_is_a_table_of_everything():
     ]
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1_000, "1.0 kB"),
-        (1_500_000, "1.5 MB"),
-        (1_000_000_000, "1.0 GB"),
-        (12_340_000_000_000, "12.3 TB"),
-        (5_000_000_000_000_000, "5,000.0 TB"),
-    ],
-)
+UNITS = [(0, "0 B"), (999, "999 B"), (1_000, "1.0 kB"), (1_500_000, "1.5 MB"), (1_000_000_000, "1.0 GB")]
+UNITS += [(12_340_000_000_000, "12.3 TB"), (5_000_000_000_000_000, "5,000.0 TB")]
+
+
+@pytest.mark.parametrize(("count", "text"), UNITS)
 def test_bytes_are_told_in_units_of_a_thousand(count, text):
     assert f" rows, {text}\n" in str(CacheStats(memory_bytes=count))
 
@@ -129,25 +121,15 @@ def test_stats_are_frozen():
 
 
 # A rank sends its stats to another, and a training loop logs them as a dict.
-@pytest.mark.parametrize("duplicate", [lambda stats: pickle.loads(pickle.dumps(stats)), copy.deepcopy])
-def test_stats_of_a_cache_can_be_copied_and_sent(duplicate):
+def test_stats_of_a_cache_can_be_copied_sent_and_made_a_dict():
     counters = Counters()
     counters.bypass("grad", 5)
     stats = counters.stats(**MEMORY)
-    assert duplicate(stats) == stats
-
-
-def test_stats_of_a_cache_can_be_made_a_dict():
-    counters = Counters()
-    counters.bypass("grad", 5)
-    plain = dataclasses.asdict(counters.stats(**MEMORY))
+    assert pickle.loads(pickle.dumps(stats)) == copy.deepcopy(stats) == stats
+    plain = dataclasses.asdict(stats)
     assert dict(plain.pop("bypasses")) == {"grad": 5}
-    counts = dict.fromkeys(("hits", "misses", "verified", "mismatched", "corrupt", "faults"), 0)
-    counts |= dict.fromkeys(("waited", "taken_over", "received", "sent"), 0)
-    counts |= dict.fromkeys(("disk_rows", "disk_bytes", "disk_evictions"), 0)
-    counts |= dict.fromkeys(("remote_rows", "remote_bytes", "remote_evictions", "bytes_up", "bytes_down"), 0)
-    seconds = dict.fromkeys(("seconds_computed", "seconds_saved", "exchange_seconds"), 0.0)
-    assert plain == MEMORY | counts | seconds
+    assert plain.keys() == {field.name for field in dataclasses.fields(CacheStats)} - {"bypasses"}
+    assert {name: plain.pop(name) for name in MEMORY} == MEMORY and set(plain.values()) == {0}
 
 
 def test_counters_add_up():
@@ -162,37 +144,25 @@ def test_counters_add_up():
     assert stats.seconds_saved == 6 * 0.5 - 0.75
 
 
-def test_what_is_saved_is_negative_where_caching_costs_more():
+# The counts of calls: hits, misses, computed items, their seconds, and those of the cache; what was saved.
+SAVED = {
+    "caching costs more": ([(0, 10, 10, 1.0, 3.0)], -3.0),
+    "and still does": ([(0, 10, 10, 1.0, 3.0), (5, 0, 0, 0.0, 0.0)], -2.5),
+    "a batch of eight computed whole for two misses": ([(6, 2, 8, 4.0, 0.0)], 6 * 0.5),
+    "a slow first call": ([(0, 4, 4, 90.0, 0.0), *[(0, 4, 4, 2.0, 0.0)] * 2, (6, 0, 0, 0.0, 0.0)], 6 * 0.5),
+    "three slow ones": ([*[(0, 4, 4, 90.0, 0.0)] * 3, *[(0, 4, 4, 2.0, 0.0)] * 4, (6, 0, 0, 0.0, 0.0)], 3.0),
+    "of two, the first may have compiled": ([(0, 4, 4, 90.0, 0.0), (6, 4, 4, 2.0, 0.0)], 6 * 0.5),
+}
+
+
+@pytest.mark.parametrize(("calls", "saved"), SAVED.values(), ids=SAVED)
+def test_what_hits_have_saved(calls, saved):
     counters = Counters()
-    counters.count(hits=0, misses=10, computed=10, seconds=1.0, spent=3.0)
-    assert counters.stats(**MEMORY).seconds_saved == -3.0
-    counters.count(hits=5, misses=0, computed=0, seconds=0.0, spent=0.0)
-    assert counters.stats(**MEMORY).seconds_saved == -2.5
-
-
-def test_what_is_saved_goes_by_rows_computed_not_by_misses():
-    counters = Counters()
-    # A batch of eight was computed whole for the sake of two misses.
-    counters.count(hits=6, misses=2, computed=8, seconds=4.0, spent=0.0)
-    assert counters.stats(**MEMORY).seconds_saved == 6 * 0.5
-
-
-@pytest.mark.parametrize("slow", [1, 3])
-def test_first_calls_and_compilation_are_not_what_a_hit_saves(slow):
-    counters = Counters()
-    for seconds in [90.0] * slow + [2.0] * (slow + 1):
-        counters.count(hits=0, misses=4, computed=4, seconds=seconds, spent=0.0)
-    counters.count(hits=6, misses=0, computed=0, seconds=0.0, spent=0.0)
+    for hits, misses, computed, seconds, spent in calls:
+        counters.count(hits=hits, misses=misses, computed=computed, seconds=seconds, spent=spent)
     stats = counters.stats(**MEMORY)
-    assert stats.seconds_saved == 6 * 0.5
-    assert stats.seconds_computed == slow * 90.0 + (slow + 1) * 2.0
-
-
-def test_of_two_batches_the_first_may_have_compiled_something():
-    counters = Counters()
-    counters.count(hits=0, misses=4, computed=4, seconds=90.0, spent=0.0)
-    counters.count(hits=6, misses=4, computed=4, seconds=2.0, spent=0.0)
-    assert counters.stats(**MEMORY).seconds_saved == 6 * 0.5
+    assert stats.seconds_saved == saved
+    assert stats.seconds_computed == sum(call[3] for call in calls)
 
 
 def test_bypasses_are_counted_by_reason_and_the_first_of_each_is_told(log):

@@ -100,32 +100,16 @@ class Configured(nn.Module):
         return x * self.config.rate
 
 
-class NamesIt(Configured):
-    def forward(self, x):
-        return x * self.config._use_default_values[0]
-
-
-class NamesItInAText(Configured):
-    def forward(self, x):
-        return x * getattr(self.config, "_use_default_values")[0]  # noqa: B009
-
-
-class NamesItInAHelper(Configured):
-    def forward(self, x):
-        return x * first_of(self.config)
-
-
 def first_of(config):
     return config["_use_default_values"][0]
 
 
-class NamesItInAProperty(Configured):
-    @property
-    def factor(self):
-        return self.config._use_default_values[0]
-
-    def forward(self, x):
-        return x * self.factor
+NAMING = {
+    "an attribute": lambda self, x: x * self.config._use_default_values[0],
+    "a text": lambda self, x: x * getattr(self.config, "_use_default_values")[0],  # noqa: B009
+    "a helper": lambda self, x: x * first_of(self.config),
+    "a property": lambda self, x: x * self.factor,
+}
 
 
 def two_of(make, frozen_dict):
@@ -138,9 +122,14 @@ def test_what_no_forward_reads_is_left_out(frozen_dict):
     assert named(Configured(frozen_dict(rate=3, _use_default_values=[3, 5]))) != left
 
 
-@pytest.mark.parametrize("kind", [NamesIt, NamesItInAText, NamesItInAHelper, NamesItInAProperty])
-def test_what_the_users_code_names_counts_again(kind, frozen_dict):
-    left, right = two_of(kind, frozen_dict)
+@pytest.mark.parametrize("how", NAMING)
+def test_what_the_users_code_names_counts_again(how, frozen_dict):
+    class Naming(Configured):
+        forward = NAMING[how]
+        if how == "a property":
+            factor = property(lambda self: self.config._use_default_values[0])
+
+    left, right = two_of(Naming, frozen_dict)
     assert left != right
 
 

@@ -1,6 +1,7 @@
 """Under `torch.compile` the cache stays outside of the graphs, and the forward of misses is one."""
 
 import math
+import os
 import threading
 
 import numpy as np
@@ -157,7 +158,7 @@ without_probe = torchcache(probe=False)
 )
 def test_modules_of_torch_itself_run_compiled(decorate):
     plain, graphs = sequential(), Graphs()
-    others = [decorate(sequential().eval().requires_grad_(False)) for _ in range(10)]
+    others = [decorate(sequential().eval().requires_grad_(False)) for _ in range(9)]
     for cached in others:
         compiled = torch.compile(cached, backend=graphs)
         for x in (X, X.flip(0)):
@@ -205,6 +206,7 @@ def test_changed_weights_are_noticed():
     assert counts(cached) == (0, 12)
 
 
+@pytest.mark.skipif(not os.environ.get("SOAK"), reason="its compilers take most of a minute; set SOAK=1")
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own code
 def test_real_compiled_code():
     cached, plain = as_class(), Net()
@@ -257,11 +259,11 @@ def test_arguments_of_many_kinds_outlast_the_compilers_patience():
     # More kinds than the compiler keeps graphs for: it gives up, the cache does not.
     cached, plain = as_function(), Net()
     compiled = torch.compile(cached, backend="eager", dynamic=False)
-    for size in range(1, 14):
+    for size in range(1, 11):
         x = torch.randn(size, 8)
         for _ in range(2):
             assert_same(compiled(x, scale=float(size)), plain(x, float(size)))
-    assert counts(cached) == (91, 91)
+    assert counts(cached) == (55, 55)
 
 
 def test_the_engine_alone():
@@ -318,10 +320,10 @@ def test_padded_misses_compile_few_graphs(batch, dynamic):
 
     cached = as_class(miss_batch="pad", probe=True)
     compiled = torch.compile(cached, backend=graphs, dynamic=dynamic)
-    for x in hit_patterns(batch, 60, seed=batch + 1):
+    for x in hit_patterns(batch, 40, seed=batch + 1):
         assert_same(compiled(x), plain(x))
     hits, misses = counts(cached)
-    assert hits + misses == 60 * batch and hits > batch
+    assert hits + misses == 40 * batch and hits > batch
     assert len(graphs) <= math.ceil(math.log2(batch)) + 1
 
 
