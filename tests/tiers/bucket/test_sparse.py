@@ -116,7 +116,7 @@ def test_neighbours_are_fetched_with_one_request(make):
     assert len(ranges) == 2 and all(end - start <= 30_000 for _, start, end in ranges)
 
 
-@pytest.mark.parametrize("spoiled", ["zeros", "cut", "no map", "another map"])
+@pytest.mark.parametrize("spoiled", ["zeros", "cut", "no map", "another map", "a map alone", "a whole file"])
 def test_what_a_power_cut_has_spoiled_comes_again(make, local, spoiled, log):
     tier = make()
     assert found(tier, names_of(0, rows=(0, 20)), WIDTH) == names_of(0, rows=(0, 20))
@@ -129,6 +129,10 @@ def test_what_a_power_cut_has_spoiled_comes_again(make, local, spoiled, log):
     elif spoiled == "no map":
         states.unlink()
         os.utime(part, (0, 0))
+    elif spoiled == "a map alone":
+        part.unlink()
+    elif spoiled == "a whole file":
+        part.rename(str(part).removesuffix(".part"))
     else:
         states.write_bytes(b"\1" * states.stat().st_size)
     for tier in (make(), make()):

@@ -200,11 +200,11 @@ class BucketFolder(FileSystem):
         return True
 
     def doubt(self, path: str) -> None:
-        """Have what is here of a segment fetched anew, as a row of it is not what was written."""
+        """Have a segment fetched anew, as a row of it is not what was written."""
         self.done()
-        for name in (path + PART, path + MAP):
-            with contextlib.suppress(OSError):
-                self._fs.remove(name)
+        self._discard(path)
+        with contextlib.suppress(OSError):
+            self._directory.set_aside(path)
 
     # What is here.
 
@@ -239,6 +239,8 @@ class BucketFolder(FileSystem):
             return False
         try:
             data = self._fs.create(file.path + PART)
+            with contextlib.suppress(FileNotFoundError):  # who has finished a file may have been killed then
+                self._fs.remove(file.path + MAP)
             self._fs.write_all(data, [memoryview(b"\0")], file.size - 1)
             found = _Open(data, self._fs.create(file.path + MAP))
             assert found.map is not None
@@ -247,12 +249,18 @@ class BucketFolder(FileSystem):
         except FileExistsError:
             with contextlib.suppress(OSError):  # it may have been killed before it made the map
                 if time.time_ns() - self._fs.changed(file.path + PART) > _STALE * 1e9:
-                    self.doubt(file.path)
+                    self._discard(file.path)
             return True
         except OSError as error:
             self._no_room(error)
-            self.doubt(file.path)
+            self._discard(file.path)
         return False
+
+    def _discard(self, path: str) -> None:
+        """Delete what is here of a segment that is not whole: first the map, which nobody may find alone."""
+        for name in (path + MAP, path + PART):
+            with contextlib.suppress(OSError):
+                self._fs.remove(name)
 
     def _has_room(self, size: int) -> bool:
         """Whether a file fits into the folder as it is: nothing is deleted for it."""
@@ -387,13 +395,13 @@ class BucketFolder(FileSystem):
             if path in self._doubted:
                 self._damaged(path, error)
             self._doubted.add(path)  # the object may be good, and what was here not
-            self.doubt(path)
+            self._discard(path)
             file.files = _Open()
         except OSError:  # another process was faster, or the segment was dropped
             if self._fs.is_file(path):
                 file.files = _Open(file.files.data)
             else:
-                self.doubt(path)
+                self._discard(path)
                 file.files = _Open()
         else:
             file.files = _Open(file.files.data)
@@ -403,7 +411,7 @@ class BucketFolder(FileSystem):
         self._bad.add(path)
         url, name = self._objects.bucket.url, os.path.relpath(path, self._directory.path)
         self._objects.tell("damaged", "%s in %s is damaged (%s): it stays there", name, url, str(error))
-        self.doubt(path)
+        self._discard(path)
 
     # Readers come first.
 
