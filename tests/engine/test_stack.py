@@ -9,7 +9,7 @@ from tests.helpers.storage import NAMESPACES, found, keys_of, rows_of, seal
 from torchcache2 import CacheSettings
 from torchcache2.engine import stack as stack_module
 from torchcache2.engine.stack import TierStack
-from torchcache2.tiers.base import Claim
+from torchcache2.tiers.claims import Tally, TierClaim
 from torchcache2.tiers.make import make_tiers
 from torchcache2.tiers.memory.tier import MemoryTier
 
@@ -47,11 +47,26 @@ class Granting(Named):
         super().__init__("memory")
         self.granted, self.claimed = keys_of(granted).data.tolist(), []
 
-    def claim(self, keys):
-        self.claimed.append(len(keys))
-        claim, is_granted = Claim(len(keys)), [key in self.granted for key in keys.data.tolist()]
-        claim.mine, claim.others = np.flatnonzero(is_granted), np.flatnonzero(np.logical_not(is_granted))
-        return claim
+    def claims(self, keys):
+        return GrantingClaim(keys, self)
+
+
+class GrantingClaim(TierClaim):
+    pauses = 0.0, 0.0
+
+    def __init__(self, keys, tier):
+        self.keys, self.tier, self.tally = keys, tier, Tally()
+
+    def take(self, positions):
+        self.tier.claimed.append(len(positions))
+        is_granted = [key in self.tier.granted for key in self.keys.take(positions).data.tolist()]
+        return positions[np.array(is_granted)]
+
+    def look(self, positions):
+        return np.ones(len(positions), bool), np.zeros(len(positions), bool)
+
+    def release(self):
+        pass
 
 
 class User:
@@ -206,7 +221,7 @@ def test_a_batch_is_claimed_in_each_tier_that_has_claims(stack, tiers):
     assert tiers[1].claimed == [10] and tiers[3].claimed == [6]
     claim.release()
     del tiers[3]
-    assert type(stack.claim(keys_of(range(10)))) is Claim and tiers[1].claimed == [10, 10]
+    assert stack.claim(keys_of(range(10))).mine.tolist() == list(range(6)) and tiers[1].claimed == [10, 10]
 
 
 @pytest.mark.parametrize("claims", [True, False])

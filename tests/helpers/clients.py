@@ -7,8 +7,8 @@ import numpy as np
 
 from torchcache2.core.keys import Keys
 from torchcache2.core.places import Servers
-from torchcache2.tiers.redis.clients import Clients
-from torchcache2.tiers.redis.names import row_names
+from torchcache2.tiers.redis.client import Clients
+from torchcache2.tiers.redis.record import row_names
 
 NAMESPACE = bytes(range(16))
 

@@ -18,8 +18,8 @@ from torchcache2.core.rows import Parts, Rows, merged
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.tiers.base import Claim, Found, Tier
-from torchcache2.tiers.jointclaim import JointClaim
+from torchcache2.tiers.base import Found, Tier, claim_in
+from torchcache2.tiers.claims import Claim
 from torchcache2.tiers.make import Description, InUse, Opened, check_place, job_of, make_tiers
 
 _MOST_DESCRIBED = _MOST_DROPS = 256
@@ -185,13 +185,7 @@ class TierStack:
 
         They are claimed in each tier that has claims, the fastest first.
         """
-        tiers = [tier for tier in self.tiers if type(tier).claim is not Tier.claim]
-        if not tiers or not self.settings.claims:
-            return Claim(len(keys))
-        claim = tiers[0].claim(keys)
-        for tier in tiers[1:]:
-            claim = JointClaim(claim, keys, tier.claim)
-        return claim
+        return claim_in(self.tiers if self.settings.claims else [], keys)
 
     def put(self, source: Describer, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys, in every tier; how many were kept in any."""

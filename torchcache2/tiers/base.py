@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from torchcache2.core.keys import Flags, Keys, Positions
@@ -22,9 +21,9 @@ from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.identity.encoding import digest
+from torchcache2.tiers.claims import Claim, TierClaim
 
 Make = Callable[[Schema, Sequence[memoryview]], Any]  # see `Tier.get_one`
-_NOWHERE: Positions = np.empty(0, np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,43 +88,6 @@ def replicas_of(namespace: bytes) -> bytes:
     return digest([namespace, b"replica"])
 
 
-class Claim:
-    """What one call computes of a batch of distinct keys, and what it waits for.
-
-    This one computes all: nobody else puts rows where it does. It belongs to one thread.
-
-    Attributes
-    ----------
-    mine : ndarray of int64
-        Positions in the batch that the call computes.
-    others : ndarray of int64
-        Those that somebody else computes, or has computed since they were missed; `wait` decides about them.
-    appeared : ndarray of int64
-        Those whose rows were there when `wait` returned last. As a tier may forget, what it does not find
-        after all is to be computed without a claim.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.mine: Positions = np.arange(count)
-        self.others = self.appeared = _NOWHERE
-
-    def wait(self) -> Positions:
-        """Block until all of `others` have rows, or some of them were given up.
-
-        What this call has claimed is given up before, unless its rows were put.
-
-        Returns
-        -------
-        ndarray of int64
-            Positions that were given up: this call computes them now. They are not in `others` any more,
-            and neither is what has `appeared`.
-        """
-        return _NOWHERE
-
-    def release(self) -> None:
-        """Give up what was claimed and not put; may be called again."""
-
-
 class Tier(abc.ABC):
     """A store of rows by key.
 
@@ -183,9 +145,13 @@ class Tier(abc.ABC):
         """
         return 0
 
+    def claims(self, keys: Keys) -> TierClaim | None:
+        """What a call claims here, of distinct keys that `get` has missed; None: it claims nothing."""
+        return None
+
     def claim(self, keys: Keys) -> Claim:
         """Say which of some distinct keys, missed by `get`, this call computes; `release` it in the end."""
-        return Claim(len(keys))
+        return claim_in([self], keys)
 
     @abc.abstractmethod
     def drop(self, namespace: bytes) -> None:
@@ -238,3 +204,9 @@ class Tier(abc.ABC):
         # No thread can be started while the process ends; but then the tier is closed at exit.
         with contextlib.suppress(RuntimeError):
             threading.Thread(target=function, args=args, daemon=True).start()
+
+
+def claim_in(tiers: Sequence[Tier], keys: Keys) -> Claim:
+    """Claim keys in those of some tiers that have claims, the fastest first; see `Tier.claim`."""
+    claims = (tier.claims(keys) for tier in tiers)
+    return Claim(len(keys), [claim for claim in claims if claim is not None])

@@ -33,6 +33,10 @@ class Breaker:
         self._failures: Counter[bytes | None] = Counter()  # in a row, without a success
         self._paused_until: dict[bytes | None, float] = {}
 
+    def is_failing(self, part: bytes) -> bool:
+        """Whether the last try of a part has failed."""
+        return self._failures[part] > 0
+
     def allows(self, part: bytes) -> bool:
         """Whether a part may be tried now."""
         return self.pause_of(part) <= 0.0

@@ -30,7 +30,7 @@ from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.gathering import Gathering
 from torchcache2.tiers.meeting import job_name
 from torchcache2.tiers.memory.tier import MemoryTier
-from torchcache2.tiers.redis.clients import Clients
+from torchcache2.tiers.redis.client import Clients
 from torchcache2.tiers.redis.tier import RedisTier
 from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.tier import SharedTier

@@ -14,8 +14,8 @@ from tests.helpers.clients import NAMESPACE, connected, get, keys, put, until, v
 from tests.helpers.redis import PASSWORD, PROGRAMS, RedisServer, names
 from torchcache2.core.keys import Keys
 from torchcache2.core.places import Servers
-from torchcache2.tiers.redis.clients import LOST, Clients
-from torchcache2.tiers.redis.names import claim_names, pattern, row_names
+from torchcache2.tiers.redis.client import LOST, Clients
+from torchcache2.tiers.redis.record import claim_names, pattern, row_names
 
 SOAK = os.environ.get("SOAK")
 
@@ -127,7 +127,7 @@ def test_replies_are_asked_for_in_pieces(clients, monkeypatch):
     big = 1 << 20
     put(clients, some, big)
     sizes = []
-    exchange = clients._pipelines.exchange
+    exchange = clients._exchange
 
     def watched(commands):
         answers = exchange(commands)
@@ -135,13 +135,13 @@ def test_replies_are_asked_for_in_pieces(clients, monkeypatch):
         sizes.append(sum(len(value or b"") for reply in found for value in reply))
         return answers
 
-    monkeypatch.setattr(clients._pipelines, "exchange", watched)
+    monkeypatch.setattr(clients, "_exchange", watched)
     assert get(clients, some) == values(some, big)
     assert len(sizes) == 5 and max(sizes) == 8 << 20
     with connected(clients.servers.servers[0]) as fresh:  # it does not know how large rows are
         fresh.each(b"DBSIZE")
-        exchange = fresh._pipelines.exchange
-        monkeypatch.setattr(fresh._pipelines, "exchange", watched)
+        exchange = fresh._exchange
+        monkeypatch.setattr(fresh, "_exchange", watched)
         sizes.clear()
         assert get(fresh, some) == values(some, big)
         assert sizes[0] == big and max(sizes) == 8 << 20 and len(sizes) == 7

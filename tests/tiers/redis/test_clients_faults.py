@@ -12,13 +12,9 @@ import pytest
 from tests.helpers.clients import connected, get, keys, put, until, values
 from tests.helpers.redis import PASSWORD, PROGRAMS, RedisServer, names
 from torchcache2.core.errors import OptionError
-from torchcache2.core.places import Servers
-from torchcache2.tiers.redis import health as health_module
-from torchcache2.tiers.redis.clients import LOST
-from torchcache2.tiers.redis.health import Health
-from torchcache2.tiers.redis.leases import Leases
-from torchcache2.tiers.redis.names import row_names
-from torchcache2.tiers.redis.shares import Shares
+from torchcache2.tiers.redis.claims import RedisClaims
+from torchcache2.tiers.redis.client import LOST, Shares
+from torchcache2.tiers.redis.record import row_names
 
 FOREVER = 1e3  # seconds for which a test wants a server to be left out
 
@@ -116,26 +112,6 @@ def test_a_server_that_takes_no_connection_costs_the_time_of_one():
             filler.close()
 
 
-def test_pauses_double_up_to_a_minute(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("torchcache2.tiers.breaker.time.monotonic", lambda: now[0])
-    servers = Servers.of(["redis://a", "redis://b"]).servers
-    health = Health(servers, None, 1.0)
-    pauses = []
-    for _ in range(8):
-        health.server_failed("a:6379", OSError("gone"))
-        health.server_failed("a:6379", OSError("gone"))  # another thread saw the same
-        assert health.allows(b"b:6379") and health.is_failing("a:6379") and not health.is_failing("b:6379")
-        start = now[0]
-        while not health.allows(b"a:6379"):
-            now[0] += 0.5
-        pauses.append(now[0] - start)
-    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert health.faults == 16
-    health.worked(b"a:6379")
-    assert not health.is_failing("a:6379")
-
-
 @pytest.fixture(params=PROGRAMS, ids=names())
 def program(request):
     return request.param
@@ -227,7 +203,7 @@ def test_a_database_that_is_not_there_is_an_error():
 
 
 ACL = "user cache on >{password} ~torchcache2:* -@all {commands}"
-NEEDED = "+info +scan +dbsize +set +mget +exists +getex +del +unlink"
+NEEDED = "+info +scan +dbsize +set +mget +exists +del +unlink"
 
 
 def test_the_commands_that_are_used_are_enough(program):
@@ -355,9 +331,10 @@ def test_a_strange_answer_to_other_questions_raises_nothing(reply):
         with connected(f"redis://127.0.0.1:{port}", pause=1e-3, read_timeout=0.2) as clients:
             assert list(clients.scan(b"*")) == []
             clients.delete(b"*")
-            leases = Leases(clients)
-            leases.claim(keys(1)).release()
-            assert not leases.published(keys(1)).any()
+            claim = RedisClaims(clients).of(keys(1))
+            claim.take(np.arange(1))
+            claim.release()
+            assert not clients.exist(row_names(keys(1)), keys(1).words).any()
     finally:
         stop()
 
@@ -375,7 +352,6 @@ def test_descriptors_do_not_leak_when_servers_fail():
 
 
 def test_the_longest_error_is_cut():
-    health = Health(Servers.of(f"redis://:{PASSWORD}@a").servers, None, 1.0)
-    text = health.text_of(OSError(f"{PASSWORD} {'x' * 9000}"))
+    with connected(f"redis://:{PASSWORD}@a") as clients:
+        text = clients._text_of(OSError(f"{PASSWORD} {'x' * 9000}"))
     assert len(text) < 300 and PASSWORD not in text and text.startswith("OSError: … xxx")
-    assert health_module._LONGEST == 200 and np.isfinite(health.shortest)

@@ -20,10 +20,10 @@ def test_a_url_and_a_dict_say_how(port):
         put(clients, some, 3000)
         assert get(clients, some) == values(some, 3000)
         line = clients._routed()[0][0]
-        first = line.take()
+        first = line._take()
         line.give_back(first)
         assert get(clients, some) == values(some, 3000)
-        assert line.take() is first  # a handshake for each batch would be slow
+        assert line._take() is first  # a handshake for each batch would be slow
         first.disconnect()
         assert clients.faults == 0
     with open(CERTIFICATE, encoding="ascii") as file:

@@ -11,10 +11,10 @@ from tests.helpers.clients import NAMESPACE, connected, get, keys, put, until, v
 from tests.helpers.redis import PASSWORD, PROGRAMS, RedisServer, free_port, names
 from torchcache2.core.errors import OptionError
 from torchcache2.core.places import Server, Servers
-from torchcache2.tiers.redis.clients import LOST
-from torchcache2.tiers.redis.leases import Leases
-from torchcache2.tiers.redis.names import pattern, row_names
-from torchcache2.tiers.redis.shares import Slots
+from torchcache2.tiers.claims import Claim
+from torchcache2.tiers.redis.claims import RedisClaims
+from torchcache2.tiers.redis.client import LOST, Slots
+from torchcache2.tiers.redis.record import pattern, row_names
 from torchcache2.tiers.redis.tier import RedisTier
 
 LINES = (
@@ -84,7 +84,7 @@ def test_a_cluster_is_noticed_and_each_node_keeps_its_share(servers, log):
     with connected(*servers) as clients:
         assert get(clients, some) == values(some) and clients.faults == 0
     with connected(servers[2]) as clients, connected(servers[0]) as others:
-        check_claims(Leases(clients), Leases(others), keys(100, seed=1))
+        check_claims(RedisClaims(clients), RedisClaims(others), keys(100, seed=1))
     wrong = f"redis://:wrong-secret@127.0.0.1:{servers[0].port}"
     with connected(wrong) as clients, pytest.raises(OptionError, match="refuses the connection"):
         clients.check()
@@ -105,19 +105,15 @@ def test_a_cluster_is_noticed_and_each_node_keeps_its_share(servers, log):
 
 def check_claims(first, second, some):
     """Claims and rows lie on different nodes here, and the row is there before the claim goes."""
-    second.own_tokens = lambda: b"another thread"
-    mine, theirs = first.claim(some), second.claim(some)
+    second.thread = lambda: 1
+    mine, theirs = Claim(100, [first.of(some)]), Claim(100, [second.of(some)])
     assert len(mine.mine) == len(theirs.others) == 100
-    half = some.take(np.arange(50))
-    handed = first.hand_over(half)
-    put(first._clients, half)
-    first.end(handed)
-    assert first.beat() < 30.0
+    put(first.clients, some.take(np.arange(50)))
     mine.release()
     assert sorted(theirs.wait().tolist()) == list(range(50, 100))
     assert theirs.appeared.tolist() == list(range(50)) and len(theirs.others) == 0
     theirs.release()
-    assert first._clients.faults == second._clients.faults == 0
+    assert first.clients.faults == second.clients.faults == 0
 
 
 @pytest.fixture(scope="module")

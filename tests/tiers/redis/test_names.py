@@ -1,7 +1,7 @@
 import numpy as np
 
 from torchcache2.core.keys import Keys
-from torchcache2.tiers.redis.names import claim_names, pattern, row_names
+from torchcache2.tiers.redis.record import claim_names, pattern, row_names
 
 NAMESPACE = bytes(range(0xA0, 0xB0))
 HEX = b"a0a1a2a3a4a5a6a7a8a9aaabacadaeaf"

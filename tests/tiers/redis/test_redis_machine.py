@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.helpers.redis import PROGRAMS
 from tests.helpers.storage import NAMESPACES, NEVER, found, keys_of, put
 from torchcache2.core.places import Servers
-from torchcache2.tiers.redis.names import row_names
+from torchcache2.tiers.redis.record import row_names
 from torchcache2.tiers.redis.tier import RedisTier
 
 SOAK = bool(os.environ.get("SOAK"))
@@ -38,7 +38,7 @@ class Handle:
     def __init__(self, servers, codec, buffer):
         hosts = [server.url for server in servers]
         self.tier = RedisTier(Servers.of(hosts, buffer=buffer), codec=codec, delay=NEVER, claims=False)
-        self.tier._clients._health.shortest = 0.0  # a server is tried again at once
+        self.tier._clients.breaker.shortest = 0.0  # a server is tried again at once
         self.waiting = set()
 
     def get(self, names, space):

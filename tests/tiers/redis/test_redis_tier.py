@@ -26,8 +26,9 @@ from tests.helpers.storage import (
 )
 from torchcache2.core.rows import Rows
 from torchcache2.tiers.base import Signals
+from torchcache2.tiers.redis import outbox
 from torchcache2.tiers.redis import tier as module
-from torchcache2.tiers.redis.names import claim_names, row_names
+from torchcache2.tiers.redis.record import claim_names, row_names
 from torchcache2.tiers.redis.tier import RedisTier
 
 
@@ -71,14 +72,6 @@ def test_rows_are_sent_after_a_while(server, tiers):
         wait_until(lambda count=name + 1: size_of(server) == count)
 
 
-def test_rows_wait_no_longer_the_longer_a_job_takes(server, tiers):
-    tier = tiers([server], buffer=100, delay=0.02)
-    put(tier, [1])
-    writer = tier._outbox._last_writer
-    writer.pace.waited[NAMESPACES[0]] = 1e6
-    assert writer.pace.delay_of(NAMESPACES[0]) == 0.02
-
-
 def test_rows_are_sent_at_flush_and_close_and_before_stats(server, tiers):
     for number, end in enumerate([RedisTier.flush, RedisTier.stats, RedisTier.close]):
         tier = tiers([server], buffer=100, delay=NEVER)
@@ -97,7 +90,7 @@ def test_rows_that_others_need_are_sent_at_once(server, tiers):
 
 
 def test_a_large_batch_is_sent_in_pieces(server, tiers, monkeypatch):
-    monkeypatch.setattr("torchcache2.tiers.redis.sending._PIECE", 1 << 16)
+    monkeypatch.setattr("torchcache2.tiers.redis.outbox._PIECE", 1 << 16)
     tier = tiers([server], buffer=10_000, delay=NEVER)
     sizes, run = [], tier._clients.run
     monkeypatch.setattr(
@@ -116,7 +109,7 @@ def test_the_queue_is_bounded(server, tiers):
     for first in range(0, 200, 10):
         put(tier, range(first, first + 10), 1000)
         with tier._outbox._lock():
-            assert tier._outbox._last_writer.nbytes < 200_000
+            assert tier._outbox.nbytes < 200_000
     assert found(tier, range(200), 1000) == list(range(200))
 
 
@@ -124,7 +117,7 @@ def test_no_more_waits_than_is_sent_in_time(server, tiers):
     tier = tiers([server], buffer=1000, delay=NEVER, most_seconds=lambda: 0.01)
     for name in range(100):
         put(tier, [name], 1000)
-    assert tier._outbox._last_writer.pace.limit < 64 << 20
+    assert tier._outbox._limit < 64 << 20
     wait_until(lambda: size_of(server) > 0)
 
 
@@ -171,14 +164,14 @@ def test_what_waits_is_forgotten_when_another_process_drops_rows(server, tiers, 
     tier.flush()
     assert size_of(server) == 0
 
-    send = tier._sender._pieces
+    run = tier._clients.run
 
-    def dropped_meanwhile(pending):
-        for piece in send(pending):
-            yield piece
-            drops[0] += 1  # when the piece is on the server
+    def dropped_meanwhile(commands, words):
+        replies = run(commands, words)
+        drops[0] += commands[0][0] == b"SET"  # when the rows are on the server
+        return replies
 
-    monkeypatch.setattr(tier._sender, "_pieces", dropped_meanwhile)
+    monkeypatch.setattr(tier._clients, "run", dropped_meanwhile)
     put(tier, [1, 2])
     tier.flush()
     assert size_of(server) == 0 and found(tier, [1, 2]) == []
@@ -300,13 +293,13 @@ def test_rows_that_are_too_large_are_told_once(server, tiers, log, monkeypatch):
 def test_a_server_that_comes_back_empty_is_filled_again(tiers, program, log):
     with RedisServer(program) as server:
         tier = tiers([server])
-        tier._clients._health.shortest = 0.05
+        tier._clients.breaker.shortest = 0.05
         put(tier, range(5))
         tier.flush()
         server.kill()
         assert found(tier, range(5)) == [] and not tier.has(keys_of([1])).any()
         assert put(tier, range(5)) == 0  # it is left out, and nothing waits for it
-        assert tier._outbox._last_writer.nbytes == 0
+        assert tier._outbox.nbytes == 0
         assert tier.stats().rows == 0 and tier.stats().faults > 0
         tier.drop(NAMESPACES[0])
         server.start()
@@ -377,7 +370,7 @@ def test_rows_that_a_server_forgets_are_only_missed(tiers, program, log):
 def test_servers_are_killed_and_begun_again_while_threads_read_and_write(tiers):
     with RedisServer() as first, RedisServer() as second:
         tier = tiers([first, second], buffer=5, delay=0.01)
-        tier._clients._health.shortest = 0.01
+        tier._clients.breaker.shortest = 0.01
         errors, is_over = [], threading.Event()
 
         def work(number):
@@ -436,9 +429,9 @@ def test_an_interrupt_leaves_a_tier_that_works(server, tiers, monkeypatch):
         raise KeyboardInterrupt
 
     for where, what in [
-        (tier._sender, "send"),
-        (tier._outbox._waiting, "add"),
-        (tier._outbox._waiting, "find"),
+        (tier, "_send_piece"),
+        (outbox, "Batch"),
+        (outbox, "_split"),
         (tier._clients, "mget"),
         (tier._clients, "run"),
     ]:
@@ -457,11 +450,11 @@ def test_an_interrupt_leaves_a_tier_that_works(server, tiers, monkeypatch):
 
 
 def test_the_garbage_collector_may_close_it_at_any_point(server, tiers, monkeypatch):
-    for where, what in [("_outbox._waiting", "add"), ("_outbox._waiting", "find"), ("_sender", "send")]:
+    for where, what in [(outbox, "_split"), (outbox, "Batch"), (None, "_send_piece")]:
         tier = tiers([server], delay=NEVER)
         put(tier, ["before"])
         tier.flush()
-        owner = tier._outbox._waiting if "_waiting" in where else tier._sender
+        owner = where or tier
         function = getattr(owner, what)
 
         def closing(*args, function=function, tier=tier):

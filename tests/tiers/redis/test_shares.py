@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from torchcache2.tiers.redis.shares import Shares
+from torchcache2.tiers.redis.client import Shares
 
 NAMES = [f"node{i}:6379" for i in range(5)]
 WORDS = np.random.default_rng(0).integers(0, 2**64, (20_000, 2), np.uint64)

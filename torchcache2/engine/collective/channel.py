@@ -26,12 +26,12 @@ import contextlib
 import itertools
 import json
 import os
+import struct
 import threading
 import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # not all builds of torch have it
     from torch.distributed import ProcessGroup
 
 
-_HEAD = 8  # bytes of a block before its payload
+_HEAD = struct.Struct("<II")  # of a block, before its payload
 _SMALLEST = 1 << 10  # bytes of payload
 _REVIEW = 64  # after so many rounds of a kind that need half of its blocks at most, they get smaller
 _SLICE = timedelta(seconds=0.3)  # so often a wait looks for Ctrl+C and for closed connections
@@ -91,7 +91,7 @@ class Channel:
     _inherited: ClassVar[list[Any]] = []
 
     def __init__(self, group: ProcessGroup) -> None:
-        self.rank, self.size, self.seconds = group.rank(), group.size(), 0.0
+        self.rank, self.size, self.seconds, self._since = group.rank(), group.size(), 0.0, 0.0
         self._group = weakref.ref(group)
         self._pid = os.getpid()
         self._why: Verdict | None = None
@@ -113,7 +113,7 @@ class Channel:
 
         ``meanwhile()`` is called once the data is on its way.
         """
-        with self._turn():
+        with self:
             self._number += 1
             mark = zlib.crc32(kind.encode(), self._number)
             found = self._rounds.get(kind) or _Round(self.size, _SMALLEST)
@@ -121,15 +121,16 @@ class Channel:
                 found.write(data, mark)
                 self._wait(self._gloo.allgather, [found.rows], [found.sent], meanwhile=meanwhile)
                 meanwhile = _nothing
-                if found.marks.tolist().count(mark) < self.size:
+                lengths, marks = found.heads.tolist()
+                if marks.count(mark) < self.size:
                     raise self._failed("they have made different calls")
-                needed = 1 << max(int(found.lengths.max()) - 1, _SMALLEST - 1).bit_length()
+                needed = 1 << max(max(lengths) - 1, _SMALLEST - 1).bit_length()
                 if needed <= found.capacity:
                     break
                 found = _Round(self.size, needed)
             found.too_large = found.too_large + 1 if needed < found.capacity else 0
             self._rounds[kind] = found if found.too_large < _REVIEW else _Round(self.size, needed)
-            return found.read()
+            return found.read(lengths)
 
     def swap(self, data: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send to each rank its part of some bytes, and return what all have sent to this one, by rank.
@@ -146,7 +147,7 @@ class Channel:
         Tensor, uint8, (sum of `received`,)
             On the device of `data`.
         """
-        with self._turn():
+        with self:
             place, group = data.device, self._group()
             is_direct = group is not None and self.sends_from(place)
             with torch.inference_mode(False):
@@ -179,20 +180,23 @@ class Channel:
         if self._pid != os.getpid():
             Channel._inherited.append(self._gloo)
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            if self._why is None and self._gloo is None:
+    def __enter__(self) -> None:
+        """Begin to speak with the other ranks."""
+        self._since = time.perf_counter()
+        if self._why is None and self._gloo is None:
+            try:
                 self._connect()
-            if self._why is not None:
-                raise RankError(*self._why)
-            yield
-        except BaseException as error:
+            except BaseException as error:
+                self.__exit__(type(error), error, None)
+                raise
+        if self._why is not None:
+            raise RankError(*self._why)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """Let the others know if this rank cannot go on."""
+        self.seconds += time.perf_counter() - self._since
+        if error is not None:
             self.close(f"rank {self.rank} cannot go on: {error!r}")
-            raise
-        finally:
-            self.seconds += time.perf_counter() - start
 
     def _connect(self) -> None:
         try:
@@ -315,21 +319,22 @@ class _Round:
 
     def __init__(self, size: int, capacity: int) -> None:
         self.capacity, self.too_large = capacity, 0
+        self._width = _HEAD.size + capacity
         with torch.inference_mode(False):  # or only calls in inference mode could use these buffers
-            self.sent = torch.zeros(_HEAD + capacity, dtype=torch.uint8, device="cpu")
-            every = torch.zeros(size, _HEAD + capacity, dtype=torch.uint8, device="cpu")
+            self.sent = torch.zeros(self._width, dtype=torch.uint8, device="cpu")
+            every = torch.zeros(size, self._width, dtype=torch.uint8, device="cpu")
         self.rows = list(every)
-        self.lengths, self.marks = every.numpy()[:, :_HEAD].view(np.uint32).T
-        self._every, self._sent = every.numpy(), self.sent.numpy()
+        self.heads = every.numpy()[:, : _HEAD.size].view(np.uint32).T  # the lengths, and the marks
+        self._sent, self._every = self.sent.numpy().data, every.view(-1).numpy().data
 
     def write(self, data: bytes, mark: int) -> None:
-        self._sent[:_HEAD].view(np.uint32)[:] = len(data), mark
+        _HEAD.pack_into(self._sent, 0, len(data), mark)
         if len(data) <= self.capacity:
-            self._sent[_HEAD : _HEAD + len(data)] = np.frombuffer(data, np.uint8)
+            self._sent[_HEAD.size : _HEAD.size + len(data)] = data
 
-    def read(self) -> list[bytes]:
-        ends = (_HEAD + self.lengths).tolist()
-        return [row[_HEAD:end].tobytes() for row, end in zip(self._every, ends, strict=True)]
+    def read(self, lengths: Sequence[int]) -> list[bytes]:
+        starts = range(_HEAD.size, len(self._every), self._width)
+        return [bytes(self._every[at : at + length]) for at, length in zip(starts, lengths, strict=True)]
 
 
 def _is_done(work: Any) -> bool:

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import numpy as np
 import torch
@@ -65,6 +65,7 @@ if TYPE_CHECKING:  # not all builds of torch have it
 
 
 _CPU = torch.device("cpu")
+_USUAL = Flag.SHARDED | Flag.CUDA  # what ranks may say that need nothing
 _PLACE = 16  # bytes, at the end of what each rank says in round 1
 _NOWHERE: Positions = np.empty(0, np.int64)
 _MOST_COMPARED = 8  # modules that change at every step are compared no more
@@ -73,14 +74,14 @@ _TOLD = "_torchcache2_told"
 _APART = ContextVar("torchcache2_apart", default=False)
 
 
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
+class apart:  # noqa: N801
     """Within this context, cached modules answer this thread without the other ranks."""
-    token = _APART.set(True)
-    try:
-        yield
-    finally:
-        _APART.reset(token)
+
+    def __enter__(self) -> None:
+        self._token = _APART.set(True)
+
+    def __exit__(self, *error: object) -> None:
+        _APART.reset(self._token)
 
 
 def is_apart() -> bool:
@@ -122,9 +123,9 @@ class Holdings:
     def get(self, keys: Keys) -> Parts:
         """The rows that are in the tiers or among the replicas: one part for each schema."""
         parts = self.owned(keys)
-        missing = _others(len(keys), parts)
-        if not len(missing):
+        if len(parts) == 1 and len(parts[0][0]) == len(keys):
             return parts
+        missing = _others(len(keys), parts)
         replicas = self._tiers.tiers[0].get(_as_replicas(keys.take(missing))).parts
         return merged([*parts, *((missing[positions], rows) for positions, rows in replicas)])
 
@@ -202,7 +203,7 @@ class Part:
     group = b""  # of the keys
     device = _CPU  # where rows are used
 
-    def __init__(self, name: str, holdings: Holdings, flags: Flag, error: Exception | None = None) -> None:
+    def __init__(self, name: str, holdings: Holdings, flags: int, error: Exception | None = None) -> None:
         self.name = name  # of what is called, for people
         self.holdings = holdings
         self.flags = flags  # what is known of this rank after `find`
@@ -331,18 +332,20 @@ class Exchange:
         self.channel = channel
         self.steps = 0
         self._schemas = Schemas()
-        self._compared: set[tuple[str, ...]] = set()  # the same on all ranks
+        self._compared: set[tuple[bytes, ...]] = set()  # the same on all ranks
         self._holdings: WeakValueDictionary[tuple[str, int], Holdings] = WeakValueDictionary()
+        self._last: Callable[[], Holdings | None] = lambda: None  # of them that was called
         self._pid, self._thread = os.getpid(), threading.Lock()
         self._do_all_know = False
 
     @classmethod
     def of(cls, group: ProcessGroup) -> Exchange:
         """That of a group in this process; it goes when the group goes."""
-        with cls._making:
-            if group not in cls._of_group:
-                cls._of_group[group] = cls(Channel(group))
-            return cls._of_group[group]
+        found = cls._of_group.get(group)
+        if found is None:
+            with cls._making:
+                found = cls._of_group.get(group) or cls._of_group.setdefault(group, cls(Channel(group)))
+        return found
 
     def step(self, part: Part) -> Received | None:
         """Take a step with all ranks; returns what it has brought, None if all ranks have left.
@@ -354,26 +357,6 @@ class Exchange:
         Exception
             What this rank's own part has raised, after all others know.
         """
-        with self._taken():
-            self.steps += 1
-            asks = self._ask(part)
-            if not asks:
-                return Received()
-            active = [ask for ask in asks if not ask.flags & Flag.DONE]
-            if not active:
-                return None
-            if part.flags & Flag.DONE:  # others may call other modules
-                called = [one for (name, _), one in self._holdings.items() if name == active[0].caller]
-                part.holdings = called[-1] if called else part.holdings
-            if all(ask.flags & Flag.BYPASS for ask in active):
-                return Received(all_pass=True)
-            if _any(asks, Flag.SHARDED) and _any(asks, Flag.RUN | Flag.BYPASS):
-                return Received(lacking=np.arange(len(asks[self.channel.rank].keys)), must_run=True)
-            return self._answered(part, asks) if any(len(ask.keys) for ask in asks) else Received()
-
-    @contextlib.contextmanager
-    def _taken(self) -> Iterator[None]:
-        """Keep other threads and processes out; who leaves a step that others are in closes the channel."""
         if os.getpid() != self._pid:
             raise RankError(
                 "this process was forked from a rank, and cannot speak for it: call the module in the rank "
@@ -388,19 +371,38 @@ class Exchange:
         self._do_all_know = False
         try:
             with apart():  # not all ranks compute, so modules within this one are called by some only
-                yield
+                return self._taken(part)
         except BaseException:
-            if not self._do_all_know:
+            if not self._do_all_know:  # who leaves a step that others are in closes the channel
                 self.channel.close()
             raise
         finally:
             self._thread.release()
 
+    def _taken(self, part: Part) -> Received | None:
+        self.steps += 1
+        asks = self._ask(part)
+        if not asks:
+            return Received()
+        active = [ask for ask in asks if not ask.flags & Flag.DONE]
+        if not active:
+            return None
+        if part.flags & Flag.DONE:  # others may call other modules
+            called = [one for (name, _), one in self._holdings.items() if name == active[0].caller]
+            part.holdings = called[-1] if called else part.holdings
+        if all(ask.flags & Flag.BYPASS for ask in active):
+            return Received(all_pass=True)
+        if _any(asks, Flag.SHARDED) and _any(asks, Flag.RUN | Flag.BYPASS):
+            return Received(lacking=np.arange(len(asks[self.channel.rank].keys)), must_run=True)
+        return self._answered(part, asks) if any(len(ask.keys) for ask in asks) else Received()
+
     def _ask(self, part: Part) -> list[Ask]:
         """Round 1: what all ranks say; nothing if no rank needs anything."""
         holdings = part.holdings
-        self._holdings.pop((part.name, id(holdings)), None)  # what is called again is the last one
-        self._holdings[part.name, id(holdings)] = holdings
+        if self._last() is not holdings:
+            self._holdings.pop((part.name, id(holdings)), None)  # what is called again is the last one
+            self._holdings[part.name, id(holdings)] = holdings
+            self._last = ref(holdings)
         while True:
             failure: Exception | None = None
             try:
@@ -411,17 +413,18 @@ class Exchange:
                 flags |= Flag.CUDA
             dropped = next(iter(holdings.dropped), b"")
             text = "" if failure is None else _text_of(failure)
-            names = part.name, part.namespace.hex(), dropped.hex()
-            mine = Ask(self.steps, flags, *names, text, keys, holdings.place).to_bytes()
+            who = part.name, part.namespace, dropped, text
+            mine = Ask(self.steps, flags, *who, keys, holdings.place).to_bytes()
             said = self.channel.gather("ask", mine, part.read)
-            needs_nothing = not (len(keys) or dropped or flags & ~(Flag.SHARDED | Flag.CUDA))
-            if needs_nothing and all(data[:-_PLACE] == mine[:-_PLACE] for data in said):
-                return []
+            if not (len(keys) or dropped or flags & ~_USUAL):
+                same = mine[:-_PLACE]
+                if sum([data.startswith(same) for data in said if len(data) == len(mine)]) == len(said):
+                    return []
             asks = _read(Ask.of, said)
             self._check_failures([(ask.flags, ask.error) for ask in asks], failure)
             self._check_in_step(asks)
             holdings.dropped.pop(dropped, None)
-            all_dropped = {bytes.fromhex(ask.dropped) for ask in asks if ask.dropped}
+            all_dropped = {ask.dropped for ask in asks if ask.dropped}
             if not all_dropped:
                 self._compare(part, asks)
                 return asks
@@ -552,7 +555,7 @@ class Exchange:
                 part.holdings.put_replicas(Keys(part.namespace, asked.data[numbers], part.group), rows)
         received.to_others = shipment.rows_sent
 
-    def _check_failures(self, said: Sequence[tuple[Flag, str]], own: Exception | None) -> None:
+    def _check_failures(self, said: Sequence[tuple[int, str]], own: Exception | None) -> None:
         """Raise if a rank has failed: its own exception in that rank, a `RankError` in the others."""
         for rank, (flags, text) in enumerate(said):
             if flags & Flag.FAILED:
@@ -589,7 +592,7 @@ def _read(of: Callable[[bytes], Any], said: Sequence[bytes]) -> list[Any]:
     return read
 
 
-def _any(asks: Sequence[Ask], flag: Flag) -> bool:
+def _any(asks: Sequence[Ask], flag: int) -> bool:
     return any(ask.flags & flag for ask in asks)
 
 
@@ -681,7 +684,7 @@ class _BatchPart(Part):
     """The part of a rank in a step that calls with a batch."""
 
     def __init__(self, name: str, holdings: Holdings, cache: Any, batch: Batch) -> None:
-        super().__init__(name, holdings, Flag(0))
+        super().__init__(name, holdings, 0)
         self.namespace, self.group, self.device = batch.keys.namespace, batch.keys.group, batch.source.device
         self._cache, self._batch, self._source = cache, batch, batch.source
         self._hits: Hits | None = None
@@ -692,9 +695,7 @@ class _BatchPart(Part):
     def find(self) -> Bytes2D:
         """The distinct keys that this rank does not have."""
         batch = self._batch
-        self.flags = Flag(
-            Flag.WHOLE * self._source.runs_whole_batch() | Flag.SHARDED * self._source.is_sharded
-        )
+        self.flags = Flag.WHOLE * self._source.runs_whole_batch() | Flag.SHARDED * self._source.is_sharded
         may_have_all = self.holdings.had_all and len(batch.keys) > 0 and not self._source.is_sharded
         self._is_read_later = may_have_all and self.holdings.has_all(batch.keys)
         if self._is_read_later:
@@ -709,7 +710,7 @@ class _BatchPart(Part):
         if self._source.is_sharded:
             is_all = len(self._keys) == 0
             must_run = len(hits.checked) > 0 or (is_all and not self.is_enough(Received()))
-            self.flags |= Flag.RUN if must_run else Flag(0)
+            self.flags |= Flag.RUN * must_run
         return self._keys.data
 
     def description(self) -> Mapping[str, Any]:

@@ -56,8 +56,7 @@ class Asked:
         by[number, np.repeat(np.arange(len(asks)), counts)] = True
         begin = sum(counts[:rank])
         mine = number[begin : begin + counts[rank]]
-        names = [bytes.fromhex(name) for name in namespaces]
-        return cls(names, namespace_of[firsts], data[firsts], by, mine)
+        return cls(namespaces, namespace_of[firsts], data[firsts], by, mine)
 
     def __len__(self) -> int:
         return len(self.data)

@@ -1,10 +1,12 @@
 """What ranks send each other, as bytes: what they ask for, what they offer, and rows.
 
-A message is pieces, each with its length in front (4 bytes, little-endian). `Ask` is what each rank says
-at the begin of a step, and `Offer` is what it says of the rows that it has::
+`Ask` is what each rank says at the begin of a step, and `Offer` is what it says of the rows that it has. Such
+a message is the version, flags and a number, little-endian, then pieces, each with its length in front::
 
-    Ask    a JSON list of the other fields | 16 bytes for each key | place
-    Offer  a JSON list of the other fields | 2 bytes for each number | texts of schemas …
+    uint32 version | uint32 flags | uint64 step | (uint32 length | bytes) …
+
+    Ask    caller | namespace | namespace to drop | error | 16 bytes for each key | place
+    Offer  reason | text | 2 bytes for each number | texts of schemas …
 
 The text of a schema is a JSON object with ``schema``, which docs/format.md specifies, and ``bytes``, those of
 each leaf in one row. So a rank knows the size of rows even if it cannot make their schema.
@@ -15,10 +17,10 @@ bytes.
 
 from __future__ import annotations
 
-import enum
 import json
+import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +32,9 @@ from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.schema import schema_from_json, schema_to_json
 
-VERSION = 2
+VERSION = 3
+_HEAD = struct.Struct("<IIQ")
+_LENGTH = struct.Struct("<I")
 NO_KEYS: Bytes2D = np.empty((0, 16), np.uint8)
 _LONGEST = 1000  # characters of a text
 _MOST_SCHEMAS = 4096  # ragged rows have a schema for each shape
@@ -38,8 +42,8 @@ _MOST_BYTES = 1 << 48  # of a leaf in one row
 _ALIGNMENT = 16  # the widest element, complex128, has so many bytes
 
 
-class Flag(enum.IntFlag):
-    """What a rank says of itself in a step."""
+class Flag:
+    """What a rank says of itself in a step: ints, as each operation of `enum.IntFlag` takes a microsecond."""
 
     BYPASS = 1  # it takes part without keys
     FAILED = 2  # it raises; a text says what
@@ -58,11 +62,12 @@ class Ask(NamedTuple):
     ----------
     step : int
         How many steps this exchange has made.
-    flags : Flag
+    flags : int
+        Of `Flag`.
     caller : str
         Which module or function is called.
-    namespace, dropped : str
-        The namespace of the keys, and one that all are to drop, or none: hexadecimal digits.
+    namespace, dropped : bytes
+        The namespace of the keys, and one that all are to drop, or none.
     error : str
         Why it fails.
     keys : ndarray of uint8, shape (k, 16)
@@ -72,23 +77,26 @@ class Ask(NamedTuple):
     """
 
     step: int
-    flags: Flag
+    flags: int
     caller: str
-    namespace: str
-    dropped: str = ""
+    namespace: bytes
+    dropped: bytes = b""
     error: str = ""
     keys: Bytes2D = NO_KEYS
     place: bytes = bytes(16)
 
     def to_bytes(self) -> bytes:
         """The message; the place comes last."""
-        return _joined([*self[:5], self.error[:_LONGEST]], self.keys.tobytes(), self.place)
+        step, flags, caller, namespace, dropped, error, keys, place = self
+        texts = _encoded(caller), namespace, dropped, _encoded(error[:_LONGEST])
+        return _joined(flags, step, *texts, keys.tobytes(), place)
 
     @classmethod
     def of(cls, data: bytes) -> Ask:
         """What some bytes say; `ValueError` if another version wrote them, or if they are nothing."""
-        (step, flags, *texts), (keys, place) = _split(data)
-        return cls._make([step, Flag(flags), *texts, np.frombuffer(keys, np.uint8).reshape(-1, 16), place])
+        flags, step, (caller, namespace, dropped, error, keys, place) = _split(data)
+        rows = np.frombuffer(keys, np.uint8).reshape(-1, 16)
+        return cls(step, flags, _decoded(caller), namespace, dropped, _decoded(error), rows, place)
 
 
 class Offer(NamedTuple):
@@ -96,8 +104,8 @@ class Offer(NamedTuple):
 
     Attributes
     ----------
-    flags : Flag
-        `FAILED`, `NOT_STORED` or none.
+    flags : int
+        `Flag.FAILED`, `Flag.NOT_STORED` or none.
     reason : str
         The word for statistics, if its output is not stored. Else what this rank knows of such calls, for
         ranks whose forward runs for the whole batch only.
@@ -109,7 +117,7 @@ class Offer(NamedTuple):
         The texts of the schemas of the parts of its rows.
     """
 
-    flags: Flag = Flag(0)
+    flags: int = 0
     reason: str = ""
     text: str = ""
     numbers: Array = np.empty(0, "<u2")
@@ -117,34 +125,46 @@ class Offer(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """The message."""
-        head = [self.flags, self.reason, self.text[:_LONGEST]]
-        return _joined(head, self.numbers.tobytes(), *self.schemas)
+        texts = _encoded(self.reason), _encoded(self.text[:_LONGEST])
+        return _joined(self.flags, 0, *texts, self.numbers.tobytes(), *self.schemas)
 
     @classmethod
     def of(cls, data: bytes) -> Offer:
         """What some bytes say; `ValueError` if they are nothing."""
-        (flags, *texts), (numbers, *schemas) = _split(data)
-        return cls._make([Flag(flags), *texts, np.frombuffer(numbers, "<u2"), schemas])
+        flags, _, (reason, text, numbers, *schemas) = _split(data)
+        return cls(flags, _decoded(reason), _decoded(text), np.frombuffer(numbers, "<u2"), schemas)
 
 
-def _joined(fields: list[Any], *pieces: bytes) -> bytes:
-    pieces = json.dumps([VERSION, *fields]).encode(), *pieces
-    return b"".join([part for piece in pieces for part in (len(piece).to_bytes(4, "little"), piece)])
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
-def _split(data: bytes) -> tuple[list[Any], list[bytes]]:
-    """The fields of a message, and the pieces behind them."""
-    pieces, start = [], 0
-    while start < len(data):
-        end = start + 4 + int.from_bytes(data[start : start + 4], "little")
-        pieces.append(data[start + 4 : end])
-        start = end
-    if start != len(data) or len(pieces) < 2:
-        raise ValueError(f"{len(data)} bytes where {start} belong")
-    version, *fields = json.loads(pieces[0])
+def _decoded(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def _joined(flags: int, step: int, *pieces: bytes) -> bytes:
+    parts = [_HEAD.pack(VERSION, flags, step)]
+    for piece in pieces:
+        parts += _LENGTH.pack(len(piece)), piece
+    return b"".join(parts)
+
+
+def _split(data: bytes) -> tuple[int, int, list[bytes]]:
+    """The flags, the step and the pieces of a message."""
+    if len(data) < _HEAD.size:
+        raise ValueError(f"{len(data)} bytes are no message")
+    version, flags, step = _HEAD.unpack_from(data)
     if version != VERSION:
         raise ValueError(f"version {version} of the protocol, and this is version {VERSION}")
-    return fields, pieces[1:]
+    pieces, end = [], _HEAD.size
+    while end < len(data):
+        start = end + _LENGTH.size
+        end = start + int.from_bytes(data[end:start], "little")
+        pieces.append(data[start:end])
+    if end != len(data):
+        raise ValueError(f"{len(data)} bytes where {end} belong")
+    return flags, step, pieces
 
 
 class Told(NamedTuple):

@@ -8,7 +8,7 @@ from torchcache2.core.settings import Policy
 
 COMMANDS = (  # that clients use; the server refuses all others
     *("auth", "ping", "select", "info", "scan", "dbsize"),
-    *("get", "mget", "getex", "exists", "set", "del", "unlink"),
+    *("get", "mget", "exists", "set", "del", "unlink"),
 )
 _KEYS = "torchcache2:*"
 _POLICIES = {"mru": "noeviction", "lru": "allkeys-lru"}

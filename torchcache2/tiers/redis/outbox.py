@@ -1,39 +1,88 @@
-"""`Outbox`: the rows of one tier that wait in this process to be sent, and the thread that sends them."""
+"""`Outbox`: rows of one tier that wait in this process to be sent to servers, and the thread that sends them.
+
+Rows are sent in the order in which they came: when there are enough, or after a while, or at once when
+somebody waits for them. Until they are on the servers, they are found here. A forked child begins with none,
+as its parent sends them. After an interrupt in the middle of a change, what waits is forgotten.
+"""
 
 from __future__ import annotations
 
-import itertools
+import math
 import os
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import torch
 
-from torchcache2.core.keys import Array, Flags, Keys, Positions
-from torchcache2.core.process import ProcessLock, holds
+from torchcache2.core.keys import Flags, Keys
+from torchcache2.core.process import AtExit, ProcessLock, holds
+from torchcache2.core.rows import Parts, Rows
 from torchcache2.tiers.base import Signals
-from torchcache2.tiers.disk.catalog import AnySegment
-from torchcache2.tiers.disk.places import Places
-from torchcache2.tiers.pace import Pace
-from torchcache2.tiers.redis.lease import Lease
-from torchcache2.tiers.redis.leases import Leases
-from torchcache2.tiers.unwritten import OwnRows, Pending
-from torchcache2.tiers.writer import Writer
+from torchcache2.tiers.unwritten import OwnRows
+
+_EXIT_PRIORITY = 10  # higher than that of a temporary directory, which is deleted afterwards
+_BETWEEN_LOOKS = 0.2  # seconds, while rows wait, between looks whether others need them
+_PIECE = 4 << 20  # bytes of rows that are sent before the replies are waited for
+_FIRST = 4e5, 0.1  # bytes and the seconds that sending them takes, before that was measured
+
+
+class Batch:
+    """Rows that were put together, and whether they have been forgotten since."""
+
+    def __init__(self, keys: Keys, own: OwnRows) -> None:
+        self.keys = Keys(keys.namespace, keys.data.copy(), keys.group)  # the caller may write to its own
+        self.own = own
+        self.nbytes = own.nbytes + 16 * len(keys)
+        self.since = time.monotonic()
+        self.dropped = False
+
+
+def pieces(batches: Sequence[Batch]) -> Iterator[list[tuple[Batch, Keys, Rows]]]:
+    """The rows of batches, few enough in each piece that their encoded values take little memory."""
+    piece, size = list[tuple[Batch, Keys, Rows]](), 0
+    for batch in batches:
+        rows = batch.own.rows.laid_out_as(batch.own.schema)
+        step = max(1, _PIECE // max(1, rows.schema.row_bytes))
+        for start in range(0, len(rows), step):
+            some = np.arange(start, min(len(rows), start + step))
+            columns = [column[start : start + step] for column in rows.columns]
+            piece.append((batch, batch.keys.take(some), Rows(rows.schema, columns, len(some))))
+            size += len(some) * rows.schema.row_bytes
+            if size >= _PIECE:
+                yield piece
+                piece, size = [], 0
+    if piece:
+        yield piece
 
 
 class Outbox:
-    """Rows can be found until they are sent. A forked child begins with none: its parent sends them.
+    """A bounded queue, in which rows can be found.
 
-    ``send(pending, is_dropped)`` sends rows, and says whether any were kept; see `Sender`. `queue` bytes may
-    wait, or what is sent in `most_seconds()`. Rows are sent when there are `buffer` of them, or after `delay`
-    seconds. The claims of `leases` are given up when the rows are sent.
+    Parameters
+    ----------
+    send : callable
+        ``send(batches, look)`` sends those rows that are not dropped, and says whether any were kept; it
+        raises nothing but interrupts. ``look()`` notes what other processes have dropped meanwhile.
+    signals : Signals
+        What the processes of a job tell each other.
+    queue : int
+        Bytes that may wait.
+    buffer : int
+        So many rows are sent together.
+    delay : float
+        Seconds after which rows are sent, however few.
+    most_seconds : callable, optional
+        No more rows may wait than are sent in so many seconds.
+    at_exit : callable
+        Called when the process ends.
     """
 
     def __init__(
         self,
-        send: Callable[[Pending, Callable[[], bool]], bool],
-        leases: Leases | None,
+        send: Callable[[Sequence[Batch], Callable[[], None]], bool],
         signals: Signals,
         *,
         queue: int,
@@ -43,190 +92,231 @@ class Outbox:
         at_exit: Callable[[], None],
     ) -> None:
         self.closed = False
-        self._send, self._leases, self._signals = send, leases, signals
-        self._queue, self._buffer, self._delay, self._at_exit = queue, buffer, delay, at_exit
-        self._most_seconds = most_seconds
-        self._lock = ProcessLock(threading.RLock)
-        self._numbers = itertools.count()
+        self._send, self._signals, self._at_exit = send, signals, at_exit
+        self._queue_bytes, self._buffer, self._delay, self._most_seconds = queue, buffer, delay, most_seconds
+        self._lock = ProcessLock(threading.RLock)  # the garbage collector may call at any point
+        self._sending = ProcessLock(threading.RLock)  # one thread sends at a time; taken before `_lock`
         self._dropped = signals.drops()
-        self._waiting = _Waiting()
-        self._claimed: dict[int, list[Lease]] = {}  # of the rows of each `Pending`
-        self._last_writer: Writer | None = None
+        self._pid = 0
+        self._nbytes = self._count = self._sent = 0
+        self._limit = queue
+
+    def find(self, keys: Keys) -> Parts:
+        """The rows of those keys that wait, in fresh memory."""
+        found: dict[int, tuple[Batch, list[int], list[int]]] = {}
+        with self._lock():
+            self._begin()
+            where = self._where.get(keys.namespace)
+            for position, key in enumerate(_split(keys) if where else ()):
+                if (place := where.get(key)) is not None:  # type: ignore[union-attr]
+                    batch, row = place
+                    _, positions, rows = found.setdefault(id(batch), (batch, [], []))
+                    positions.append(position)
+                    rows.append(row)
+        parts = []
+        for batch, positions, rows in found.values():
+            own = batch.own.rows.laid_out_as(batch.own.schema)
+            parts.append((np.array(positions, np.int64), own.take(torch.tensor(rows))))
+        return parts
 
     def has(self, keys: Keys) -> Flags:
         """Whether the row of each key waits."""
         with self._lock():
             self._begin()
-            return self._waiting.has(keys)
-
-    def find(self, keys: Keys) -> tuple[dict[int, AnySegment], Array, Array, Positions]:
-        """Where rows are that wait, as `torchcache2.tiers.disk.reading.read_rows` takes it."""
-        with self._lock():
-            self._begin()
-            return self._waiting.find(keys)
+            where = self._where.get(keys.namespace)
+            return np.array([key in where for key in _split(keys)]) if where else np.zeros(len(keys), bool)
 
     def keep(self, keys: Keys, own: OwnRows) -> int:
         """Have rows of distinct keys wait unless they do; returns how many were added, when there is room."""
-        # This comes before the lock: the garbage collector may flush in a thread that holds the lock of the
-        # leases, and then waits for ours. If an interrupt comes here, the leases are given up soon.
-        claimed = [] if self._leases is None else self._leases.hand_over(keys)
         with self._lock():
-            writer = self._begin()
-            absent = np.flatnonzero(~self._waiting.has(keys))
+            self._begin()
+            absent = np.flatnonzero(~self.has(keys))
             if self.closed or len(absent) == 0:
                 return 0
+            if len(absent) < len(keys):
+                keys, own = keys.take(absent), own.take(absent)
             try:
-                if len(absent) < len(keys):
-                    keys, own = keys.take(absent), own.take(absent)
-                pending = writer.open(keys.namespace, None, self._numbers)
-                self._claimed.setdefault(pending.number, []).extend(claimed)
-                before = pending.nbytes
-                self._waiting.add(pending, keys, own)
-                writer.added(pending, None, pending.nbytes - before, is_urgent=bool(claimed))
+                batch = Batch(keys, own)
+                self._queue.append(batch)
+                self._nbytes += batch.nbytes
+                self._count += len(keys)
+                where = self._where.setdefault(keys.namespace, {})
+                where.update((key, (batch, row)) for row, key in enumerate(_split(keys)))
             except BaseException:
-                self._forget_all(keys.namespace)  # tables may be half changed
+                self._forget_all()  # what is here may be half changed
+                self._nbytes = sum(batch.nbytes for batch in self._queue)
+                self._count = sum(len(batch.keys) for batch in self._queue)
                 raise
-        writer.wait_for_room()
+            self._wake()
+        while self._nbytes > self._limit and not self.closed:
+            self._send_some()
         return len(keys)
+
+    def after_rows(self, function: Callable[[], None]) -> None:
+        """Call a function when what waits now is on the servers, or will not come there; have it sent now."""
+        with self._lock():
+            self._begin()
+            if self._queue:
+                self._after.append((self._sent + len(self._queue), function))
+                self._wake()
+                return
+        function()
 
     def drop(self, namespace: bytes) -> None:
         """Forget the rows of a namespace; those that are being sent have been when this returns."""
         with self._lock():
-            writer = self._begin()
-            gone = self._forget_all(namespace)
-        writer.wait_for(gone)
+            self._begin()
+            self._forget(namespace)
+        with self._sending():
+            pass
 
     def flush(self) -> None:
-        """Return when everything that waits now is sent."""
+        """Return when everything that waits now is sent; this thread sends, too."""
         with self._lock():
-            writer = self._begin()
-        writer.flush()
+            self._begin()
+            last = self._sent + len(self._queue)
+        while True:
+            with self._sending():
+                if self._sent >= last:
+                    return
+                self._send_some()
 
     def close(self) -> None:
         """End the thread; what waits is not sent any more."""
         with self._lock():
-            writer = self._begin()
+            self._begin()
             self.closed = True
-        writer.end()
-
-    def wake(self) -> None:
-        """Have the thread renew leases, now and from time to time."""
-        with self._lock():
-            writer = self._begin()
-        writer.beat_now()
+            self._changed.notify_all()
+            thread = self._thread
+        if self._exit is not None:
+            self._exit.cancel()
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            thread.join()
 
     def is_busy_here(self) -> bool:
         """Whether this thread is at work in here, and the garbage collector calls from there."""
-        writer = self._last_writer
-        return (writer is not None and writer.writes_here()) or holds(self._lock())
-
-    def _begin(self) -> Writer:
-        """The writer of this process, made if there is none, as after a fork; with the lock held."""
-        writer = self._last_writer
-        if writer is None or writer.pid != os.getpid():
-            self._lock.was_torn()
-            self._waiting, self._claimed = _Waiting(), {}
-            self._last_writer = writer = self._make_writer()
-        if self._dropped != (drops := self._signals.drops()):
-            self._dropped = drops
-            for namespace in self._waiting.namespaces:
-                self._forget_all(namespace)
-        return writer
-
-    def _make_writer(self) -> Writer:
-        more: dict[str, Any] = {} if self._leases is None else {"beat": self._leases.beat}
-        pace = Pace(
-            target=max(1, self._queue // 8),
-            limit=self._queue,
-            delay=self._delay,
-            longest_delay=self._delay,  # a server has nothing against many small pieces
-            most_seconds=None if self._most_seconds is None else self._most_seconds(),
-            rows=self._buffer,
-        )
-        return Writer(
-            self._lock(),
-            self._write,
-            self._forget,
-            pace,
-            seals=self._signals.seals,
-            at_exit=self._at_exit,
-            **more,
-        )
-
-    def _write(self, pending: Pending) -> bool:
-        """Send rows; the writer deals with interrupts."""
-
-        def is_dropped() -> bool:
-            with self._lock():
-                self._begin()  # another process may have dropped rows
-                return pending.dropped
-
-        kept = self._send(pending, is_dropped)
-        self._forget(pending)
-        return kept
-
-    def _forget(self, pending: Pending) -> None:
-        """Rows are on the servers now, or lost: have them looked for there, and give up their claims."""
-        with self._lock():
-            self._waiting.remove(pending)
-            claimed = self._claimed.pop(pending.number, [])
-        if claimed and self._leases is not None:
-            self._leases.end(claimed)
-
-    def _forget_all(self, namespace: bytes) -> list[Pending]:
-        """Forget the rows of a namespace, and return what is being sent; with the lock held."""
-        self._waiting.drop(namespace)
-        gone = [] if self._last_writer is None else self._last_writer.drop(namespace)
-        for pending in gone:
-            self._claimed.pop(pending.number, None)
-        return gone
-
-
-class _Waiting:
-    """Where the rows that wait are, by namespace. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._places: dict[bytes, Places] = {}
-        self._pending: dict[bytes, dict[int, AnySegment]] = {}
+        return holds(self._sending()) or holds(self._lock())
 
     @property
-    def namespaces(self) -> list[bytes]:
-        """Those of which rows wait."""
-        return list(self._pending)
+    def nbytes(self) -> int:
+        """Bytes that wait, or are being sent."""
+        return self._nbytes if self._pid == os.getpid() else 0
 
-    def has(self, keys: Keys) -> Flags:
-        """Whether the row of each key waits."""
-        places = self._places.get(keys.namespace)
-        return np.zeros(len(keys), bool) if places is None else places.find(keys.words) >= 0
+    def _begin(self) -> None:
+        """Begin with nothing in a process that was forked, and forget what others drop; under the lock."""
+        if self._pid != os.getpid():
+            self._changed = threading.Condition(self._lock())
+            self._queue: deque[Batch] = deque()
+            self._where: dict[bytes, dict[bytes, tuple[Batch, int]]] = {}  # a key's batch, and row there
+            self._nbytes = self._count = 0
+            self._sent = 0  # how many batches were
+            self._after: list[tuple[int, Callable[[], None]]] = []
+            self._thread: threading.Thread | None = None
+            self._exit: AtExit | None = None
+            self._seals = self._signals.seals()
+            self._written, self._took = _FIRST  # bytes that were sent last, and seconds
+            self._limit = self._queue_bytes
+            self._adjust()
+            self._pid = os.getpid()
+        if self._dropped != (drops := self._signals.drops()):
+            self._dropped = drops
+            self._forget_all()
 
-    def find(self, keys: Keys) -> tuple[dict[int, AnySegment], Array, Array, Positions]:
-        """Where rows are that wait, as `torchcache2.tiers.disk.reading.read_rows` takes it."""
-        places = self._places.get(keys.namespace)
-        ordinals = np.full(len(keys), -1) if places is None else places.find(keys.words)
-        positions = np.flatnonzero(ordinals >= 0)
-        if places is None or len(positions) == 0:
-            return {}, positions, positions, positions
-        numbers, rows = places.where(ordinals[positions])
-        pending = self._pending[keys.namespace]
-        return {number: pending[number] for number in set(numbers.tolist())}, numbers, rows, positions
+    def _adjust(self) -> None:
+        """Let so many bytes wait as are sent in time."""
+        seconds = None if self._most_seconds is None else self._most_seconds()
+        if seconds is not None:
+            self._limit = min(self._queue_bytes, int(seconds * self._written / max(self._took, 1e-9)))
 
-    def add(self, pending: Pending, keys: Keys, own: OwnRows) -> None:
-        """Add a batch of distinct keys that do not wait yet."""
-        places = self._places.setdefault(keys.namespace, Places())
-        self._pending.setdefault(keys.namespace, {})[pending.number] = pending
-        places.add(keys.data, pending.number, pending.add(keys, own))
+    def _forget(self, namespace: bytes) -> None:
+        self._where.pop(namespace, None)
+        for batch in self._queue:
+            batch.dropped |= batch.keys.namespace == namespace
 
-    def remove(self, pending: Pending) -> None:
-        """Forget rows that do not wait any more."""
-        others = self._pending.get(pending.namespace, {})
-        if others.pop(pending.number, None) is None:
+    def _forget_all(self) -> None:
+        for namespace in {batch.keys.namespace for batch in self._queue}:
+            self._forget(namespace)
+
+    def _wake(self) -> None:
+        """Have the thread look at what waits, and start it if there is none; under the lock."""
+        self._changed.notify_all()
+        if self._thread is not None or self.closed:
             return
-        if others:
-            self._places[pending.namespace].remove([pending.number])
-        else:
-            self.drop(pending.namespace)
+        if self._exit is None:
+            self._exit = AtExit(self._at_exit, _EXIT_PRIORITY)
+        self._thread = threading.Thread(target=self._work, name="torchcache2 outbox", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # the interpreter is ending, or there are too many threads: `flush` sends
+            self._thread = None
 
-    def drop(self, namespace: bytes) -> None:
-        """Forget the rows of a namespace."""
-        self._pending.pop(namespace, None)
-        self._places.pop(namespace, None)
+    def _work(self) -> None:
+        while True:
+            with self._lock():
+                while (left := self._seconds_left()) > 0:
+                    if self.closed:
+                        return
+                    self._changed.wait(None if left == math.inf else left)
+            self._send_some()
+
+    def _seconds_left(self) -> float:
+        """Seconds until something is to be sent, or to be looked at; under the lock."""
+        if not self._queue:
+            return 0.0 if self._after else math.inf
+        is_enough = self._count >= self._buffer or self._nbytes >= min(
+            self._queue_bytes // 8, self._limit // 4
+        )
+        if is_enough or self._after:
+            return 0.0
+        left = self._queue[0].since + self._delay - time.monotonic()
+        if self._signals.seals is not int:
+            left = 0.0 if self._signals.seals() != self._seals else min(left, _BETWEEN_LOOKS)
+        return left
+
+    def _send_some(self) -> None:
+        """Send what came first, up to a piece, and call what waited for that."""
+        with self._sending():
+            with self._lock():
+                self._begin()
+                size, batches = 0, list[Batch]()
+                for batch in self._queue:
+                    if size < _PIECE:
+                        batches.append(batch)
+                        size += batch.nbytes
+                self._seals = self._signals.seals()
+            start = time.monotonic()
+            is_kept, due = False, list[tuple[int, Callable[[], None]]]()
+            try:
+                is_kept = self._send(batches, self._look)
+            finally:
+                with self._lock():
+                    for batch in batches:
+                        self._remove(batch)
+                    self._sent += len(batches)
+                    if is_kept:
+                        self._written = self._written / 2 + size
+                        self._took = self._took / 2 + time.monotonic() - start
+                        self._adjust()
+                    due = [after for after in self._after if after[0] <= self._sent]
+                    self._after = [after for after in self._after if after[0] > self._sent]
+            for _, function in due:
+                function()
+
+    def _look(self) -> None:
+        with self._lock():
+            self._begin()  # another process may have dropped rows
+
+    def _remove(self, batch: Batch) -> None:
+        """Forget the first batch, whose rows are looked for on the servers now; under the lock."""
+        self._queue.popleft()
+        self._nbytes -= batch.nbytes
+        self._count -= len(batch.keys)
+        where = self._where.get(batch.keys.namespace, {})
+        for key in _split(batch.keys):
+            if where.get(key, (None,))[0] is batch:
+                del where[key]
+
+
+def _split(keys: Keys) -> Iterator[bytes]:
+    data = keys.data.tobytes()
+    return (data[at : at + 16] for at in range(0, len(data), 16))

@@ -1,4 +1,4 @@
-"""`Records`: rows as values of a server, and back; docs/format.md specifies the bytes.
+"""Rows on a server: their names, and their values, which `Records` makes; docs/format.md specifies the bytes.
 
 A value is readable alone, since a server may forget any other one: it carries its schema. Its checksum
 covers the key as well, so that a value that lies under another key is damaged.
@@ -26,7 +26,7 @@ from torchcache2.files.schema import schema_from_json
 from torchcache2.files.segment import Columns, empty_columns, rows_of
 
 MOST_ROW_BYTES = 256 << 20  # a server takes values of up to 512 MB
-_MAGIC = b"tc2\x01"  # the last byte is the version
+_MAGIC = b"tc2\x02"  # the last byte is the version
 _START = struct.Struct("<4sBI")  # magic, codec, bytes of the schema
 _CODECS = ("none", "brotli", "blosc2")
 _SUM_BYTES = 8
@@ -37,6 +37,31 @@ _MOST_HEADS = 1000
 _SAMPLES = 4  # rows that are compressed to see whether the others are worth it
 _LEAST_SAVED = 0.1
 _UNPARSABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
+
+
+_ROWS = b"torchcache2:"
+_CLAIMS = b"torchcache2:claim:"  # no row has such a name, as its next part would be 32 hexadecimal digits
+
+
+def row_names(keys: Keys) -> list[bytes]:
+    """The name of each key's row."""
+    return _names(_ROWS, keys)
+
+
+def claim_names(keys: Keys) -> list[bytes]:
+    """The name of each key's claim, which lies on the server of the row."""
+    return _names(_CLAIMS, keys)
+
+
+def pattern(namespace: bytes) -> bytes:
+    """The pattern that SCAN takes for the rows of a namespace; digits need no escape in it."""
+    return b"%s%s:*" % (_ROWS, namespace.hex().encode())
+
+
+def _names(start: bytes, keys: Keys) -> list[bytes]:
+    start = b"%s%s:" % (start, keys.namespace.hex().encode())
+    data = keys.data.tobytes()
+    return [start + data[at : at + 16] for at in range(0, len(data), 16)]
 
 
 class Decoded(NamedTuple):

@@ -1,4 +1,4 @@
-"""`RedisTier`: rows in Redis servers, sent behind the caller's back.
+"""`RedisTier`: rows in Redis servers, sent asynchronously.
 
 Rows that were put can be read at once. They are on the servers when there are as many as are sent together,
 after a second, at `flush` and `close`, and at exit.
@@ -9,7 +9,7 @@ forget any row at any time, and may be used by others too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -19,19 +19,19 @@ from torchcache2.core.memory import with_ordinary_tensors
 from torchcache2.core.places import Servers
 from torchcache2.core.rows import Parts, Rows, Schema, merged
 from torchcache2.files.codec import codec as codec_of
-from torchcache2.tiers.base import Claim, Found, Signals, Tier, TierStats
-from torchcache2.tiers.disk.reading import read_rows
-from torchcache2.tiers.redis.clients import Clients
-from torchcache2.tiers.redis.leases import Leases
-from torchcache2.tiers.redis.names import pattern, row_names
-from torchcache2.tiers.redis.outbox import Outbox
-from torchcache2.tiers.redis.record import MOST_ROW_BYTES, Records
-from torchcache2.tiers.redis.sending import Sender
+from torchcache2.files.errors import UnserialisableError
+from torchcache2.tiers.base import Found, Signals, Tier, TierStats
+from torchcache2.tiers.claims import TierClaim
+from torchcache2.tiers.redis.claims import RedisClaims
+from torchcache2.tiers.redis.client import Clients, Command, failed
+from torchcache2.tiers.redis.outbox import Batch, Outbox, pieces
+from torchcache2.tiers.redis.record import MOST_ROW_BYTES, Records, pattern, row_names
 from torchcache2.tiers.serialisable import Serialisable
-from torchcache2.tiers.unwritten import OwnRows, Pending, Slabs
+from torchcache2.tiers.unwritten import OwnRows, Slabs
 
 _QUEUED = 64 << 20
 _SENT_AFTER = 1.0  # seconds
+_NO_WORDS = np.empty((0, 2), np.uint64)
 
 
 class RedisTier(Tier):
@@ -80,13 +80,10 @@ class RedisTier(Tier):
         self._clients = Clients(servers, signals.tell)
         message = "such outputs are not sent to a Redis server: %s"
         self._serialisable = Serialisable(self._clients.tell, message)
-        self._leases = Leases(self._clients, lambda: self._outbox.wake()) if claims else None
-        self._sender = Sender(self._clients, self._records)
         self._slabs = Slabs()
         self._faults = 0
         self._outbox = Outbox(
             self._send,
-            self._leases,
             signals,
             queue=queue,
             buffer=servers.buffer,
@@ -94,6 +91,7 @@ class RedisTier(Tier):
             most_seconds=most_seconds,
             at_exit=self.close,
         )
+        self._claims = RedisClaims(self._clients, self._outbox) if claims else None
 
     @with_ordinary_tensors
     def get(self, keys: Keys) -> Found:
@@ -101,10 +99,10 @@ class RedisTier(Tier):
         try:
             if self._outbox.closed or len(keys) == 0:
                 return Found([])
-            waiting = self._outbox.find(keys)
-            parts, _ = read_rows(*waiting)
+            parts = self._outbox.find(keys)
             missing = np.ones(len(keys), bool)
-            missing[waiting[-1]] = False
+            for positions, _ in parts:
+                missing[positions] = False
             if missing.any():
                 wanted = np.flatnonzero(missing)
                 parts += [(wanted[where], rows) for where, rows in self._received(keys.take(wanted))]
@@ -149,9 +147,9 @@ class RedisTier(Tier):
             self._fault(error)
             return 0
 
-    def claim(self, keys: Keys) -> Claim:
-        """Say which of some distinct keys this call computes, of all processes that use the servers."""
-        return Claim(len(keys)) if self._leases is None else self._leases.claim(keys)
+    def claims(self, keys: Keys) -> TierClaim | None:
+        """What a call claims of all processes that use the servers; nothing if its thread holds claims."""
+        return None if self._claims is None or self._outbox.closed else self._claims.of(keys)
 
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, on all servers."""
@@ -165,7 +163,7 @@ class RedisTier(Tier):
     def flush(self) -> None:
         """Return when everything that was put is on the servers, or forgotten because of a fault."""
         if self.is_busy_here():
-            return  # waiting here would wait for this thread itself; the writer sends the rows soon
+            return  # waiting here would wait for this thread itself; the rows are sent soon
         self._outbox.flush()
 
     def close(self) -> None:
@@ -177,8 +175,8 @@ class RedisTier(Tier):
             return
         self._outbox.flush()
         self._outbox.close()
-        if self._leases is not None:
-            self._leases.close()
+        if self._claims is not None:
+            self._claims.close()
         self._clients.close()
 
     def stats(self) -> TierStats:
@@ -194,9 +192,7 @@ class RedisTier(Tier):
 
     def counts(self) -> dict[str, int]:
         """What `CacheStats` says of this tier."""
-        leases = self._leases
-        waits = {} if leases is None else {"waited": leases.waited, "taken_over": leases.taken_over}
-        return super().counts() | waits
+        return super().counts() | ({} if self._claims is None else self._claims.tally.counts())
 
     def count(self, namespace: bytes) -> int:
         """How many rows of a namespace there are."""
@@ -227,12 +223,42 @@ class RedisTier(Tier):
             self._clients.tell("corrupt", message, str(self.servers))
         return parts
 
-    def _send(self, pending: Pending, is_dropped: Callable[[], bool]) -> bool:
+    def _send(self, batches: Sequence[Batch], look: Callable[[], None]) -> bool:
+        """Have servers keep rows; whether any does. Rows that were dropped meanwhile are deleted again.
+
+        Whoever has dropped the namespace may have looked for its rows before they came.
+        """
+        sent: list[tuple[Batch, Keys]] = []
+        is_kept = False
         try:
-            return self._sender.send(pending, is_dropped)
+            for piece in pieces(batches):
+                is_kept |= self._send_piece(piece, look, sent)
+            look()
+            for batch, keys in sent:
+                if batch.dropped:
+                    self._clients.run([(b"UNLINK", name) for name in row_names(keys)], keys.words)
         except Exception as error:
             self._fault(error)
-            return False
+        return is_kept
+
+    def _send_piece(
+        self, piece: list[tuple[Batch, Keys, Rows]], look: Callable[[], None], sent: list[tuple[Batch, Keys]]
+    ) -> bool:
+        """Send rows unless they were dropped, and note what was sent; whether any was kept."""
+        commands, words = list[Command](), [_NO_WORDS]
+        look()
+        for batch, keys, rows in piece:
+            if batch.dropped:
+                continue
+            try:
+                values = self._records.encode(keys, rows)
+            except UnserialisableError as error:
+                self._clients.tell("schema", "an output is not sent to a Redis server: %s", str(error))
+                continue
+            commands += [(b"SET", *pair) for pair in zip(row_names(keys), values, strict=True)]
+            words.append(keys.words)
+            sent.append((batch, keys))
+        return not all(map(failed, self._clients.run(commands, np.concatenate(words))))
 
     def _fault(self, error: Exception) -> None:
         self._faults += 1

@@ -1,28 +1,24 @@
-"""`SharedClaim`: "this call computes these keys now", so that others wait for the rows.
+"""`SharedClaim`: claims in memory that processes share.
 
 A claim stands where the location of a row will be, under a ticket of the board. It ends when the row is
-published, or when the ticket is returned, whatever was claimed with it: that is one write. Whoever waits
-looks at the locations again and again, and holds no claim meanwhile, so that no two wait for each other. What
-was given up, also by a process that has ended or is stuck, is claimed by one of those who wait for it.
+published, or when the ticket is returned, whatever was claimed with it: that is one write.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
-from torchcache2.core.keys import Array, Keys, Positions
-from torchcache2.tiers.base import Claim
+from torchcache2.core.keys import Flags, Keys, Positions
+from torchcache2.tiers.claims import Tally, TierClaim
 from torchcache2.tiers.shared.table import SharedTable
 from torchcache2.tiers.shared.tickets import Ticket
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3  # seconds
-_LOOK = 0.05  # seconds between looks at the processes that are waited for
-_NOWHERE: Positions = np.empty(0, np.int64)
+_BETWEEN_LOOKS = 0.05  # seconds, at the processes that are waited for
 
 
 class Claims:
@@ -34,59 +30,45 @@ class Claims:
         The number of the process on the board.
     guarded : callable
         Calls a function, one thread at a time; None if the memory cannot be used any more.
-
-    Attributes
-    ----------
-    waited, taken_over : int
-        Rows that others have computed, and those that they have given up.
     """
 
     def __init__(self, member: int, guarded: Callable[[Callable[[], Positions]], Positions | None]) -> None:
         self.member, self.guarded = member, guarded
-        self.waited = self.taken_over = 0
+        self.tally = Tally()
         self.thread: Callable[[], int] = threading.get_native_id  # in no two processes the same
 
 
-class SharedClaim(Claim):
+class SharedClaim(TierClaim):
     """A claim in a table that processes share; made by one thread of them at a time."""
 
+    pauses = 50e-6, 2e-3
     _ticket: Ticket | None = None  # `__del__` needs it even if an interrupt came before `__init__`
 
     def __init__(self, keys: Keys, table: SharedTable, claims: Claims) -> None:
-        super().__init__(len(keys))
+        self.tally = claims.tally
         self._words, self._table, self._claims = keys.words, table, claims
         self._ordinals = np.full(len(keys), -1)
-        self.mine = self._take(self.mine, frozenset())
-        self.others = self._without(np.arange(len(keys)), self.mine)
+        self._passed: frozenset[int] = frozenset()  # claims that are held, but will come to nothing
+        self._next_look = 0.0
 
-    def wait(self) -> Positions:  # noqa: D102
-        self.release()
-        tickets, pause, look = self._table.board.tickets, _FIRST_PAUSE, time.monotonic() + _LOOK
-        passed: frozenset[int] = frozenset()  # claims that are held, but will come to nothing
-        while len(self.others):
-            locations = self._locations[self._ordinals[self.others]]
-            is_row = locations > 0
-            if is_row.all():
-                return self._decided(is_row, _NOWHERE)
-            if time.monotonic() > look:
-                passed |= set(tickets.hopeless(locations[tickets.held(locations)]))
-                look = time.monotonic() + _LOOK
-            is_open = ~is_row & ~tickets.held(locations)
-            if passed:
-                is_open |= np.isin(locations, list(passed))
-            if not self._table.is_live:
-                return self._decided(is_row, self.others[~is_row])
-            if is_open.any():
-                open_ = self.others[is_open]
-                taken = self._claims.guarded(functools.partial(self._take, open_, passed))
-                if taken is None:
-                    return self._decided(is_row, self.others[~is_row])
-                if len(taken):
-                    return self._decided(is_row, taken)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-        self.appeared = _NOWHERE
-        return _NOWHERE
+    def take(self, positions: Positions) -> Positions:  # noqa: D102
+        taken = self._claims.guarded(partial(self._take, positions))
+        return positions if taken is None else taken
+
+    def look(self, positions: Positions) -> tuple[Flags, Flags]:  # noqa: D102
+        tickets, ordinals = self._table.board.tickets, self._ordinals[positions]
+        locations = np.where(ordinals < 0, 0, self._table.locations[ordinals])
+        is_row, now = locations > 0, time.monotonic()
+        is_held = tickets.held(locations)
+        if now > self._next_look and not is_row.all():
+            if self._next_look:  # claims that have just been made are not looked into
+                self._passed |= set(tickets.hopeless(locations[is_held]))
+            self._next_look = now + _BETWEEN_LOOKS
+        if self._passed:
+            is_held &= ~np.isin(locations, list(self._passed))
+        if not self._table.is_live:
+            is_held[:] = False
+        return is_row, ~is_row & ~is_held
 
     def release(self) -> None:  # noqa: D102
         ticket, self._ticket = self._ticket, None
@@ -95,11 +77,12 @@ class SharedClaim(Claim):
 
     __del__ = release
 
-    def _take(self, positions: Positions, passed: frozenset[int]) -> Positions:
+    def _take(self, positions: Positions) -> Positions:
         """Claim what can be; the positions that are this call's now, some perhaps without a claim."""
         table = self._table
-        ticket, ordinals, locations = table.claim(self._words[positions], self._take_ticket, passed)
-        self._ordinals[positions], self._locations = ordinals, table.locations
+        words = self._words[positions]
+        ticket, ordinals, locations = table.claim(words, self._take_ticket, self._passed)
+        self._ordinals[positions] = ordinals
         is_mine = (ordinals < 0) if ticket is None else (ordinals < 0) | (locations == ticket.word)
         if (locations > 0).any():
             is_mine |= (locations > 0) & ~table.is_readable(locations)
@@ -111,18 +94,3 @@ class SharedClaim(Claim):
 
     def _note(self, ticket: Ticket) -> None:
         self._ticket = ticket
-
-    def _without(self, positions: Positions, some: Positions) -> Positions:
-        """The positions but for some of them, ascending."""
-        left = np.zeros(len(self._words), bool)
-        left[positions] = True
-        left[some] = False
-        return np.flatnonzero(left)
-
-    def _decided(self, is_row: Array, taken: Positions) -> Positions:
-        """Note which of `others` have rows, and that this call computes those that it has `taken`."""
-        self.appeared = self.others[is_row]
-        self.others = self._without(self.others[~is_row], taken)
-        self._claims.waited += len(self.appeared)
-        self._claims.taken_over += len(taken)
-        return taken

@@ -26,7 +26,8 @@ from torchcache2.core.memory import CUDA, Runtime, SpareMemory, to_host, with_or
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.files.errors import UnserialisableError
-from torchcache2.tiers.base import Claim, Found, Make, Tier, TierStats, replicas_of
+from torchcache2.tiers.base import Found, Make, Tier, TierStats, replicas_of
+from torchcache2.tiers.claims import TierClaim
 from torchcache2.tiers.shared.claims import Claims, SharedClaim
 from torchcache2.tiers.shared.job import Job, leave_soon
 from torchcache2.tiers.shared.lock import LockTimeoutError
@@ -177,14 +178,10 @@ class SharedTier(Tier):
         """Take part in a namespace until `let_go` or `drop`: its rows outlive whoever put them."""
         self._guarded(lambda: self._tables.find(namespace, create=True))
 
-    def claim(self, keys: Keys) -> Claim:
-        """Say which of some distinct keys, missed by `get`, this call computes.
+    def claims(self, keys: Keys) -> TierClaim | None:
+        """What a call claims here: nothing if this is full, or its thread holds a claim of the namespace."""
 
-        It claims those that nobody has claimed, and may wait for the others. A full tier gives no claims. A
-        thread that holds a claim of the namespace gets no other: it computes all.
-        """
-
-        def claimed() -> Claim | None:
+        def claimed() -> TierClaim | None:
             board = self._job.board
             if len(keys) == 0 or board.is_full:
                 return None
@@ -196,7 +193,7 @@ class SharedTier(Tier):
                 return None
             return SharedClaim(keys, table, self._claims)
 
-        return self._guarded(claimed) or Claim(len(keys))
+        return self._guarded(claimed)
 
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, and its replicas, for all processes, now."""
@@ -228,7 +225,7 @@ class SharedTier(Tier):
         """What `CacheStats` says of this tier, whose evictions are simply ``evictions`` there."""
         counts = super().counts()
         counts["evictions"] = counts.pop(f"{self.name}_evictions")
-        return counts | {"waited": self._claims.waited, "taken_over": self._claims.taken_over}
+        return counts | self._claims.tally.counts()
 
     def _guarded(self, function: Callable[[], _T]) -> _T | None:
         """Call a function, one thread at a time; None if it fails, or if this process takes no part."""

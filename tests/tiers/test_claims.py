@@ -6,52 +6,64 @@ import random
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from tests.helpers.redis import RedisServer
 from tests.helpers.storage import found, key_of, keys_of, put, wait_until
 from torchcache2.core.places import Servers
-from torchcache2.tiers.base import Claim
-from torchcache2.tiers.jointclaim import JointClaim
-from torchcache2.tiers.redis.clients import Clients
-from torchcache2.tiers.redis.leases import Leases
-from torchcache2.tiers.redis.names import row_names
+from torchcache2.tiers.claims import Claim
+from torchcache2.tiers.redis.claims import RedisClaims
+from torchcache2.tiers.redis.client import Clients
+from torchcache2.tiers.redis.record import row_names
 from torchcache2.tiers.shared.tier import SharedTier
 
 SOAK = bool(os.environ.get("SOAK"))
 
 
 class Rank:
-    """What a process has: memory that it shares with those of its machine, and leases."""
+    """What a process has: memory that it shares with those of its machine, and claims on a server."""
 
     def __init__(self, server, folder, machine, number):
         self.machine = machine
         self.near = SharedTier(b"machine %8d" % machine, 10**8, folder=folder)
         self.near._claims.thread = lambda: number + 1  # as if this were not the thread of the others
         self.clients = Clients(Servers.of(server.url), read_timeout=1.0)
-        self.far = Leases(self.clients)
-        self.far.own_tokens = lambda: b"process %8d" % number
+        self.far = RedisClaims(self.clients, self)
+        self.far.thread = lambda: number
+        self.late = False
 
     def claim(self, names):
         keys = keys_of(list(names))
-        return JointClaim(self.near.claim(keys), keys, self.far.claim)
+        return Claim(len(keys), [claim for claim in (self.near.claims(keys), self.far.of(keys)) if claim])
+
+    def there(self, names):
+        keys = keys_of(names)
+        return self.clients.exist(row_names(keys), keys.words).tolist()
 
     def missing(self, names):
         near = set(found(self.near, names))
         left = [name for name in names if name not in near]
-        there = self.far.published(keys_of(left)).tolist()
+        there = self.there(left)
         put(self.near, [name for name, is_row in zip(left, there, strict=True) if is_row])
         return [name for name, is_row in zip(left, there, strict=True) if not is_row]
 
     def put(self, names):
-        """What the tiers do: the row on the server comes a little later."""
-        names = list(names)
-        put(self.near, names)
-        self.publish(self.far.hand_over(keys_of(names)), keys_of(names))
+        """What the tiers do."""
+        put(self.near, list(names))
+        self.publish(list(names))
 
-    def publish(self, handed, keys):
+    def publish(self, names):
+        keys = keys_of(names)
         self.clients.run([(b"SET", name, b"row") for name in row_names(keys)], keys.words)
-        self.far.end(handed)
+
+    def has(self, keys):
+        """Whether the row of each key waits to be sent."""
+        return np.full(len(keys), self.late)
+
+    def after_rows(self, function):
+        """The thread that sends rows may come later."""
+        threading.Timer(0.005, function).start()
 
     def close(self):
         self.near.close()
@@ -89,12 +101,14 @@ def test_what_is_mine_is_so_in_both(join):
     third = same.claim(range(8))  # the near claim refuses 0 to 3, and the far one 4 and 5
     assert third.mine.tolist() == [6, 7] and third.others.tolist() == [0, 1, 2, 3, 4, 5]
     one.put(range(4))
+    mine.release()
     other.put([4, 5])
+    theirs.release()
     assert third.wait().tolist() == [] and third.others.tolist() == []
     assert third.appeared.tolist() == [0, 1, 2, 3, 4, 5]
-    assert theirs.wait().tolist() == [] and theirs.appeared.tolist() == [0, 1]
-    for claim in (mine, theirs, third):
-        claim.release()
+    third.release()
+    theirs = other.claim(range(2, 6))
+    assert theirs.wait().tolist() == [] and theirs.appeared.tolist() == [0, 1, 2, 3]
 
 
 def test_what_is_given_up_near_is_claimed_far_before_it_is_computed(join):
@@ -106,6 +120,7 @@ def test_what_is_given_up_near_is_claimed_far_before_it_is_computed(join):
     assert theirs.wait().tolist() == [2, 3] and theirs.others.tolist() == [0, 1]
     same.put([2, 3])
     other.put([0, 1])
+    third.release()
     assert theirs.wait().tolist() == [] and theirs.appeared.tolist() == [0, 1]
     assert theirs.others.tolist() == []
     third.release()
@@ -124,6 +139,7 @@ def test_what_another_machine_gives_up_is_computed_by_one_of_those_that_wait(joi
             names = claim.wait().tolist()
             taken.extend(names)
             rank.put(names)
+            claim.release()
         claim.release()
 
     threads = [threading.Thread(target=wait, args=pair) for pair in zip((one, same), claims, strict=True)]
@@ -158,9 +174,9 @@ def test_nothing_is_held_on_servers_while_a_rank_of_the_machine_is_waited_for(jo
     waiting.start()
     wait_until(lambda: other.claim([2]).mine.tolist() == [0], seconds=10)  # less than a lease
     one.put([1])
+    mine.release()
     waiting.join(30)
     assert theirs.appeared.tolist() == [0]
-    mine.release()
 
 
 def test_nothing_is_held_on_the_machine_while_another_one_is_waited_for(join):
@@ -171,12 +187,11 @@ def test_nothing_is_held_on_the_machine_while_another_one_is_waited_for(join):
     waiting = threading.Thread(target=theirs.wait)
     waiting.start()
     mine.release()  # near, it is now for the one that waits, who is refused it far
-    wait_until(lambda: same.near.counts()["taken_over"] == 1)
     wait_until(lambda: more.near.claim(keys_of([1])).mine.tolist() == [0])
     other.put([1])
+    held.release()
     waiting.join(30)
     assert theirs.appeared.tolist() == [0]
-    held.release()
 
 
 def test_a_lost_server_leaves_the_claims_of_the_machine(join):
@@ -221,13 +236,8 @@ def test_a_random_schedule_computes_each_item_once(join, seed):
                 time.sleep(chance.choice([0, 0.001, 0.01]))
                 with lock:
                     computed.extend(mine)
-                put(rank.near, mine)
-                keys = keys_of(mine)
-                handed = rank.far.hand_over(keys)
-                if chance.random() < 0.3:  # the thread that writes comes later
-                    threading.Timer(0.005, rank.publish, (handed, keys)).start()
-                else:
-                    rank.publish(handed, keys)
+                rank.late = chance.random() < 0.3
+                rank.put(mine)
                 if not len(claim.others):
                     return
                 mine = [names[i] for i in claim.wait().tolist()]

@@ -11,26 +11,22 @@ from tests.helpers import warm
 from tests.helpers.redis import RedisServer
 
 SOAK = bool(os.environ.get("SOAK"))
-LEASE = 1.5  # seconds, though others may have the machine for a while
+LASTS = 1.5  # seconds, though others may have the machine for a while
 
 WORKER = """
 import os, random, sys, threading, time
 from tests.helpers.storage import keys_of
 from torchcache2.core.places import Servers
-from torchcache2.tiers.redis.clients import Clients
-from torchcache2.tiers.redis.leases import Leases
-from torchcache2.tiers.redis.names import row_names
+from torchcache2.tiers.claims import Claim
+from torchcache2.tiers.redis.claims import RedisClaims
+from torchcache2.tiers.redis.client import Clients
+from torchcache2.tiers.redis.record import row_names
 
-url, log, seed, rounds, Leases.least = *sys.argv[1:4], int(sys.argv[4]), float(sys.argv[5])
+url, log, seed, rounds, RedisClaims.least = *sys.argv[1:4], int(sys.argv[4]), float(sys.argv[5])
 chance = random.Random(seed)
 file = os.open(log, os.O_WRONLY | os.O_APPEND)
 clients = Clients(Servers.of(url))
-leases = Leases(clients)
-
-
-def beat():
-    while True:
-        time.sleep(min(leases.beat(), Leases.least / 20))
+claims = RedisClaims(clients)
 
 
 def note(what, names):
@@ -40,24 +36,23 @@ def note(what, names):
 def compute(names):
     '''What an engine and a tier do for a batch.'''
     keys = keys_of(names)
-    names = [name for name, is_row in zip(names, leases.published(keys), strict=True) if not is_row]
-    claim = leases.claim(keys_of(names))
+    there = clients.exist(row_names(keys), keys.words)
+    names = [name for name, is_row in zip(names, there, strict=True) if not is_row]
+    claim = Claim(len(names), [claims.of(keys_of(names))] if names else [])
     try:
         mine = claim.mine
         while True:
             done = [names[i] for i in mine.tolist()]
             note("begins", done)
-            time.sleep(chance.choice([0, 0.002, 0.01, 1.5 * Leases.least if chance.random() < 0.04 else 0.0]))
+            time.sleep(chance.choice([0, 0.002, 0.01]))
             if chance.random() < 0.1:
                 note("leaves", done)
                 return
             note("ends", done)
             keys = keys_of(done)
-            handed = leases.hand_over(keys)
             if chance.random() < 0.5:
                 time.sleep(0.002)
             clients.run([(b"SET", name, b"row") for name in row_names(keys)], keys.words)
-            leases.end(handed)
             if not len(claim.others):
                 return
             mine = claim.wait()
@@ -65,10 +60,9 @@ def compute(names):
         claim.release()
 
 
-threading.Thread(target=beat, daemon=True).start()
 for number in range(rounds):
     compute([f"{number // 4}-{i}" for i in chance.sample(range(30), chance.randint(1, 10))])
-leases.close()
+claims.close()
 clients.close()
 print("through")
 """
@@ -110,7 +104,7 @@ def test_a_random_schedule_with_processes_that_are_killed_and_stopped(tmp_path, 
         numbers = iter(range(1000))
 
         def start():
-            return warm.start(WORKER, server.url, log, f"{seed} {next(numbers)}", rounds, LEASE)
+            return warm.start(WORKER, server.url, log, f"{seed} {next(numbers)}", rounds, LASTS)
 
         running = [start() for _ in range(4 if SOAK else 3)]
         faults, began = 8 if SOAK else 2, time.monotonic()
@@ -123,7 +117,7 @@ def test_a_random_schedule_with_processes_that_are_killed_and_stopped(tmp_path, 
             if chance.random() < 0.5:
                 note("stopped", victim)
                 victim.send(signal.SIGSTOP)
-                time.sleep(chance.choice([0.05, 1.3 * LEASE]))
+                time.sleep(chance.choice([0.05, 1.3 * LASTS]))
                 victim.send(signal.SIGCONT)
             else:
                 note("killed", victim)
@@ -134,7 +128,7 @@ def test_a_random_schedule_with_processes_that_are_killed_and_stopped(tmp_path, 
         for process in running:
             assert process.done().out.split() == ["through"]
         assert time.monotonic() - began < 120
-        time.sleep(LEASE)  # what the killed ones had claimed
+        time.sleep(LASTS)  # what the killed ones had claimed
         client = server.client()
         assert list(client.scan_iter(b"torchcache2:claim:*")) == []
         client.close()

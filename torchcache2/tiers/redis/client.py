@@ -1,0 +1,621 @@
+"""`Clients`: what a process says to its Redis servers, and what they answer, if they do.
+
+Commands go to each server in pipelines, over connections of redis-py. Of several servers, each keeps a share
+of the keys, and all are asked at once. A server that fails is left out for a while, and then tried by a
+thread: nobody waits for it. Its rows are misses meanwhile, and a warning says so once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+
+from torchcache2.core.errors import OptionError
+from torchcache2.core.keys import Flags, Positions, Words
+from torchcache2.core.logs import ToldOnce
+from torchcache2.core.places import Secrets, Server, Servers, require_redis
+from torchcache2.tiers.breaker import Breaker
+
+Command = tuple[Any, ...]
+_CHECKED = b"torchcache2:check"
+_NEEDED: tuple[Command, ...] = (
+    (b"INFO", b"cluster"),
+    (b"SCAN", b"0", b"MATCH", _CHECKED, b"COUNT", 1),
+    (b"SET", _CHECKED, b"", b"NX", b"PX", 1),
+    (b"MGET", _CHECKED),
+    (b"EXISTS", _CHECKED),
+    (b"DEL", _CHECKED),
+    (b"UNLINK", _CHECKED),
+    (b"DBSIZE",),
+)
+_SLOTS = b"CLUSTER", b"SLOTS"
+_TRIED = b"MGET", b"torchcache2:try"  # nothing has this name
+_BLOCK = 256 << 10  # bytes that are sent at once: each call has a timeout, and costs a call of the system
+_PAGE = 1000  # names that a server looks at for a page of SCAN
+_REPLY = 8 << 20  # bytes of a reply, so that a server never makes a huge one
+_UNSEEN, _SEEN = 32 << 10, 1 << 10  # what a value takes at least, before one of them was seen and later
+_PREFIX = 45  # bytes of a name that all rows of a namespace share
+_SECRET = ("password", "ssl_password")
+_LONGEST = 200  # characters of an error
+_DOWN = ("ClusterDownError", "MasterDownError")  # names, as redis-py is imported only when it is used
+_MOVED = ("MovedError", "AskError", "TryAgainError")  # another node of the cluster serves a name
+_UNWRITABLE = ("ReadOnlyError", "NoPermissionError")
+_UNWRITABLE_WORDS = ("MISCONF", "NOREPLICAS")
+_FULL = (
+    "the Redis server %s is full: its rows are read, and new ones are not kept there for a minute. Raise its "
+    "maxmemory (capacity_per_node if this library has started it), or have it forget rows: policy='lru', "
+    "which is its maxmemory-policy allkeys-lru"
+)
+# The multipliers of splitmix64. All processes must draw the same numbers, so they may never change.
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+class Lost(enum.Enum):
+    """What stands in the place of a reply that did not come."""
+
+    LOST = "lost"
+
+
+LOST: Final = Lost.LOST
+
+
+def failed(reply: Any) -> bool:
+    """Whether a reply did not come, or is an error."""
+    return reply is LOST or isinstance(reply, Exception)
+
+
+class Node:
+    """One server, and connections to it, which the threads of a process share.
+
+    A connection is idle only while no reply is on its way to it: otherwise somebody would take the reply to
+    another's question for his own. The pool of redis-py cannot be used: an interrupt may leave a connection
+    there before it has given its password.
+
+    Attributes
+    ----------
+    part, writing : bytes
+        Its parts of a `Breaker`: the server, and what writes to it.
+    """
+
+    def __init__(self, server: Server, connect_timeout: float, read_timeout: float) -> None:
+        redis, options = require_redis("a Redis server"), dict(server.options)
+        self.server, self.name = server, server.name
+        self.part, self.writing = self.name.encode(), b"writing " + self.name.encode()
+        if "path" in options:
+            options["unix_socket_path"] = options.pop("path")
+        options.setdefault("ssl", any(name.startswith("ssl_") for name in options))
+        # The command that tells a server the client's name and version may be forbidden.
+        untold = ["driver_info"] if hasattr(redis, "DriverInfo") else ["lib_name", "lib_version"]
+        self._pool = redis.Redis(
+            **options,
+            **dict.fromkeys(untold),
+            protocol=2,
+            socket_connect_timeout=connect_timeout,
+            socket_timeout=read_timeout,
+            retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),
+        ).connection_pool
+        self._error = redis.exceptions.ResponseError
+        self._idle: list[Any] = []
+        self._is_closed = False
+
+    def send(self, commands: Sequence[Command]) -> Any:
+        """A connection to which commands were sent; `give_back` it when all replies have been read.
+
+        If something goes wrong meanwhile, it is closed, as nobody refers to it.
+        """
+        connection = self._take()
+        packed = memoryview(b"".join(connection.pack_commands(commands)))
+        blocks = [packed[start : start + _BLOCK] for start in range(0, len(packed), _BLOCK)]
+        connection.send_packed_command(blocks)
+        return connection
+
+    def reply(self, connection: Any) -> Any:
+        """The next reply; an error of the command is one, and an error of the server is raised."""
+        try:
+            return connection.read_response()
+        except self._error as error:
+            return error.with_traceback(None)  # which would keep the connection
+
+    def ask(self, commands: Sequence[Command]) -> list[Any]:
+        """The replies to some commands."""
+        connection = self.send(commands)
+        replies = [self.reply(connection) for _ in commands]
+        self.give_back(connection)
+        return replies
+
+    def give_back(self, connection: Any) -> None:
+        """Keep a connection for others."""
+        if connection.pid == os.getpid():
+            self._idle.append(connection)
+        if self._is_closed:
+            self.close()
+
+    def close(self) -> None:
+        """Close the connections that are idle, and others when they are given back."""
+        self._is_closed = True
+        while self._idle:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                self._idle.pop().disconnect()
+
+    def _take(self) -> Any:
+        """A connection that no other thread or process uses."""
+        while self._idle:
+            with contextlib.suppress(Exception):  # another thread was faster, or the server has gone
+                connection = self._idle.pop()
+                if connection.pid == os.getpid() and not connection.can_read():
+                    return connection
+                connection.disconnect()  # in a child this does not end the connection of its parent
+        connection = self._pool.connection_class(**self._pool.connection_kwargs)
+        connection.connect()
+        return connection
+
+
+class Shares:
+    """Which of several servers keeps a row.
+
+    Each server draws a number for each key by its name, and the highest one gets the key. So the order in
+    which servers are named does not matter, and a server that is added or lost moves no key between others.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in names], np.uint64)
+
+    def of(self, words: Words) -> Positions:
+        """For each key the place of its server in the list of names, int64 ``(n,)``."""
+        if len(self._seeds) == 1:
+            return np.zeros(len(words), np.int64)
+        drawn = words[:, :1] ^ self._seeds
+        drawn = (drawn ^ (drawn >> _SHIFTS[0])) * _FIRST + words[:, 1:]
+        drawn = (drawn ^ (drawn >> _SHIFTS[1])) * _SECOND
+        places: Positions = np.argmax(drawn ^ (drawn >> _SHIFTS[2]), axis=1)
+        return places
+
+
+class Slots:
+    """Which node of a Redis Cluster serves a name. The cluster itself has shared out its slots.
+
+    The client for clusters of redis-py gives up a whole call when one node is dead. So nodes are spoken to as
+    other servers are, and are only asked which of them serves what.
+
+    Attributes
+    ----------
+    nodes : list of Server
+        The nodes that serve something, sorted by name; they take the options of `asked`.
+    """
+
+    def __init__(self, reply: Sequence[Any], asked: Server) -> None:
+        ranges = []
+        for start, end, primary, *_ in reply:  # replicas follow, which refuse to serve
+            host, port = primary[:2]  # one that does not know its own host is where it was asked
+            options = dict(asked.options) | ({"host": host.decode()} if host else {})
+            ranges.append((start, end, Server.of(options | {"port": port})))
+        self.nodes = sorted({node for _, _, node in ranges}, key=lambda node: node.name)
+        self._places = np.full(16384, -1, np.int64)
+        for start, end, node in ranges:
+            self._places[start : end + 1] = self.nodes.index(node)
+
+    def of(self, names: Sequence[bytes]) -> Positions:
+        """For each name the place of its node in `nodes`, int64 ``(n,)``; -1 if no node serves it."""
+        slot = require_redis("a Redis Cluster").crc.key_slot
+        places: Positions = self._places[[slot(name) for name in names]]
+        return places
+
+
+class Clients:
+    """The clients of one process; faults of servers are met inside.
+
+    Threads may share it, and a forked child makes connections of its own. No password is in any text: a
+    server may send back what it did not understand, such as AUTH.
+
+    Parameters
+    ----------
+    servers : Servers
+        They may be nodes of a Redis Cluster, which then says which node serves a name.
+    tell : ToldOnce, optional
+        Warns once a kind of fault and server.
+    connect_timeout, read_timeout : float
+        Seconds that a server may take to take a connection, and to answer.
+    pause : float
+        Seconds for which a server is left out that has failed; each further time twice as long.
+
+    Attributes
+    ----------
+    corrupt : int
+        Values that were met and that are no rows.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        tell: ToldOnce | None = None,
+        *,
+        connect_timeout: float = 1.0,
+        read_timeout: float = 5.0,
+        pause: float = 1.0,
+    ) -> None:
+        self.servers, self.corrupt = servers, 0
+        self.breaker = Breaker(tell, pause)
+        options = [option for server in servers.servers for option in server.options]
+        self._secrets = Secrets({str(value): "" for name, value in options if name in _SECRET and value})
+        self._timeouts = connect_timeout, read_timeout
+        self._known: dict[Server, Node] = {}  # all that were ever spoken to
+        nodes = [self._node(server) for server in servers.servers]
+        # Both are replaced together, so that no thread looks up a node of the old list by a new share.
+        self._route: tuple[list[Node], Shares | Slots] = nodes, Shares([node.name for node in nodes])
+        self._is_noticed = False  # whether it is known if this is a Redis Cluster
+        self._looked = 0.0
+        self._trying: dict[tuple[int, str], float] = {}  # since when a thread of this process tries a server
+        self._sizes: dict[bytes, float] = {}  # guesses, by what names of a namespace begin with
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"Clients({self.servers})"
+
+    @property
+    def tell(self) -> ToldOnce:
+        """Warns once for each kind of fault."""
+        return self.breaker.tell
+
+    @property
+    def faults(self) -> int:
+        """How often a server did not answer, or answered with an error."""
+        return self.breaker.faults
+
+    def check(self) -> None:
+        """Raise `OptionError` if a server refuses the password or a command that is needed."""
+        checked: set[Node] = set()
+        for _ in range(2):  # the nodes of a cluster are known when the first of them has answered
+            for node in {*self._known.values()} - checked:
+                if refusal := self._refusal(node):
+                    raise OptionError(f"the Redis server {node.name} {refusal}")
+                checked.add(node)
+            self._routed()
+
+    def mget(self, names: Sequence[bytes], words: Words) -> list[bytes | None]:
+        """The values of some names, None for those that are not there or whose server fails.
+
+        The value of ``names[i]`` lies on the server of the key ``words[i]``, uint64 ``(n, 2)``.
+        """
+        values: list[bytes | None] = [None] * len(names)
+        left, is_cluster = self._by_node(names, words)
+        while left:
+            asked, pieces = {}, {}
+            for node, places in left.items():
+                count = max(1, int(_REPLY / self._sizes.get(names[places[0]][:_PREFIX], _REPLY)))
+                pieces[node] = some = places[:count]
+                # A node of a cluster takes no command about names of several slots.
+                groups = [[place] for place in some] if is_cluster else [some]
+                asked[node] = [(b"MGET", *[names[place] for place in group]) for group in groups]
+            answers = self._exchange(asked)
+            for node, places in pieces.items():
+                found = _values(answers[node], len(places))
+                if found is None:
+                    if answers[node][0] is not LOST:
+                        self._failed(node, ValueError("it answers MGET with something else"))
+                    continue
+                self._note_sizes(names[places[0]][:_PREFIX], found)
+                for place, value in zip(places, found, strict=True):
+                    values[place] = value
+            left = {
+                node: rest
+                for node, places in left.items()
+                if answers[node][0] is not LOST and (rest := places[len(pieces[node]) :])
+            }
+        return values
+
+    def run(self, commands: Sequence[Command], words: Words) -> list[Any]:
+        """The replies to some commands, each about a name: a pipeline for each server.
+
+        ``commands[i]``, such as ``(b"SET", name, value)``, goes to the server of the key ``words[i]``. A
+        reply is what the server has sent, an instance of `redis.exceptions.ResponseError`, or `LOST`. SET is
+        not sent to a server that takes no new rows for now.
+        """
+        replies: list[Any] = [LOST] * len(commands)
+        asked = {}
+        places, _ = self._by_node([command[1] for command in commands], words)
+        for node, which in places.items():
+            if not self._may_write(node):
+                which = places[node] = [i for i in which if commands[i][0] != b"SET"]
+            asked[node] = [commands[i] for i in which]
+        for _, name, value, *_ in (command for command in commands if command[0] == b"SET"):
+            if len(value) > self._sizes.get(name[:_PREFIX], 0):
+                self._sizes[name[:_PREFIX]] = max(len(value), _SEEN)
+        answers = self._exchange(asked)
+        for node, which in places.items():
+            for place, reply in zip(which, answers[node], strict=True):
+                replies[place] = reply
+        return replies
+
+    def counts(self, command: bytes, names: Sequence[bytes], words: Words) -> list[tuple[list[int], Any]]:
+        """The replies to a command that takes many names and counts them, such as EXISTS.
+
+        That is far faster than a command for each name. Returns the places in `names` that each reply, as
+        those of `run`, is about: all of a server, or each alone in a Redis Cluster.
+        """
+        places, is_cluster = self._by_node(names, words)
+        groups = {node: [[i] for i in which] if is_cluster else [which] for node, which in places.items()}
+        asked = {node: [(command, *[names[i] for i in group]) for group in of] for node, of in groups.items()}
+        answers = self._exchange(asked)
+        return [pair for node, of in groups.items() for pair in zip(of, answers[node], strict=True)]
+
+    def exist(self, names: Sequence[bytes], words: Words) -> Flags:
+        """Whether each name is there, bool ``(n,)``; a server that fails has none.
+
+        A server is asked for all names at once. Where it has some only, it is asked for each of them.
+        """
+        there, unsure = np.zeros(len(names), bool), list[int]()
+        for places, count in self.counts(b"EXISTS", names, words):
+            if count == len(places):
+                there[places] = True
+            elif isinstance(count, int) and count:
+                unsure += places
+        commands = [(b"EXISTS", names[place]) for place in unsure]
+        there[unsure] = [reply == 1 for reply in self.run(commands, words[unsure])]
+        return there
+
+    def each(self, *command: Any) -> list[Any]:
+        """The reply of each server to one command."""
+        nodes, _ = self._routed()
+        answers = self._exchange({node: [command] for node in nodes})
+        return [answers[node][0] for node in nodes]
+
+    def scan(self, pattern: bytes) -> Iterator[list[bytes]]:
+        """The names that match, in pages; a name may come twice."""
+        return (page for _, page in self._pages(pattern))
+
+    def delete(self, pattern: bytes) -> None:
+        """Delete the names that match, wherever they are: a server may have some that belong on another."""
+        for node, page in self._pages(pattern):
+            # A node of a cluster takes no command about names of several slots.
+            self._exchange({node: [(b"UNLINK", name) for name in page]})
+
+    def _pages(self, pattern: bytes) -> Iterator[tuple[Node, list[bytes]]]:
+        for node in self._routed()[0]:
+            cursor: Any = b"0"
+            while True:
+                command = (b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _PAGE)
+                reply = self._exchange({node: [command]})[node][0]
+                if not _is_page(reply):
+                    break
+                cursor, page = reply
+                if page:
+                    yield node, page
+                if int(cursor) == 0:
+                    break
+
+    def allows_writes(self, words: Words) -> Flags:
+        """Whether the server of each key takes new rows now, bool ``(n,)``.
+
+        In a Redis Cluster, it depends on names which server that is: then, whether any server does.
+        """
+        nodes, places = self._route
+        allowed = np.array([not self._closed and self._may_write(node) for node in nodes])
+        if isinstance(places, Slots):
+            return np.full(len(words), allowed.any())
+        flags: Flags = allowed[places.of(words)]
+        return flags
+
+    def close(self) -> None:
+        """Close all connections; from now on everything is `LOST`."""
+        self._closed = True
+        for node in list(self._known.values()):
+            node.close()
+
+    # Which server.
+
+    def _by_node(self, names: Sequence[bytes], words: Words) -> tuple[dict[Node, list[int]], bool]:
+        """The places of the names of each server, and whether these are a Redis Cluster."""
+        nodes, places = self._routed()
+        if len(nodes) == 1 and isinstance(places, Shares):
+            return {nodes[0]: list(range(len(names)))} if names else {}, False
+        found: dict[Node, list[int]] = {}
+        which: Positions = places.of(names) if isinstance(places, Slots) else places.of(words)
+        for place in np.unique(which).tolist():
+            if place >= 0:
+                found[nodes[place]] = np.flatnonzero(which == place).tolist()
+        return found, isinstance(places, Slots)
+
+    def _node(self, server: Server) -> Node:
+        """The node of a server, the same for as long as this process speaks to it."""
+        return self._known.get(server) or self._known.setdefault(server, Node(server, *self._timeouts))
+
+    def _routed(self) -> tuple[list[Node], Shares | Slots]:
+        """The nodes, and what finds the right one; the first server that answers says what it is."""
+        for node in self._route[0] if not self._is_noticed else ():
+            reply = self._exchange({node: [_NEEDED[0]]})[node][0]
+            if reply is not LOST:
+                is_node = isinstance(reply, bytes) and b"cluster_enabled:1" in reply
+                self._is_noticed = self._ask_slots([node]) if is_node else True
+                break
+        return self._route
+
+    def _look_again(self) -> None:
+        """A node of a cluster has failed, or does not serve what it did: another one may by now."""
+        is_time = time.monotonic() - self._looked > self.breaker.shortest
+        if is_time and isinstance(self._route[1], Slots):
+            self._ask_slots(list(self._known.values()))
+
+    def _ask_slots(self, nodes: Sequence[Node]) -> bool:
+        """Go by what the first node says that answers; False if none does."""
+        self._looked = time.monotonic()
+        for node in nodes:
+            reply = self._exchange({node: [_SLOTS]})[node][0]
+            if isinstance(reply, list) and reply:
+                slots = Slots(reply, node.server)
+                self._route = [self._node(server) for server in slots.nodes], slots
+                return True
+        return False
+
+    def _note_sizes(self, prefix: bytes, values: Sequence[bytes | None]) -> None:
+        """Learn how large values of a namespace are; a guess that was too large is corrected by and by."""
+        largest = max(map(len, filter(None, values)), default=0)
+        guess = self._sizes.get(prefix, _REPLY)
+        least = _SEEN if largest or guess < _UNSEEN else _UNSEEN
+        self._sizes[prefix] = max(largest, least, guess / 4)
+
+    # Commands and replies.
+
+    def _exchange(self, asked: Mapping[Node, Sequence[Command]]) -> dict[Node, list[Any]]:
+        """The replies of each server to its commands; all are sent before the first reply is waited for.
+
+        A reply is `LOST` if the server is left out or fails.
+        """
+        answers: dict[Node, list[Any]] = {node: [LOST] * len(some) for node, some in asked.items()}
+        waiting: list[tuple[Node, Any]] = []
+        try:
+            for node, commands in asked.items():
+                if commands and self._may_use(node):
+                    try:
+                        waiting.append((node, node.send(commands)))
+                    except Exception as error:  # no fault of a server may stop who uses the cache
+                        self._failed(node, error)
+            deadline = time.monotonic() + self._timeouts[1]
+            while waiting:
+                node, connection = waiting[0]
+                try:
+                    if not connection.can_read(max(0.0, deadline - time.monotonic())):
+                        raise TimeoutError(f"no answer in {self._timeouts[1]:g} s")
+                    replies = [node.reply(connection) for _ in asked[node]]
+                except Exception as error:
+                    self._failed(node, error)
+                    connection.disconnect()
+                    del waiting[0]
+                    continue
+                # This comes before the connection is given back: then another thread may use it, and
+                # `finally` must not close it.
+                del waiting[0]
+                node.give_back(connection)
+                answers[node] = replies
+                self._count_errors(node, asked[node], replies)
+        finally:
+            for _, connection in waiting:  # an interrupt came: nobody may read these replies
+                connection.disconnect()
+        return answers
+
+    def _count_errors(self, node: Node, commands: Sequence[Command], replies: Sequence[Any]) -> None:
+        """Count and tell the errors among the replies of a server, one of each kind."""
+        found = {}
+        for command, reply in zip(commands, replies, strict=True):
+            if isinstance(reply, Exception):
+                found[command[0], type(reply)] = reply
+        for (name, _), reply in found.items():
+            self._error_reply(node, name, reply)
+        if not found:
+            self.breaker.worked(node.part)
+        if any(type(reply).__name__ in _MOVED for reply in found.values()):
+            self._look_again()
+
+    def _may_use(self, node: Node) -> bool:
+        """Whether a server is asked now; if it is time, a thread tries one that has failed."""
+        if self._closed or not self.breaker.is_failing(node.part):
+            return not self._closed
+        who = os.getpid(), node.name
+        is_tried = time.monotonic() - self._trying.get(who, -math.inf) < 2 * sum(self._timeouts)
+        if self.breaker.allows(node.part) and not is_tried:
+            self._trying[who] = time.monotonic()
+            try:
+                threading.Thread(target=self._try, args=(node, who), daemon=True).start()
+            except RuntimeError:  # the interpreter is ending, or there are too many threads
+                self._trying.pop(who, None)
+        return False
+
+    def _try(self, node: Node, who: tuple[int, str]) -> None:
+        try:
+            (reply,) = node.ask([_TRIED])
+            if isinstance(reply, Exception) and type(reply).__name__ not in _MOVED:
+                raise reply
+            self.breaker.worked(node.part)
+        except Exception as error:
+            self._failed(node, error)
+            self._look_again()
+        finally:
+            self._trying.pop(who, None)
+
+    def _may_write(self, node: Node) -> bool:
+        """Whether new rows may be sent to a server now."""
+        return self.breaker.allows(node.part) and self.breaker.allows(node.writing)
+
+    # Faults.
+
+    def _failed(self, node: Node, error: BaseException) -> None:
+        """Leave a server out for a while that does not answer, or does not serve."""
+        self.breaker.faults += 1
+        if self.breaker.allows(node.part):  # another thread may have found out at the same time
+            self.breaker.failed(node.part, is_lasting=True)
+        message = "the Redis server %s fails, and what it keeps is computed again: %s. It is tried later"
+        self.tell(f"{node.name} {type(error).__name__}", message, node.name, self._text_of(error))
+
+    def _error_reply(self, node: Node, command: bytes, error: Exception) -> None:
+        """Respond to an error that a server has answered to a command."""
+        kind = type(error).__name__
+        if kind in _DOWN or (command == b"MGET" and kind not in _MOVED):
+            self._failed(node, error)
+            return
+        self.breaker.faults += 1
+        text, told = self._text_of(error), f"{node.name} {kind}"
+        if kind == "OutOfMemoryError":
+            self.breaker.pause(node.writing)
+            self.tell(f"{node.name} full", _FULL, node.name)
+        elif command == b"SET" and (kind in _UNWRITABLE or str(error).startswith(_UNWRITABLE_WORDS)):
+            self.breaker.pause(node.writing)
+            self.tell(f"{told} SET", "the Redis server %s takes no new rows now: %s", node.name, text)
+        else:
+            message = "the Redis server %s answers %s with an error: %s"
+            self.tell(told, message, node.name, command.decode(), text)
+
+    def _text_of(self, error: BaseException) -> str:
+        """What an error says, without a password."""
+        text = str(error).partition(", with args")[0]
+        for secret in self._secrets:
+            text = text.replace(secret, "…")
+        return f"{type(error).__name__}: {text[:_LONGEST]}"
+
+    def _refusal(self, node: Node) -> str:
+        """Why a server refuses us or a command; empty if it does not, or cannot be reached."""
+        errors = require_redis("a Redis server").exceptions
+        try:
+            replies = node.ask(_NEEDED)
+        except (errors.AuthenticationError, errors.ResponseError) as error:
+            reason = self._text_of(error)
+            return f"refuses the connection ({reason}): give its password, or its username and db"
+        except Exception as error:
+            self._failed(node, error)
+            return ""
+        for command, reply in zip(_NEEDED, replies, strict=True):
+            is_unknown = isinstance(reply, Exception) and str(reply).lower().startswith("unknown command")
+            if is_unknown or isinstance(reply, errors.NoPermissionError):
+                needed = b" ".join(name for name, *_ in _NEEDED).decode()
+                return (
+                    f"refuses {command[0].decode()} ({self._text_of(reply)}): it has to be Redis from "
+                    f"6.2 on, or Valkey, and allow {needed} for names that begin with torchcache2:"
+                )
+        return ""
+
+
+def _values(replies: Sequence[Any], count: int) -> list[bytes | None] | None:
+    """The values in the replies to one or more MGET; None if these are no such replies."""
+    if not all(isinstance(reply, (list, Exception)) for reply in replies):
+        return None
+    lists: list[list[Any]] = [
+        reply if isinstance(reply, list) else [None] * (count // len(replies)) for reply in replies
+    ]
+    found = lists[0] if len(lists) == 1 else [value for one in lists for value in one]
+    is_right = len(found) == count and set(map(type, found)) <= {bytes, type(None)}
+    return found if is_right else None
+
+
+def _is_page(reply: Any) -> bool:
+    """Whether a reply is one to SCAN: where to go on, and names."""
+    if not isinstance(reply, list) or [*map(type, reply)] != [bytes, list]:
+        return False
+    return reply[0].isdigit() and set(map(type, reply[1])) <= {bytes}
