@@ -120,8 +120,9 @@ class Arena:
         columns = []
         with self._in_order() if self._order.is_needed else contextlib.nullcontext():
             for leaf, column in zip(self.schema.leaves, self._columns, strict=True):
-                picked = column.gather(ordinals).view(-1).view(leaf.stored)
-                columns.append(picked.view(len(ordinals), *leaf.stored_shape))
+                picked = column.gather(ordinals, leaf.stored)
+                is_flat = len(leaf.shape) == 1
+                columns.append(picked if is_flat else picked.view(len(ordinals), *leaf.stored_shape))
         return Rows(self.schema, columns, len(ordinals))
 
     def append(self, keys: Bytes2D, rows: Rows, tick: int) -> None:
