@@ -208,7 +208,7 @@ def test_what_is_no_cache_directory_is_an_error_in_one_line(tmp_path, command, k
     elif kind == "newer":
         fill(path, (3,))
         text = (path / TAG).read_text()
-        (path / TAG).write_text(text.replace("format 1", "format 2"))
+        (path / TAG).write_text(text.replace("format 2", "format 3"))
     before = snapshot(tmp_path)
     done = run(*on(command, path, tmp_path), code=2)
     assert done.out == "" and done.err.startswith("torchcache2: ") and done.err.count("\n") == 1
@@ -442,7 +442,7 @@ def test_stats_counts_everything(path):
     assert counts.pop("bytes") == size_of(path) - len("mine")
     assert counts == {
         "directory": str(path),
-        "format": 1,
+        "format": 2,
         "namespaces": 3,
         "in_use": 0,
         "segments": 4,
@@ -528,7 +528,7 @@ def test_verify_mentions_what_was_set_aside_and_leaves_out_what_is_not_the_cache
 
 def test_a_segment_of_a_newer_format_is_not_called_damaged(path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(segment, "FORMAT_VERSION", 2)
+        patch.setattr(segment, "FORMAT_VERSION", 3)
         encoded = encode([(keys_of(range(4)), rows_of(range(4), 8))], codec("none", 1))
     file = path / FIRST / (ulid() + ".safetensors")
     file.write_bytes(b"".join([encoded.head, *map(bytes, encoded.data)]))
@@ -847,7 +847,7 @@ def segment_entry(path, namespace=NAMESPACES[0], change=lambda data: data, folde
 
 
 def fingerprint_entry(namespace=FIRST, **changes):
-    document = {"format_version": 1, "namespace": namespace, "class": "models.Backbone"} | changes
+    document = {"format_version": 2, "namespace": namespace, "class": "models.Backbone"} | changes
     return entry(f"{namespace}/{FINGERPRINT}", json.dumps(document).encode())
 
 
@@ -923,20 +923,20 @@ def segment_entry_of(folder):
 
 
 DOCUMENTS = {
-    "of another namespace": json.dumps({"format_version": 1, "namespace": SECOND}).encode(),
-    "of a newer format": json.dumps({"format_version": 2, "namespace": FIRST}).encode(),
-    "of a format that is no number": json.dumps({"format_version": "1", "namespace": FIRST}).encode(),
-    "without a namespace": b'{"format_version": 1}',
+    "of another namespace": json.dumps({"format_version": 2, "namespace": SECOND}).encode(),
+    "of a newer format": json.dumps({"format_version": 3, "namespace": FIRST}).encode(),
+    "of a format that is no number": json.dumps({"format_version": "2", "namespace": FIRST}).encode(),
+    "without a namespace": b'{"format_version": 2}',
     "empty": b"",
     "no JSON": b"hello",
     "no text": b"\xff\xfe\xfd",
     "a list": b"[]",
-    "nested": json.dumps({"format_version": 1, "namespace": FIRST})[:-1].encode()
+    "nested": json.dumps({"format_version": 2, "namespace": FIRST})[:-1].encode()
     + b', "x": ' + b"[" * 200 + b"]" * 200 + b"}",
     "nested without end": b"[" * 1_000_000,
-    "an endless number": json.dumps({"format_version": 1, "namespace": FIRST})[:-1].encode()
+    "an endless number": json.dumps({"format_version": 2, "namespace": FIRST})[:-1].encode()
     + b', "x": ' + b"9" * 100_000 + b"}",
-    "too long": json.dumps({"format_version": 1, "namespace": FIRST}).encode() + b" " * (16 << 20),
+    "too long": json.dumps({"format_version": 2, "namespace": FIRST}).encode() + b" " * (16 << 20),
 }  # fmt: skip
 
 
@@ -1045,7 +1045,7 @@ def test_what_is_there_stays_as_it_is(path, exported, tmp_path):
 
 
 def test_an_archive_does_not_say_what_the_directory_is(path, tmp_path):
-    text = b"#!/bin/sh\nevil\n# This folder is a cache of torchcache2, format 1\n" + bytes(1 << 20)
+    text = b"#!/bin/sh\nevil\n# This folder is a cache of torchcache2, format 2\n" + bytes(1 << 20)
     file = tar(tmp_path / "x.tar", entry(TAG, text), fingerprint_entry(), segment_entry(path))
     run("import", file, tmp_path / "new")
     assert (tmp_path / "new" / TAG).read_bytes() == (path / TAG).read_bytes()
@@ -1054,7 +1054,7 @@ def test_an_archive_does_not_say_what_the_directory_is(path, tmp_path):
 def test_a_namespace_without_a_fingerprint_gets_one(path, tmp_path):
     run("import", tar(tmp_path / "x.tar", segment_entry(path)), tmp_path / "new")
     document = json.loads((tmp_path / "new" / FIRST / FINGERPRINT).read_text())
-    assert document == {"format_version": 1, "namespace": FIRST}
+    assert document == {"format_version": 2, "namespace": FIRST}
     assert sealed_names(tmp_path / "new", range(30), 64) == list(range(30))
 
 
@@ -1077,7 +1077,7 @@ def test_an_import_goes_into_a_cache_directory_only(path, exported, tmp_path, ki
         (target / "thesis.tex").write_text("mine")
     else:
         target.mkdir()
-        (target / TAG).write_text((path / TAG).read_text().replace("format 1", "format 2"))
+        (target / TAG).write_text((path / TAG).read_text().replace("format 2", "format 3"))
     before = snapshot(tmp_path)
     assert sentence in run("import", exported, target, code=2).err
     assert snapshot(tmp_path) == before

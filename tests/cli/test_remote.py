@@ -203,7 +203,7 @@ def test_what_is_no_cache_is_told(tmp_path, monkeypatch, command):
     assert "it has neither CACHEDIR.TAG nor a namespace" in told(f"file://{tmp_path}/others")
     (tmp_path / "others" / "CACHEDIR.TAG").write_text("of somebody else")
     assert "CACHEDIR.TAG of another program" in told(f"file://{tmp_path}/others")
-    (tmp_path / "others" / "CACHEDIR.TAG").write_text(TAG_TEXT.replace("format 1", "format 2"))
+    (tmp_path / "others" / "CACHEDIR.TAG").write_text(TAG_TEXT.replace("format 2", "format 3"))
     assert "Upgrade torchcache2" in told(f"file://{tmp_path}/others")
     monkeypatch.setitem(sys.modules, "s3fs", None)
     assert 'pip install "torchcache2[s3]"' in told("s3://bucket/folder")

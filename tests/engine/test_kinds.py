@@ -90,7 +90,7 @@ def test_every_kind_is_found_as_it_was_in_another_process(tmp_path):
 
 
 @hypothesis.settings(
-    max_examples=150 if SOAK else 25, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+    max_examples=150 if SOAK else 15, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
 @hypothesis.given(
     spec=st.sampled_from(list(KINDS)) | st.lists(st.sampled_from(list(AROUND)), max_size=4).map(tuple),

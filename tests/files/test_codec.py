@@ -104,7 +104,7 @@ def test_negative_zeros_are_not_zeros():
             [raw(np.where(ones.cumsum() % 2, ones, value).astype("<f4"))],
             [lane(torch.float32)],
         )
-        assert block[0] == flags
+        assert (block[:4] != NO_BITMAP) is bool(flags)
 
 
 LANES = [Lane(width, rotated) for width in (1, 2, 4, 8) for rotated in (False, True)]
@@ -193,42 +193,45 @@ def test_the_lanes_of_dtypes(dtypes, split):
 def test_the_exponent_is_the_last_plane():
     part = raw(np.array([1.0, -1.0, 1.5, -1.5] * 500, "<f4"))
     block = codec("brotli").encode([part], [lane(torch.float32)])
-    planes = streams(block[1:])
-    assert [len(plane) for plane in planes] == [2000] * 4
-    assert set(planes[3]) == {127}
-    assert set(planes[0]) == {0, 1}
+    assert block[:6] == head(None, 0, 1, 2, 3)
+    planes = brotli.decompress(block[6:])
+    assert len(planes) == 8000
+    assert set(planes[6000:]) == {127}
+    assert set(planes[:2000]) == {0, 1}
 
 
-def streams(data):
-    """What the streams of a part hold, read without the codec."""
-    held = []
-    while data:
-        (head,) = struct.unpack_from("<I", data)
-        size = head & 0x7FFFFFFF
-        stored, data = data[4 : 4 + size], data[4 + size :]
-        assert len(stored) == size
-        held.append(brotli.decompress(stored) if head >> 31 else stored)
-    return held
+NO_BITMAP = b"\xff" * 4
+
+
+def head(full, *packed):
+    """What a block begins with: how many elements are not zero, and the pieces that are in the stream."""
+    return struct.pack("<IH", 0xFFFFFFFF if full is None else full, sum(1 << piece for piece in packed))
 
 
 @pytest.mark.parametrize(("zeros", "flags"), [(0, 0), (80, 0), (81, 1), (1000, 1)])
 def test_there_is_a_bitmap_if_over_8_percent_are_zero(zeros, flags):
     values = np.random.default_rng(0).permutation(np.where(np.arange(1000) < zeros, 0, 3 + np.arange(1000)))
     block = check_round_trip(codec("brotli"), [raw(values.astype("<i4"))], [lane(torch.int32)])
-    assert block[0] == flags
+    full, packed = struct.unpack_from("<IH", block)
+    assert full == (1000 - zeros if flags else 0xFFFFFFFF)
     if flags:
-        assert struct.unpack_from("<I", block, 1) == (1000 - zeros,)
-        bitmap, *planes = streams(block[5:])
-        assert bitmap == np.packbits(values != 0, bitorder="little").tobytes()
-        assert [len(plane) for plane in planes] == [1000 - zeros] * 4
+        sizes = {15: 125} | dict.fromkeys(range(4), full)
+        raw_end = 6 + sum(size for piece, size in sizes.items() if not packed >> piece & 1)
+        held = {0: block[6:raw_end], 1: brotli.decompress(block[raw_end:])}
+        pieces, places = {}, {0: 0, 1: 0}
+        for piece, size in sizes.items():
+            kind = packed >> piece & 1
+            pieces[piece], places[kind] = held[kind][places[kind] : places[kind] + size], places[kind] + size
+        assert list(places.values()) == [len(held[0]), len(held[1])]
+        assert pieces[15] == np.packbits(values != 0, bitorder="little").tobytes()
+        full_values = raw(values[values != 0].astype("<i4")).reshape(-1, 4)
+        assert [pieces[plane] for plane in range(4)] == [full_values[:, j].tobytes() for j in range(4)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8], ids=str)
 def test_noise_is_kept_raw(dtype):
     part = noise(BLOCK)
-    width = lane(dtype).width
-    block = check_round_trip(codec("brotli"), [part], [lane(dtype)])
-    assert len(block) == BLOCK + 1 + 4 * width
+    assert check_round_trip(codec("brotli"), [part], [lane(dtype)])[:6] == head(None)
 
 
 def test_a_plane_that_saves_less_than_5_percent_is_kept_raw():
@@ -237,7 +240,7 @@ def test_a_plane_that_saves_less_than_5_percent_is_kept_raw():
         saved = 1 - plain(part) / len(part)
         assert 0 < saved < 0.05 if is_raw else saved > 0.06
         block = check_round_trip(codec("brotli"), [part], [Lane(1, False)])
-        assert (len(block) == len(part) + 5) is is_raw
+        assert (len(block) == len(part) + 6) is is_raw
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -275,55 +278,42 @@ CASES = {
 GOLDEN_RAW = [
     ("none", "two leaves", "0100feff010001"),
     ("none", "floats", "0000803f000080bf000000800000c03f"),
-    ("brotli", "two leaves", "000200000001fe0200000000ff01020000000100000005020000000101"),
-    ("brotli", "floats", "00040000000001010004000000000000000400000000000080040000007f7f007f"),
-    ("brotli", "bfloat16", "0003000000000101030000007f7f00"),
-    (
-        "brotli",
-        "some zeros",
-        "0103000000020000001201030000000001010300000000000003000000000000030000007f8000",
-    ),
-    (
-        "brotli",
-        "only zeros",
-        "010000000001000000000000000000000000000000000000000000000000000000000000000000000000",
-    ),
-    (
-        "blosc2",
-        "floats",
-        "3000000005010704100000001000000030000000010000000000050000000000000000000000803f000080bf00000080"
-        "0000c03f",
-    ),
+    ("brotli", "two leaves", "ffffffff000002000000000001fe00ff050101"),
+    ("brotli", "floats", "ffffffff00000001010000000000000000807f7f007f"),
+    ("brotli", "bfloat16", "ffffffff00000001017f7f00"),
+    ("brotli", "some zeros", "03000000000012010001010000000000007f8000"),
+    ("brotli", "only zeros", "00000000000000"),
+    ("blosc2", "floats", "100000800000803f000080bf000000800000c03f"),
 ]
 GOLDEN = [
     *GOLDEN_RAW,
     (
         "brotli",
         "counts",
-        "00400000000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f202122232425262728292a2b"
-        "2c2d2e2f303132333435363738393a3b3c3d3e3f4013000080831f00002000d800ce71d67036800b7058ba0113000080"
-        "831f00002000d800ce71d67036800b7058ba0113000080831f00002000d800ce71d67036800b7058ba01",
+        "ffffffff0e000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f202122232425262728292a"
+        "2b2c2d2e2f303132333435363738393a3b3c3d3e3f40831f00002000d800ce71d67036800b70583a03f801000002800d"
+        "e01c670d6703b80087a53300f801000002800de01c670d6703b80087a51b",
     ),
     (
         "brotli",
         "repeated",
-        "0018000080833b0000a00002d001e774f6614ac1019c4821a02efdb16414000080833b00002000d8000e5cc309753680"
-        "0b70587e0618000080833b0000a00000d101e774f6614ac1019c4821a02efdb16417000080833b0000a0fafed001e714"
-        "fbf084181bc005386c7e601f",
+        "ffffffff0f00833b0000a00002d001e774f6614ac1019c4821a02efdb1c400b803000002800de0c0359c506703b80087"
+        "e5c700b80300000a00101d704e671fa6141cc0891402ead21f4b0cb8030000aaef0f1d704eb10f4f88b1015c80c3e607"
+        "f601",
     ),
     (
         "blosc2",
         "counts",
-        "74000000050185040001000000010000740000000100000000000500000000000000000024000000400000000102030405"
-        "060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f202122232425262728292a2b2c2d2e2f303132333435"
-        "363738393a3b3c3d3e3f40000000000000000000000000",
+        "740000000501850400010000000100007400000001000000000005000000000000000000240000004000000001020304"
+        "05060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f202122232425262728292a2b2c2d2e2f3031323334"
+        "35363738393a3b3c3d3e3f40000000000000000000000000",
     ),
     (
         "blosc2",
         "repeated",
-        "6000000005018504e0010000e0010000600000000100000000000500000000000000000024000000000000000000000016"
-        "00000028b52ffd20786d0000208080c0800310004a51de0f161600000028b52ffd20786d0000203f3fbf3e0310004a51"
-        "de0f16",
+        "6000000005018504e0010000e00100006000000001000000000005000000000000000000240000000000000000000000"
+        "1600000028b52ffd20786d0000208080c0800310004a51de0f161600000028b52ffd20786d0000203f3fbf3e0310004a"
+        "51de0f16",
     ),
 ]
 
@@ -414,46 +404,42 @@ def test_a_block_of_other_sizes_or_lanes_is_refused(name):
         assert refused(method, block, [part], [F64])
 
 
-def stream(data, *, compressed, size=None):
-    return struct.pack("<I", (size or len(data)) | compressed << 31) + data
-
-
 def unfinished(data):
     compressor = brotli.Compressor(quality=1, lgwin=18)
     return compressor.process(data) + compressor.flush()
 
 
 ZEROS = brotli.compress(bytes(1000), quality=1, lgwin=18)
+RAW, PACKED = head(None), head(None, 0)
 
 
 @pytest.mark.parametrize(
     "block",
     [
         b"",
-        b"\x00",
-        b"\x02" + stream(bytes(1000), compressed=False),
-        b"\xff" + stream(bytes(1000), compressed=False),
-        b"\x00" + stream(bytes(999), compressed=False),
-        b"\x00" + stream(bytes(1001), compressed=False),
-        b"\x00" + stream(bytes(1000), compressed=False, size=0x7FFFFFFF),
-        b"\x00" + stream(ZEROS, compressed=True, size=0x7FFFFFFF),
-        b"\x00" + stream(ZEROS[:-1], compressed=True),
-        b"\x00" + stream(ZEROS + b"\0", compressed=True),
-        b"\x00" + stream(unfinished(bytes(1000)), compressed=True),
-        b"\x00" + stream(b"", compressed=True),
-        b"\x00" + stream(brotli.compress(bytes(999)), compressed=True),
-        b"\x00" + stream(brotli.compress(bytes(1001)), compressed=True),
-        b"\x00" + stream(brotli.compress(bytes(1000), quality=5, lgwin=24), compressed=True),
-        b"\x00" + stream(brotli.compress(bytes(1000), quality=5, lgwin=19), compressed=True),
-        b"\x00" + stream(brotli.compress(noise(1000).tobytes(), quality=5, lgwin=18), compressed=True),
-        b"\x01",
-        b"\x03" + struct.pack("<I", 0) + stream(bytes(125), compressed=False) + bytes(4),
-        b"\x01" + struct.pack("<I", 1) + stream(bytes(125), compressed=False),
-        b"\x01" + struct.pack("<I", 0) + stream(bytes(124), compressed=False) + bytes(4),
-        b"\x01" + struct.pack("<I", 0) + stream(bytes(125), compressed=False) + bytes(4) + b"\0",
-        b"\x01" + struct.pack("<I", 0) + stream(bytes([1] + [0] * 124), compressed=False) + bytes(4),
-        b"\x01" + struct.pack("<I", 1001) + stream(b"\xff" * 125, compressed=False) + bytes(1005),
-        b"\x01" + struct.pack("<I", 0xFFFFFFFF) + stream(b"\xff" * 125, compressed=False) + bytes(4),
+        RAW,
+        RAW[:5],
+        head(None, 1) + bytes(1000),  # there is one plane
+        head(None, 15) + ZEROS,  # there is no bitmap
+        RAW + bytes(999),
+        RAW + bytes(1001),
+        PACKED,
+        PACKED + ZEROS[:-1],
+        PACKED + ZEROS + b"\0",
+        PACKED + unfinished(bytes(1000)),
+        PACKED + brotli.compress(bytes(999)),
+        PACKED + brotli.compress(bytes(1001)),
+        PACKED + brotli.compress(bytes(1000), quality=5, lgwin=24),
+        PACKED + brotli.compress(bytes(1000), quality=5, lgwin=19),
+        head(0),
+        head(0) + bytes(124),
+        head(0) + bytes(126),
+        head(1) + bytes(125),
+        head(1) + bytes(126),
+        head(0) + bytes([1] + [0] * 124),
+        head(0, 0) + bytes(125) + brotli.compress(b""),  # a plane of no bytes that is compressed
+        head(1001) + b"\xff" * 125 + bytes(1001),
+        head(0xFFFFFFFE) + b"\xff" * 125,
     ],
 )
 def test_what_the_brotli_codec_cannot_have_written_is_refused(block):
@@ -464,10 +450,12 @@ def test_what_the_brotli_codec_cannot_have_written_is_refused(block):
 @pytest.mark.parametrize(
     "block",
     [
-        b"\x00" + stream(bytes(1000), compressed=False),
-        b"\x00" + stream(ZEROS, compressed=True),
-        b"\x00" + stream(brotli.compress(bytes(1000), quality=11, lgwin=10), compressed=True),
-        b"\x01" + struct.pack("<I", 0) + stream(bytes(125), compressed=False) + bytes(4),
+        RAW + bytes(1000),
+        PACKED + ZEROS,
+        PACKED + brotli.compress(bytes(1000), quality=11, lgwin=10),
+        PACKED + brotli.compress(bytes(1000), quality=0, lgwin=18),
+        head(0) + bytes(125),
+        head(0, 15) + brotli.compress(bytes(125), lgwin=18),
     ],
 )
 def test_other_writers_of_the_format_may_choose_otherwise(block):
@@ -477,9 +465,23 @@ def test_other_writers_of_the_format_may_choose_otherwise(block):
 def test_bits_of_a_bitmap_after_the_last_element_are_zero():
     # Three elements, of which the second is 7.
     for bits, is_refused in ((0b010, False), (0b1010, True), (0b10000010, True)):
-        block = b"\x01" + struct.pack("<I", 1) + stream(bytes([bits]), compressed=False)
-        block += stream(b"\7", compressed=False)
+        block = head(1) + bytes([bits, 7])
         assert refused(codec("brotli"), block, [np.zeros(3, np.uint8)], [Lane(1, False)]) is is_refused
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_many_blocks_are_decoded_together_whatever_is_in_each(name):
+    values = [normal(500, seed) * (np.arange(500) % (1 + seed % 3) == 0) for seed in range(9)]
+    parts = [[raw(some), raw(np.arange(seed, seed + 9)), raw(-some)] for seed, some in enumerate(values)]
+    lanes, method = [F32, Lane(8, False), F32], codec(name)
+    plan = method.plan(parts[:3], lanes)
+    blocks = [method.encode(some, lanes, plan if i % 2 else None) for i, some in enumerate(parts)]
+    outs = [np.empty((9, len(part)), np.uint8) for part in parts[0]]
+    method.decode_all(blocks, outs, lanes)
+    for i, some in enumerate(parts):
+        assert [out[i].tobytes() for out in outs] == [part.tobytes() for part in some]
+    if name == "brotli":  # what a block is does not depend on the plan alone
+        assert refused(method, blocks[0] + b"\0", parts[0], lanes)
 
 
 BOMB = """
@@ -501,7 +503,7 @@ try:
 except DamagedError as error:
     print(error)
 try:
-    brotli.decompress(block[5:])
+    brotli.decompress(block[6:])
 except MemoryError:
     print("too much for plain brotli")
 """
@@ -511,7 +513,7 @@ def test_a_bomb_is_refused_within_little_memory():
     compressor = brotli.Compressor(quality=2, lgwin=18)
     data = b"".join(compressor.process(bytes(1 << 20)) for _ in range(128)) + compressor.finish()
     assert len(data) < 8192
-    block = b"\x00" + stream(data, compressed=True)
+    block = PACKED + data
     tracemalloc.start()
     try:
         assert refused(codec("brotli"), block, [np.zeros(8192, np.uint8)], [Lane(1, False)])

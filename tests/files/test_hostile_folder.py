@@ -428,10 +428,10 @@ def test_a_program_that_has_used_up_its_files(path, limit, log):
 # Tags, paths and archives
 
 
-@pytest.mark.parametrize("digits", ["9" * 6000, "2", "0", "1" + "0" * 30, "0" * 5000 + "1"])
+@pytest.mark.parametrize("digits", ["9" * 6000, "1", "3", "0", "1" + "0" * 30, "0" * 5000 + "1"])
 def test_a_tag_of_a_format_that_is_not_known(path, log, capfd, digits):
     fill(path)
-    (path / TAG).write_text((path / TAG).read_text().replace("format 1", f"format {digits}"))
+    (path / TAG).write_text((path / TAG).read_text().replace("format 2", f"format {digits}"))
     before = snapshot(path)
     with pytest.raises(NewerFormatError, match="Upgrade"):
         CacheDirectory(str(path), FileSystem()).check()
@@ -515,7 +515,7 @@ def test_what_tar_makes_of_a_cache_directory_is_imported(path, tmp_path):
 @pytest.mark.parametrize(
     ("tag", "sentence"),
     [
-        ("format 2", "is of format 2"),
+        ("format 3", "is of format 3"),
         ("format " + "9" * 6000, "is of format 999999999"),
         ("format 0", "is of format 0"),
         ("of something else", "something else"),
@@ -523,7 +523,7 @@ def test_what_tar_makes_of_a_cache_directory_is_imported(path, tmp_path):
 )
 def test_a_tar_of_another_format_is_refused_before_anything_is_written(path, tmp_path, capfd, tag, sentence):
     fill(path)
-    (path / TAG).write_text((path / TAG).read_text().replace("format 1", tag))
+    (path / TAG).write_text((path / TAG).read_text().replace("format 2", tag))
     # The tag may be the last file.
     subprocess.run(["tar", "-cf", tmp_path / "x.tar", A.hex(), TAG], cwd=path, check=True, timeout=60)
     code, text = command("import", tmp_path / "x.tar", tmp_path / "new", capfd=capfd)

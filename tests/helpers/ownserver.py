@@ -11,8 +11,8 @@ from pathlib import Path
 
 import redis
 
-from torchcache2.tiers.redis import guardian
-from torchcache2.tiers.redis.holding import let_go
+from torchcache2.tiers.redis import watcher
+from torchcache2.tiers.redis.server import let_go
 from torchcache2.tiers.shared.region import start_time
 
 PATIENCE = 10.0
@@ -32,7 +32,7 @@ class Place:
     def about(self):
         """What the file of the only server says."""
         (folder,) = self.folders
-        return json.loads((folder / guardian.FILE).read_text())
+        return json.loads((folder / watcher.FILE).read_text())
 
     def all_ended(self, *pids):
         """Wait until there is no folder, and until some processes have ended."""
@@ -40,11 +40,11 @@ class Place:
 
     def remove(self):
         for folder in self.folders:
-            let_go(str(folder / guardian.PIPE))
+            let_go(str(folder / watcher.HELD))
             with contextlib.suppress(OSError, ValueError, KeyError):
-                about = json.loads((folder / guardian.FILE).read_text())
-                if b"guardian.py" in Path(f"/proc/{about['guardian']}/cmdline").read_bytes():
-                    os.kill(about["guardian"], signal.SIGKILL)
+                about = json.loads((folder / watcher.FILE).read_text())
+                if b"watcher.py" in Path(f"/proc/{about['watcher']}/cmdline").read_bytes():
+                    os.kill(about["watcher"], signal.SIGKILL)
         shutil.rmtree(self.path, ignore_errors=True)
 
 

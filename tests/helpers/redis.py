@@ -11,7 +11,7 @@ import time
 
 import redis
 
-from torchcache2.tiers.redis.binaries import find_servers
+from torchcache2.tiers.redis.server import find_servers
 
 PROGRAMS = find_servers()
 PASSWORD = "not-a-secret"

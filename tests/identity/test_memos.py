@@ -1,5 +1,6 @@
 """Memos: dicts that a method only fills with what it computes from its argument do not count."""
 
+import json
 import random
 
 import pytest
@@ -392,6 +393,25 @@ class Setter(Scaling):
         return range(size)
 
 
+class Transient(Base):
+    def __init__(self):
+        super().__init__()
+        self.sizes = {}
+
+    def of(self, key):
+        if key in self.memo:
+            return self.memo[key]
+        size = self.sizes.get(key, len(key))
+        self.memo[key] = size
+        return size
+
+    def __call__(self, text):
+        self.sizes[text[0]] = len(text)
+        size = self.of(text[0])
+        del self.sizes[text[0]]
+        return range(size)
+
+
 class Instance(dict):
     def __contains__(self, key):
         return len(self) > 1 and super().__contains__(key)
@@ -405,7 +425,20 @@ class OwnDict(Plain):
 
 KINDS = [
     *(CountsEntries, ReadsAnother, ReturnsAnother, Rebinds, ReadsGlobal, Draws, Counts, CallsOther, Iterates),
-    *(HandsOut, Overrides, Default, CallsImpure, Mutable, Numbers, Shared, Property, Sets, Setter, OwnDict),
+    *(
+        HandsOut,
+        Overrides,
+        Default,
+        CallsImpure,
+        Mutable,
+        Numbers,
+        Shared,
+        Property,
+        Sets,
+        Setter,
+        Transient,
+        OwnDict,
+    ),
 ]
 
 
@@ -424,6 +457,25 @@ def test_these_are_memos(kind):
     module(X, ["d", "ef", "ghij"])
     module(X, ["d", "ef", "ghij"])
     assert namespace(module) == first and hits(module) == 3 and module.cache_instance.keeper.walks == 1
+
+
+def test_an_edit_while_a_forward_runs_is_noticed():
+    class Editing(Plain):
+        edit = staticmethod(lambda memo: None)
+
+        def __call__(self, text):
+            self.edit(text)
+            return super().__call__(text)
+
+    module = cached(Editing())
+    module(X, ["ab", "c", "abc"])
+    memo = module.tokenizer.memo
+    for edit in (lambda _: memo.update(c=2), lambda _: memo.pop("ab", None), lambda _: memo.update(x=[1])):
+        before = namespace(module)
+        module.tokenizer.edit = edit
+        for _ in range(2):
+            module(X, ["d", "e", "f"])
+        assert namespace(module) != before
 
 
 def test_a_forward_that_reads_it_too_has_it_count():
@@ -456,3 +508,24 @@ def test_the_probe_adds_words_that_do_not_count():
         for texts in BATCHES:
             module(X, texts)
     assert module.cache_instance.keeper.walks == 1 and module.cache_instance.stats().bypasses == {}
+
+
+def test_slow_tokenizers_of_transformers_have_memos(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    texts = ["low er", "lower", "low new"], ["lowest", "er", "lower"]
+    parts = ["<unk>", *"lower", "lo@@", "low", "er", "w@@", "l@@", "o@@", "e@@", "s@@", "t", "n@@"]
+    (tmp_path / "vocab.json").write_text(
+        json.dumps({part: at for at, part in enumerate(dict.fromkeys(parts))})
+    )
+    (tmp_path / "merges.txt").write_text("#version\nl o\nlo w\ne r</w>\n")
+    tokenizer = transformers.CTRLTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+
+    class Texts(Encoder):
+        def forward(self, x, texts):
+            return x * torch.tensor([[float(sum(self.tokenizer(text)["input_ids"]))] for text in texts])
+
+    module = torchcache(item_args=("texts",))(Texts(tokenizer).eval())
+    outputs = [module(X, some) for some in (*texts, *texts)]
+    assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3])
+    assert hits(module) >= 6 and module.cache_instance.keeper.walks == 1
+    assert len(tokenizer.cache) == 5 and module.cache_instance.stats().bypasses == {}

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import importlib
 import linecache
+import os
 import random
 import sys
 import threading
@@ -17,6 +18,7 @@ from torch import nn
 
 from torchcache2 import torchcache
 
+SOAK = bool(os.environ.get("SOAK"))
 X = torch.arange(1.0, 9.0).view(4, 2)
 
 
@@ -195,11 +197,11 @@ def check_random_code(tmp_path, seed):
 @pytest.mark.parametrize("part", range(4))
 def test_whatever_random_code_reads_is_noticed(part, tmp_path):
     hits = bypassed = 0
-    for seed in range(part * 25, part * 25 + 25):
+    for seed in range(part, 100 if SOAK else 60, 4):
         found = check_random_code(tmp_path, seed)
         hits += found.hits
         bypassed += sum(found.bypasses.values())
-    assert hits > 50 and bypassed > 50, "both what counts and what does not is tested"
+    assert hits > 10 and bypassed > 10, "both what counts and what does not is tested"
 
 
 # What is only written: the first thing that people try.
@@ -281,92 +283,67 @@ def test_what_is_only_written_is_no_obstacle(name, monkeypatch, tmp_path):
 # The same if anything reads it, wherever that is.
 
 
-class Child(nn.Module):
-    def __init__(self, factor=1.0):
-        super().__init__()
-        self.scale, self.seen, self.counts = factor, [], {}
+def within(text, body):
+    return text.replace("{body}", body.replace("\n", "\n        "))
 
+
+READING = """
+import operator
+from torch import nn
+class Child(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.seen, self.counts = 1.0, [], {}
     def forward(self, x):
         self.scale = float(x.sum())
         self.seen.append(1.0)
         self.counts[len(x)] = 1
         return x * 2
-
-
 def scale_of(module):
     return module.scale
-
-
-READ_BY = {
-    "parent": lambda self, x: x * self.child.scale,
-    "parent, in a block": lambda self, x: sum([x * self.child.scale for _ in range(1)]) if x.dim() else x,
-    "helper": lambda self, x: x * scale_of(self.child),
-    "getattr": lambda self, x: x * getattr(self.child, "scale"),  # noqa: B009
-    "computed name": lambda self, x: x * getattr(self.child, "sc" + "ale"),
-    "vars": lambda self, x: x * vars(self.child)["scale"],
-    "dict": lambda self, x: x * self.child.__dict__["scale"],
-    "format": lambda self, x: x * float("{0.scale}".format(self.child)),  # noqa: UP030, UP032
-    "match": lambda self, x: x * self.match(x),
-    "length": lambda self, x: x * len(self.child.seen),
-    "alias": lambda self, x: x * len(self.child.alias),
-    "truth": lambda self, x: x * (3 if self.child.seen else 2),
-    "keys": lambda self, x: x * (3 if len(x) in self.child.counts else 2),
-    "view": lambda self, x: x * len(self.view),
-    "bound method": lambda self, x: x * self.length(),
-    "closure": lambda self, x: x * self.function(),
-    "property": lambda self, x: x * self.known,
-    "operator": lambda self, x: x * self.getter(self.child),
-}
-
-
-class Parent(nn.Module):
+class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.child = Child()
-        self.view = self.child.counts.keys()
-        self.length = self.child.seen.__len__
-        seen = self.child.seen
-        self.function = lambda: len(seen)
-        self.getter = __import__("operator").attrgetter("scale")
-
+        {held}
     @property
     def known(self):
         return self.child.scale
-
     def match(self, x):
         match self.child:
             case Child(scale=factor):
                 return factor
-
-
-def _without(other):
-    """A class of which objects have one of the attributes that refer to parts of the child."""
-
-    class Only(Parent):
-        def __init__(self):
-            super().__init__()
-            for name in {"view", "length", "function", "getter"} - {other}:
-                delattr(self, name)
-
-    return Only
+    def forward(self, x):
+        return self.child(x * {read})
+"""
+READ_BY = {  # what the parent holds of the child, and what it reads
+    "parent": ("", "self.child.scale"),
+    "parent, in a block": ("", "(sum([self.child.scale for _ in range(1)]) if x.dim() else 1)"),
+    "helper": ("", "scale_of(self.child)"),
+    "getattr": ("", "getattr(self.child, 'scale')"),
+    "computed name": ("", "getattr(self.child, 'sc' + 'ale')"),
+    "vars": ("", "vars(self.child)['scale']"),
+    "dict": ("", "self.child.__dict__['scale']"),
+    "format": ("", "float('{0.scale}'.format(self.child))"),
+    "match": ("", "self.match(x)"),
+    "length": ("", "len(self.child.seen)"),
+    "alias": ("self.child.alias = self.child.seen", "len(self.child.alias)"),
+    "truth": ("", "(3 if self.child.seen else 2)"),
+    "keys": ("", "(3 if len(x) in self.child.counts else 2)"),
+    "view": ("self.view = self.child.counts.keys()", "len(self.view)"),
+    "bound method": ("self.length = self.child.seen.__len__", "self.length()"),
+    "closure": ("seen = self.child.seen; self.function = lambda: len(seen)", "self.function()"),
+    "property": ("", "self.known"),
+    "operator": ("self.getter = operator.attrgetter('scale')", "self.getter(self.child)"),
+}
 
 
 @pytest.mark.parametrize("how", READ_BY)
-def test_what_a_child_writes_and_another_reads_counts(how):
-    names = {"view": "view", "bound method": "length", "closure": "function", "operator": "getter"}
-    kind = _without(names.get(how))
-    source = READ_BY[how]
-
-    class Plain(kind):
-        def __init__(self):
-            super().__init__()
-            if how == "alias":
-                self.child.alias = self.child.seen
-
-        def forward(self, x):
-            return self.child(source(self, x))
-
-    plain, cached = Plain(), torchcache(Plain(), probe=False)
+def test_what_a_child_writes_and_another_reads_counts(how, tmp_path):
+    held, read = READ_BY[how]
+    text = READING.replace("{held}", held).replace("{read}", read)
+    plain, other = (made(tmp_path, text, f"reading_{which}").Net() for which in range(2))
+    cached = torchcache(other, probe=False)
     for x in (X, X, X + 1, X, X + 1):
         assert torch.equal(cached(x), plain(x))
     if how != "view":  # cannot be read at all
@@ -444,10 +421,6 @@ RUNS |= {
         "a lambda": "self.extra(x)",
     }.items()
 }
-
-
-def within(text, body):
-    return text.replace("{body}", body.replace("\n", "\n        "))
 
 
 @pytest.mark.parametrize("probe", [True, False])
@@ -639,17 +612,10 @@ def test_what_installed_code_reads_counts(how, tmp_path, monkeypatch):
     (site / "uses_reading.py").write_text(f"def read(module):\n    return {how}\n")
     monkeypatch.syspath_prepend(site)
     monkeypatch.delitem(sys.modules, "uses_reading", raising=False)
-    read = importlib.import_module("uses_reading").read
-
-    class Reading(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.child = Child()
-
-        def forward(self, x):
-            return self.child(x * read(self.child))
-
-    plain, cached = Reading(), torchcache(Reading(), probe=False)
+    text = READING.replace("{held}", "").replace("{read}", "read(self.child)")
+    head = "from uses_reading import read\n"
+    plain, other = (made(tmp_path, head + text, f"installed_{which}").Net() for which in range(2))
+    cached = torchcache(other, probe=False)
     for x in (X, X, X + 1, X):
         assert torch.equal(cached(x), plain(x))
 

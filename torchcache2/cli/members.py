@@ -102,7 +102,7 @@ def check_tag(fs: FileSystem, file: Descriptor, member: Member) -> None:
 
 
 def _check_version(version: object) -> None:
-    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         stated = printable(repr(version))
         raise ArchiveError(f"is of format {stated}, and this torchcache2 knows format {FORMAT_VERSION}")
 

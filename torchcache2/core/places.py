@@ -216,7 +216,7 @@ class Servers:
     buffer : int
         So many rows are gathered before they are written.
     guard : str
-        The pipe that processes hold open as long as they use a server of our own; empty if there is none.
+        The file that processes lock as long as they use a server of our own; empty if there is none.
     """
 
     servers: tuple[Server, ...]

@@ -25,7 +25,7 @@ from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import Levels, Store
 from torchcache2.datasets.tally import Tally
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.tiers.redis.holding import hold
+from torchcache2.tiers.redis.server import hold
 
 
 @dataclasses.dataclass(kw_only=True)

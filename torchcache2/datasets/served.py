@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from torchcache2.core.errors import MissingSampleError, NotCachedError, OptionError
-from torchcache2.core.keys import Keys, Positions
+from torchcache2.core.keys import Positions
 from torchcache2.core.logs import listed
 from torchcache2.core.sizes import size_text
 from torchcache2.datasets.identity import Identity, Index, as_index, keys_of
@@ -240,19 +240,23 @@ class ServedStore(Store):
         """The samples at n indices."""
         start = time.perf_counter_ns()
         indices = [self._index(index) for index in indices]
-        keys = keys_of(self.levels.namespace, indices)
-        samples, found, counts, _ = self.find(keys)
-        missing, end = np.flatnonzero(~found), start / 1e9 + self.patience
+        keys, end = keys_of(self.levels.namespace, indices), start / 1e9 + self.patience
+        sought = self.find(keys)
+        missing = np.flatnonzero(~sought.found)
         while len(missing):
-            missing, unread = self._again(keys, missing, samples, counts)
-            if len(missing) == 0:
-                break
-            if unread or not self._faults() or time.perf_counter() > end:
-                first = int(missing[0])
-                raise self._missing(indices[first], unread.get(first))
-            time.sleep(PAUSE)
-        self.tally.add(**counts, spent=time.perf_counter_ns() - start)
-        return samples
+            self.levels.look_again()
+            self.seek(keys, missing, sought)
+            for place in np.flatnonzero(~sought.found if not self._faults() else []):
+                self.seek(keys, np.array([place]), sought)  # those of a file fail together
+            missing = np.flatnonzero(~sought.found)
+            if len(missing):
+                unread = [sought.unread[place] for place in missing.tolist() if place in sought.unread]
+                if unread or not self._faults() or time.perf_counter() > end:
+                    first = int(missing[0])
+                    raise self._missing(indices[first], sought.unread.get(first))
+                time.sleep(PAUSE)
+        self.tally.add(**sought.counts, spent=time.perf_counter_ns() - start)
+        return sought.samples
 
     def fill(self, indices: Sequence[int]) -> tuple[int, int, int]:
         """Some samples are missing, and there is nothing that could load them."""
@@ -290,37 +294,6 @@ class ServedStore(Store):
         if not -length <= plain < length:
             raise IndexError(f"index {plain} of {length:,} samples")
         return plain % length
-
-    def _again(
-        self, keys: Keys, missing: Positions, samples: list[Any], counts: dict[str, int]
-    ) -> tuple[Positions, dict[int, UnreadableError]]:
-        """Look for samples that were missed, at once and then one by one: those of a file fail together.
-
-        Returns
-        -------
-        missing : ndarray of int64
-            Positions of those that are still missing.
-        unread : dict of int to UnreadableError
-            Why some of these cannot be read.
-        """
-        self.levels.look_again()
-        unread: dict[int, UnreadableError] = {}
-        for is_alone in (False, True):
-            left = []
-            for some in np.split(missing, np.arange(1, len(missing))) if is_alone else [missing]:
-                sought = self.find(keys.take(some))
-                for place, position in enumerate(some.tolist()):
-                    if sought.found[place]:
-                        samples[position] = sought.samples[place]
-                    else:
-                        left.append(position)
-                unread |= {int(some[place]): error for place, error in sought.unread.items()}
-                for name, count in sought.counts.items():
-                    counts[name] = counts.get(name, 0) + count
-            missing = np.array(left, np.int64)
-            if not left or self._faults():
-                break
-        return missing, {position: error for position, error in unread.items() if position in set(left)}
 
     def _faults(self) -> list[Exception]:
         """Why a bucket cannot be asked now."""

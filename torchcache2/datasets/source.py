@@ -19,7 +19,7 @@ from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.values.samples import Samples, from_rows
 from torchcache2.files.errors import UnreadableError
 
-_FIRST = 64  # samples that are copied in any case
+_FIRST = 8  # samples that are copied in any case
 _DEEPEST = 100
 _IMMUTABLE = frozenset([type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device])
 _Span = tuple[int, int]  # the first byte, and the one behind the last
@@ -79,7 +79,7 @@ def share_memory(indices: Iterable[Any], samples: Iterable[Any]) -> bool:
         found: list[_Span] = []
         _add(found, sample, 0)
         number = numbers.setdefault(index, len(numbers))
-        spans += [(start, end, number) for start, end in found]
+        spans += [(start, end, number) for start, end in found if start and start < end]
     last, owner = -2, -1
     for start, end, number in sorted(spans):
         if start < last and number != owner:
@@ -91,18 +91,27 @@ def share_memory(indices: Iterable[Any], samples: Iterable[Any]) -> bool:
 def _add(found: list[_Span], value: Any, depth: int) -> None:
     """Add the places in memory that decide what a value is."""
     kind = type(value)
-    children: Any = ()
-    if kind in _IMMUTABLE or isinstance(value, np.generic) or depth > _DEEPEST:
+    if kind in _IMMUTABLE or depth > _DEEPEST:
         return
     if isinstance(value, Tensor):
         if value.layout == torch.strided and not value.is_nested:
-            size = value.element_size()
-            _add_span(found, value.data_ptr(), value.shape, [size * step for step in value.stride()], size)
+            size, start = value.element_size(), value.data_ptr()
+            if value.is_contiguous():
+                found.append((start, start + size * value.numel()))
+            else:
+                _add_span(found, start, value.shape, [size * step for step in value.stride()], size)
         return
     if isinstance(value, np.ndarray):
-        _add_span(found, value.ctypes.data, value.shape, value.strides, value.itemsize)
+        if value.flags.c_contiguous:
+            start = value.__array_interface__["data"][0]
+            found.append((start, start + value.nbytes))
+        else:
+            _add_span(found, value.ctypes.data, value.shape, value.strides, value.itemsize)
         return
-    if not isinstance(value, tuple):
+    children: Any = ()
+    if kind is not tuple and not isinstance(value, tuple):
+        if isinstance(value, np.generic):
+            return
         found.append((id(value), id(value) + 1))
     if isinstance(value, (tuple, list)):
         children = () if _IMMUTABLE.issuperset(map(type, value)) else value

@@ -264,12 +264,17 @@ class Store:
     def find(self, keys: Keys) -> Sought:
         """The samples that tiers have, each in memory of its own."""
         sought = Sought([None] * len(keys), np.zeros(len(keys), bool), {}, {})
-        for tier, parts in zip(self.levels.tiers, self.levels.found(keys), strict=False):
-            before = int(sought.found.sum())
-            for positions, rows in parts:
-                self._read(positions, rows, sought)
-            sought.counts[f"{tier.name}_hits"] = int(sought.found.sum()) - before
+        self.seek(keys, np.arange(len(keys)), sought)
         return sought
+
+    def seek(self, keys: Keys, places: Positions, sought: Sought) -> None:
+        """Look for the samples of the keys at some places."""
+        asked = keys if len(places) == len(keys) else keys.take(places)
+        for tier, parts in zip(self.levels.tiers, self.levels.found(asked), strict=False):
+            before, name = int(sought.found.sum()), f"{tier.name}_hits"
+            for positions, rows in parts:
+                self._read(places[positions], rows, sought)
+            sought.counts[name] = sought.counts.get(name, 0) + int(sought.found.sum()) - before
 
     def find_one(self, index: int) -> list[Any]:
         """The sample at an int in a list, if memory has it and nothing needs a closer look; else nothing."""

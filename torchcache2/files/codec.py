@@ -1,14 +1,15 @@
 """The bytes of a block: zero bitmap, byte planes, brotli, blosc2; docs/format.md specifies them.
 
 A block is one or more rows: for each leaf a part, the bytes of its elements. Rows, dtypes and sizes are known
-from elsewhere, and are not in the block. Checksums are not the codec's task: from a changed block it makes a
+from elsewhere, and are not in the block. Leaves of one lane are compressed together, so that a row takes one
+stream whatever its leaves are. Checksums are not the codec's task: from a changed block it makes a
 `DamagedError` or wrong bytes.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import brotli  # type: ignore[import-untyped]
@@ -16,10 +17,12 @@ import numpy as np
 import torch
 
 from torchcache2.core.errors import require
-from torchcache2.core.keys import Array, Bytes
+from torchcache2.core.keys import Array, Bytes, Bytes2D
 from torchcache2.files.errors import DamagedError
 
-_MOST = (1 << 31) - 33  # bytes that a part may have: sizes have 31 bits, and a chunk has a header
+MOST_PART = (1 << 31) - 64  # bytes of a lane in one block: sizes have 31 bits, and a chunk has a header
+_U32 = struct.Struct("<I")
+_WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
 class Lane(NamedTuple):
@@ -53,67 +56,416 @@ def lane(dtype: torch.dtype) -> Lane:
     return _LANES.get(dtype, Lane(1, False))
 
 
-def lane_of_part(split: Lane, part: Bytes) -> Lane:
-    """The lane for a part; a part whose size is not a multiple of the width is not split."""
-    return split if len(part) % split.width == 0 else Lane(1, False)
+class _Group(NamedTuple):
+    """The leaves of a block that have one lane; their parts lie one after another, in `size` bytes."""
+
+    lane: Lane
+    leaves: list[int]
+    size: int
+
+
+def _groups(lanes: Sequence[Lane], sizes: Sequence[int]) -> list[_Group]:
+    """The leaves by lane, in the order of the first one of each; leaves without bytes are in no group."""
+    found: dict[Lane, list[int]] = {}
+    for leaf, (split, size) in enumerate(zip(lanes, sizes, strict=True)):
+        if size:
+            found.setdefault(split if size % split.width == 0 else Lane(1, False), []).append(leaf)
+    return [_Group(split, leaves, sum(sizes[leaf] for leaf in leaves)) for split, leaves in found.items()]
+
+
+# The pieces that are compressed, by lane and number.
+_Pieces = list[tuple[int, Bytes]]  # with their numbers
+Plan = frozenset[tuple[Lane, int]]
 
 
 class Codec:
     """Turns the parts of a block, one for each leaf, into bytes and back. Any thread may use it.
 
-    Parts are contiguous, uint8 of shape ``(bytes,)``. A block has the encoded ones one after another; a part
-    of no bytes leaves nothing in it.
+    Parts are contiguous, uint8 of shape ``(bytes,)``.
     """
 
     name: str
 
-    def encode(self, parts: Sequence[Bytes], lanes: Sequence[Lane]) -> bytes:
-        """The block of these parts; `ValueError` if one has 2 GiB or more."""
-        pieces: list[Any] = []
-        for part, split in zip(parts, lanes, strict=True):
-            if len(part) > _MOST:
-                raise ValueError(f"a part of {len(part):,} bytes: a compressing codec takes up to {_MOST:,}")
-            if len(part):
-                self._encode(part, lane_of_part(split, part), pieces)
-        return b"".join(pieces)
+    def plan(self, blocks: Iterable[Sequence[Bytes]], lanes: Sequence[Lane]) -> Plan:
+        """What to compress in blocks that are like these."""
+        return frozenset()
+
+    def encode(self, parts: Sequence[Bytes], lanes: Sequence[Lane], plan: Plan | None = None) -> bytes:
+        """The block of these parts; `ValueError` if those of a lane have 2 GiB or more.
+
+        The `plan` saves trying what gets smaller; whoever decodes need not know it.
+        """
+        raise NotImplementedError
 
     def decode(self, block: bytes | memoryview, outs: Sequence[Bytes], lanes: Sequence[Lane]) -> None:
-        """Fill `outs` from a block; `DamagedError` if it does not hold exactly that.
+        """Fill `outs` from a block; `DamagedError` if it does not hold exactly that."""
+        self.decode_all([block], [out[None] for out in outs], lanes)
 
-        Whatever the block says, memory beside `outs` stays within a few times the largest of them.
+    def decode_all(
+        self, blocks: Sequence[bytes | memoryview], outs: Sequence[Bytes2D], lanes: Sequence[Lane]
+    ) -> None:
+        """Fill `outs` from n blocks of equal sizes: for each leaf, uint8 ``(n, bytes of its part)``.
+
+        `DamagedError` if a block does not hold exactly that. Whatever blocks say, memory beside `outs` stays
+        within a few times theirs.
         """
-        data, at = memoryview(block), 0
-        for out, split in zip(outs, lanes, strict=True):
-            if len(out):
-                at = self._decode(data, at, out, lane_of_part(split, out))
-        if at != len(data):
-            raise DamagedError(f"{len(data) - at} bytes after the last part")
-
-    def _encode(self, part: Bytes, split: Lane, pieces: list[Any]) -> None:
-        """Append the encoded part to `pieces`."""
-        raise NotImplementedError
-
-    def _decode(self, data: memoryview, at: int, out: Bytes, split: Lane) -> int:
-        """Fill `out` from the encoded part that begins at `at`; where it ends."""
         raise NotImplementedError
 
 
-_U32 = struct.Struct("<I")
-_COMPRESSED = 1 << 31
-_HAS_BITMAP = 1
+class Plain(Codec):
+    """The bytes as they are."""
+
+    name = "none"
+
+    def encode(self, parts: Sequence[Bytes], lanes: Sequence[Lane], plan: Plan | None = None) -> bytes:
+        """The bytes of the parts, one after another."""
+        return b"".join(part.data for part in parts)
+
+    def decode_all(
+        self, blocks: Sequence[bytes | memoryview], outs: Sequence[Bytes2D], lanes: Sequence[Lane]
+    ) -> None:
+        """Split the blocks."""
+        size = sum(out.shape[1] for out in outs)
+        for i, block in enumerate(blocks):
+            data, at = np.frombuffer(block, np.uint8), 0
+            if len(data) != size:
+                raise DamagedError(f"a block of {len(data)} bytes for {size}")
+            for out in outs:
+                out[i] = data[at : at + out.shape[1]]
+                at += out.shape[1]
+
+
+def _joined(parts: Sequence[Bytes], group: _Group) -> Bytes:
+    """The bytes of a group."""
+    if group.size > MOST_PART:
+        raise ValueError(f"a part of {group.size:,} bytes: a compressing codec takes up to {MOST_PART:,}")
+    if len(group.leaves) == 1:
+        return parts[group.leaves[0]]
+    return np.concatenate([parts[leaf] for leaf in group.leaves])
+
+
+# Brotli. A block begins with a head for each group: how many of its elements are not zero, or that it has no
+# bitmap, and which of its pieces are compressed. The pieces of a group are the bitmap and the byte planes of
+# its elements, without zeros if there is a bitmap. First come all raw pieces, and then the others, as one
+# stream.
+
+_HEAD = struct.Struct("<IH")
+_NO_BITMAP = 0xFFFFFFFF
+_BITMAP = 15  # the number of that piece, and its bit; planes are numbered from 0
 _ZEROS_WORTH_A_BITMAP = 0.08
 _WORTH_BROTLI = 0.95
 _WINDOW = 18
 _WIDE_WINDOWS = frozenset(range(5, 16, 2))  # first four bits of a brotli stream: a window over 2^18 bytes
-_WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
-# The header of a Blosc2 chunk: version, zstd's version, flags, type size, bytes held, bytes of a part of
-# them, bytes of the chunk; six filters, codec, its setting, six filter settings, a reserved byte; more flags.
+
+
+class _Spans(NamedTuple):
+    """Where the pieces of a block are, as its heads say.
+
+    `groups` have, for each, the number of nonzero elements or -1, and the spans of its pieces, the bitmap's
+    first if there is one: whether it is in the stream, its begin and its end. Raw pieces end at `raw_end`;
+    the stream holds `packed` bytes.
+    """
+
+    groups: list[tuple[int, list[tuple[bool, int, int]]]]
+    raw_end: int
+    packed: int
+
+
+class Brotli(Codec):
+    """Byte planes, without the zeros if there are many: those that get smaller as one stream of brotli."""
+
+    name = "brotli"
+
+    def __init__(self, quality: int = 1) -> None:
+        self._quality = quality
+
+    def plan(self, blocks: Iterable[Sequence[Bytes]], lanes: Sequence[Lane]) -> Plan:
+        """Those pieces that get smaller by 5 %."""
+        sizes: dict[tuple[Lane, int], tuple[int, int]] = {}
+        for parts in blocks:
+            for split, _, pieces in _pieces(parts, lanes):
+                for piece, data in pieces:
+                    packed = brotli.compress(data.data, quality=self._quality, lgwin=_WINDOW)
+                    before, after = sizes.get((split, piece), (0, 0))
+                    sizes[split, piece] = before + len(data), after + len(packed)
+        return frozenset(one for one, (before, after) in sizes.items() if after <= _WORTH_BROTLI * before)
+
+    def encode(self, parts: Sequence[Bytes], lanes: Sequence[Lane], plan: Plan | None = None) -> bytes:
+        """Heads, raw pieces, and the stream of the others."""
+        if plan is None:
+            plan = self.plan([parts], lanes)
+        heads: list[Any] = []
+        raw: list[Any] = []
+        packed: list[Bytes] = []
+        for split, full, pieces in _pieces(parts, lanes):
+            flags = 0
+            for piece, data in pieces:
+                if (split, piece) in plan and len(data):
+                    packed.append(data)
+                    flags |= 1 << piece
+                else:
+                    raw.append(data.data)
+            heads.append(_HEAD.pack(full, flags))
+        stream = []
+        if packed:
+            compressor = brotli.Compressor(quality=self._quality, lgwin=_WINDOW)
+            for i, data in enumerate(packed):
+                # Each plane has its own statistics, so each gets meta-blocks of its own.
+                stream += [compressor.flush() if i else b"", compressor.process(data.data)]
+            stream.append(compressor.finish())
+        return b"".join([*heads, *raw, *stream])
+
+    def decode_all(
+        self, blocks: Sequence[bytes | memoryview], outs: Sequence[Bytes2D], lanes: Sequence[Lane]
+    ) -> None:
+        """Decompress each block, and put the planes of all of them together."""
+        groups = _groups(lanes, [out.shape[1] for out in outs])
+        size = len(groups) * _HEAD.size
+        data = [memoryview(block) for block in blocks]
+        heads = [bytes(one[:size]) for one in data]
+        known = {head: _spans(head, groups) for head in set(heads)}
+        spans = [known[head] for head in heads]
+        streams = [_stream(one, span) for one, span in zip(data, spans, strict=True)]
+        for number, group in enumerate(groups):
+            full, pieces = spans[0].groups[number]
+            if len(known) == 1 and full < 0:  # all pieces are at the same places
+                raw = _table([one[size : spans[0].raw_end] for one in data])
+                packed = _table(streams)
+                planes = [packed[:, a:b] if p else raw[:, a - size : b - size] for p, a, b in pieces]
+                _assemble(group, outs, list(range(len(data))), planes, None)
+                continue
+            for has_bitmap in (False, True):
+                rows = [i for i, span in enumerate(spans) if (span.groups[number][0] >= 0) is has_bitmap]
+                if rows:
+                    found = [spans[i].groups[number] for i in rows]
+                    buffers = [
+                        [(streams[i] if p else data[i])[a:b] for p, a, b in some]
+                        for i, (_, some) in zip(rows, found, strict=True)
+                    ]
+                    columns = [
+                        np.frombuffer(b"".join(column), np.uint8) for column in zip(*buffers, strict=True)
+                    ]
+                    _assemble(group, outs, rows, columns, [full for full, _ in found] if has_bitmap else None)
+
+
+def _table(buffers: list[memoryview]) -> Bytes2D:
+    """Buffers of one size as the rows of an array."""
+    return np.frombuffer(b"".join(buffers), np.uint8).reshape(len(buffers), -1)
+
+
+def _stream(data: memoryview, spans: _Spans) -> memoryview:
+    """What the stream of a block holds; `DamagedError` if the block has not the size that its heads say."""
+    if spans.raw_end > len(data) or (not spans.packed and spans.raw_end != len(data)):
+        raise DamagedError(f"a block of {len(data)} bytes")
+    return _decompressed(data[spans.raw_end :], spans.packed) if spans.packed else data[:0]
+
+
+def _pieces(parts: Sequence[Bytes], lanes: Sequence[Lane]) -> Iterator[tuple[Lane, int, _Pieces]]:
+    """For each group its lane, how many elements are not zero, or `_NO_BITMAP`, and its numbered pieces."""
+    for group in _groups(lanes, [len(part) for part in parts]):
+        width, rotated = group.lane
+        words: Array = _joined(parts, group).view(_WORDS[width])
+        pieces: _Pieces = []
+        full = int(np.count_nonzero(words))
+        if len(words) - full > _ZEROS_WORTH_A_BITMAP * len(words):
+            nonzero = words != 0
+            words = words[nonzero]
+            pieces.append((_BITMAP, np.packbits(nonzero, bitorder="little")))
+        else:
+            full = _NO_BITMAP
+        if rotated:
+            words = (words << 1) | (words >> (8 * width - 1))
+        pieces += enumerate(np.ascontiguousarray(words.view(np.uint8).reshape(-1, width).T))
+        yield group.lane, full, pieces
+
+
+def _spans(head: bytes, groups: Sequence[_Group]) -> _Spans:
+    """What the heads of a block say; `DamagedError` if it cannot be."""
+    if len(head) < len(groups) * _HEAD.size:
+        raise DamagedError("a block that ends too early")
+    raw_end, packed, found = len(head), 0, []
+    for group, (full, flags) in zip(groups, _HEAD.iter_unpack(head), strict=True):
+        width, count = group.lane.width, group.size // group.lane.width
+        has_bitmap = full != _NO_BITMAP
+        if flags & ~((1 << width) - 1 | has_bitmap << _BITMAP) or (has_bitmap and full > count):
+            raise DamagedError(f"{full} of {count} elements, and flags {flags}")
+        pieces = []
+        for piece in ([_BITMAP] if has_bitmap else []) + list(range(width)):
+            size = (count + 7) // 8 if piece == _BITMAP else full if has_bitmap else count
+            if is_packed := bool(flags >> piece & 1):
+                if size == 0:
+                    raise DamagedError("nothing that is compressed")
+                begin, packed = packed, packed + size
+            else:
+                begin, raw_end = raw_end, raw_end + size
+            pieces.append((is_packed, begin, begin + size))
+        found.append((full if has_bitmap else -1, pieces))
+    return _Spans(found, raw_end, packed)
+
+
+def _assemble(
+    group: _Group,
+    outs: Sequence[Bytes2D],
+    rows: list[int],
+    pieces: list[Array],
+    fulls: list[int] | None,
+) -> None:
+    """Fill these rows of the outputs of a group from the pieces of their blocks, one block after another."""
+    (width, rotated), count = group.lane, group.size // group.lane.width
+    whole = outs[group.leaves[0]]
+    is_direct = len(group.leaves) == 1 and len(rows) == len(whole)
+    target = whole if is_direct else np.empty((len(rows), group.size), np.uint8)
+    words: Array = target.view(_WORDS[width])
+    if fulls is None:
+        _merge([piece.reshape(-1, count) for piece in pieces], rotated, words)
+    else:
+        bitmaps = pieces[0].reshape(len(rows), -1)
+        bits = np.unpackbits(bitmaps, axis=1, bitorder="little")
+        nonzero = bits[:, :count].view(np.bool_)
+        if bits[:, count:].any() or nonzero.sum(axis=1).tolist() != fulls:
+            raise DamagedError(f"bitmaps that are not of {fulls[:8]} elements")
+        packed: Array = np.empty(sum(fulls), words.dtype)
+        _merge(pieces[1:], rotated, packed)
+        words.fill(0)
+        words[nonzero] = packed
+    if not is_direct:
+        at = 0
+        for leaf in group.leaves:
+            size = outs[leaf].shape[1]
+            outs[leaf][rows] = target[:, at : at + size]
+            at += size
+
+
+def _merge(planes: Sequence[Array], rotated: bool, words: Array) -> None:
+    """Fill `words` from their byte planes, the lowest first."""
+    np.copyto(words, planes[-1])
+    for plane in planes[-2::-1]:
+        words <<= 8
+        words |= plane
+    if rotated:
+        signs = words << (8 * words.itemsize - 1)
+        words >>= 1
+        words |= signs
+
+
+def _decompressed(stream: memoryview, size: int) -> memoryview:
+    """The `size` bytes that a stream of brotli holds."""
+    if not len(stream) or stream[0] & 0xF in _WIDE_WINDOWS:
+        raise DamagedError(f"no brotli stream for {size} bytes, or one with too large a window")
+    decompressor = brotli.Decompressor()
+    try:
+        # The limit is one byte too large: at the limit, brotli may stop without having seen the end.
+        found = decompressor.process(stream, output_buffer_limit=size + 1)
+    except brotli.error as error:
+        raise DamagedError(str(error)) from None
+    if len(found) != size or not decompressor.is_finished():
+        raise DamagedError(f"a brotli stream that does not hold {size} bytes")
+    return memoryview(found)
+
+
+# Blosc2. A block has for each group the bytes of a chunk, u32, and the chunk; or, if a chunk would be no
+# smaller, the bytes of the group with bit 31 set, and these as they are.
+#
+# The header of a chunk: version, zstd's version, flags, type size, bytes held, bytes of a part of them, bytes
+# of the chunk; six filters, codec, its setting, six filter settings, a reserved byte; more flags.
 _HEADER = struct.Struct("<BBBBIII15sB")
 _CHUNK_VERSION = 5
 _CHUNK_FLAGS = (0x07, 0x85, 0x87, 0x95, 0x97)  # they say: a long header, zstd or raw, planes apart or not
 _PIPELINE = bytes([1, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0])  # shuffle, then zstd
 _ZEROS = 0x10  # the chunk is zeros, and has no bytes after the header
+_RAW = 1 << 31
 _WORTH_THREADS = 1 << 19  # bytes of a part
+
+
+class Blosc2(Codec):
+    """Blosc2 chunks; needs the extra ``blosc2``."""
+
+    name = "blosc2"
+
+    def __init__(self, level: int = 1) -> None:
+        # Its import takes 0.3 s and two threads, so only those who want it wait for it.
+        self._library = require("blosc2", "blosc2", "compression='blosc2'")
+        self._level = level
+
+    def encode(self, parts: Sequence[Bytes], lanes: Sequence[Lane], plan: Plan | None = None) -> bytes:
+        """A chunk for each group."""
+        library, pieces = self._library, []
+        for group in _groups(lanes, [len(part) for part in parts]):
+            data = _joined(parts, group)
+            chunk = library.compress2(
+                data,
+                typesize=group.lane.width,
+                clevel=self._level,
+                codec=library.Codec.ZSTD,
+                filters=[library.Filter.SHUFFLE],
+                filters_meta=[0],
+                **_threads(len(data)),
+            )
+            if len(chunk) < len(data):
+                pieces += [_U32.pack(len(chunk)), chunk]
+            else:
+                pieces += [_U32.pack(len(data) | _RAW), data.data]
+        return b"".join(pieces)
+
+    def decode_all(
+        self, blocks: Sequence[bytes | memoryview], outs: Sequence[Bytes2D], lanes: Sequence[Lane]
+    ) -> None:
+        """Decompress each chunk."""
+        groups = _groups(lanes, [out.shape[1] for out in outs])
+        for i, block in enumerate(blocks):
+            data, at = memoryview(block), 0
+            for group in groups:
+                whole = outs[group.leaves[0]][i]
+                target = whole if len(group.leaves) == 1 else np.empty(group.size, np.uint8)
+                at = self._decode(data, at, target, group.lane.width)
+                start = 0
+                for leaf in group.leaves if target is not whole else []:
+                    outs[leaf][i] = target[start : start + outs[leaf].shape[1]]
+                    start += outs[leaf].shape[1]
+            if at != len(data):
+                raise DamagedError(f"{len(data) - at} bytes after the last part")
+
+    def _decode(self, data: memoryview, at: int, out: Bytes, width: int) -> int:
+        """Fill `out` from the group that begins at `at`; where it ends."""
+        begin = at + _U32.size
+        if begin > len(data):
+            raise DamagedError("a block that ends too early")
+        size: int = _U32.unpack_from(data, at)[0]
+        if size & _RAW:
+            end = begin + len(out)
+            if size != len(out) | _RAW or end > len(data):
+                raise DamagedError(f"raw bytes that are not {len(out)}")
+            out[:] = np.frombuffer(data[begin:end], np.uint8)
+            return end
+        chunk = _chunk(data[begin:], size, len(out), width)
+        try:
+            self._library.decompress2(chunk, out, **_threads(len(out)))
+        except (ValueError, RuntimeError) as error:
+            raise DamagedError(str(error)) from None
+        return begin + size
+
+
+def _threads(size: int) -> dict[str, int]:
+    """Threads cost more than they bring to small parts; their number is the library's setting."""
+    return {"nthreads": 1} if size < _WORTH_THREADS else {}
+
+
+def _chunk(data: memoryview, stored: int, size: int, width: int) -> memoryview:
+    """The first `stored` bytes, if they begin with a header that `Blosc2` writes for `size` bytes."""
+    if not _HEADER.size <= stored <= len(data):
+        raise DamagedError("a block that ends too early")
+    version, _, flags, typesize, count, part, length, pipeline, special = _HEADER.unpack_from(data)
+    # The library obeys headers: they could name filters and codecs that it would go and load.
+    if (
+        stored != length
+        or (version, typesize, count, pipeline) != (_CHUNK_VERSION, width, size, _PIPELINE)
+        or flags not in _CHUNK_FLAGS
+        or not 0 < part <= size
+        or special not in (0, _ZEROS)
+        or (special == _ZEROS and stored != _HEADER.size)
+    ):
+        raise DamagedError(f"not a chunk of {size} bytes")
+    return data[:stored]
 
 
 def codec(name: str, quality: int = 1) -> Codec:
@@ -128,173 +480,3 @@ def codec(name: str, quality: int = 1) -> Codec:
     if name == "blosc2":
         return Blosc2(quality)
     raise ValueError(f"no codec is called {name!r}")
-
-
-class Plain(Codec):
-    """The bytes as they are."""
-
-    name = "none"
-
-    def encode(self, parts: Sequence[Bytes], lanes: Sequence[Lane]) -> bytes:
-        """The bytes of the parts, one after another."""
-        return b"".join(part.data for part in parts)
-
-    def decode(self, block: bytes | memoryview, outs: Sequence[Bytes], lanes: Sequence[Lane]) -> None:
-        """Fill `outs` from a block; `DamagedError` if it does not hold exactly that."""
-        data, at = np.frombuffer(block, np.uint8), 0
-        if len(data) != sum(map(len, outs)):
-            raise DamagedError(f"a block of {len(data)} bytes for {sum(map(len, outs))}")
-        for out in outs:
-            out[:] = data[at : at + len(out)]
-            at += len(out)
-
-
-class Brotli(Codec):
-    """Byte planes, each of them brotli or raw, without the zeros if there are many."""
-
-    name = "brotli"
-
-    def __init__(self, quality: int = 1) -> None:
-        self._quality = quality
-
-    def _encode(self, part: Bytes, split: Lane, pieces: list[Any]) -> None:
-        width, rotated = split
-        words: Array = part.view(_WORDS[width])
-        full = int(np.count_nonzero(words))
-        if len(words) - full > _ZEROS_WORTH_A_BITMAP * len(words):
-            nonzero = words != 0
-            words = words[nonzero]
-            pieces += (b"\x01", _U32.pack(full))
-            self._write(np.packbits(nonzero, bitorder="little"), pieces)
-        else:
-            pieces.append(b"\x00")
-        if rotated:
-            words = (words << 1) | (words >> (8 * width - 1))
-        planes = words.view(np.uint8).reshape(-1, width)
-        for number in range(width):
-            self._write(np.ascontiguousarray(planes[:, number]), pieces)
-
-    def _decode(self, data: memoryview, at: int, out: Bytes, split: Lane) -> int:
-        width, rotated = split
-        count = len(out) // width
-        flags = data[at] if at < len(data) else -1
-        if flags == 0:
-            return _join(data, at + 1, out, count, width, rotated)
-        if flags != _HAS_BITMAP or at + 5 > len(data):
-            raise DamagedError(f"flags {flags}")
-        (full,) = _U32.unpack_from(data, at + 1)
-        bitmap, at = _stream(data, at + 5, (count + 7) // 8)
-        nonzero = np.unpackbits(bitmap, count=count, bitorder="little").view(np.bool_)
-        if full != np.count_nonzero(nonzero) or (count % 8 and bitmap[-1] >> count % 8):
-            raise DamagedError(f"a bitmap that is not of {full} in {count} elements")
-        packed = np.empty(full * width, np.uint8)
-        at = _join(data, at, packed, full, width, rotated)
-        words: Array = out.view(_WORDS[width])
-        words.fill(0)
-        words[nonzero] = packed.view(_WORDS[width])
-        return at
-
-    def _write(self, plane: Bytes, pieces: list[Any]) -> None:
-        # The sample is the whole plane: brotli passes noise on at gigabytes a second.
-        packed = brotli.compress(plane.data, quality=self._quality, lgwin=_WINDOW)
-        if len(packed) <= _WORTH_BROTLI * len(plane):
-            pieces += (_U32.pack(_COMPRESSED | len(packed)), packed)
-        else:
-            pieces += (_U32.pack(len(plane)), plane.data)
-
-
-class Blosc2(Codec):
-    """Blosc2 chunks; needs the extra ``blosc2``."""
-
-    name = "blosc2"
-
-    def __init__(self, level: int = 1) -> None:
-        # Its import takes 0.3 s and two threads, so only those who want it wait for it.
-        self._library = require("blosc2", "blosc2", "compression='blosc2'")
-        self._level = level
-
-    def _encode(self, part: Bytes, split: Lane, pieces: list[Any]) -> None:
-        library = self._library
-        # Threads cost more than they bring to small parts; their number is the library's setting.
-        threads = {"nthreads": 1} if len(part) < _WORTH_THREADS else {}
-        chunk = library.compress2(
-            part,
-            typesize=split.width,
-            clevel=self._level,
-            codec=library.Codec.ZSTD,
-            filters=[library.Filter.SHUFFLE],
-            filters_meta=[0],
-            **threads,
-        )
-        pieces += (_U32.pack(len(chunk)), chunk)
-
-    def _decode(self, data: memoryview, at: int, out: Bytes, split: Lane) -> int:
-        chunk, end = _chunk(data, at, len(out), split.width)
-        threads = {"nthreads": 1} if len(out) < _WORTH_THREADS else {}
-        try:
-            self._library.decompress2(chunk, out, **threads)
-        except (ValueError, RuntimeError) as error:
-            raise DamagedError(str(error)) from None
-        return end
-
-
-def _join(data: memoryview, at: int, out: Bytes, count: int, width: int, rotated: bool) -> int:
-    """Fill `out` with the elements whose planes begin at `at`; where they end."""
-    table = out.reshape(-1, width)
-    for number in range(width):
-        table[:, number], at = _stream(data, at, count)
-    if rotated:
-        words: Array = out.view(_WORDS[width])
-        signs = words << (8 * width - 1)
-        words >>= 1
-        words |= signs
-    return at
-
-
-def _stream(data: memoryview, at: int, size: int) -> tuple[Bytes, int]:
-    """The `size` bytes that the stream at `at` holds, and where it ends."""
-    begin = at + 4
-    if begin > len(data):
-        raise DamagedError("a block that ends too early")
-    (head,) = _U32.unpack_from(data, at)
-    stored = head & (_COMPRESSED - 1)
-    end = begin + stored
-    if end > len(data):
-        raise DamagedError("a block that ends too early")
-    if head < _COMPRESSED:
-        if stored != size:
-            raise DamagedError(f"{stored} raw bytes for {size}")
-        return np.frombuffer(data[begin:end], np.uint8), end
-    if not 0 < stored < size or data[begin] & 0xF in _WIDE_WINDOWS:
-        raise DamagedError(f"a brotli stream of {stored} bytes for {size}, or one with too large a window")
-    decompressor = brotli.Decompressor()
-    try:
-        # The limit is one byte too large: at the limit, brotli may stop without having seen the end.
-        found = decompressor.process(data[begin:end], output_buffer_limit=size + 1)
-    except brotli.error as error:
-        raise DamagedError(str(error)) from None
-    if len(found) != size or not decompressor.is_finished():
-        raise DamagedError(f"a brotli stream that does not hold {size} bytes")
-    return np.frombuffer(found, np.uint8), end
-
-
-def _chunk(data: memoryview, at: int, size: int, width: int) -> tuple[memoryview, int]:
-    """The chunk at `at`, whose header is one that `Blosc2` writes for `size` bytes, and where it ends."""
-    begin = at + 4
-    if begin + _HEADER.size > len(data):
-        raise DamagedError("a block that ends too early")
-    (stored,) = _U32.unpack_from(data, at)
-    end = begin + stored
-    version, _, flags, typesize, count, part, length, pipeline, special = _HEADER.unpack_from(data, begin)
-    # The library obeys headers: they could name filters and codecs that it would go and load.
-    if (
-        stored != length
-        or end > len(data)
-        or (version, typesize, count, pipeline) != (_CHUNK_VERSION, width, size, _PIPELINE)
-        or flags not in _CHUNK_FLAGS
-        or not 0 < part <= size
-        or special not in (0, _ZEROS)
-        or (special == _ZEROS and stored != _HEADER.size)
-    ):
-        raise DamagedError(f"not a chunk of {size} bytes")
-    return data[begin:end], end

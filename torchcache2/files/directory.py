@@ -139,7 +139,7 @@ def stated_format(tag: bytes) -> int | None:
 
 def check_format(place: str, number: int) -> None:
     """Raise `NewerFormatError` if this version does not know the format that a place states."""
-    if not 1 <= number <= FORMAT_VERSION:
+    if number != FORMAT_VERSION:
         raise NewerFormatError(
             f"{place} has format {number}, and this version of torchcache2 knows format {FORMAT_VERSION}: "
             "nothing is read or written there. Upgrade torchcache2, or give another folder"

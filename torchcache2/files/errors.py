@@ -15,7 +15,7 @@ class DamagedError(UnreadableError):
 
 
 class NewerFormatError(UnreadableError):
-    """A segment or a directory of a later version of the format."""
+    """A segment or a directory of another version of the format, mostly a later one."""
 
 
 class TooLargeError(UnreadableError):

@@ -230,7 +230,16 @@ def is_read_only(error: OSError) -> bool:
 
 
 class FileSystem:
-    """The file system of the operating system. All methods raise `OSError` as it does."""
+    """The file system of the operating system. All methods raise `OSError` as it does.
+
+    Attributes
+    ----------
+    is_remote : bool
+        Whether `will_need` is to be called for all that a batch reads before the first read of it, and not
+        only once a read has taken long.
+    """
+
+    is_remote = False
 
     def open(self, path: str) -> Descriptor:
         """Open a regular file for reading; never waits.
@@ -405,7 +414,7 @@ class FileSystem:
         """Fill buffers from one range of a file; `DamagedError` if the file ends before."""
         for first in range(0, len(buffers), _MOST_BUFFERS):
             some = buffers[first : first + _MOST_BUFFERS]
-            size = sum(len(buffer) for buffer in some)
+            size = sum(map(len, some))
             done = self.read(file, some, offset)
             while done < size:
                 rest = _after(some, done)

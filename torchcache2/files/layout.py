@@ -1,4 +1,4 @@
-"""`Layout`: where everything is in a segment of version 1 of the format, which docs/format.md specifies.
+"""`Layout`: where everything is in a segment of version 2 of the format, which docs/format.md specifies.
 
 A segment is an immutable safetensors file with rows of one namespace. Everything before the rows is its
 *head*: to open a segment, this is all that is read, and nothing in it is used before it is checked.
@@ -26,7 +26,7 @@ from torchcache2.files.errors import DamagedError, NewerFormatError, TooLargeErr
 from torchcache2.files.filesystem import FileSystem, write_whole
 from torchcache2.files.schema import schema_from_json, schema_to_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SEGMENT = ".safetensors"
 TEMPORARY = ".tmp"  # behind the name of a segment that is being written
 HEAD = ".head"  # behind the name of a segment that a bucket has
@@ -68,8 +68,9 @@ class Layout:
     count : int
         How many rows there are.
     rows_per_block : int
-        0 if rows are stored as columns, one for each leaf; else they are stored as blocks in the payload.
+        0 if rows of one size lie one after another; else they are in blocks, whose `offsets` say where.
     payload_bytes : int
+        Of the blocks.
     library : str
         The version that wrote the segment.
     """
@@ -100,7 +101,6 @@ class Layout:
             "checksums": ("U64", (self.count,)),
         }
         if self.rows_per_block:
-            tensors["block_checksums"] = ("U64", (self.blocks,))
             tensors["offsets"] = ("I64", (self.blocks + 1,))
         if self.extents:
             tensors["shapes"] = ("I64", (self.count, self.extents))
@@ -113,7 +113,7 @@ class Layout:
 
     @property
     def columns(self) -> list[str]:
-        """The name of each leaf's tensor."""
+        """A name for each leaf, as of a tensor."""
         names: dict[str, None] = {}
         for leaf in self.schema.leaves:
             path = re.sub(r"\['?|'?\]", ".", leaf.path).replace("..", ".").strip(".")
@@ -125,22 +125,6 @@ class Layout:
         return list(names)
 
     @property
-    def column_starts(self) -> list[int]:
-        """Where each leaf's tensor begins, in bytes behind the beginning of the first tensor of rows."""
-        starts = [0] * len(self.schema.leaves)
-        position = 0
-        for i in self.column_order:
-            starts[i] = position
-            position += self.count * self.schema.leaves[i].row_bytes
-        return starts
-
-    @property
-    def column_order(self) -> list[int]:
-        """Numbers of the leaves as their tensors lie in the file: wide elements first, so all are aligned."""
-        stored = [str(leaf.stored)[6:] for leaf in self.schema.leaves]
-        return sorted(range(len(stored)), key=lambda i: -nbytes_of(DTYPES.get(stored[i], "U8")))
-
-    @property
     def row_data_bytes(self) -> int:
         """Bytes of the rows as stored."""
         return self.payload_bytes if self.rows_per_block else self.count * self.schema.row_bytes
@@ -150,13 +134,12 @@ class Layout:
         tensors = self.index
         if self.rows_per_block:
             tensors["payload"] = ("U8", (self.payload_bytes,))
+        elif len(self.schema.leaves) == 1:
+            (leaf,), (name,) = self.schema.leaves, self.columns
+            dtype = DTYPES.get(str(leaf.stored)[6:])
+            tensors[name] = (dtype or "U8", (self.count, *(leaf.shape if dtype else (leaf.row_bytes,))))
         else:
-            names = self.columns
-            for i in self.column_order:
-                leaf = self.schema.leaves[i]
-                dtype = DTYPES.get(str(leaf.stored)[6:])
-                shape = leaf.shape if dtype else (leaf.row_bytes,)
-                tensors[names[i]] = (dtype or "U8", (self.count, *shape))
+            tensors["payload"] = ("U8", (self.count, self.schema.row_bytes))
         members, position = {}, 0
         for name, (kind, extents) in tensors.items():
             end = position + nbytes_of(kind, extents)
@@ -256,16 +239,16 @@ def parse(text: bytes, file_bytes: int, limit: int, *, structured: bool = True) 
         metadata = header.pop("__metadata__")
         if metadata["format"] != FORMAT:
             raise DamagedError("not a segment")
-        if _number(metadata["format_version"]) > FORMAT_VERSION:
-            raise NewerFormatError(f"format {metadata['format_version']}")
+        if _number(metadata["format_version"]) != FORMAT_VERSION:
+            raise NewerFormatError(f"format {metadata['format_version']}, and this one is {FORMAT_VERSION}")
         schema = schema_from_json(json.loads(metadata["schema"]), structured=structured)
         layout = Layout(
             namespace=bytes.fromhex(metadata["namespace"]),
             schema=schema,
             codec=metadata["codec"],
             count=header["keys"]["shape"][0],
-            rows_per_block=_number(metadata["rows_per_block"]),
-            payload_bytes=header["payload"]["shape"][0] if "payload" in header else 0,
+            rows_per_block=(per_block := _number(metadata["rows_per_block"])),
+            payload_bytes=header["payload"]["shape"][0] if per_block else 0,
             library=metadata["library"],
         )
         _check(layout, file_bytes - 8 - len(text), limit)
@@ -297,8 +280,8 @@ def _check(layout: Layout, data_bytes: int, limit: int) -> None:
     if layout.count * 24 > data_bytes:
         raise DamagedError(f"{layout.count} rows in {data_bytes} bytes")
     fixed = layout.extents == 0
-    if layout.rows_per_block == 0 and (layout.codec != "none" or not fixed):
-        raise DamagedError("no blocks")
+    if (layout.rows_per_block == 0) != (layout.codec == "none" and fixed):
+        raise DamagedError(f"blocks of {layout.rows_per_block} rows, and codec {layout.codec}")
     if fixed:
         row_bytes = layout.schema.row_bytes
         most = max(row_bytes, _MOST_BLOCK_BYTES)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +22,7 @@ from torchcache2.core.memory import as_bytes, empty_bytes, moved
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.sizes import check_room
 from torchcache2.files import codec as codecs
-from torchcache2.files.codec import Codec, Lane, Plain, lane
+from torchcache2.files.codec import MOST_PART, Codec, lane
 from torchcache2.files.errors import DamagedError
 from torchcache2.files.filesystem import Descriptor, Descriptors, FileSystem, write_whole
 from torchcache2.files.layout import (
@@ -35,10 +37,14 @@ from torchcache2.files.layout import (
 
 _LEAST_SAVED = 0.1  # a codec that saves a smaller share of the bytes costs more time than that is worth
 _HOPELESS = 0.98  # if a sample shrinks less than to this share, the rest is not tried
-_MOST_PART = (1 << 31) - 64  # a codec accepts so many bytes of a leaf in one row
 _SAMPLES = 32
 _FEW = 4  # so few blocks are all tried
+_CHECKED_AT_ONCE = 8 << 20  # bytes
+_DECODED_AT_ONCE = 1 << 18  # bytes
+_SLOW, _SLOW_PER_BYTE = 50e-6, 1e-9  # seconds; rows in the page cache are read in less
 Batch = tuple[Keys, Rows]
+Columns = list[np.ndarray[Any, np.dtype[np.uint8]]]
+Waited = Callable[[], object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,32 +86,29 @@ def encode(batches: Sequence[Batch], codec: Codec, *, library: str = "") -> Enco
     pieces = [[as_bytes(c).numpy() for c in rows.in_logical_order().columns] for _, rows in batches]
     counts = [len(keys) for keys, _ in batches]
     layout = Layout(batches[0][0].namespace, schema, "none", sum(counts), library=library)
-    pairs = zip(pieces, counts, strict=True)
-    checksums = np.concatenate([row_checksums(columns, range(count)) for columns, count in pairs])
-    lanes = [lane(leaf.stored) for leaf in schema.leaves]
-    if any(column.shape[1] > _MOST_PART for columns in pieces for column in columns):
-        codec = Plain()
-    index: dict[str, np.ndarray[Any, Any]] = {}
+    pairs = list(zip(pieces, counts, strict=True))
+    index: dict[str, np.ndarray[Any, Any]] = {"keys": np.concatenate([keys.data for keys, _ in batches])}
+    index["checksums"] = np.concatenate([row_checksums(columns, range(count)) for columns, count in pairs])
+    sizes = [sum(column.shape[1] for column in columns) for columns in pieces]
     is_ragged = layout.extents > 0
-    per_block = 1 if is_ragged else max(1, BLOCK_BYTES // max(1, schema.row_bytes))
-    blocks = None
     if is_ragged:
         index["shapes"] = _shapes(schema, schemas, counts)
-        blocks = _encoded(_blocks(pieces, per_block), codec, lanes, limit=None)
-    elif codec.name != "none" and schema.row_bytes and _is_promising(pieces, per_block, codec, lanes):
-        limit = int(layout.row_data_bytes * (1 - _LEAST_SAVED))
-        blocks = _encoded(_blocks(pieces, per_block), codec, lanes, limit=limit)
+    per_block = 1 if is_ragged else max(1, BLOCK_BYTES // max(1, schema.row_bytes))
+    blocks = _compressed(pieces, per_block, codec, schema) if max(sizes) <= MOST_PART else None
     data: Sequence[Any]
-    if blocks is None:
-        data = [columns[i].reshape(-1) for i in layout.column_order for columns in pieces]
-    else:
+    ends: Array | None = None
+    if blocks is not None:
         data, ends = blocks, np.cumsum([0, *map(len, blocks)], dtype=np.int64)
+        layout = dataclasses.replace(layout, codec=codec.name)
+    else:
+        # A row lies in one piece, whatever its leaves are, so that one call reads it.
+        tables = [c[0] if len(c) == 1 else np.concatenate(c, axis=1) if c else np.empty(0) for c in pieces]
+        data = [table.reshape(-1) for table in tables]
+        if is_ragged:
+            ends = np.cumsum([0, *np.repeat(sizes, counts)], dtype=np.int64)
+    if ends is not None:
         index["offsets"] = ends
-        index["block_checksums"] = np.array([xxh3_64_intdigest(block) for block in blocks], np.uint64)
-        size = int(ends[-1])
-        layout = dataclasses.replace(layout, codec=codec.name, rows_per_block=per_block, payload_bytes=size)
-    index["keys"] = np.concatenate([keys.data for keys, _ in batches])
-    index["checksums"] = checksums
+        layout = dataclasses.replace(layout, rows_per_block=per_block, payload_bytes=int(ends[-1]))
     head = layout.header([np.ascontiguousarray(index[name]).tobytes() for name in layout.index])
     return Encoded(layout, head, [memoryview(block) for block in data], index)
 
@@ -175,38 +178,39 @@ def _joined(parts: Sequence[Sequence[Bytes2D]]) -> list[Bytes]:
     return [np.concatenate(columns).reshape(-1) for columns in zip(*parts, strict=True)]
 
 
-def _encoded(
-    blocks: Iterator[list[Bytes]], codec: Codec, lanes: Sequence[Lane], limit: int | None
+def _compressed(
+    pieces: Sequence[Sequence[Bytes2D]], per_block: int, codec: Codec, schema: Schema
 ) -> list[bytes] | None:
-    """Encoded blocks; None if they are longer than `limit` together."""
+    """The compressed blocks; None if that is not worth it. A sample, evenly spread, says so before."""
+    lanes = [lane(leaf.stored) for leaf in schema.leaves]
+    before = sum(column.nbytes for columns in pieces for column in columns)
+    if codec.name == "none" or not before:
+        return None
+    sample = _sample(pieces, per_block)
+    plan = codec.plan(sample, lanes)
+    size = sum(len(part) for parts in sample for part in parts)
+    if sum(len(codec.encode(parts, lanes, plan)) for parts in sample) > _HOPELESS * size:
+        return None
     done, size = [], 0
-    for block in blocks:
-        done.append(codec.encode(block, lanes))
+    for block in _blocks(pieces, per_block):
+        done.append(codec.encode(block, lanes, plan))
         size += len(done[-1])
-        if limit is not None and size > limit:
+        if size > before * (1 - _LEAST_SAVED):
             return None
     return done
 
 
-def _is_promising(
-    pieces: Sequence[Sequence[Bytes]], per_block: int, codec: Codec, lanes: Sequence[Lane]
-) -> bool:
-    """Whether a sample of the blocks, evenly spread, shrinks enough to try all of them."""
-    counts = [len(columns[0]) for columns in pieces]
-    if sum(counts) <= per_block * _FEW:
-        return True  # the sample would be all of them
-    step = max(1, sum(counts) // _SAMPLES)
-    before = after = 0
+def _sample(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> list[list[Bytes]]:
+    """Some of the blocks, or all if there are few."""
+    count = sum(len(columns[0]) for columns in pieces)
+    if count <= per_block * _FEW:
+        return list(_blocks(pieces, per_block))
+    step = max(1, count // _SAMPLES)
+    found = []
     for columns in pieces[:: max(1, len(pieces) // _SAMPLES)]:
         for start in range(0, len(columns[0]), step):
-            block = [column[start : start + per_block].reshape(-1) for column in columns]
-            before += sum(map(len, block))
-            after += len(codec.encode(block, lanes))
-    return after <= _HOPELESS * before
-
-
-_CHECKED_AT_ONCE = 8 << 20  # bytes
-Columns = list[np.ndarray[Any, np.dtype[np.uint8]]]
+            found.append([column[start : start + per_block].reshape(-1) for column in columns])
+    return found
 
 
 class Files(Protocol):
@@ -251,12 +255,8 @@ class Segment:
         self._offsets = index.get("offsets")
         if self._offsets is not None and layout.payload_bytes < 1 << 32:
             self._offsets = self._offsets.astype(np.uint32)
-        self._block_checksums = index.get("block_checksums")
-        if self._block_checksums is not None:  # half of each is kept, as rows have checksums too
-            self._block_checksums = self._block_checksums.astype(np.uint32)
         self._codec = codecs.codec(layout.codec)
         self._lanes = [lane(leaf.stored) for leaf in layout.schema.leaves]
-        self._starts = layout.column_starts if layout.rows_per_block == 0 else []
 
     def __len__(self) -> int:
         return self.layout.count
@@ -264,7 +264,7 @@ class Segment:
     @property
     def index_bytes(self) -> int:
         """Bytes of memory that the index takes, without the keys."""
-        arrays = (self._checksums, self._shapes, self._offsets, self._block_checksums)
+        arrays = (self._checksums, self._shapes, self._offsets)
         return sum(array.nbytes for array in arrays if array is not None)
 
     @classmethod
@@ -327,18 +327,12 @@ class Segment:
     def read_ahead(self, rows: Array) -> None:
         """Have the system read rows ahead: numbers of rows, shape ``(m,)``."""
         file = self._descriptors.get(self.path)
-        if self._offsets is not None:
-            blocks = np.sort(rows // self.layout.rows_per_block)
-            ranges = list(zip(*self._ranges(blocks[_firsts(blocks, 0)]), strict=True))
-        else:
-            runs, ranges = _runs(np.sort(rows)), []
-            for leaf, start in zip(self.layout.schema.leaves, self._starts, strict=True):
-                base, size = self._start + start, leaf.row_bytes
-                ranges += [(base + row * size, (end - first) * size) for first, end, row in runs if size]
-        for offset, size in ranges:
-            self.fs.will_need(file, offset, size)
+        blocks = np.unique(rows // max(1, self.layout.rows_per_block))
+        starts, ends = self._ranges(blocks)
+        for _, _, start, end in _runs(starts, ends):
+            self.fs.will_need(file, start, end - start)
 
-    def read(self, rows: Array, columns: Columns, targets: Array) -> bool:
+    def read(self, rows: Array, columns: Columns, targets: Array, waited: Waited = lambda: None) -> bool:
         """Read rows of one schema into columns; False if one of them is damaged.
 
         Parameters
@@ -349,6 +343,8 @@ class Segment:
             One for each leaf; `bytes` are those of the leaf in one row.
         targets : ndarray of int64, shape (m,)
             Where in the columns each row goes, less than k.
+        waited : callable
+            Called when a read took so long that the disk was waited for.
         """
         if len(rows) == 0:
             return True
@@ -356,10 +352,10 @@ class Segment:
         order = np.argsort(rows, kind="stable")
         rows, targets = rows[order], targets[order]
         try:
-            if self._offsets is None:
-                self._read_columns(file, rows, columns, targets)
+            if self.layout.codec == "none":
+                self._read_plain(file, rows, columns, targets.tolist(), waited)
             else:
-                self._read_blocks(file, rows, columns, targets)
+                self._read_blocks(file, rows, columns, targets, waited)
         except DamagedError:
             return False
         found = row_checksums(columns, targets.tolist())
@@ -382,52 +378,86 @@ class Segment:
         columns = empty_columns(schema, 1)
         return sum(not self.read(rows[i : i + 1], columns, np.zeros(1, np.int64)) for i in range(len(rows)))
 
-    def _read_columns(self, file: Descriptor, rows: Array, columns: Columns, targets: Array) -> None:
-        runs, places = _runs(rows), targets.tolist()
-        for column, start in zip(columns, self._starts, strict=True):
-            size = column.shape[1]
-            if size == 0:
-                continue
-            view = column.reshape(-1).data
-            base = self._start + start
-            for first, end, row in runs:
-                buffers = [view[place * size : place * size + size] for place in places[first:end]]
-                self.fs.read_all(file, buffers, base + row * size)
+    def _read_plain(
+        self,
+        file: Descriptor,
+        rows: Array,
+        columns: Columns,
+        targets: list[int],
+        waited: Waited,
+    ) -> None:
+        """Read rows straight to where they go, those that lie together by one call."""
+        starts, ends = self._ranges(rows)
+        views = [(column.reshape(-1).data, column.shape[1]) for column in columns if column.shape[1]]
+        if ((ends - starts) != sum(size for _, size in views)).any():
+            raise DamagedError("a row of another size than its schema's")
+        if not views:
+            return
+        buffers = [view[place * size : place * size + size] for place in targets for view, size in views]
+        for first, last, start, end in _runs(starts, ends):
+            self._read_range(file, buffers[first * len(views) : last * len(views)], start, end, waited)
 
-    def _read_blocks(self, file: Descriptor, rows: Array, columns: Columns, targets: Array) -> None:
-        assert self._offsets is not None and self._block_checksums is not None
+    def _read_blocks(
+        self,
+        file: Descriptor,
+        rows: Array,
+        columns: Columns,
+        targets: Array,
+        waited: Waited,
+    ) -> None:
+        """Read and decode blocks, some at a time, so that they stay in the processor's cache."""
         per_block = self.layout.rows_per_block
         numbers = rows // per_block
-        chosen = _firsts(numbers, 0)
-        firsts = chosen.tolist()
-        ends = [*firsts[1:], len(rows)]
-        blocks = numbers[chosen].tolist()
-        starts, sizes = self._ranges(numbers[chosen])
-        checksums = self._block_checksums[blocks].tolist()
-        for i, first in enumerate(firsts):
-            data = memoryview(bytearray(sizes[i]))
-            self.fs.read_all(file, [data], starts[i])
-            if xxh3_64_intdigest(data) & 0xFFFFFFFF != checksums[i]:
-                raise DamagedError("another checksum")
-            if per_block == 1:
-                place = targets[first]
-                self._codec.decode(data, [column[place] for column in columns], self._lanes)
-                if ends[i] - first > 1:  # the row is wanted at several places
-                    for column in columns:
-                        column[targets[first + 1 : ends[i]]] = column[place]
-                continue
-            count = min(per_block, len(self) - blocks[i] * per_block)
-            outs = [np.empty((count, column.shape[1]), np.uint8) for column in columns]
-            self._codec.decode(data, [out.reshape(-1) for out in outs], self._lanes)
-            chosen = rows[first : ends[i]] - blocks[i] * per_block
+        blocks, firsts = np.unique(numbers, return_index=True)
+        bounds = [*firsts.tolist(), len(rows)]
+        starts, ends = self._ranges(blocks)
+        row_bytes = sum(column.shape[1] for column in columns)
+        step = max(1, _DECODED_AT_ONCE // max(1, row_bytes * per_block))
+        cuts = [*range(0, len(blocks), step), len(blocks)]
+        last_rows = len(self) - (self.layout.blocks - 1) * per_block
+        if last_rows < per_block and blocks[-1] == self.layout.blocks - 1 and len(blocks) - 1 not in cuts:
+            cuts.insert(-1, len(blocks) - 1)  # the last block has fewer rows, and is decoded alone
+        for begin, end in pairwise(cuts):
+            data: list[memoryview] = []
+            for first, last, start, end_of_run in _runs(starts[begin:end], ends[begin:end]):
+                run = memoryview(bytearray(end_of_run - start))
+                self._read_range(file, [run], start, end_of_run, waited)
+                if last - first == 1:
+                    data.append(run)
+                else:
+                    inside = (ends[begin + first : begin + last] - start).tolist()
+                    data += [run[a:b] for a, b in pairwise([0, *inside])]
+            count = last_rows if blocks[begin] == self.layout.blocks - 1 else per_block
+            outs = [np.empty((end - begin, count * column.shape[1]), np.uint8) for column in columns]
+            self._codec.decode_all(data, outs, self._lanes)
+            chosen = slice(bounds[begin], bounds[end])
+            which = np.searchsorted(blocks[begin:end], numbers[chosen]) * count + rows[chosen] % per_block
             for column, out in zip(columns, outs, strict=True):
-                column[targets[first : ends[i]]] = out[chosen]
+                if column.shape[1]:
+                    column[targets[chosen]] = out.reshape(-1, column.shape[1])[which]
 
-    def _ranges(self, blocks: Array) -> tuple[list[int], list[int]]:
-        """Where blocks begin in the file, and how long they are."""
-        assert self._offsets is not None
-        starts, ends = self._offsets[blocks].astype(np.int64), self._offsets[blocks + 1].astype(np.int64)
-        return (self._start + starts).tolist(), (ends - starts).tolist()
+    def _read_range(
+        self,
+        file: Descriptor,
+        buffers: Sequence[memoryview],
+        start: int,
+        end: int,
+        waited: Waited,
+    ) -> None:
+        begun = time.perf_counter()
+        self.fs.read_all(file, buffers, start)
+        if time.perf_counter() - begun > _SLOW + (end - start) * _SLOW_PER_BYTE:
+            waited()
+
+    def _ranges(self, blocks: Array) -> tuple[Array, Array]:
+        """Where blocks, or rows without blocks, begin and end in the file."""
+        if self._offsets is None:
+            size = self.layout.schema.row_bytes
+            starts = self._start + blocks * size
+            return starts, starts + size
+        return self._start + self._offsets[blocks].astype(np.int64), self._start + self._offsets[
+            blocks + 1
+        ].astype(np.int64)
 
     def _schema_of(self, extents: list[int]) -> Schema:
         rest = iter(extents)
@@ -437,18 +467,12 @@ class Segment:
         return self.layout.schema.with_shapes(shapes)
 
 
-def _runs(rows: Array) -> list[tuple[int, int, int]]:
-    """Where runs of consecutive numbers begin and end in sorted rows, and the first number of each."""
-    firsts = _firsts(rows, 1)
-    bounds = firsts.tolist()
-    return list(zip(bounds, [*bounds, len(rows)][1:], rows[firsts].tolist(), strict=True))
-
-
-def _firsts(numbers: Array, step: int) -> Array:
-    """Where, in sorted numbers, one is not the one before it plus `step`."""
-    is_first = np.ones(len(numbers), bool)
-    np.not_equal(numbers[1:], numbers[:-1] + step, out=is_first[1:])
-    return is_first.nonzero()[0]
+def _runs(starts: Array, ends: Array) -> Iterator[tuple[int, int, int, int]]:
+    """Ranges that lie together, each beginning where the one before ends: from which to which, and where."""
+    cuts = np.flatnonzero(starts[1:] != ends[:-1]) + 1
+    firsts, upto = np.append(0, cuts)[: len(starts)], np.append(cuts, len(starts))[: len(starts)]
+    bounds = (firsts, upto, starts[firsts], ends[upto - 1])
+    return zip(*(some.tolist() for some in bounds), strict=True)
 
 
 def empty_columns(schema: Schema, count: int) -> Columns:

@@ -24,6 +24,7 @@ from torchcache2.identity.sourcecode import (
     Origins,
     cells_of,
     defining_module,
+    functions_in,
     names_in,
     origin,
 )
@@ -92,7 +93,7 @@ class InstalledCode:
                 own = self._texts.once(taken_by, one.__code__)
                 names |= own
                 values = [scope[name] for scope, name in _globals_of(one, own)] + _captured(one)
-            queue += [inner for value in values for inner in _functions(value)]
+            queue += [inner for value in values for inner in functions_in(value)]
         return names
 
     def _methods(self, bases: list[type], names: set[str]) -> Iterator[types.FunctionType]:
@@ -101,7 +102,7 @@ class InstalledCode:
                 value = vars(base)[name]
                 if callable(value) or hasattr(type(value), "__get__"):
                     self._watch(base, name)
-                yield from _functions(value)
+                yield from functions_in(value)
 
     def _reached_by(self, function: types.FunctionType) -> tuple[set[str], list[types.FunctionType]]:
         """The names that a function takes, and the functions that these stand for."""
@@ -122,7 +123,7 @@ class InstalledCode:
                     self.found[where] = value
                 else:
                     values.append(value)
-        found = names, [inner for value in values for inner in _functions(value)]
+        found = names, [inner for value in values for inner in functions_in(value)]
         self._reached[id(function)] = found
         return found
 
@@ -163,14 +164,6 @@ def _globals_of(function: types.FunctionType, names: set[str]) -> Iterator[tuple
 def _captured(function: types.FunctionType) -> list[Any]:
     values = [value for _, _, value in cells_of(function)]
     return [value for value in values if isinstance(value, types.FunctionType)]
-
-
-def _functions(value: Any) -> Iterator[types.FunctionType]:
-    """The Python function of a function, method, property or wrapper."""
-    names = ("__func__", "fget") if isinstance(value, type) else ("__func__", "fget", "__wrapped__")
-    for inner in (value, *[getattr(value, name, None) for name in names]):
-        if isinstance(inner, types.FunctionType):
-            yield inner
 
 
 _OVERLOAD = type(torch.ops.aten.add.Tensor)

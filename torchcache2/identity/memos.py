@@ -10,15 +10,16 @@ import ast
 import dis
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain, islice
 from operator import is_
 from typing import Any, NamedTuple
 
+from torchcache2.identity import sourcecode
 from torchcache2.identity.codenames import chains_in, steps_of
-from torchcache2.identity.encoding import Encoder
+from torchcache2.identity.encoding import Encoder, digest
 from torchcache2.identity.guard import alike
-from torchcache2.identity.sourcecode import CompiledTexts, code_objects, function_source, names_in, parse
+from torchcache2.identity.sourcecode import CompiledTexts, code_objects, functions_in, names_in
 from torchcache2.identity.uses import is_plain
 
 _COMPARED = 32  # entries that every call compares
@@ -32,7 +33,12 @@ _REFUSED = (
     *("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME", "LOAD_NAME"),
     "LOAD_BUILD_CLASS",
 )
-_SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__"}
+_ITEM_CHANGES = ("STORE_SUBSCR", "DELETE_SUBSCR")
+_CHANGING = {
+    *("setattr", "delattr", "__setattr__", "__delattr__", "__setitem__", "__delitem__", "add", "append"),
+    *("clear", "discard", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault", "sort"),
+    "update",
+}
 _ODD_FLAGS = 0x2AC  # of code that takes any arguments, or is a generator or coroutine
 _DEEPEST = 5
 
@@ -48,7 +54,7 @@ class Memo:
 
     def count(self) -> None:
         """Have all entries that were there at the last look be part of the key."""
-        self.data = Encoder().encode(self._entries, self.path)
+        self.data = digest([Encoder().encode(self._entries, self.path)])
 
     def same(self) -> bool:
         """Whether nothing was added or removed, and the first entries are as they were."""
@@ -59,10 +65,10 @@ class Memo:
 
     def accept(self) -> bool:
         """Take over what a forward has added, which does not count; False if it has done something else."""
-        now, count = dict(self.value), self._count
+        now, count = dict(self.value), max(0, self._count)
         before, after = _first(self._entries, count), _first(now, count)
         is_kept = len(before) == len(after) and (all(map(is_, before, after)) or alike(before, after))
-        if not (is_kept and is_memo(dict(islice(now.items(), count, None)))):
+        if not (self._count >= 0 and is_kept and is_memo(dict(islice(now.items(), count, None)))):
             self._count = -1  # it is read again
             return False
         self._take(now)
@@ -93,7 +99,7 @@ def candidates(value: Any, state: Mapping[str, Any], path: str, texts: CompiledT
     dicts = {name: one for name, one in state.items() if type(one) is dict}
     scopes = [vars(base) for base in type(value).__mro__[:-1]]
     raw = [one for scope in scopes for one in list(scope.values())] if dicts else []
-    own = [function for one in raw for function in _functions(one)]
+    own = [function for one in raw for function in functions_in(one)]
     used = [one for one in own if one.__name__ != "__init__"]
     for name, memo in dicts.items():
         users = [one for one in used if _names(one, name)]
@@ -104,7 +110,7 @@ def candidates(value: Any, state: Mapping[str, Any], path: str, texts: CompiledT
         reads = _pure_reads(users[0], users[0].__code__.co_varnames[0])
         if reads is None or any(one not in state or not _is_data(state[one]) for one in reads - {name}):
             continue
-        if not any(_assigns(one, read) for one in used for read in reads):
+        if not any(_may_change(one, read) for one in used if one is not users[0] for read in reads):
             found.append(Candidate(f"{path}.{name}", name, memo, reads, own))
     return found
 
@@ -124,39 +130,32 @@ def _is_data(value: Any) -> bool:
     return all(map(is_plain, value)) if type(value) in (list, set, frozenset) else is_plain(value)
 
 
-def _functions(raw: Any) -> Iterator[types.FunctionType]:
-    """The Python functions of what stands in the body of a class, with those that decorators have wrapped."""
-    for name in ("", "__func__", "__wrapped__", "fget", "fset", "fdel", "func"):
-        one = getattr(raw, name, None) if name else raw
-        if isinstance(one, types.FunctionType):
-            yield one
-
-
 def _names(function: types.FunctionType, name: str) -> bool:
     """Whether code takes something by this name, or has it in a text such as ``"tokenizer.cache"``."""
-    return name in names_in(function.__code__) or _says(function, name)
-
-
-def _says(function: types.FunctionType, name: str) -> bool:
     constants = [one for code in code_objects(function.__code__) for one in code.co_consts]
     constants += [inner for one in constants if isinstance(one, (tuple, frozenset)) for inner in one]
     attribute = re.compile(rf"[\w\]{{]\.{name}\b")  # as in ``"{0.cache}"``
-    return any(isinstance(one, str) and (one == name or attribute.search(one)) for one in constants)
+    is_said = any(isinstance(one, str) and (one == name or attribute.search(one)) for one in constants)
+    return is_said or name in names_in(function.__code__)
 
 
-def _assigns(function: types.FunctionType, name: str) -> bool:
-    if not _SETTERS.isdisjoint(names_in(function.__code__)) and _says(function, name):
-        return True
+def _may_change(function: types.FunctionType, name: str) -> bool:
+    """Whether code that takes something by this name may assign to it, or change what it holds."""
+    if not _names(function, name):
+        return False
     steps = [step for code in code_objects(function.__code__) for step in dis.get_instructions(code)]
-    return any(step.opname in _REFUSED and step.argval == name for step in steps)
+    is_set = any(
+        step.opname in _ITEM_CHANGES or (step.opname in _REFUSED and step.argval == name) for step in steps
+    )
+    return is_set or not _CHANGING.isdisjoint(names_in(function.__code__))
 
 
 def _is_filler(function: types.FunctionType, name: str, texts: CompiledTexts) -> bool:
     """Whether a method of one argument returns what a memo has for it, or what it puts there."""
-    code, source = function.__code__, function_source(function, texts)
+    code, source = function.__code__, sourcecode.function_source(function, texts)
     if source is None or code.co_argcount != 2 or code.co_kwonlyargcount or function.__dict__:
         return False
-    node: Any = parse(source).body[0]
+    node: Any = sourcecode.parse(source).body[0]
     own, key = code.co_varnames[:2]
     memo, body = f"{own}.{name}", node.body[1:] if ast.get_docstring(node) is not None else node.body
     lines = [ast.unparse(one) for one in body]

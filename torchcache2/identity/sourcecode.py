@@ -171,11 +171,10 @@ def loaded_differs(module: types.ModuleType, texts: CompiledTexts) -> bool:
 
 def _codes_of(value: Any, file: str) -> Iterator[types.CodeType]:
     """Code of a function, or of the methods of a class, that stands in a file."""
-    for inner in list(vars(value).values()) if isinstance(value, type) else [value]:
-        inner = inner.fget if isinstance(inner, property) else getattr(inner, "__func__", inner)
-        inner = inspect.unwrap(inner) if isinstance(inner, types.FunctionType) else inner
-        if isinstance(inner, types.FunctionType) and inner.__code__.co_filename == file:
-            yield inner.__code__
+    for one in list(vars(value).values()) if isinstance(value, type) else [value]:
+        for function in map(inspect.unwrap, functions_in(one)):
+            if isinstance(function, types.FunctionType) and function.__code__.co_filename == file:
+                yield function.__code__
 
 
 def is_newer(path: str) -> bool:
@@ -296,6 +295,13 @@ def _with_sorted_sets(code: types.CodeType) -> types.CodeType:
         for one in code.co_consts
     ]
     return code.replace(co_consts=tuple(constants))
+
+
+def functions_in(value: Any) -> Iterator[types.FunctionType]:
+    """The Python functions of a function, method, property or wrapper."""
+    names = ("__func__", "fget", "fset", "fdel", "func", "__wrapped__")
+    found = [value, *[getattr(value, name, None) for name in names if not isinstance(value, type)]]
+    yield from [one for one in found if isinstance(one, types.FunctionType)]
 
 
 def code_objects(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -164,7 +164,7 @@ class Pending:
         for schema, parts in by_schema.items():
             yield schema, np.sort(np.concatenate(parts))
 
-    def read(self, rows: Array, columns: list[Array], targets: Array) -> bool:
+    def read(self, rows: Array, columns: list[Array], targets: Array, waited: object = None) -> bool:
         """Copy rows of one schema into columns, uint8 ``(m, bytes)``, at `targets`."""
         numbers = self._batches_of(rows)
         for number in np.unique(numbers).tolist():

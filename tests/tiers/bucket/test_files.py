@@ -87,7 +87,7 @@ def test_it_looks_like_the_folder(objects, folder, monkeypatch):
         assert mine.namespace == other.namespace
         assert [info[:3] for info in mine.files] == [info[:3] for info in other.files]
         assert remote.fingerprint(mine.namespace) == local.fingerprint(mine.namespace) != {}
-    assert remote.format() == 1
+    assert remote.format() == 2
     assert remote.fs.exists(url)
     assert not any(remote.fs.exists(f"{url}/{name}") for name in ("no", "no/more"))
     assert remote.fs.is_file(f"{url}/CACHEDIR.TAG") and not remote.fs.is_file(remote.folder(NAMESPACES[0]))

@@ -175,7 +175,7 @@ def test_a_tag_that_is_there_is_never_written_again(slow, path):
 
 
 def test_a_bucket_of_a_newer_format_gets_nothing(slow, path, log):
-    slow.write(TAG, TAG_TEXT.replace("format 1", "format 2").encode())
+    slow.write(TAG, TAG_TEXT.replace("format 2", "format 3").encode())
     with mirrored(slow, path) as (disk, mirror):
         seal_some(disk, range(1))
         mirror.flush()

@@ -69,7 +69,7 @@ def test_a_local_file_that_cannot_be_read_is_no_fault(memory, tmp_path):
     ("tag", "error", "says"),
     [
         (TAG_TEXT, None, ""),
-        (TAG_TEXT.replace("format 1", "format 2"), NewerFormatError, "has format 2"),
+        (TAG_TEXT.replace("format 2", "format 3"), NewerFormatError, "has format 3"),
         ("Signature: 8a477f597d28d172789f06886806bc55\n", OptionError, "of another program"),
         ("", OptionError, "of another program"),
     ],

@@ -355,7 +355,7 @@ def test_an_object_that_is_deleted_in_mid_epoch(place, log):
 
 def test_a_newer_format_is_not_read(place, log, monkeypatch):
     (file,) = place.fill(1)
-    monkeypatch.setattr("torchcache2.files.layout.FORMAT_VERSION", 2)
+    monkeypatch.setattr("torchcache2.files.layout.FORMAT_VERSION", 3)
     writer = DiskTier(place.path / "newer", codec="none", delay=NEVER, fs=FS)
     seal(writer, names_of(1), WIDTH)
     writer.close()

@@ -510,7 +510,7 @@ def places(file):
     for word in (
         b'"checksum"',
         b'"format"',
-        b'"format_version":"1',
+        b'"format_version":"2',
         b'"codec":"',
         b'"rows_per_block":"',
         b"output",

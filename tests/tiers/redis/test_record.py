@@ -1,4 +1,4 @@
-"""Rows as values of a server: what comes back, what is damaged, and the bytes of version 1.
+"""Rows as values of a server: what comes back, what is damaged, and the bytes of version 2.
 
 The golden values in ``golden/`` were written once, by `write_golden`, and stay as they are.
 """
@@ -240,7 +240,7 @@ def test_garbage_is_damage():
         size = chance.randrange(200)
         assert damaged(keys, chance.randbytes(size))
         assert damaged(keys, value[: chance.randrange(len(value))] + chance.randbytes(size + 1))
-    for text in (b"", b"1", b"tc2\x01", b"\x80\x04\x95", b"{}", b"\0" * 1000):
+    for text in (b"", b"1", b"tc2\x02", b"\x80\x04\x95", b"{}", b"\0" * 1000):
         assert damaged(keys, text)
 
 
@@ -261,7 +261,7 @@ def test_damage_costs_no_other_row(records):
 SCHEMA = b'{"structure":null,"leaves":[{"path":"","kind":"tensor","dtype":"float32","shape":[2]}]}'
 
 
-def body(schema=SCHEMA, row=b"12345678", *, magic=b"tc2\x01", code=0, size=None):
+def body(schema=SCHEMA, row=b"12345678", *, magic=b"tc2\x02", code=0, size=None):
     return magic + bytes([code]) + struct.pack("<I", len(schema) if size is None else size) + schema + row
 
 
@@ -289,7 +289,7 @@ def test_heads_that_lie_are_damage_even_if_the_checksum_is_right():
     lies += [body(row=b"1234567"), body(row=b"123456789"), body(row=b"")]
     lies += [body(code=code) for code in (1, 2, 3, 255)]
     lies += [body(size=size) for size in (0, 1, len(SCHEMA) - 1, len(SCHEMA) + 1, len(SCHEMA) + 9, 2**32 - 1)]
-    lies += [body(magic=magic) for magic in (b"tc2\x00", b"tc2\x02", b"tc3\x01", b"\0\0\0\0")]
+    lies += [body(magic=magic) for magic in (b"tc2\x00", b"tc2\x01", b"tc2\x03", b"tc3\x02", b"\0\0\0\0")]
     for lie in lies:
         assert damaged(keys, summed(keys, lie))
     for code in (1, 2):  # a row that claims to be large takes no memory that the value does not have
@@ -297,7 +297,7 @@ def test_heads_that_lie_are_damage_even_if_the_checksum_is_right():
             assert damaged(keys, summed(keys, body(SCHEMA.replace(b"[2]", b"[%s]" % number), code=code)))
 
 
-# Golden values: what version 1 has written once.
+# Golden values: what version 2 has written once.
 
 
 def golden():
@@ -310,14 +310,14 @@ def golden():
 
 
 def golden_path(name, number):
-    return GOLDEN / f"value-1-{name}-{number}.bin"
+    return GOLDEN / f"value-2-{name}-{number}.bin"
 
 
 def write_golden():
     """Was run once, by `python -c "import tests.tiers.redis.test_record as t; t.write_golden()"`."""
     for name in CODECS:
         for number, value in enumerate(Records(codec(name)).encode(*golden())):
-            assert not golden_path(name, number).exists(), "version 1 is what it is"
+            assert not golden_path(name, number).exists(), "version 2 is what it is"
             golden_path(name, number).write_bytes(value)
 
 
@@ -344,7 +344,7 @@ def example():
     size = int.from_bytes(value[5:9], "little")
     lines, at = [], 0
     for title, count in [
-        ("`tc2`, version 1, codec 0", 5),
+        ("`tc2`, version 2, codec 0", 5),
         (f"S = {size}", 4),
         ("schema", size),
         ("2 float32", 8),

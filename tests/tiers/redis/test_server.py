@@ -18,11 +18,10 @@ from tests.helpers.ownserver import answers, client, wait_until
 from tests.helpers.redis import PROGRAMS, names
 from torchcache2.core.errors import OptionError
 from torchcache2.core.places import Server, Servers
-from torchcache2.tiers.redis import guardian, ownserver
+from torchcache2.tiers.redis import server as ownserver
+from torchcache2.tiers.redis import watcher
 from torchcache2.tiers.redis.client import Clients
-from torchcache2.tiers.redis.configuration import configuration
-from torchcache2.tiers.redis.holding import hold, let_go
-from torchcache2.tiers.redis.server import own_servers
+from torchcache2.tiers.redis.server import configuration, hold, let_go, own_servers
 from torchcache2.tiers.shared.region import start_time
 
 REFUSED = [
@@ -66,7 +65,7 @@ def test_a_server_does_what_is_needed_and_nothing_else(place, program):
                 user.execute_command(*command)
         with pytest.raises(redis.exceptions.ResponseError):
             user.execute_command("SELECT", 1)
-    path = str(place.folders[0] / guardian.SOCKET)
+    path = str(place.folders[0] / watcher.SOCKET)
     for password in (None, "wrong"):
         stranger = client(Server("unix:", (("password", password), ("path", path))))
         with contextlib.closing(stranger), pytest.raises(redis.exceptions.AuthenticationError):
@@ -91,8 +90,7 @@ def test_only_this_user_can_enter(place):
         os.umask(before)
     (folder,) = place.folders
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in [folder, *folder.iterdir()]}
-    assert modes == {folder.name: "0o700", "server": "0o600", "pipe": "0o600", "socket": "0o700"}
-    assert stat.S_ISFIFO((folder / "pipe").stat().st_mode)
+    assert modes == {folder.name: "0o700", "server": "0o600", "held": "0o600", "socket": "0o700"}
     assert stat.S_ISSOCK((folder / "socket").stat().st_mode)
 
 
@@ -126,7 +124,7 @@ def test_the_password_is_in_no_text(place, log):
     assert len(password) >= 40 and password in (place.folders[0] / "server").read_text()
     hashed = hashlib.sha256(password.encode()).hexdigest()
     texts = [repr(servers), str(servers), *(record.getMessage() for record in log)]
-    for pid in (place.about["pid"], place.about["guardian"], os.getpid()):
+    for pid in (place.about["pid"], place.about["watcher"], os.getpid()):
         for name in ("cmdline", "environ"):
             texts.append(Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace"))
     assert not any(secret in text for text in texts for secret in (password, hashed))
@@ -197,7 +195,7 @@ def test_a_folder_that_others_can_enter_is_not_used(place):
 def test_a_file_that_names_no_server_is_written_anew(place, text):
     first = own_servers("50MB", "mru")
     (folder,) = place.folders
-    pids = place.about["pid"], place.about["guardian"]
+    pids = place.about["pid"], place.about["watcher"]
     (folder / "server").write_text(text)
     second = own_servers("50MB", "mru")
     assert second.servers[0].name == first.servers[0].name and second != first
@@ -249,16 +247,16 @@ def test_coming_and_going(place):
     place.all_ended()
 
 
-def test_servers_of_others_have_no_pipe(place):
+def test_servers_of_others_are_not_held(place):
     hold(Servers.of("redis://host"))
-    hold(Servers((Server("unix:/nowhere", ()),), guard="/nowhere/pipe"))  # it has ended
+    hold(Servers((Server("unix:/nowhere", ()),), guard="/nowhere/held"))  # it has ended
 
 
-# What the guardian does, in this process
+# What the watcher does, in this process
 
 
 def started(lines, host, programs=PROGRAMS):
-    process, found = guardian.start(programs, lines, host)
+    process, found = watcher.start(programs, lines, host)
     if process is not None:
         process.end()
     return found
@@ -267,15 +265,15 @@ def started(lines, host, programs=PROGRAMS):
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # this process has threads
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_a_port_that_is_taken_meanwhile_is_tried_again(place, host, program, monkeypatch):
-    free = guardian._free_port
+    free = watcher._free_port
     with socket.create_server((host, 0), family=family(host)) as taken:
         ports = [taken.getsockname()[1], free(host)]
         tried = iter(ports)
-        monkeypatch.setattr(guardian, "_free_port", lambda host: next(tried))
+        monkeypatch.setattr(watcher, "_free_port", lambda host: next(tried))
         lines = configuration(str(place.path), host, "secret", 10**7, "mru")
         assert started(lines, host, [program]) == ports[-1]
-        monkeypatch.setattr(guardian, "_free_port", lambda host: ports[0])
-        monkeypatch.setattr(guardian, "_PORTS", 2)
+        monkeypatch.setattr(watcher, "_free_port", lambda host: ports[0])
+        monkeypatch.setattr(watcher, "_PORTS", 2)
         ((path, printed),) = started(lines, host, [program])
     assert path == program and "in use" in printed
 
@@ -286,6 +284,6 @@ def family(host):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_program_that_does_nothing_is_given_up(place, monkeypatch):
-    monkeypatch.setattr(guardian, "_PATIENCE", 1.0)  # long enough for its first words
+    monkeypatch.setattr(watcher, "_PATIENCE", 1.0)  # long enough for its first words
     sleeps = fake(place, "sleeps", "#!/bin/sh\necho waiting\nexec sleep 60")
     assert started("", None, [sleeps]) == [[sleeps, "waiting\n"]]

@@ -8,14 +8,13 @@ import pytest
 from tests.helpers import warm
 from tests.helpers.ownserver import answers, wait_until
 from torchcache2.core.places import Server, Servers
-from torchcache2.tiers.redis.holding import hold, let_go
-from torchcache2.tiers.redis.server import own_servers
+from torchcache2.tiers.redis.server import hold, let_go, own_servers
 from torchcache2.tiers.shared.region import start_time
 
 SOAK = bool(os.environ.get("SOAK"))
 START = """
 import os, pickle, signal, sys, time
-from torchcache2.tiers.redis.holding import hold
+from torchcache2.tiers.redis.server import hold
 from torchcache2.tiers.redis.server import own_servers
 from tests.helpers.ownserver import answers
 
@@ -42,7 +41,7 @@ def start(warmed, place):
 
 
 def pids(place):
-    return place.about["pid"], place.about["guardian"]
+    return place.about["pid"], place.about["watcher"]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,7 @@ def test_nothing_is_left_when_the_trainer_ends(end, code, start, place):
         script = "import os\nos.setpgid(0, 0)\n" + script
     process = start(script + end)
     process.done(code)
-    assert {"server", "pipe", "socket"} <= set(process.words)
+    assert {"server", "held", "socket"} <= set(process.words)
     place.all_ended()
 
 
@@ -90,7 +89,7 @@ def test_another_server_is_started_when_one_has_ended(place):
     place.all_ended(*both)
 
 
-def test_the_server_ends_with_its_guardian(start, place):
+def test_the_server_ends_with_its_watcher(start, place):
     script = START + "while not os.path.exists('go'): time.sleep(0.002)\n"
     process = start(script, cwd=place.path).until("started")
     both = pids(place)
@@ -98,7 +97,7 @@ def test_the_server_ends_with_its_guardian(start, place):
     wait_until(lambda: not any(map(start_time, both)))
     (place.path / "go").touch()
     process.done()
-    place.all_ended()  # the trainer has removed what the guardian could not
+    place.all_ended()  # the trainer has removed what the watcher could not
 
 
 def test_what_is_left_when_everything_is_killed_is_removed_by_the_next(start, place):
@@ -120,7 +119,7 @@ def test_what_is_left_when_everything_is_killed_is_removed_by_the_next(start, pl
     place.all_ended()
 
 
-def test_signals_of_a_terminal_do_not_end_the_guardian(start, place):
+def test_signals_of_a_terminal_do_not_end_the_watcher(start, place):
     process = start(WAIT).until("started")
     both = pids(place)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -134,9 +133,9 @@ def test_signals_of_a_terminal_do_not_end_the_guardian(start, place):
 def test_the_trainer_has_no_child_and_no_output_is_kept_open(start, place):
     script = START + "try: os.wait()\nexcept ChildProcessError: print('childless')\ntime.sleep(60)"
     process = start(script, whole=True, warnings=["error"]).until("childless")
-    guardian = place.about["guardian"]
-    links = {os.readlink(f"/proc/{guardian}/fd/{number}") for number in range(3)}
-    assert links == {os.devnull} and os.readlink(f"/proc/{guardian}/cwd") == "/"
+    watcher = place.about["watcher"]
+    links = {os.readlink(f"/proc/{watcher}/fd/{number}") for number in range(3)}
+    assert links == {os.devnull} and os.readlink(f"/proc/{watcher}/cwd") == "/"
     process.send(signal.SIGKILL)
     place.all_ended()
 
@@ -207,7 +206,7 @@ def test_a_forked_child_keeps_the_server(start, place):
 SPAWN = f"""
 import multiprocessing, os, time
 from tests.helpers.ownserver import answers
-from torchcache2.tiers.redis.holding import hold
+from torchcache2.tiers.redis.server import hold
 from torchcache2.tiers.redis.server import own_servers
 
 def child(servers):

@@ -10,16 +10,14 @@ from tests.helpers.gloo import PREAMBLE
 from tests.helpers.ownserver import answers
 from torchcache2.core.errors import OptionError
 from torchcache2.core.places import Server
-from torchcache2.tiers.redis import exchange
-from torchcache2.tiers.redis.holding import let_go
-from torchcache2.tiers.redis.ownserver import find_or_start
-from torchcache2.tiers.redis.server import own_servers
+from torchcache2.tiers.redis import server as ownserver
+from torchcache2.tiers.redis.server import find_or_start, let_go, own_servers
 
 SCRIPT = (
     PREAMBLE
     + """
 from torchcache2.core.errors import OptionError
-from torchcache2.tiers.redis import exchange, ownserver
+from torchcache2.tiers.redis import server as ownserver
 from torchcache2.tiers.redis.server import own_servers
 
 join()
@@ -29,8 +27,8 @@ if options.get("broken") == str(RANK):
 if "loopback" in options:
     # What Debian has: the name of a machine means 127.0.1.1 to itself.
     far = ("127.0.0.3", "127.0.0.2")
-    exchange._addresses = lambda: ("127.0.1.1", "127.0.1.1") if RANK == 0 else far
-    exchange._is_loopback = lambda address: address.startswith("127.0.1.")
+    ownserver._addresses = lambda: ("127.0.1.1", "127.0.1.1") if RANK == 0 else far
+    ownserver._is_loopback = lambda address: address.startswith("127.0.1.")
 try:
     servers = own_servers("50MB", "mru", cluster_mode="alone" not in options, buffer=3)
     again = own_servers("50MB", "mru", cluster_mode="alone" not in options)
@@ -130,15 +128,15 @@ def test_the_address_is_that_by_which_the_master_is_reached(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "29500")
     for address in ("127.0.0.1", "::1"):
         monkeypatch.setenv("MASTER_ADDR", address)
-        assert exchange._addresses() == (address, address)
-    assert exchange._is_loopback("127.0.1.1") and not exchange._is_loopback("fe80::1%eth0")
+        assert ownserver._addresses() == (address, address)
+    assert ownserver._is_loopback("127.0.1.1") and not ownserver._is_loopback("fe80::1%eth0")
 
 
 def test_a_server_that_listens_does_so_at_one_address(place):
     found = find_or_start(os.urandom(16), "127.0.0.1", "50MB", "mru")
     assert answers(found.server)
     (folder,) = place.folders
-    assert {path.name for path in folder.iterdir()} == {"server", "pipe"}
+    assert {path.name for path in folder.iterdir()} == {"server", "held"}
     port = dict(found.server.options)["port"]
     for other in ("127.0.0.2", "::1"):
         elsewhere = Server.of({"host": other, "port": port, "password": "any"})
@@ -147,4 +145,4 @@ def test_a_server_that_listens_does_so_at_one_address(place):
     assert again == found
     about = json.loads((folder / "server").read_text())
     let_go(found.guard)
-    place.all_ended(about["pid"], about["guardian"])
+    place.all_ended(about["pid"], about["watcher"])

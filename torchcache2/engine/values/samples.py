@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -307,7 +307,8 @@ def from_rows(rows: Rows, device: torch.device = _HOST) -> list[Any]:
         readers, build = _functions(rows.schema, device)
         columns = zip(readers, to_host(rows.columns), strict=True)
         leaves = [_each(read, leaf, column) for (read, leaf), column in columns]
-        return [build(iter([next(values) for values in leaves])) for _ in range(len(rows))]
+        values = zip(*leaves, strict=True) if leaves else repeat((), len(rows))
+        return [build(iter(row)) for row in values]
     except Exception as error:
         raise _damaged(error) from None
 

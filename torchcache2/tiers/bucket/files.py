@@ -52,6 +52,8 @@ class BucketFiles(FileSystem):
     takes it for a file that is missing or damaged.
     """
 
+    is_remote = True
+
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._listings: dict[str, list[FileInfo]] = {}

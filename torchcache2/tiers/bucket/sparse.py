@@ -91,6 +91,8 @@ class BucketFolder(FileSystem):
     `DamagedError` if it ends before, else an `OSError`.
     """
 
+    is_remote = True
+
     def __init__(self, objects: Objects, directory: CacheDirectory, budget: int) -> None:
         self.sizes: dict[str, int] = {}  # bytes of segments, by path
         self._objects, self._directory, self._budget = objects, directory, budget

@@ -191,7 +191,7 @@ class Uploads:
                 tag = self._objects.read([(TAG, 0, sizes[TAG])])[0]
                 if tag is None:
                     return False
-                if stated_format(tag) not in range(1, FORMAT_VERSION + 1):
+                if stated_format(tag) != FORMAT_VERSION:
                     self._end(f"its {TAG} is of a newer format, or of another program")
                     return False
             self._names = set(sizes)

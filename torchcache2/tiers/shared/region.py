@@ -20,7 +20,7 @@ from torch import Tensor
 from torchcache2.core.keys import Array
 
 PAGE = mmap.PAGESIZE
-_POPULATE_READ = 22  # MADV_POPULATE_READ, of Linux 5.14, which Python has no name for
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_POPULATE_*, of Linux 5.14, which Python has no names for
 
 
 class SharingError(Exception):
@@ -117,8 +117,8 @@ class Region:
         """Give the memory of whole pages back; they read as zeros from then on."""
         self._map.madvise(mmap.MADV_REMOVE, offset, size)
 
-    def populate(self, start: int, end: int) -> None:
+    def populate(self, start: int, end: int, *, writes: bool = False) -> None:
         """Map the pages of a range now, which is several times as cheap as one fault for each."""
         start = start // PAGE * PAGE
         with contextlib.suppress(OSError):  # an older kernel: reading faults them in
-            self._map.madvise(_POPULATE_READ, start, end - start)
+            self._map.madvise(_POPULATE_WRITE if writes else _POPULATE_READ, start, end - start)

@@ -1,11 +1,11 @@
 """A small process that starts the Redis server of a job, and ends it with the job.
 
-It runs as ``python -I -S guardian.py``, and imports little, so that it starts fast. What it is to do comes as
+It runs as ``python -I -S watcher.py``, and imports little, so that it starts fast. What it is to do comes as
 JSON through its standard input, and it answers through its standard output.
 
-The processes of the job hold a pipe open for writing, and the system closes it when they end in whatever way.
-When the last one has, or the server has ended, this process deletes the files of both, and ends. If it is
-killed itself, the system kills the server (on Linux).
+Each process of the job holds a shared lock on a file, which forked children inherit, and which the system
+releases when they end in whatever way. This process waits for an exclusive one: when it has it, or the server
+has ended, it deletes the files of the server, and ends. If it is killed, the system kills the server (Linux).
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 try:
     import fcntl
@@ -25,44 +26,44 @@ except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
 
-# Names of files in the folder of a server.
-FILE, PIPE, SOCKET = "server", "pipe", "socket"
+# Names of files in the folder of a server: what says where it is, what its job holds, and its socket.
+FILE, HELD, SOCKET = "server", "held", "socket"
 _READY, _TAKEN = b"eady to accept connections", b"in use"  # what servers print
 _PATIENCE = 5.0  # seconds until a program is ready
 _PORTS = 10  # that are tried; each may be taken by another process before the server has it
 _LAST = 2000  # bytes of what the server has printed
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-_DAILY = 12 * 3600 * 1000  # milliseconds
+_DAILY = 12 * 3600.0  # seconds
 
 
 class Process:
     """A running server: its pid, and what it has printed last."""
 
     def __init__(self, program: str, configuration: str) -> None:
-        guardian, (given, giving), (self.output, printing) = os.getpid(), os.pipe(), os.pipe()
+        watcher, (given, giving), (self.output, printing) = os.getpid(), os.pipe(), os.pipe()
         self.printed = b""
         self.pid = os.fork()
         if self.pid == 0:
-            _become(program, given, printing, guardian)
+            _become(program, given, printing, watcher)
         os.close(given)
         os.close(printing)
         with contextlib.suppress(BrokenPipeError):  # then it has ended, and what it printed says why
             os.write(giving, configuration.encode())
         os.close(giving)
 
-    def read(self) -> bool:
-        """Take note of what the server prints; False if it has ended."""
+    def read(self, seconds: float) -> bool | None:
+        """Take note of what the server prints; False if it has ended, None if it prints nothing."""
+        if not select.select([self.output], [], [], max(0.0, seconds))[0]:
+            return None
         some = os.read(self.output, 1 << 16)
         self.printed = (self.printed + some)[-_LAST:]
         return bool(some)
 
     def is_ready(self) -> bool:
         """Wait until the server says so; False if it has ended, or takes too long."""
-        poll, deadline = select.poll(), time.monotonic() + _PATIENCE
-        poll.register(self.output, select.POLLIN)
+        deadline = time.monotonic() + _PATIENCE
         while _READY not in self.printed:
-            left = deadline - time.monotonic()
-            if left <= 0 or (poll.poll(left * 1000) and not self.read()):
+            if not self.read(deadline - time.monotonic()):
                 return False
         return True
 
@@ -74,14 +75,14 @@ class Process:
         os.close(self.output)
 
 
-def _become(program: str, given: int, printing: int, guardian: int) -> None:
+def _become(program: str, given: int, printing: int, watcher: int) -> None:
     """Run a program in this process, which was forked for it."""
     try:
         with contextlib.suppress(ImportError, OSError, AttributeError):  # another system than Linux
             import ctypes
 
             ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != guardian:  # it has ended meanwhile
+        if os.getppid() != watcher:  # it has ended meanwhile
             os._exit(1)
         os.dup2(given, 0)
         os.dup2(printing, 1)
@@ -119,63 +120,33 @@ def _free_port(host: str) -> int:
 
 def remove(folder: str) -> None:
     """Delete what belongs to a server, under the lock of its file; the file goes last."""
-    for name in (SOCKET, PIPE, FILE):
+    for name in (SOCKET, HELD, FILE):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(folder, name))
     with contextlib.suppress(OSError):  # somebody has put something else there
         os.rmdir(folder)
 
 
-class _Guard:
-    """Waits until the server ends, or nobody needs it any more."""
+def watch(folder: str, file: int, held: int, process: Process) -> None:
+    """Return when the server has ended, and its files are gone; it ends with the last process of its job."""
 
-    def __init__(self, folder: str, pipe: int) -> None:
-        self._folder, self._pipe = folder, pipe
-        # The file is opened now, as another server may have one of this name later.
-        self._file = os.open(os.path.join(folder, FILE), os.O_RDWR | os.O_NOFOLLOW)
+    def wait_for_job() -> None:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
 
-    def watch(self, process: Process) -> None:
-        poll = select.poll()
-        poll.register(self._pipe, 0)
-        poll.register(process.output, select.POLLIN)
-        while True:
-            events = dict(poll.poll(_DAILY))
-            if process.output in events and not process.read():
-                break
-            if self._pipe in events:
-                with self._lock():  # who joins opens the pipe under this lock
-                    if self._is_left():
-                        return self._end(process)
-            elif not events:
-                self._touch()
-        with self._lock():
-            return self._end(process)
-
-    @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-
-    def _is_left(self) -> bool:
-        poll = select.poll()
-        poll.register(self._pipe, 0)
-        return bool(poll.poll(0))
-
-    def _end(self, process: Process) -> None:
-        process.end()
-        # If the server had ended, another process may have started a new one in the same place.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(self._pipe), os.stat(os.path.join(self._folder, PIPE))):
-                remove(self._folder)
-
-    def _touch(self) -> None:
-        """Show services that delete old temporary files that these are in use."""
-        for name in (FILE, PIPE, SOCKET):
-            with contextlib.suppress(OSError):
-                os.utime(os.path.join(self._folder, name))
+    threading.Thread(target=wait_for_job, daemon=True).start()
+    while (is_alive := process.read(_DAILY)) is not False:
+        if is_alive is None:  # services that delete old temporary files see that these are in use
+            for name in (FILE, HELD, SOCKET):
+                with contextlib.suppress(OSError):
+                    os.utime(os.path.join(folder, name))
+    process.end()
+    fcntl.flock(file, fcntl.LOCK_EX)
+    # If the server had ended by itself, another process may have started a new one in the same place.
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(held), os.stat(os.path.join(folder, HELD))):
+            remove(folder)
 
 
 def _main() -> None:
@@ -185,8 +156,9 @@ def _main() -> None:
         signal.signal(number, signal.SIG_IGN)  # what ends it is the end of the job
     os.chdir("/")
     request = json.load(sys.stdin)
-    os.set_inheritable(request["pipe"], False)
-    guard = _Guard(request["folder"], request["pipe"])
+    folder = request["folder"]
+    # They are opened now, as another server may have files of these names later.
+    file, held = (os.open(os.path.join(folder, name), os.O_RDWR | os.O_NOFOLLOW) for name in (FILE, HELD))
     try:
         process, found = start(request["programs"], request["configuration"], request["host"])
     except OSError as error:
@@ -194,14 +166,14 @@ def _main() -> None:
     if process is None:
         answer = {"errors": found}
     else:
-        answer = {"port": found, "pid": process.pid, "guardian": os.getpid()}
+        answer = {"port": found, "pid": process.pid, "watcher": os.getpid()}
     with contextlib.suppress(BrokenPipeError):  # who has asked has ended
         os.write(1, json.dumps(answer).encode())
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
     if process is not None:
-        guard.watch(process)
+        watch(folder, file, held, process)
 
 
 if __name__ == "__main__":
