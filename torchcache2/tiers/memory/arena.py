@@ -115,6 +115,17 @@ class Arena:
         """Row of each key, or -1."""
         return self._index.find(words)
 
+    def row(self, low: int, high: int) -> tuple[int, list[memoryview]] | None:
+        """The ordinal of a key, and the bytes of its leaves where they lie; None if not on the host."""
+        ordinal = self._index.find_one(low, high) if self.device.type == "cpu" else -1
+        if ordinal < 0:
+            return None
+        count, row = len(self), list[memoryview]()
+        for column in self._columns:
+            data = column.view(count)[ordinal].numpy().data if column.row_bytes else memoryview(bytearray())
+            row.append(data)
+        return ordinal, row
+
     def gather(self, ordinals: Ordinals) -> Rows:
         """A copy of the rows with these ordinals, in their order."""
         columns = []
