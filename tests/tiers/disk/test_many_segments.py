@@ -29,7 +29,7 @@ from tests.helpers.storage import (
     size_of,
 )
 from torchcache2.files.removal import Allowance, make_room
-from torchcache2.tiers.disk import places as places_module
+from torchcache2.tiers.disk import catalog as places_module
 from torchcache2.tiers.disk.catalog import Places
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.index import KeyIndex
