@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.helpers.buckets import KEY, SCHEMES, SECRET, bucket, opened, options_of, proxied
 from tests.helpers.commands import run
 from tests.helpers.storage import NAMESPACES, NEVER, flip, put, segments, snapshot
-from torchcache2.cli import rmcommand
+from torchcache2.cli import commands
 from torchcache2.files.directory import TAG_TEXT
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.disk.tier import DiskTier
@@ -141,7 +141,7 @@ def test_rm_that_fails_says_what_is_gone(url, filled, folder, monkeypatch):
             raise OSError("the bucket fails")
         remove(objects, some)
 
-    monkeypatch.setattr(rmcommand, "_AT_ONCE", 1)
+    monkeypatch.setattr(commands, "_AT_ONCE", 1)
     monkeypatch.setattr(Objects, "remove", remove_or_fail)
     said = run("rm", "--dir", url, FIRST, "-y", code=2)
     assert "2 files deleted" in said[0] and said[1] == "torchcache2: the bucket fails\n"

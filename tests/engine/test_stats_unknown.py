@@ -35,7 +35,7 @@ def test_hits_without_a_miss_that_was_timed_save_an_unknown_time():
 def test_hits_that_were_verified_were_computed_and_thus_timed():
     counters = Counters()
     counters.count(hits=6, misses=0, computed=2, seconds=2.0, spent=0.5)
-    counters.verify(verified=2, mismatched=0)
+    counters.add(verified=2, mismatched=0)
     assert counters.stats(**MEMORY).seconds_saved == 4 * 1.0 - 0.5
 
 

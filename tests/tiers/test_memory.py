@@ -386,3 +386,24 @@ def test_too_many_groups_are_forgotten_and_their_rows_can_be_put_again(monkeypat
     assert has(0) and has(18) and has(19)
     tier.put(keys(19), rows_of([19], 4))
     assert has(0) and has(18) and has(19), "a group that is there is no further one"
+
+
+@pytest.mark.parametrize("policy", ["mru", "lru"])
+def test_one_row_is_used_like_those_of_a_batch(policy):
+    tier = MemoryTier(20_000, policy)
+    put(tier, range(10), 4)
+    put(tier, [10], 9)
+    keys = keys_of(range(12))
+    words, made = keys.words.tolist(), []
+    for name in range(12):
+        made.append(tier.get_one(keys.namespace, *words[name], lambda schema, row: bytes(row[0])))
+    expected = [value_of(name, 9 if name == 10 else 4).numpy().tobytes() for name in range(11)]
+    assert made == [*expected, None]
+    if policy == "lru":
+        for start in range(100, 20_000, 100):  # all others make room
+            tier.get_one(keys.namespace, *words[3], lambda schema, row: True)
+            put(tier, range(start, start + 100), 4)
+        assert tier.stats().evictions > 0 and found(tier, range(10)) == [3]
+    tier.drop(keys.namespace)
+    assert tier.get_one(keys.namespace, *words[3], lambda schema, row: True) is None
+    tier.close()

@@ -7,23 +7,21 @@ if something is damaged, or was not done; 2 if the command cannot be carried out
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import torchcache2.cli.printing as out
-from torchcache2.cli.dumpcommand import dump
-from torchcache2.cli.parameters import AsFormat as _AsFormat
-from torchcache2.cli.parameters import Dir as _Dir
-from torchcache2.cli.parameters import Format as _Format
-from torchcache2.cli.parameters import print_bad, print_deleted
-from torchcache2.cli.rmcommand import remove_in_bucket
 from torchcache2.core.errors import OptionError, TorchcacheError
 from torchcache2.core.places import is_url
 from torchcache2.core.version import __version__
 from torchcache2.files.errors import NewerFormatError
+
+if TYPE_CHECKING:
+    from torchcache2.cli.report import Gone
 
 # Commands import what reads a directory when they run: it needs PyTorch, which takes a second to import.
 
@@ -35,6 +33,40 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+_AT_ONCE = 100  # objects
+
+
+class _Format(str, enum.Enum):
+    """How a result is printed."""
+
+    table = "table"
+    json = "json"
+
+
+_Dir = Annotated[
+    str, typer.Argument(metavar="DIR", help="The cache directory, or a URL.", show_default="here")
+]
+_AsFormat = Annotated[_Format, typer.Option("--format", help="How to print the result.")]
+
+
+def _print_bad(files: Sequence[dict[str, str]]) -> None:
+    """Print a line for each file that is not good."""
+    for one in files:
+        out.say("{file}: {state}: {reason}".format_map(one))
+
+
+def _print_deleted(gone: Sequence[Gone], names: Mapping[str, str], form: _Format) -> None:
+    """Print what was deleted of each namespace, whose classes have these names."""
+    if form is _Format.json:
+        out.print_json([{"class": names[one.namespace], **one._asdict()} for one in gone])
+        return
+    if gone:
+        rows = [(one.namespace, names[one.namespace], f"{one.files:,}", out.size(one.bytes)) for one in gone]
+        out.print_table(("namespace", "class", "files", "bytes"), rows)
+    files, nbytes = sum(one.files for one in gone), sum(one.bytes for one in gone)
+    out.say(f"{out.counted(files, 'file')} deleted, {out.size(nbytes)}")
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -68,7 +100,7 @@ def _options(
 def _ls(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     """List the namespaces: whose they are, rows, bytes, use."""
     from torchcache2.cli import report
-    from torchcache2.cli.places import opened
+    from torchcache2.cli.report import opened
 
     with opened(directory) as cache:
         found = [report.namespace(cache, one) for one in cache.scan()]
@@ -92,7 +124,7 @@ def _ls(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
 def _stats(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     """Count what is in a cache directory."""
     from torchcache2.cli import report
-    from torchcache2.cli.places import opened
+    from torchcache2.cli.report import opened
 
     with opened(directory) as cache:
         totals = report.totals(cache, cache.scan())
@@ -124,8 +156,7 @@ def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
 
     Changes nothing.
     """
-    from torchcache2.cli.check import STATES, row_limit, trouble, verdict
-    from torchcache2.cli.places import opened
+    from torchcache2.cli.report import STATES, opened, row_limit, trouble, verdict
 
     counts, rows, bad, limit = dict.fromkeys(STATES, 0), 0, [], row_limit()
     with contextlib.ExitStack() as stack:
@@ -154,7 +185,7 @@ def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     if form is _Format.json:
         out.print_json({**counts, "rows": rows, "set_aside": aside, "files": bad})
     else:
-        print_bad(bad)
+        _print_bad(bad)
         good = f"{out.counted(counts['good'], 'good segment')} with {out.counted(rows, 'row')}"
         rest = f"{counts['damaged']:,} damaged, {counts['unreadable']:,} unreadable"
         out.say(f"{good}; {rest}, {counts['unchecked']:,} not checked, {aside:,} set aside earlier")
@@ -173,7 +204,7 @@ def _prune(
     than the size is in use.
     """
     from torchcache2.cli import report
-    from torchcache2.cli.places import folder
+    from torchcache2.cli.report import folder
     from torchcache2.core.sizes import parse_size
     from torchcache2.files.removal import make_room, remove_leftovers, used_bytes
 
@@ -184,7 +215,7 @@ def _prune(
     remove_leftovers(cache)
     enough = make_room(cache, 0, budget, lru=False)
     after = cache.scan()
-    print_deleted(report.gone(before, after), names, form)
+    _print_deleted(report.gone(before, after), names, form)
     if not enough:
         out.tell(f"torchcache2: {out.size(used_bytes(after))} are left, in use by running processes")
         raise typer.Exit(1)
@@ -206,7 +237,7 @@ def _rm(
 ) -> None:
     """Delete namespaces. Files that are not the cache's stay."""
     if any(map(is_url, [directory, *namespaces])):
-        remove_in_bucket(namespaces, directory, form, ask=not yes)
+        _remove_in_bucket(namespaces, directory, form, ask=not yes)
         return
     from torchcache2.cli import report
     from torchcache2.files.filesystem import FileSystem
@@ -227,10 +258,46 @@ def _rm(
     busy = [one.namespace for cache, one in chosen if not remove_namespace(cache, one.namespace, force=force)]
     before = [one for _, one in chosen]
     after = [cache.contents(one.namespace) for cache, one in chosen]
-    print_deleted(report.gone(before, after), {one.id: one.name for one in found}, form)
+    _print_deleted(report.gone(before, after), {one.id: one.name for one in found}, form)
     if busy:
         out.tell(f"torchcache2: {', '.join(busy)}: a process uses it by now")
         raise typer.Exit(1)
+
+
+def _remove_in_bucket(names: Sequence[str], url: str, form: _Format, *, ask: bool) -> None:
+    """Delete the objects of the format in namespaces, or of all and the tag; other objects stay.
+
+    See `torchcache2.cli.report.chosen` for the names.
+    """
+    from torchcache2.cli import report
+    from torchcache2.cli.report import chosen
+    from torchcache2.files.directory import TAG
+    from torchcache2.tiers.bucket.files import BucketFiles
+
+    with chosen(names, url) as (cache, contents, is_all):
+        assert isinstance(cache.fs, BucketFiles)
+        found = [report.namespace(cache, one) for one in contents]
+        if ask:
+            for one in found:
+                out.tell(f"{one.id}  {one.title}  {one.rows:,} rows  {out.size(one.nbytes)}")
+            nbytes = out.size(sum(one.nbytes for one in found))
+            out.tell(f"{cache.path}: {out.counted(len(found), 'namespace')}, {nbytes}; somebody may use them")
+            typer.confirm("Delete?", abort=True, err=True)
+        # A namespace loses what describes it last, so that nobody wonders what is left when this is stopped.
+        files = [(one.namespace, info) for one in contents for info in (*one.segments, *one.heads)]
+        files += [(one.namespace, info) for one in contents for info in (*one.corrupt, *one.temporary)]
+        files += [(one.namespace, info) for one in contents for info in one.others]
+        try:
+            with out.progress("deleting", sum(info.size for _, info in files)) as advance:
+                for first in range(0, len(files), _AT_ONCE):
+                    some = files[first : first + _AT_ONCE]
+                    cache.fs.remove_all([os.path.join(cache.path, name, info.name) for name, info in some])
+                    advance(sum(info.size for _, info in some))
+            if is_all and not any(one.files for one in cache.scan()):
+                cache.fs.remove(os.path.join(cache.path, TAG))
+        finally:  # also what is gone if the bucket has failed
+            after = [cache.contents(one.namespace) for one in contents]
+            _print_deleted(report.gone(contents, after), {one.id: one.name for one in found}, form)
 
 
 @app.command("export")
@@ -241,7 +308,7 @@ def _export(
 ) -> None:
     """Write all segments to one file, for another machine."""
     from torchcache2.cli import archive
-    from torchcache2.cli.places import folder
+    from torchcache2.cli.report import folder
 
     cache = folder(directory, "export")
     contents = cache.scan()
@@ -261,8 +328,8 @@ def _import(
 ) -> None:
     """Add the segments of an exported file, after checking each. Exit code 1 if some are left out."""
     from torchcache2.cli import archive
-    from torchcache2.cli.members import ArchiveError
-    from torchcache2.cli.places import check_folder
+    from torchcache2.cli.archive import ArchiveError
+    from torchcache2.cli.report import check_folder
     from torchcache2.files.directory import CacheDirectory
     from torchcache2.files.filesystem import FileSystem
 
@@ -277,7 +344,7 @@ def _import(
         counts = {"segments": done.segments, "rows": done.rows, "bytes": done.nbytes, "kept": done.kept}
         out.print_json({**counts, "files": bad})
     else:
-        print_bad(bad)
+        _print_bad(bad)
         new = f"{out.counted(done.segments, 'segment')} with {out.counted(done.rows, 'row')}"
         out.say(
             f"{new}, {out.size(done.nbytes)} imported; {done.kept:,} there already, {len(bad):,} left out"
@@ -285,4 +352,32 @@ def _import(
     raise typer.Exit(1 if bad else 0)
 
 
-app.command("dump")(dump)
+@app.command("dump")
+def _dump(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The cache directory, or a URL.")],
+    namespace: Annotated[str, typer.Argument(metavar="NAMESPACE", help="Its first characters.")],
+    file: Annotated[str, typer.Argument(metavar="OUT.safetensors", help="The file to write.")],
+    form: _AsFormat = _Format.table,
+) -> None:
+    """Write the rows of a namespace to a plain safetensors file. Exit code 1 if some cannot be read."""
+    from torchcache2.cli import dump
+    from torchcache2.cli.report import matching, opened
+
+    with opened(directory) as cache:
+        contents = matching(cache, cache.scan(), namespace)
+        done = dump.dump(cache, contents, file, lambda total: out.progress("writing", total))
+    bad = [{"file": name, "state": one.state, "reason": one.reason} for name, one in done.refused.items()]
+    bad = [one for one in bad if one["state"] != "gone"]
+    if form is _Format.json:
+        counts = {"rows": done.rows, "bytes": done.nbytes, "structures": done.structures}
+        dataset = {} if done.length is None else {"length": done.length, "samples": done.indexed}
+        out.print_json({"file": os.path.abspath(file), **counts, **dataset, "files": bad})
+    else:
+        _print_bad(bad)
+        text = f"{file}: {out.counted(done.rows, 'row')}, {out.size(done.nbytes)}"
+        if done.length is not None:
+            text += f"; {done.indexed:,} of the dataset's {out.counted(done.length, 'sample')}"
+        if done.structures > 1:
+            text += f"; {done.structures} structures"
+        out.say(text)
+    raise typer.Exit(1 if bad else 0)

@@ -10,30 +10,172 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import safetensors
+import torch
 
-from torchcache2.cli.check import Verdict, row_limit, trouble
-from torchcache2.cli.dumpcolumns import Column, Tensors, leaf_columns
+from torchcache2.cli.report import Verdict, row_limit, trouble, verdict_of
 from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Array, indices_of
+from torchcache2.core.rows import Leaf
 from torchcache2.core.version import __version__
 from torchcache2.files.directory import CacheDirectory, Contents
 from torchcache2.files.errors import UnreadableError
 from torchcache2.files.filesystem import Descriptor, Descriptors, FileSystem, write_whole
-from torchcache2.files.layout import read_head, read_size
+from torchcache2.files.layout import DTYPES, nbytes_of, read_head, read_size
 from torchcache2.files.segment import Segment, empty_columns
 
+_VALUES = {  # dtype of values that are no tensors, and their shape
+    "bool": ("BOOL", ()),
+    "int": ("I64", ()),
+    "float": ("F64", ()),
+    "complex": ("F64", (2,)),
+}
+_COMPLEX = {torch.complex32: "F16", torch.complex64: "F32", torch.complex128: "F64"}
+
+
+@dataclasses.dataclass
+class Column:
+    """The values of one leaf for n rows.
+
+    Attributes
+    ----------
+    leaf : int
+        The number of the leaf.
+    name : str
+    dtype : str
+        As safetensors has it.
+    unit : tuple of int
+        What comes behind the shape of a row: the parts of an element that safetensors does not know.
+    unit_bytes : int
+        Bytes of an element.
+    extents : ndarray of int64, shape (n, dimensions)
+        The shape of each row.
+    is_ragged : bool
+        Whether shapes may differ.
+    row_bytes, starts : ndarray of int64, shapes (n,), (n + 1,)
+        How many bytes each row has, and where they begin.
+    """
+
+    leaf: int
+    name: str
+    dtype: str
+    unit: tuple[int, ...]
+    unit_bytes: int
+    extents: Array
+    is_ragged: bool
+
+    def __post_init__(self) -> None:
+        self.row_bytes = self.extents.prod(axis=1) * self.unit_bytes
+        self.starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.row_bytes)])
+
+    def place(self, piece: Array, first: int, positions: Array, values: Array) -> None:
+        """Copy rows, uint8 ``(m, bytes)``, to where they belong in a piece that begins with row `first`."""
+        if not self.is_ragged:
+            if values.size:  # else numpy could not tell how many rows without bytes there are
+                piece.reshape(-1, values.shape[1])[positions - first] = values
+            return
+        for start, value in zip((self.starts[positions] - self.starts[first]).tolist(), values, strict=True):
+            piece[start : start + len(value)] = value
+
+    def add_to(self, tensors: Tensors, prefix: str) -> dict[str, str]:
+        """Add the tensors; what each holds, and its name. The bytes of ``tensor`` are still to be written."""
+        count, dimensions = self.extents.shape
+        if not self.is_ragged:
+            shape = tuple(self.extents[0].tolist())
+            return {"tensor": tensors.add(prefix + self.name, self.dtype, (count, *shape, *self.unit))}
+        if is_long := bool((self.extents[:, 1:] == self.extents[:1, 1:]).all()):  # only the first one differs
+            lengths, rest = self.extents[:, 0], tuple(self.extents[0, 1:].tolist())
+        else:
+            lengths, rest = self.extents.prod(axis=1), ()
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        shape = (int(offsets[-1]), *rest, *self.unit)
+        name = tensors.add(prefix + self.name, self.dtype, shape)
+        names = {"tensor": name, "offsets": tensors.add(f"{name}.offsets", "I64", offsets.shape, offsets)}
+        if not is_long:
+            shapes = np.ascontiguousarray(self.extents)
+            names["shapes"] = tensors.add(f"{name}.shapes", "I64", (count, dimensions), shapes)
+        return names
+
+
+def leaf_columns(leaves: Sequence[Leaf], names: Sequence[str], extents: Sequence[Array]) -> list[Column]:
+    """The columns of leaves whose rows have these shapes, each ``(n, dimensions)``; None has no column."""
+    columns = []
+    for number, (leaf, name, shapes) in enumerate(zip(leaves, names, extents, strict=True)):
+        if leaf.kind == "none":
+            continue
+        unit: tuple[int, ...] = ()
+        unit_bytes, is_ragged = leaf.stored.itemsize, bool((shapes != shapes[:1]).any())
+        if leaf.kind in _VALUES:
+            dtype, unit = _VALUES[leaf.kind]
+            unit_bytes, shapes, is_ragged = leaf.row_bytes, shapes[:, :0], False
+        elif leaf.kind != "tensor":
+            dtype, is_ragged = "U8", True  # also if all happen to have one length
+        elif leaf.stored in _COMPLEX:
+            dtype, unit = _COMPLEX[leaf.stored], (2,)
+        elif str(leaf.stored)[6:] in DTYPES:
+            dtype = DTYPES[str(leaf.stored)[6:]]
+        else:
+            dtype, unit = "U8", () if unit_bytes == 1 else (unit_bytes,)
+        columns.append(Column(number, name, dtype, unit, unit_bytes, shapes, is_ragged))
+    return columns
+
+
+class Tensors:
+    """The tensors of a safetensors file, in the order in which they lie: those of wide elements first.
+
+    Attributes
+    ----------
+    nbytes : int
+    starts : dict of str to int
+        Where each begins, behind the header; they are there when the header has been written.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.starts: dict[str, int] = {}
+        self._members: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._data: dict[str, Array] = {}
+
+    def add(self, name: str, dtype: str, shape: Sequence[int], data: Array | None = None) -> str:
+        """Add a tensor; without `data`, its bytes are written by somebody else. Returns its name."""
+        plain, number = name, 1
+        while name in self._members:
+            name, number = f"{plain} {number}", number + 1
+        self._members[name] = dtype, tuple(shape)
+        if data is not None:
+            self._data[name] = np.ascontiguousarray(data)
+        return name
+
+    def write(self, fs: FileSystem, file: Descriptor, metadata: Mapping[str, str]) -> int:
+        """Write the header, and the tensors whose data is known; returns where the header ends."""
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        for name in sorted(self._members, key=lambda name: -nbytes_of(self._members[name][0])):
+            dtype, shape = self._members[name]
+            self.starts[name] = self.nbytes
+            self.nbytes += nbytes_of(dtype, shape)
+            offsets = [self.starts[name], self.nbytes]
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        end = fs.write_all(file, [memoryview(len(text).to_bytes(8, "little") + text)], 0)
+        for name, data in self._data.items():
+            fs.write_all(file, [data.reshape(-1).view(np.uint8).data], end + self.starts[name])
+        return end
+
+
 _AT_ONCE = 128 << 20  # bytes of rows that are in memory
+_UNSTEADY = Verdict("damaged", reason="reads differently each time")
 Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 
 
 @dataclasses.dataclass
 class Dumped:
-    """What has been written, and what was left out: segments, or rows of them."""
+    """What has been written, and the segments that were left out."""
 
     rows: int = 0
     nbytes: int = 0  # of the file
@@ -41,15 +183,14 @@ class Dumped:
     length: int | None = None  # of the dataset, if it is one
     indexed: int = 0  # rows that are samples of it
     refused: dict[str, Verdict] = dataclasses.field(default_factory=dict)  # by the name of the segment
-    damaged: dict[str, Array] = dataclasses.field(default_factory=dict)  # rows of these, if not all
 
 
 class _Refused(Exception):  # noqa: N818
-    """A segment that cannot be read, or some rows of it."""
+    """A segment that cannot be read, or is damaged."""
 
-    def __init__(self, name: str, found: Verdict, rows: Sequence[int] = ()) -> None:
+    def __init__(self, name: str, found: Verdict) -> None:
         super().__init__(name)
-        self.name, self.found, self.rows = name, found, rows
+        self.name, self.found = name, found
 
 
 @dataclasses.dataclass
@@ -108,7 +249,9 @@ class _Group:
                 try:
                     found = empty_columns(schema, len(which))
                     if not part.segment.read(rows[which], found, np.arange(len(which))):
-                        raise _damaged(part)
+                        found_now = verdict_of(part.segment)
+                        is_steady = found_now.state == "damaged"
+                        raise _Refused(part.name, found_now if is_steady else _UNSTEADY)
                 except (OSError, UnreadableError, MemoryError) as error:
                     raise _Refused(part.name, trouble(error)) from None
                 for column, piece in zip(self.columns, pieces, strict=True):
@@ -137,12 +280,8 @@ def dump(directory: CacheDirectory, contents: Contents, path: str, progress: Pro
 
         try:
             write_whole(fs, path, fill, stem=f"{path}.", suffix=".tmp", replaces=False)
-        except _Refused as error:  # once more without them: another segment may have these rows
+        except _Refused as error:  # once more without it: another segment may have these rows
             done.refused[error.name] = error.found
-            known = done.damaged.pop(error.name, np.empty(0, np.int64))
-            rows = np.union1d(known, np.array(error.rows, np.int64))
-            if len(rows) > len(known):  # else it reads differently each time, and nothing of it is taken
-                done.damaged[error.name] = rows
         else:
             return done
 
@@ -159,7 +298,7 @@ def _parts(directory: CacheDirectory, contents: Contents, done: Dumped) -> list[
     for info in sorted(contents.segments):
         name = f"{contents.namespace}/{info.name}"
         path = os.path.join(directory.path, name)
-        if name in done.refused and name not in done.damaged:
+        if name in done.refused:
             continue
         try:
             segment = Segment.open(fs, descriptors, path, limit=limit, structured=False)
@@ -193,7 +332,7 @@ def _write(
     done: Dumped,
     progress: Progress,
 ) -> None:
-    keys, of, rows, index = _ordered(parts, done)
+    keys, of, rows, index = _ordered(parts, done.length)
     structures = list(dict.fromkeys([part.structure for part in parts]))
     numbers = np.array([structures.index(part.structure) for part in parts], np.int64)
     tensors, groups, described = Tensors(), [], []
@@ -233,23 +372,22 @@ def _write(
     done.indexed = 0 if index is None else int(((index >= 0) & (index < (done.length or 0))).sum())
 
 
-def _ordered(parts: Sequence[_Part], done: Dumped) -> tuple[Array, Array, Array, Array | None]:
+def _ordered(parts: Sequence[_Part], length: int | None) -> tuple[Array, Array, Array, Array | None]:
     """The rows in the order of the file, each key once.
 
     Keys (n, 16), numbers of parts (n,), rows in these (n,), and for a dataset the indices (n,): -1 for keys
     that are of no int, which come last.
     """
-    good = [_good_rows(part, done) for part in parts]
-    pairs = zip(parts, good, strict=True)
-    keys = np.concatenate([np.empty((0, 16), np.uint8), *[_keys(part)[some] for part, some in pairs]])
-    of = np.repeat(np.arange(len(parts)), [len(some) for some in good])
-    rows = np.concatenate([np.empty(0, np.int64), *good])
+    counts = [len(part.segment) for part in parts]
+    keys = np.concatenate([np.empty((0, 16), np.uint8), *map(_keys, parts)])
+    of = np.repeat(np.arange(len(parts)), counts)
+    rows = np.concatenate([np.empty(0, np.int64), *map(np.arange, counts)])
     halves = keys.view("<u8")
     order = np.lexsort((halves[:, 1], halves[:, 0]))  # equal keys stay in order, and the first one counts
     is_first = np.ones(len(keys), bool)
     is_first[1:] = (halves[order[1:]] != halves[order[:-1]]).any(axis=1)
     chosen, index = np.sort(order[is_first]), None
-    if done.length is not None:
+    if length is not None:
         index, is_int = indices_of(keys[chosen])
         index = np.where(is_int, index, -1)
         by_index = np.lexsort((index, ~is_int))
@@ -260,19 +398,3 @@ def _ordered(parts: Sequence[_Part], done: Dumped) -> tuple[Array, Array, Array,
 def _keys(part: _Part) -> Array:
     assert part.segment.keys is not None
     return part.segment.keys
-
-
-def _good_rows(part: _Part, done: Dumped) -> Array:
-    rows = np.arange(len(part.segment))
-    return np.setdiff1d(rows, done.damaged[part.name]) if part.name in done.damaged else rows
-
-
-def _damaged(part: _Part) -> _Refused:
-    """Which rows of a segment are damaged, read one by one."""
-    segment, found = part.segment, []
-    every = np.arange(len(segment))
-    for schema, which in segment.schemas(every):
-        columns, place = empty_columns(schema, 1), np.zeros(1, np.int64)
-        found += [row for row in which.tolist() if not segment.read(every[row : row + 1], columns, place)]
-    reason = f"{len(found):,} of {len(segment):,} rows are not what was written"
-    return _Refused(part.name, Verdict("damaged", reason=reason), found)

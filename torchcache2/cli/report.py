@@ -3,24 +3,95 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import datetime
 import math
 import os
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 
-from torchcache2.cli.check import printable
 from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Array, filled
-from torchcache2.core.places import is_url
-from torchcache2.files.directory import TAG, CacheDirectory, Contents, is_ours
-from torchcache2.files.errors import UnreadableError
+from torchcache2.core.logs import ToldOnce
+from torchcache2.core.places import Bucket, is_url
+from torchcache2.core.sizes import free_memory
+from torchcache2.files.directory import NAMESPACE_NAME, TAG, CacheDirectory, Contents, is_ours
+from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.files.filesystem import Descriptors, FileSystem
 from torchcache2.files.removal import in_use
 from torchcache2.files.segment import Segment
+from torchcache2.tiers.bucket.files import BucketFiles
+from torchcache2.tiers.bucket.objects import Objects
+
+State = Literal["good", "damaged", "unreadable", "unchecked", "gone"]
+STATES: tuple[State, ...] = ("good", "damaged", "unreadable", "unchecked", "gone")
+_LEAST_LIMIT = 1 << 30
+_MOST_SHOWN = 120
+
+
+class Verdict(NamedTuple):
+    """Whether a segment is what was written.
+
+    It is "unreadable" if the system refuses to read it, "unchecked" if this process cannot tell, and "gone"
+    if somebody has deleted it.
+    """
+
+    state: State
+    rows: int = 0
+    reason: str = ""  # why it is not good
+
+
+def row_limit() -> int:
+    """Bytes that a row may have to be checked: a quarter of what is free, so that no file can take it all."""
+    return max(_LEAST_LIMIT, (free_memory(torch.device("cpu")) or 0) // 4)
+
+
+def verdict(fs: FileSystem, path: str, namespace: str, limit: int) -> Verdict:
+    """Read all of a segment, which must belong to a namespace, and compare every checksum.
+
+    `namespace` is 32 hexadecimal digits, and `limit` the bytes that a row may have.
+    """
+    try:
+        segment = Segment.open(fs, Descriptors(fs), path, limit=limit, structured=False)
+        found = segment.layout.namespace.hex()
+        if found != namespace:
+            return Verdict("damaged", len(segment), f"belongs to namespace {found}")
+        return verdict_of(segment)
+    except (OSError, UnreadableError, OptionError, MemoryError) as error:
+        return trouble(error)
+
+
+def verdict_of(segment: Segment) -> Verdict:
+    """Compare every checksum of an open segment."""
+    damaged, count = segment.check(), len(segment)
+    if damaged:
+        return Verdict("damaged", count, f"{damaged:,} of {count:,} rows are not what was written")
+    return Verdict("good", count)
+
+
+def trouble(error: Exception) -> Verdict:
+    """What an error says of the segment that could not be read."""
+    if isinstance(error, FileNotFoundError):
+        return Verdict("gone")
+    if isinstance(error, OSError):
+        return Verdict("unreadable", reason=f"cannot be read: {error.strerror or error}")
+    if isinstance(error, MemoryError):
+        return Verdict("unchecked", reason="needs more memory than there is")
+    reason = str(error)
+    if isinstance(error, NewerFormatError):
+        reason = f"is of the newer format {error}: upgrade torchcache2"
+    return Verdict("damaged" if isinstance(error, DamagedError) else "unchecked", reason=printable(reason))
+
+
+def printable(text: str) -> str:
+    """Text from a file, cut if it is long, and without characters that would control a terminal."""
+    short = text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 1] + "…"
+    return "".join(letter if letter.isprintable() else "?" for letter in short)
+
 
 _ANY = 2**63  # bytes that a row may have: any number, as only the index is read
 _BASE_32 = str.maketrans("JKMNPQRSTVWXYZ", "IJKLMNOPQRSTUV")  # from the letters of a ULID to those of `int`
@@ -260,3 +331,77 @@ def _iso(seconds: float | None) -> str | None:
     except (ValueError, OverflowError, OSError):
         return None
     return when.isoformat(timespec="seconds") if seconds is not None else None
+
+
+_OPTIONS = ": for the command line, variables such as FSSPEC_S3_KEY, or fsspec's configuration"
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[CacheDirectory]:
+    """The cache directory at a path or URL; an error if there is none, or if the bucket cannot be reached."""
+    if not is_url(path):
+        yield existing(path, FileSystem())
+        return
+    with _told():
+        bucket = Bucket.of(path, option="DIR")
+    url = bucket.url
+    objects = Objects(bucket, ToldOnce(lambda _: False))  # a fault is an error here, and no warning
+    try:
+        with _told():
+            objects.check()
+        cache = CacheDirectory(url, BucketFiles(objects))
+        try:
+            names = [info.name for info in cache.fs.listing(cache.path)]
+        except FileNotFoundError:
+            raise OptionError(f"{url!r} does not exist") from None
+        if (
+            TAG not in names and not cache.scan()
+        ):  # objects of others may be beside ours, with and without a tag
+            raise OptionError(
+                f"{cache.path!r} is not a cache directory: it has neither {TAG} nor a namespace"
+            )
+        yield cache
+    finally:
+        objects.close()
+
+
+def folder(path: str, command: str) -> CacheDirectory:
+    """The cache directory at a path; an `OptionError` if it is a URL."""
+    check_folder(path, command)
+    return existing(path, FileSystem())
+
+
+def check_folder(path: str, command: str) -> None:
+    """Raise an `OptionError` if a path is a URL, which is not shown, as there may be a password in it."""
+    if is_url(path):
+        raise OptionError(f"`torchcache2 {command}` takes a folder, not a URL: copy what is there")
+
+
+@contextlib.contextmanager
+def chosen(names: Sequence[str], url: str) -> Iterator[tuple[CacheDirectory, list[Contents], bool]]:
+    """The namespaces of a bucket that are meant, and whether all of it is.
+
+    The names are first characters of namespaces in `url`, or one URL: of a namespace, or of all.
+    """
+    if not is_url(url) or any(map(is_url, names)):
+        if len(names) != 1:
+            raise OptionError("expected one URL, or namespaces and --dir URL")
+        url, names = names[0].rstrip("/"), []
+        top, _, last = url.rpartition("/")
+        if NAMESPACE_NAME.fullmatch(last):
+            url, names = top, [last]
+    with opened(url) as cache:
+        contents = cache.scan()
+        some = {one.namespace: one for name in names for one in [matching(cache, contents, name)]}
+        yield cache, list(some.values()) if names else contents, not names
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Has an error that is about `storage_options` say where the command line takes them from."""
+    try:
+        yield
+    except OptionError as error:
+        if "storage_options" not in str(error):
+            raise
+        raise OptionError(f"{error}{_OPTIONS}") from None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core.keys import Array
+from torchcache2.core.keys import Array, Bytes2D
 
 # Copies between an accelerator and the host, which start together and are waited for once.
 #
@@ -180,7 +180,7 @@ class StreamOrder:
 # stay for a while leave a heap full of holes: in each worker of a `DataLoader` it grew by 100 MB. A block
 # that stays does not, and its pages are there already.
 
-_LEAST = 128 << 10  # bytes; smaller blocks leave small holes
+LEAST_SPARE = 128 << 10  # bytes; smaller blocks leave small holes
 _MOST = 4  # blocks of a thread
 
 
@@ -192,7 +192,7 @@ class SpareMemory(threading.local):
 
     def empty(self, size: int) -> Tensor:
         """Uint8 ``(size,)`` on the CPU, with anything in it."""
-        if size < _LEAST:
+        if size < LEAST_SPARE:
             return torch.empty(size, dtype=torch.uint8, device="cpu")
         free = [i for i, (_, lent) in enumerate(self._blocks) if lent() is None]
         i = free[0] if free else len(self._blocks)
@@ -207,7 +207,7 @@ class SpareMemory(threading.local):
 
 # Fresh memory for rows, and copies of some rows of a tensor.
 
-_ALONE = 1 << 20  # one thread copies so many bytes before others have woken up
+ALONE = 1 << 20  # one thread copies so many bytes before others have woken up
 _GRAIN = 32_768  # torch uses all threads for each row of so many elements
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _HUGE = 4 << 20  # from so many bytes on, numpy asks for huge pages, with far fewer page faults
@@ -279,12 +279,8 @@ def select(tensor: Tensor, positions: Tensor) -> Tensor:
     return tensor.index_select(0, positions)
 
 
-def gather(data: Tensor, positions: Tensor | Array, **kind: Any) -> Tensor:
+def gather(data: Tensor, positions: Tensor, **kind: Any) -> Tensor:
     """Rows of contiguous uint8 ``(n, bytes)`` on the CPU, in fresh memory of a `kind` of `empty_bytes`."""
-    if not any(kind.values()) and len(positions) * data.shape[1] <= _ALONE:
-        # For few bytes, to call torch takes longer than to copy them.
-        return torch.from_numpy(data.numpy().take(np.asarray(positions), 0, None, "clip"))
-    positions = torch.as_tensor(positions)
     picked = empty_bytes(len(positions) * data.shape[1], **kind).view(len(positions), data.shape[1])
     gather_into(picked, data, positions)
     return picked
@@ -296,7 +292,7 @@ def gather_into(picked: Tensor, data: Tensor, positions: Tensor) -> None:
     If rows have many elements, torch's `index_select` copies each row with all threads. If other processes
     use the cores too, each such copy may wait for the scheduler. So long rows are copied in pieces.
     """
-    if picked.numel() <= _ALONE:
+    if picked.numel() <= ALONE:
         data.numpy().take(positions.numpy(), 0, picked.numpy(), "clip")  # faster than `np.take`
         return
     source = as_words(data)
@@ -305,6 +301,22 @@ def gather_into(picked: Tensor, data: Tensor, positions: Tensor) -> None:
     index = (positions[:, None] * pieces + torch.arange(pieces, device="cpu")).view(-1)
     target = picked.view(-1).view(source.dtype).view(-1, words // pieces)
     torch.index_select(source.view(-1, words // pieces), 0, index, out=target)
+
+
+_NUMPY = {
+    torch.from_numpy(np.empty(0, kind)).dtype: np.dtype(kind)
+    for kind in ("f2", "f4", "f8", "c8", "c16", "i1", "i2", "i4", "i8", "u1", "?")
+}
+
+
+def numbers(rows: Bytes2D, dtype: torch.dtype) -> Tensor:
+    """The numbers that rows of bytes are, shape ``(n, numbers of a row)``; shares their memory.
+
+    To view a tensor takes several times as long as to view an array.
+    """
+    if dtype in _NUMPY:
+        return torch.from_numpy(rows.view(_NUMPY[dtype]))
+    return torch.from_numpy(rows).view(-1).view(dtype).view(len(rows), rows.shape[1] // dtype.itemsize)
 
 
 def write(data: Tensor, first: int, values: Tensor) -> None:

@@ -22,11 +22,10 @@ from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size, size_text
 from torchcache2.datasets.identity import length_of
 from torchcache2.datasets.options import CAPACITY, aliased, check, check_dataset, check_others
-from torchcache2.datasets.recipe import Recipe
+from torchcache2.datasets.recipe import Keeper, Recipe
 from torchcache2.datasets.served import ServedRecipe, kept_in, with_samples
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import Store
-from torchcache2.datasets.tally import DatasetStats
 from torchcache2.engine.progress import Progress, WarmupStats
 from torchcache2.files.layout import HEAD
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
@@ -145,7 +144,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-class CachedDataset(Dataset[Any]):
+class CachedDataset(Keeper, Dataset[Any]):
     """A dataset that keeps the samples of another one, so that each is loaded once.
 
     Samples are kept in memory that all workers of a `DataLoader` and all ranks of a machine share, then in a
@@ -245,10 +244,7 @@ class CachedDataset(Dataset[Any]):
     """
 
     __module__ = "torchcache2"
-    _recipe: Recipe
     _source: Source
-    _store: Store | None
-    _is_closed = False
 
     def __init__(
         self,
@@ -338,16 +334,6 @@ class CachedDataset(Dataset[Any]):
                 "kept are samples without the change. Set it before CachedDataset(dataset) is made"
             )
 
-    def close(self) -> None:
-        """Let go of the samples in memory; from now on this process loads all that it is asked for.
-
-        What waits to be written is on disk when this returns.
-        """
-        self._is_closed = True
-        store, self._store = self._store, None
-        if store is not None:
-            store.levels.close()
-
     def __getitem__(self, index: Any) -> Any:
         """The sample at an index: an int, also one of numpy or a tensor, a str or bytes."""
         store, transform = self._store, self._recipe.transform
@@ -402,11 +388,6 @@ class CachedDataset(Dataset[Any]):
         """Indices of samples, int64 ``(k,)``, that are not cached; with a `path` or server, not there."""
         return np.arange(len(self)) if self._store is None else self._store.levels.absent(len(self))
 
-    def stats(self) -> DatasetStats:
-        """What all processes have done with this dataset so far."""
-        levels = None if self._store is None else self._store.levels
-        return DatasetStats.of(self._recipe.tally.total(), {} if levels is None else levels.stats())
-
     def explain(self) -> str:
         """Why samples were loaded that earlier runs had cached: what differs between the datasets.
 
@@ -418,20 +399,6 @@ class CachedDataset(Dataset[Any]):
         store = self._store
         directory = None if store is None else store.levels.directory
         return self._recipe.explained(directory, is_cached=store is not None)
-
-    def flush(self) -> None:
-        """Return when every sample that this process has loaded is as durable as the levels make it."""
-        if self._store is not None:
-            self._store.levels.flush()
-
-    def clear(self) -> None:
-        """Forget every sample, on disk too.
-
-        `NotCachedError` if there is no dataset, as nothing could load the samples again.
-        """
-        self._recipe.check_clear()
-        if self._store is not None:
-            self._store.levels.clear()
 
 
 setattr(CachedDataset, ADDED_ATTRIBUTE, True)

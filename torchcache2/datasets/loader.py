@@ -13,16 +13,14 @@ from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size
 from torchcache2.datasets.identity import Index, as_index, keys_of
 from torchcache2.datasets.options import CAPACITY, check, check_others
-from torchcache2.datasets.recipe import Recipe
+from torchcache2.datasets.recipe import Keeper, Recipe
 from torchcache2.datasets.source import Apart, copied
-from torchcache2.datasets.store import Store
-from torchcache2.datasets.tally import DatasetStats
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
 _EXPECTED = "the key of a CacheLoader is one int, str or bytes; get_many takes a list of them"
 
 
-class CacheLoader:
+class CacheLoader(Keeper):
     """Keeps what a function returns for a key, on Redis servers or on this machine.
 
     **The function is not part of the key.** `key_prefix`, `version` and the key alone say which value is
@@ -97,8 +95,6 @@ class CacheLoader:
     """
 
     __module__ = "torchcache2"
-    _recipe: Recipe
-    _store: Store | None
 
     def __init__(
         self,
@@ -140,6 +136,9 @@ class CacheLoader:
         OutputError
             If the value cannot be stored, and none was stored before. Later ones are a warning.
         """
+        if type(key) is int and self._store is not None and callable(load_fn):
+            for value in self._store.find_one(key):
+                return value
         return self.get_many([key], load_fn)[0]
 
     def get_many(self, keys: Sequence[Index], load_fn: Callable[[Any], Any]) -> list[Any]:
@@ -179,28 +178,6 @@ class CacheLoader:
     def num_keys(self) -> int:
         """How many keys of this prefix and version have a value, whoever has loaded it."""
         return 0 if self._store is None else self._store.levels.count()
-
-    def stats(self) -> DatasetStats:
-        """What all processes have done with this loader so far."""
-        tiers = {} if self._store is None else self._store.levels.stats()
-        return DatasetStats.of(self._recipe.tally.total(), tiers)
-
-    def flush(self) -> None:
-        """Return when every value that this process has loaded is on the server, or as lasting as it gets."""
-        if self._store is not None:
-            self._store.levels.flush()
-
-    def clear(self) -> None:
-        """Forget every value of this prefix and version, on the servers and in the folder too."""
-        if self._store is not None:
-            self._store.levels.clear()
-
-    def close(self) -> None:
-        """Write what waits, and let go of servers and memory; from now on every value is loaded."""
-        self._is_closed = True
-        store, self._store = self._store, None
-        if store is not None:
-            store.levels.close()
 
     def __enter__(self) -> CacheLoader:
         return self

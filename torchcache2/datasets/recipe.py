@@ -23,7 +23,7 @@ from torchcache2.datasets.identity import (
 from torchcache2.datasets.options import Serving, level_settings
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import Levels, Store
-from torchcache2.datasets.tally import Tally
+from torchcache2.datasets.tally import DatasetStats, Tally
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.tiers.redis.server import hold
 
@@ -178,6 +178,40 @@ class Recipe:
             )
         kind, created = self.document["class"], self.document["created"]
         return explained_dataset(self.title, kind, now, directory, created, bypass)
+
+
+class Keeper:
+    """What a `CachedDataset` and a `CacheLoader` do with what they keep, be it samples or values."""
+
+    _recipe: Recipe
+    _store: Store | None
+    _is_closed = False
+
+    def stats(self) -> DatasetStats:
+        """What all processes have done with this so far."""
+        tiers = {} if self._store is None else self._store.levels.stats()
+        return DatasetStats.of(self._recipe.tally.total(), tiers)
+
+    def flush(self) -> None:
+        """Return when all that this process has loaded is as lasting as it gets, such as on a server."""
+        if self._store is not None:
+            self._store.levels.flush()
+
+    def clear(self) -> None:
+        """Forget all that is kept, on disk and on servers too.
+
+        `NotCachedError` if there is no dataset, as nothing could load the samples again.
+        """
+        self._recipe.check_clear()
+        if self._store is not None:
+            self._store.levels.clear()
+
+    def close(self) -> None:
+        """Write what waits, and let go of memory and servers; from now on this process loads all it needs."""
+        self._is_closed = True
+        store, self._store = self._store, None
+        if store is not None:
+            store.levels.close()
 
 
 def settings_of(options: Mapping[str, Any]) -> tuple[CacheSettings, dict[str, Any]]:

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Bytes2D, Keys
 from torchcache2.core.logs import shown
+from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import UnstorableError, has_attributes, leaves_of, mapped
@@ -27,7 +29,7 @@ from torchcache2.decorator.tracing import Runner
 from torchcache2.engine.batch import Checks, NotStoredError, WholeBatch, computed_again
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import Forward
-from torchcache2.engine.values.outputs import Lists
+from torchcache2.engine.values.outputs import Lists, rows_of
 from torchcache2.engine.values.samples import Samples
 from torchcache2.identity.arguments import BoundCall, Signature
 from torchcache2.identity.encoding import digest
@@ -227,18 +229,15 @@ class Computation:
         if is_odd or self.checks.computes_parts:
             # The forward may write the output of a part into the memory of this output, so this is copied.
             copied = mapped(_copied, output, objects=True)
-            probe = self._probe(copied)
-            if not probe.is_possible:  # the output cannot be kept
+            try:
+                whole = self._rows(copied, len(self.keys))
+            except (UnstorableError, OutputError):  # it cannot be kept
                 self.checks.is_conclusive = False
                 return output
             if is_odd and not self.call.entries:
                 raise not_stored("batch", output, self._odd_text(shapes), cause="shape")
             if self.call.batch_size > 1 and not self.is_sharded:
-                found = probe.dependence()
-                if found is not None:
-                    raise not_stored("batch", copied, found.text, cause=found.cause)
-                self.checks.is_conclusive = probe.is_conclusive
-                output = copied
+                output = self._probed(copied, whole)
         self._remember(shapes)
         if is_whole:
             output = self._own(output, inputs.tensors)
@@ -361,18 +360,24 @@ class Computation:
         known = self.known.shapes.get(self.keys.group)
         return f"items of one shape have outputs of the shapes {known} and {shapes}"
 
-    def _probe(self, output: Any) -> Probe:
-        """Computes parts of the batch by themselves, to compare them with the output of the whole batch."""
-        return Probe(
-            output,
+    def _rows(self, output: Any, count: int) -> Rows:
+        return rows_of(output, count, self.lists, device=self.device)
+
+    def _probed(self, output: Any, whole: Rows) -> Any:
+        """The output of the whole batch, after parts were computed alone, and compared with its rows."""
+        probe = Probe(
+            whole,
             self.keys,
             self.call,
-            self._alone,
-            device=self.device,
+            lambda part, aligned: self._rows(self._alone(part, aligned), len(part)),
             dtypes=self.dtypes(),
-            lists=self.lists,
             pads=self.known.settings.miss_batch == "pad",
         )
+        found = probe.dependence()
+        if found is not None:
+            raise not_stored("batch", output, found.text, cause=found.cause)
+        self.checks.is_conclusive = probe.is_conclusive
+        return output
 
     def _alone(self, part: Sequence[int], aligned: bool) -> Any:
         """The output of some items, computed by themselves; what that has changed is undone."""

@@ -37,7 +37,7 @@ from torchcache2.engine.collective.exchange import apart
 from torchcache2.engine.explain import NOTHING_DIFFERS, CallSeen, compared, of_calls
 from torchcache2.engine.running import Forward, OwnMemoryError
 from torchcache2.engine.stack import TierStack
-from torchcache2.engine.stats import CacheStats
+from torchcache2.engine.stats import ADDED_UP, CacheStats
 from torchcache2.identity.arguments import Signature
 from torchcache2.identity.encoding import qualified_name
 from torchcache2.identity.fingerprint import Fingerprint, at_most
@@ -584,8 +584,7 @@ def _has(signature: inspect.Signature, name: str) -> bool:
 
 def _added(left: CacheStats, right: CacheStats) -> CacheStats:
     """What two methods of one object have done; of rows and bytes, they share the counts."""
-    names = ("hits", "misses", "received", "sent", "exchange_seconds", "verified", "mismatched")
-    counts = {name: getattr(left, name) + getattr(right, name) for name in (*names, "seconds_computed")}
+    counts = {name: getattr(left, name) + getattr(right, name) for name in ADDED_UP}
     reasons = {*left.bypasses, *right.bypasses}
     bypasses = {why: left.bypasses.get(why, 0) + right.bypasses.get(why, 0) for why in sorted(reasons)}
     saved = None if None in (a := (left.seconds_saved, right.seconds_saved)) else sum(a)  # type: ignore[arg-type]

@@ -38,7 +38,6 @@ from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import UnstorableError
 from torchcache2.decorator.bypass import BypassError
 from torchcache2.engine.batch import Checks, is_computed_again
-from torchcache2.engine.values.outputs import Lists, rows_of
 from torchcache2.engine.verify import leaf_differences
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.encoding import digest
@@ -288,36 +287,25 @@ class _Difference(NamedTuple):
 class Probe:
     """The rows of a whole batch, with which parts of it are compared that are computed by themselves.
 
-    ``alone(part, aligned)`` computes the items at some positions; see `BoundCall.take`. `dtypes` are what the
-    forward computes with, and `lists` says which lists in the output have an entry for each item. If it
-    `pads`, batches are padded to few sizes.
+    ``alone(part, aligned)`` are the rows of the items at some positions, computed in this order; see
+    `BoundCall.take`. `dtypes` are what the forward computes with. If it `pads`, batches are padded to few
+    sizes.
     """
 
     def __init__(
         self,
-        output: Any,
+        whole: Rows,
         keys: Keys,
         call: BoundCall,
-        alone: Callable[[Sequence[int], bool], Any],
+        alone: Callable[[Sequence[int], bool], Rows],
         *,
-        device: torch.device,
         dtypes: Collection[torch.dtype],
-        lists: Lists | None,
         pads: bool,
     ) -> None:
         self.is_conclusive = True  # False if a part could not be computed for lack of memory
-        self._keys, self._call, self._alone = keys, call, alone
-        self._device, self._dtypes, self._lists, self._pads = device, dtypes, lists, pads
+        self._whole, self._keys, self._call, self._alone = whole, keys, call, alone
+        self._dtypes, self._pads = dtypes, pads
         self._parts: list[tuple[Sequence[int], Rows]] = []
-        try:
-            self._whole: Rows | None = rows_of(output, len(keys), lists, device=device)
-        except (UnstorableError, OutputError):
-            self._whole = None  # such an output cannot be stored, so there is nothing to compare
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether the output can be stored, so that there is something to compare."""
-        return self._whole is not None
 
     def dependence(self) -> _Difference | None:
         """How items depend on their batch; None if they do not."""
@@ -338,7 +326,7 @@ class Probe:
     def _repetition(self) -> _Difference | None:
         """How the outputs for equal items of the batch differ; None if they do not."""
         found = self._keys.first_positions()
-        if self._whole is None or found is None:
+        if found is None:
             return None
         first, inverse = found
         expected = self._whole.take(torch.from_numpy(first[inverse]))
@@ -355,6 +343,8 @@ class Probe:
             part = [*part, *[part[-1]] * (size - count)]
         try:
             return self._compared(self._alone(part, aligned), part)
+        except (UnstorableError, OutputError) as error:
+            return _Difference(str(error), "shape")
         except Exception as error:
             if is_out_of_memory(error):
                 self.is_conclusive = False
@@ -362,15 +352,9 @@ class Probe:
             text = f"the forward of {count} of its {len(self._keys)} items raises {shown(error)}"
             return _Difference(text, "raises")
 
-    def _compared(self, output: Any, part: Sequence[int]) -> _Difference | None:
-        """How the output for some items differs from their rows of the whole batch; None if it does not."""
-        if self._whole is None:
-            return None
+    def _compared(self, rows: Rows, part: Sequence[int]) -> _Difference | None:
+        """How the rows of some items differ from those of the whole batch; None if they do not."""
         batches = f"in a batch of {len(part)} and of {len(self._keys)}"
-        try:
-            rows = rows_of(output, len(part), self._lists, device=self._device)
-        except (UnstorableError, OutputError) as error:
-            return _Difference(str(error), "shape")
         expected = self._whole.take(torch.tensor(part, dtype=torch.int64, device="cpu"))
         if rows.schema != expected.schema:
             for leaf, other in zip(rows.schema.leaves, expected.schema.leaves, strict=False):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -335,7 +335,7 @@ class Cache:
         again = rows.take(torch.from_numpy(np.searchsorted(asked, hits.checked)))
         apart = differences(before, again, batch.source.dtypes())
         mismatched, worst = int(np.count_nonzero(apart)), apart.argmax()
-        self.counters.verify(verified=len(apart), mismatched=mismatched)
+        self.counters.add(verified=len(apart), mismatched=mismatched)
         if not mismatched:
             return None
         return (
@@ -374,7 +374,7 @@ class Cache:
 
     def do_without(self, items: int, error: Exception) -> None:
         """Count items that are computed past the cache because there is no memory for its own work."""
-        self.counters.count(hits=0, misses=items, computed=items, seconds=0.0, spent=0.0)
+        self.counters.add(misses=items)
         text = "%s: there is no memory for the cache's own work, so the items are only computed: %s"
         self.tell("own memory", text, self.name, str(error))
 
@@ -406,8 +406,7 @@ class Cache:
         directory = self.tiers.directory
         return None if directory is None else Path(directory.path)
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[None]:
         """Within this context, calls of this rank are answered without the others.
 
         It is for calls that not all ranks make, such as a validation on rank 0, if
@@ -423,11 +422,9 @@ class Cache:
         >>> backbone.cache_instance.stats().received
         0
         """
-        with apart():
-            yield
+        return apart()
 
-    @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self) -> AbstractContextManager[None]:
         """Around a loop: a rank that is done with it goes on answering until all others are, too.
 
         It is for loops in which ranks call a module with ``distributed="collective"`` different numbers of
@@ -439,8 +436,7 @@ class Cache:
         RankError
             If another rank fails, or ends, before it is done.
         """
-        with contextlib.nullcontext() if self.collective is None else self.collective.join():
-            yield
+        return contextlib.nullcontext() if self.collective is None else self.collective.join()
 
     def description(self, namespace: bytes) -> Mapping[str, Any]:
         """What a namespace of this cache stands for, as JSON, for people and `explain`."""

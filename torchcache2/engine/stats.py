@@ -12,6 +12,11 @@ from torchcache2.core.process import ProcessLock
 from torchcache2.core.sizes import size_text
 
 _UNKNOWN = "not known: no miss was timed"
+# Counts of each cache by itself; the others are those of tiers, which several caches may share.
+ADDED_UP = (
+    *("hits", "misses", "received", "sent", "exchange_seconds"),
+    *("verified", "mismatched", "seconds_computed"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,16 +170,9 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = ProcessLock()
-        self.hits = 0
-        self.misses = 0
+        self.hits = self.misses = self.received = self.sent = self.verified = self.mismatched = 0
+        self.exchange_seconds = self.seconds_computed = self.seconds_spent = 0.0
         self.bypasses: dict[str, int] = {}
-        self.received = 0
-        self.sent = 0
-        self.exchange_seconds = 0.0
-        self.verified = 0
-        self.mismatched = 0
-        self.seconds_computed = 0.0
-        self.seconds_spent = 0.0
         self._paces: deque[float] = deque(maxlen=101)  # seconds for a row, of the last batches computed
 
     def count(self, *, hits: int, misses: int, computed: int, seconds: float, spent: float) -> None:
@@ -187,18 +185,11 @@ class Counters:
             self.seconds_computed += seconds
             self.seconds_spent += spent
 
-    def verify(self, *, verified: int, mismatched: int) -> None:
-        """Count hits that were computed again."""
+    def add(self, **counts: float) -> None:
+        """Add to counts by name, such as ``verified`` and ``mismatched``, or ``received`` and ``sent``."""
         with self._lock():
-            self.verified += verified
-            self.mismatched += mismatched
-
-    def exchange(self, *, received: int, sent: int, seconds: float) -> None:
-        """Count rows that went between ranks, and the time that it took."""
-        with self._lock():
-            self.received += received
-            self.sent += sent
-            self.exchange_seconds += seconds
+            for name, count in counts.items():
+                setattr(self, name, getattr(self, name) + count)
 
     def bypass(self, reason: str, items: int) -> None:
         """Count items that were not stored."""
@@ -211,17 +202,9 @@ class Counters:
             # Of two batches, this is the faster one, since the other may have compiled something.
             pace = median_low(self._paces) if self._paces else 0.0
             saved = (self.hits - self.verified) * pace - self.seconds_spent
-            is_unknown = self.hits and not self._paces
             return CacheStats(
-                hits=self.hits,
-                misses=self.misses,
-                received=self.received,
-                sent=self.sent,
-                exchange_seconds=self.exchange_seconds,
-                bypasses=dict(self.bypasses),
+                **{name: getattr(self, name) for name in ADDED_UP},
                 **tiers,
-                verified=self.verified,
-                mismatched=self.mismatched,
-                seconds_computed=self.seconds_computed,
-                seconds_saved=None if is_unknown else saved,
+                bypasses=dict(self.bypasses),
+                seconds_saved=None if self.hits and not self._paces else saved,
             )

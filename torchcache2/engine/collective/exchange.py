@@ -676,7 +676,7 @@ class Collective:
         received = exchange.step(part)
         rows = received or Received()
         seconds = exchange.channel.seconds - before
-        self._counters.exchange(received=rows.from_others, sent=rows.to_others, seconds=seconds)
+        self._counters.add(received=rows.from_others, sent=rows.to_others, exchange_seconds=seconds)
         return received
 
 

@@ -115,13 +115,25 @@ class Arena:
         """Row of each key, or -1."""
         return self._index.find(words)
 
+    def row(self, low: int, high: int) -> tuple[int, list[memoryview]] | None:
+        """The ordinal of a key, and the bytes of its leaves where they lie; None if not on the host."""
+        ordinal = self._index.find_one(low, high) if self.device.type == "cpu" else -1
+        if ordinal < 0:
+            return None
+        count, row = len(self), list[memoryview]()
+        for column in self._columns:
+            data = column.view(count)[ordinal].numpy().data if column.row_bytes else memoryview(bytearray())
+            row.append(data)
+        return ordinal, row
+
     def gather(self, ordinals: Ordinals) -> Rows:
         """A copy of the rows with these ordinals, in their order."""
         columns = []
         with self._in_order() if self._order.is_needed else contextlib.nullcontext():
             for leaf, column in zip(self.schema.leaves, self._columns, strict=True):
-                picked = column.gather(ordinals).view(-1).view(leaf.stored)
-                columns.append(picked.view(len(ordinals), *leaf.stored_shape))
+                picked = column.gather(ordinals, leaf.stored)
+                is_flat = len(leaf.shape) == 1
+                columns.append(picked if is_flat else picked.view(len(ordinals), *leaf.stored_shape))
         return Rows(self.schema, columns, len(ordinals))
 
     def append(self, keys: Bytes2D, rows: Rows, tick: int) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchcache2.core.keys import Ordinals
-from torchcache2.core.memory import Runtime, as_words, gather, write
+from torchcache2.core.memory import ALONE, Runtime, as_words, gather, numbers, write
 
 _PAGE = mmap.PAGESIZE
 # Without this flag the system counts reserved address space as memory, and refuses to fork the process.
@@ -49,7 +49,7 @@ class Column:
         self.row_bytes = row_bytes
         self.capacity = 0
         self._runtime = runtime
-        self._data = self._allocate(0)
+        self._hold(self._allocate(0), 0)
 
     @property
     def nbytes(self) -> int:
@@ -65,12 +65,12 @@ class Column:
         if rows > self.capacity:
             data = self._allocate(rows)
             data[: self.capacity] = self._data
-            self._data, self.capacity = data, rows
+            self._hold(data, rows)
 
     def shrink(self, rows: int) -> None:
         """Give back the memory behind so many rows."""
         if rows < self.capacity:
-            self._data, self.capacity = self._data[:rows].clone(), rows
+            self._hold(self._data[:rows].clone(), rows)
 
     def view(self, rows: int) -> Tensor:
         """The first rows, uint8 of shape ``(rows, row_bytes)``."""
@@ -81,9 +81,13 @@ class Column:
         """Tensors that have all of the memory."""
         return [self._data]
 
-    def gather(self, ordinals: Ordinals) -> Tensor:
-        """A copy of the rows with these numbers, in their order."""
-        return gather(self._data, ordinals, runtime=self._runtime)
+    def gather(self, ordinals: Ordinals, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """A copy of the rows with these numbers, in their order, shape ``(k, numbers of a row)``."""
+        size = self.row_bytes // dtype.itemsize
+        if self._runtime is not None or len(ordinals) * self.row_bytes > ALONE:
+            picked = gather(self._data, torch.from_numpy(ordinals), runtime=self._runtime)
+            return picked.view(-1).view(dtype).view(len(ordinals), size)
+        return numbers(self._array.take(ordinals, 0, None, "clip"), dtype)
 
     def write(self, first: int, values: Tensor) -> None:
         """Write values of any dtype, from a row on."""
@@ -93,6 +97,9 @@ class Column:
         """Copy rows over others; no row is both a source and a target."""
         moved = self._data.index_select(0, torch.from_numpy(source))
         self._data.index_copy_(0, torch.from_numpy(target), moved)
+
+    def _hold(self, data: Tensor, rows: int) -> None:
+        self._data, self._array, self.capacity = data, data.numpy(), rows
 
     def _allocate(self, rows: int) -> Tensor:
         return torch.empty((rows, self.row_bytes), dtype=torch.uint8, device="cpu")
@@ -160,7 +167,8 @@ class _ReservedColumn(Column):
             data = torch.frombuffer(reserved, dtype=torch.uint8, count=rows * self.row_bytes)
             data = data.view(rows, self.row_bytes)
             data[: self.capacity] = self._data
-            self._map, self._data = reserved, data
+            self._hold(data, self.capacity)
+            self._map = reserved
 
 
 class _ChunkedColumn(Column):
@@ -198,7 +206,11 @@ class _ChunkedColumn(Column):
             del self._chunks[kept:]
             self._starts = self._starts[:kept]
 
-    def gather(self, ordinals: Ordinals) -> Tensor:
+    def gather(self, ordinals: Ordinals, dtype: torch.dtype = torch.uint8) -> Tensor:
+        size = self.row_bytes // dtype.itemsize
+        return self._gathered(ordinals).view(-1).view(dtype).view(len(ordinals), size)
+
+    def _gathered(self, ordinals: Ordinals) -> Tensor:
         parts = self._by_chunk(ordinals)
         if len(parts) == 1:
             ((chunk, _, inside),) = parts
@@ -218,7 +230,7 @@ class _ChunkedColumn(Column):
             first += count
 
     def move(self, source: Ordinals, target: Ordinals) -> None:
-        moved = as_words(self.gather(source))
+        moved = as_words(self._gathered(source))
         for chunk, where, inside in self._by_chunk(target):
             as_words(chunk).index_copy_(0, inside, moved.index_select(0, where))
 
@@ -267,8 +279,8 @@ class _NoColumn(Column):
     def move(self, source: Ordinals, target: Ordinals) -> None:
         pass
 
-    def gather(self, ordinals: Ordinals) -> Tensor:
-        return torch.empty((len(ordinals), 0), dtype=torch.uint8, device=self._device)
+    def gather(self, ordinals: Ordinals, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.empty((len(ordinals), 0), dtype=dtype, device=self._device)
 
 
 def host_column(row_bytes: int, limit: int, runtime: Runtime | None = None) -> Column:

@@ -88,8 +88,12 @@ class ArenaTable:
     def arenas_for(self, keys: Keys) -> list[Arena]:
         """The arenas that may have rows of these keys."""
         if not keys.group:
-            return list(self._arenas.get(keys.namespace, {}).values())
+            return self.arenas_of(keys.namespace)
         return self._groups.get(keys.namespace, {}).get(keys.group, [])
+
+    def arenas_of(self, namespace: bytes) -> list[Arena]:
+        """The arenas that have rows of a namespace."""
+        return list(self._arenas.get(namespace, {}).values())
 
     def are_here(self, keys: Keys, also: Arena | None = None) -> Flags:
         """Whether each key has a row, in the arenas that may have some or in one more."""

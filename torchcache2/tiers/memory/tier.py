@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Collection
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import is_out_of_memory
-from torchcache2.tiers.base import Found, Tier, TierStats, replicas_of
+from torchcache2.tiers.base import Found, Make, Tier, TierStats, replicas_of
 from torchcache2.tiers.memory.arena import Arena
 from torchcache2.tiers.memory.table import ArenaTable
 
@@ -91,6 +92,23 @@ class MemoryTier(Tier):
                 else:
                     self._start_anew(error, "read")
         return Found([])
+
+    def get_one(self, namespace: bytes, low: int, high: int, make: Make) -> Any:
+        """What is made of the row of one key, if it is on the host."""
+        with self._lock():
+            try:
+                self._catch_up()
+                for arena in self._arenas.arenas_of(namespace):
+                    found = arena.row(low, high)
+                    if found is not None:
+                        self._clock += 1
+                        self._arenas.last_used[namespace] = self._clock
+                        if self.policy == "lru":
+                            arena.ticks[found[0]] = self._clock
+                        return make(arena.schema, found[1])
+            except BaseException as error:
+                self._start_anew(error, "read")
+        return None
 
     def has(self, keys: Keys) -> Flags:
         """Whether each key has a row here now."""
