@@ -322,7 +322,8 @@ class Walk(CodeWalk):
             return  # several modules may share a configuration
         self._noted |= {id(owner), id(getattr(owner, "__dict__", None))}
         where = "{}[{!r}]" if isinstance(owner, dict) else "{}.{}"
-        plain = {name: value for name, value in state.items() if isinstance(name, str) and is_plain(value)}
+        items = dict(state).items()  # of a copy, as another thread may change it meanwhile
+        plain = {name: value for name, value in items if isinstance(name, str) and is_plain(value)}
         self._notes |= {where.format(path, name): value for name, value in plain.items()}
 
     # Objects.
