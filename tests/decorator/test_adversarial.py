@@ -258,6 +258,18 @@ def test_a_shared_argument_keeps_its_gradient_on_hits():
     assert torch.equal(w.grad, X.sum(0))
 
 
+def test_a_forward_that_turns_grad_mode_on_keeps_its_gradient():
+    w = torch.ones(3, requires_grad=True)
+
+    @torchcache
+    def product(x):
+        with torch.enable_grad():
+            return x * w
+
+    for _ in range(3):
+        assert product(X).requires_grad
+
+
 def with_compile(f):
     return torch.compile(f, backend="eager")
 

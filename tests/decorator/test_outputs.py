@@ -218,30 +218,44 @@ def test_a_list_that_is_as_long_as_one_batch_is_asked_about_once():
     assert sizes.notes == [2, 1, 1, 3]
 
 
-def test_a_list_that_is_not_known_is_not_kept(log):
-    def forward(x):
-        if len(x) != 2:
-            raise ValueError("two, please")
-        return x, ["a", "b"]
-
-    function = torchcache(forward, probe=False)
-    for _ in range(2):
-        assert_same(forward(ITEMS[:2]), function(ITEMS[:2]))
-    assert bypasses(function) == {"output": 4} and misses(function) == 0
-    (message,) = warnings_of(log)
-    assert "has 2 entries, as the batch" in message
+def two_only(x):
+    if len(x) != 2:
+        raise ValueError("two, please")
+    return x, ["a", "b"]
 
 
-def test_a_list_of_another_length_than_the_batch_is_not_kept(log):
-    def forward(x):
-        return [item for item in x if item[0] != 20]
+NOT_KEPT = {  # a function, batches, how many items are passed through, and what is said of that
+    "a list of which nothing else is known": (two_only, [[0, 1]] * 2, 4, "has 2 entries, as the batch"),
+    "a list of another length": (
+        lambda x: [item for item in x if item[0] != 20],
+        [[0, 1, 2], [4, 5, 6]],
+        3,
+        "output is a list that has 2 entries for a batch of 3",
+    ),
+    "an entry of no known type": (
+        lambda x: {"e": [{"s": {1, 2}} for _ in x]},
+        [[0, 1, 2]] * 2,
+        6,
+        "output['e'][0]['s'] is a builtins.set",
+    ),
+    "texts as wide as the longest": (
+        lambda x: np.array(["é" * (int(item[0]) // 4 % 3) for item in x]),
+        [[0, 1, 2], [0, 3], [2, 0], [0, 1, 2]],
+        10,
+        "output is an array of <U2, as wide as the longest text, which cannot be cached: return a list",
+    ),
+}
 
-    function = torchcache(forward, probe=False)
-    for batch in ([0, 1, 2], [4, 5, 6]):
+
+@pytest.mark.parametrize("name", NOT_KEPT)
+def test_what_is_not_kept_is_named(name, log):
+    forward, batches, passed, words = NOT_KEPT[name]
+    function = torchcache(forward, probe=name.startswith("texts"))
+    for batch in batches:
         assert_same(forward(ITEMS[batch]), function(ITEMS[batch]))
-    assert bypasses(function) == {"output": 3}
+    assert bypasses(function) == {"output": passed}
     (message,) = warnings_of(log)
-    assert "output is a list that has 2 entries for a batch of 3" in message
+    assert words in message and ("return list(output" in message or "entry" not in name)
 
 
 def test_entries_that_depend_on_the_batch_are_noticed(log):
@@ -254,14 +268,6 @@ def test_entries_that_depend_on_the_batch_are_noticed(log):
     assert set(bypasses(function)) == {"batch"} and hits(function) == 0
     (message,) = warnings_of(log)
     assert ".entries of item" in message
-
-
-def test_an_entry_of_no_known_type_is_named(log):
-    function = torchcache(lambda x: {"e": [{"s": {1, 2}} for _ in x]})
-    for _ in range(2):
-        assert function(ITEMS)["e"] == [{"s": {1, 2}}] * 12
-    (message,) = warnings_of(log)
-    assert "output['e'][0]['s'] is a builtins.set" in message and "return list(output" in message
 
 
 # What people return
@@ -394,21 +400,6 @@ def test_an_output_that_contains_itself_is_not_kept(log):
     assert bypasses(function) == {"output": 24}
     (message,) = warnings_of(log)
     assert "contains itself" in message
-
-
-def test_an_array_of_texts_is_as_wide_as_the_longest_of_its_batch(log):
-    def forward(x):
-        return np.array(["é" * (int(item[0]) // 4 % 3) for item in x])
-
-    function = torchcache(forward)
-    for batch in ([0, 1, 2], [0, 3], [2, 0], [0, 1, 2]):
-        assert_same(forward(ITEMS[batch]), function(ITEMS[batch]))
-    assert bypasses(function) == {"output": 10}
-    (message,) = warnings_of(log)
-    assert (
-        "output is an array of <U2, as wide as the longest text, which cannot be cached: return a list"
-        in message
-    )
 
 
 def test_an_engine_without_a_decorator_keeps_arrays():

@@ -338,25 +338,16 @@ def test_the_line_of_cost_says_what_does_not_fit(options, text, capfd, monkeypat
     assert line.startswith("Net: 100 items: memory ") and text in line
 
 
-def test_the_line_counts_the_items_of_all_ranks(capfd, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("RANK", "0")
-    warmup(instance(), X)
-    assert "Net: 100 items, 25 on this rank: memory 1.3 kB of 1.0 GB; " in capfd.readouterr().err
-
-
-def test_the_line_counts_what_the_ranks_of_a_machine_put_into_the_memory_that_they_share(
-    capfd, monkeypatch, tmp_path
+@pytest.mark.parametrize("local, memory", [(None, "1.3 kB"), (2, "2.5 kB")], ids=["one a machine", "two"])
+def test_the_line_counts_the_items_of_all_ranks_and_of_those_that_share_memory(
+    local, memory, capfd, monkeypatch, tmp_path
 ):
-    for name, value in {
-        "WORLD_SIZE": 4,
-        "RANK": 0,
-        "LOCAL_WORLD_SIZE": 2,
-        "TORCHCACHE_JOB": tmp_path,
-    }.items():
+    variables = {"WORLD_SIZE": 4, "RANK": 0}
+    variables |= {"LOCAL_WORLD_SIZE": local, "TORCHCACHE_JOB": tmp_path} if local else {}
+    for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     warmup(instance(), X)
-    assert "Net: 100 items, 25 on this rank: memory 2.5 kB of 1.0 GB; " in capfd.readouterr().err
+    assert f"Net: 100 items, 25 on this rank: memory {memory} of 1.0 GB; " in capfd.readouterr().err
 
 
 def test_random_numbers_are_afterwards_as_before():

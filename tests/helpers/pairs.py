@@ -294,56 +294,43 @@ def closure(module):
 
 ROWS, SEQUENCES, IMAGES = (5, 4), (5, 3, 4), (5, 3, 8, 8)
 
+
+def either(kind, *args, **options):
+    """Two makers of a module that differ in the option that has a pair of values."""
+    (pair,) = [name for name, value in options.items() if isinstance(value, list)]
+    return tuple(lambda v=value: kind(*args, **options | {pair: v}).eval() for value in options[pair])
+
+
+def rnn(**options):
+    return zoo.First(nn.RNN(4, 3, batch_first=True, **options))
+
+
+def leaky(slope):
+    return nn.Sequential(nn.LayerNorm(4), nn.LeakyReLU(slope))
+
+
+def encoder(**options):
+    return nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, **options)
+
+
 MODULES = {
     "heads": (lambda: SelfAttention(2), lambda: SelfAttention(4), SEQUENCES),
-    "zero attention": (lambda: SelfAttention(2), lambda: SelfAttention(2, add_zero_attn=True), SEQUENCES),
-    "stride": (lambda: nn.Conv2d(3, 4, 3, stride=1), lambda: nn.Conv2d(3, 4, 3, stride=2), IMAGES),
-    "padding": (lambda: nn.Conv2d(3, 4, 3, padding=1), lambda: nn.Conv2d(3, 4, 3, padding=2), IMAGES),
-    "padding mode": (
-        lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"),
-        lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
-        IMAGES,
-    ),
-    "dilation": (lambda: nn.Conv2d(3, 4, 3, dilation=1), lambda: nn.Conv2d(3, 4, 3, dilation=2), IMAGES),
-    "output padding": (
-        lambda: nn.ConvTranspose2d(3, 4, 3, stride=2),
-        lambda: nn.ConvTranspose2d(3, 4, 3, stride=2, output_padding=1),
-        IMAGES,
-    ),
-    "ceil mode": (
-        lambda: nn.MaxPool2d(3, ceil_mode=False),
-        lambda: nn.MaxPool2d(3, ceil_mode=True),
-        IMAGES,
-    ),
-    "padding counts": (
-        lambda: nn.AvgPool2d(3, padding=1, count_include_pad=True),
-        lambda: nn.AvgPool2d(3, padding=1, count_include_pad=False),
-        IMAGES,
-    ),
-    "upsampling": (
-        lambda: nn.Upsample(scale_factor=2, mode="nearest"),
-        lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
-        IMAGES,
-    ),
-    "eps": (lambda: nn.LayerNorm(4, eps=1e-5), lambda: nn.LayerNorm(4, eps=1e-2), ROWS),
+    "zero attention": (*either(SelfAttention, 2, add_zero_attn=[False, True]), SEQUENCES),
+    "stride": (*either(nn.Conv2d, 3, 4, 3, stride=[1, 2]), IMAGES),
+    "padding": (*either(nn.Conv2d, 3, 4, 3, padding=[1, 2]), IMAGES),
+    "padding mode": (*either(nn.Conv2d, 3, 4, 3, padding=1, padding_mode=["reflect", "circular"]), IMAGES),
+    "dilation": (*either(nn.Conv2d, 3, 4, 3, dilation=[1, 2]), IMAGES),
+    "output padding": (*either(nn.ConvTranspose2d, 3, 4, 3, stride=2, output_padding=[0, 1]), IMAGES),
+    "ceil mode": (*either(nn.MaxPool2d, 3, ceil_mode=[False, True]), IMAGES),
+    "padding counts": (*either(nn.AvgPool2d, 3, padding=1, count_include_pad=[True, False]), IMAGES),
+    "upsampling": (*either(nn.Upsample, scale_factor=2, mode=["nearest", "bilinear"]), IMAGES),
+    "eps": (*either(nn.LayerNorm, 4, eps=[1e-5, 1e-2]), ROWS),
     "groups of a norm": (lambda: nn.GroupNorm(2, 4), lambda: nn.GroupNorm(1, 4), ROWS),
-    "approximation": (nn.GELU, lambda: nn.GELU("tanh"), ROWS),
-    "dim": (lambda: nn.Softmax(1), lambda: nn.Softmax(2), SEQUENCES),
-    "slope": (
-        lambda: nn.Sequential(nn.LayerNorm(4), nn.LeakyReLU(0.1)),
-        lambda: nn.Sequential(nn.LayerNorm(4), nn.LeakyReLU(0.2)),
-        ROWS,
-    ),
-    "nonlinearity": (
-        lambda: zoo.First(nn.RNN(4, 3, batch_first=True)),
-        lambda: zoo.First(nn.RNN(4, 3, batch_first=True, nonlinearity="relu")),
-        SEQUENCES,
-    ),
-    "norm first": (
-        lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, norm_first=False).eval(),
-        lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, norm_first=True).eval(),
-        SEQUENCES,
-    ),
+    "approximation": (*either(nn.GELU, approximate=["none", "tanh"]), ROWS),
+    "dim": (*either(nn.Softmax, dim=[1, 2]), SEQUENCES),
+    "slope": (*either(leaky, slope=[0.1, 0.2]), ROWS),
+    "nonlinearity": (*either(rnn, nonlinearity=["tanh", "relu"]), SEQUENCES),
+    "norm first": (*either(encoder, norm_first=[False, True]), SEQUENCES),
     "order of children": (swapped(0, 1), swapped(1, 0), ROWS),
     "one element": (edited("weight", 0.25), edited("weight", 0.5), ROWS),
     "one bit": (edited("weight", 1.0), edited("weight", math.nextafter(1.0, 2.0) + 1e-7), ROWS),

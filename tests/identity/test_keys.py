@@ -134,6 +134,9 @@ def test_channels_last_is_another_item():
     assert (keys_of(one, last[1:2]).data == keys_of(one, last).data[1:2]).all()
     assert (keys_of(one, last[:, :, ::2]).data != keys_of(one, x[:, :, ::2]).data).any(axis=1).all()
     assert (keys_of(one, x[:, :1]).data == keys_of(one, x[:, :1].clone()).data).all()
+    volume = torch.randn(2, 3, 4, 4, 4)
+    last = volume.contiguous(memory_format=torch.channels_last_3d)
+    assert not set(hexes(keys_of(one, volume))) & set(hexes(keys_of(one, last)))
 
 
 def test_lazily_conjugated_and_negated_values_count_as_what_they_are():
@@ -338,17 +341,6 @@ def read_positions(size, count):
     x[0, 0] = 0
     before, *after = hexes(keys_of(one, torch.cat([x[:1], torch.eye(size)]), subsample_count=count))
     return [position for position, key in enumerate(after) if key != before]
-
-
-@pytest.mark.parametrize(
-    "kind, shape",
-    [(torch.channels_last, (2, 3, 4, 4)), (torch.channels_last_3d, (2, 3, 4, 4, 4))],
-    ids=["4 dimensions", "5 dimensions"],
-)
-def test_items_whose_channels_are_last_are_others(kind, shape):
-    x = torch.randn(shape)
-    left, right = keys_of(one, x), keys_of(one, x.contiguous(memory_format=kind))
-    assert not set(hexes(left)) & set(hexes(right))
 
 
 def test_items_that_are_not_larger_are_read_whole():

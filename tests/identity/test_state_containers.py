@@ -624,18 +624,6 @@ def test_a_list_that_changes_while_it_is_read_is_read_again():
     assert torch.equal(module(X), X * 5)
 
 
-def test_many_and_large_containers_cost_little():
-    """Beyond a fixed number of elements nothing is compared at every call."""
-    module = torchcache(Scaled())
-    module.parts = [[float(i)] * 10 for i in range(5000)]
-    module.forward_parts = module.parts
-    walk = module.cache_instance.keeper
-    walk.facts(module)
-    guard = walk._guard
-    assert len(guard._elements) < 6000
-    assert 1000 < sum(len(content) for _, _, content in guard._large) < 12_000
-
-
 def test_a_container_that_holds_the_module_does_not_keep_it():
     module = torchcache(Scaled())
     module.scaling["inner"] = [1, 2]

@@ -180,7 +180,7 @@ class StreamOrder:
 # stay for a while leave a heap full of holes: in each worker of a `DataLoader` it grew by 100 MB. A block
 # that stays does not, and its pages are there already.
 
-_LEAST = 128 << 10  # bytes; smaller blocks leave small holes
+LEAST_SPARE = 128 << 10  # bytes; smaller blocks leave small holes
 _MOST = 4  # blocks of a thread
 
 
@@ -192,7 +192,7 @@ class SpareMemory(threading.local):
 
     def empty(self, size: int) -> Tensor:
         """Uint8 ``(size,)`` on the CPU, with anything in it."""
-        if size < _LEAST:
+        if size < LEAST_SPARE:
             return torch.empty(size, dtype=torch.uint8, device="cpu")
         free = [i for i, (_, lent) in enumerate(self._blocks) if lent() is None]
         i = free[0] if free else len(self._blocks)

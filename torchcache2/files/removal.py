@@ -177,7 +177,7 @@ class Removal:
     def files(self, contents: Contents) -> None:
         """Delete a namespace's segments, the oldest first, also what is left of some, and the heads."""
         segments = sorted(contents.segments, key=lambda info: (info.mtime, info.name))
-        for info in (*segments, *contents.parts, *contents.corrupt, *contents.heads):
+        for info in (*segments, *reversed(contents.parts), *contents.corrupt, *contents.heads):
             self.file(contents, info)
 
     def file(self, contents: Contents, info: FileInfo) -> None:
@@ -307,7 +307,7 @@ def _delete(removal: Removal, scanned: list[Contents], lru: bool) -> None:
 def _delete_mirrored(directory: CacheDirectory, removal: Removal, scanned: list[Contents]) -> None:
     """The same, where nothing may be deleted that the bucket lacks."""
     for contents in scanned:
-        for info in contents.parts:
+        for info in reversed(contents.parts):  # a map goes before its file
             removal.file(contents, info)
     for info, contents in _least_recently_used(scanned):
         # This is asked now: who finds that a bucket has lost a segment deletes its head, under this lock.

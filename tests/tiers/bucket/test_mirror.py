@@ -32,7 +32,7 @@ from tests.helpers.storage import (
     warnings_of,
 )
 from torchcache2.files.directory import FINGERPRINT, MIRROR, TAG, TAG_TEXT, CacheDirectory
-from torchcache2.tiers.bucket.mirror import Mirror, Mirroring, MirrorLock
+from torchcache2.tiers.bucket.mirror import Mirror, MirrorLock
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.tier import RemoteTier
 from torchcache2.tiers.disk.awaited import AwaitedUploads
@@ -288,7 +288,6 @@ from tests.helpers.storage import *
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.bucket.connection import Connection
 from torchcache2.tiers.bucket.mirror import Mirror
-from torchcache2.tiers.bucket.mirror import Mirroring
 from torchcache2.tiers.bucket.objects import Objects
 import json
 path, url, options, what = sys.argv[1:]
@@ -298,7 +297,7 @@ mirror = Mirror(objects, disk.directory, 10**7, disk.flush, pause=0.01)
 mirror.begin()
 if what == "fork":
     import os
-    wait_until(lambda: mirror._running._sole._holds)
+    wait_until(lambda: mirror._sole._holds)
     if os.fork() == 0:
         print("child", flush=True)
         time.sleep(60)
@@ -634,8 +633,8 @@ def test_who_waits_without_threads_looks_now_and_then(slow, path, monkeypatch):
     fill(path, 2)
     assert lock.take()
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    looks, look = [], Mirroring._round
-    monkeypatch.setattr(Mirroring, "_round", lambda self: (looks.append(self), look(self)))
+    looks, look = [], Mirror._round
+    monkeypatch.setattr(Mirror, "_round", lambda self: (looks.append(self), look(self)))
     with mirrored(slow, path, silence=0.5, pause=0.1) as (_, mirror):
         mirror.flush()
         assert slow.written == [] and 2 <= len(looks) <= 10

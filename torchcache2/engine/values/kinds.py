@@ -23,12 +23,6 @@ from torchcache2.core.values import Node, Opened, UnstorableError, has_attribute
 from torchcache2.files import schema as classes
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 
-COMMON = frozenset(  # dtypes that torch copies
-    [
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
-    ]
-)
 _NATIVE = {  # names of dtypes of numpy that torch has, by their characters
     np.dtype(name).char: np.dtype(name).str
     for name in ("?", "b", "B", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16")
@@ -36,6 +30,7 @@ _NATIVE = {  # names of dtypes of numpy that torch has, by their characters
 _TORCH = {char: torch.from_numpy(np.zeros(0, name)).dtype for char, name in _NATIVE.items()}
 _NAMES = frozenset(_NATIVE.values())
 NUMPY = {dtype: _NATIVE[char] for char, dtype in _TORCH.items()}  # names of dtypes
+COMMON = frozenset((torch.bfloat16, *NUMPY)) - {torch.uint16, torch.uint32, torch.uint64}  # torch copies them
 _DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,7}\])?|[ilqILQ]")
 _MOST_EMPTY = 1 << 16  # pixels of a side of an image without pixels, as PIL takes memory for each line
 _ADVICE: tuple[tuple[Any, str], ...] = (  # what to return for a value ``{}`` of a type
@@ -59,7 +54,7 @@ class Raw:
 
 
 class Packed(Node, module="datasets.nodes"):
-    """A value as bytes; see `torchcache2.engine.values.samples`. As a child it stands for its `context`."""
+    """A value as bytes; see `torchcache2.engine.values.packed`. As a child it stands for its `context`."""
 
 
 class Placed(Node, module="datasets.nodes"):

@@ -36,7 +36,7 @@ from torch.utils.data import get_worker_info
 
 from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Positions
-from torchcache2.core.memory import SpareMemory, as_bytes, to_host, with_ordinary_tensors
+from torchcache2.core.memory import LEAST_SPARE, SpareMemory, as_bytes, to_host, with_ordinary_tensors
 from torchcache2.core.private import pytree
 from torchcache2.core.rows import PLAIN, Leaf, Rows, Schema, plain_bytes
 from torchcache2.core.values import BARE, Opened, Opener, UnstorableError, specs_of, taken_apart
@@ -149,8 +149,9 @@ class Samples:
         looked_at: list[Any] = []
         try:
             form = _form_of(sample, looked_at), dtype
-            if form in self._schemas:
-                return self._schemas[form], looked_at
+            known = self._schemas.get(form)
+            if known is not None:
+                return known, looked_at
         except (_UnusualError, RuntimeError):  # the latter by torch, such as for nested tensors
             form = None
         new, values = self._taken_apart(*taken_apart(sample, opened), dtype)
@@ -214,14 +215,17 @@ class Samples:
         if leaf.kind != "tensor":
             return tensor_of(b"".join(values)).view(count, *leaf.shape)
         if type(values[0]) is not Raw and dtype not in COMMON:  # torch copies their bytes
-            column = torch.cat([bytes_of(value) for value in values]).view(dtype)
-            return column.view(count, *leaf.shape).to(leaf.stored)
+            data = torch.cat([bytes_of(value) for value in values])
+            return data.view(dtype).view(count, *leaf.shape).to(leaf.stored)
         size = count * math.prod(leaf.shape) * dtype.itemsize
-        column = self._spare.empty(size).view(dtype).view(count, *leaf.shape)
+        column: Tensor | None = None
+        if size >= LEAST_SPARE:
+            column = self._spare.empty(size).view(dtype).view(count, *leaf.shape)
         if type(values[0]) is Raw:
-            np.stack([value.array for value in values], out=column.numpy())
+            out = None if column is None else column.numpy()
+            column = torch.from_numpy(np.ascontiguousarray(np.stack([raw.array for raw in values], out=out)))
         else:
-            torch.stack(list(values), out=column)
+            column = torch.stack(list(values), out=column)
         return column.to(leaf.stored)
 
 
@@ -252,6 +256,9 @@ def _form_of(value: Any, values: list[Any], depth: int = 4) -> Any:
     if kind is np.ndarray and value.flags.c_contiguous and kinds.is_native(value.dtype):
         values.append(Raw(value, is_exact=False))
         return kind, value.dtype.char, value.shape
+    if isinstance(value, np.generic) and kinds.is_native(value.dtype):
+        values.append(Raw(np.asarray(value)))
+        return kind, value.dtype.char
     if depth and (kind is tuple or kind is list) and len(value) <= _ITEMS:
         return kind, *[_form_of(child, values, depth - 1) for child in value]
     if depth and kind is dict and len(value) <= _KEYS and all(type(key) is str for key in value):
@@ -261,8 +268,9 @@ def _form_of(value: Any, values: list[Any], depth: int = 4) -> Any:
 
 def _is_same(value: Any, other: Any) -> bool:
     """Whether a sample that was taken apart has a leaf that was found when its form was."""
-    if type(value) is Raw:
-        return type(other) is Raw and value.array is other.array and not value.is_exact
+    if type(value) is type(other) is Raw:
+        arrays = value.array, other.array
+        return value.is_exact is other.is_exact and arrays[0].tobytes() == arrays[1].tobytes()
     return value is other or (type(value) is bytes and value == other)
 
 

@@ -29,6 +29,7 @@ _SLOWEST = float(1 << 20)  # bytes a second: a connection that is slower counts 
 _REQUESTS = 50.0  # likewise, requests a second
 _CLOSING = 2.0  # seconds
 _TIMES = ("mtime", "LastModified", "last_modified", "created")  # when an object was written
+LOOP_THREAD = "torchcache2 bucket"
 Answer = Any  # the bytes of a range, or the exception
 
 
@@ -70,9 +71,7 @@ class Connection:
         self._fs = kind(**options, skip_instance_cache=True)
         self._fs.retries = 1  # of s3fs: whoever asks tries again, and looks at the clock
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=_run, args=(self._loop,), name="torchcache2 bucket", daemon=True
-        )
+        self._thread = threading.Thread(target=_run, args=(self._loop,), name=LOOP_THREAD, daemon=True)
         self._thread.start()
         try:
             if hasattr(self._fs, "set_session"):  # of s3fs, which takes a while before it asks anything

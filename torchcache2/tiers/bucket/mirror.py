@@ -9,7 +9,6 @@ looking.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 import time
@@ -21,6 +20,7 @@ from torch.utils.data import get_worker_info
 from torchcache2.core.process import AtExit, ProcessLock, before_pools_end
 from torchcache2.files.directory import FINGERPRINT, MIRROR, CacheDirectory, Contents
 from torchcache2.files.filesystem import Descriptor
+from torchcache2.tiers.bucket.connection import LOOP_THREAD
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.transfers import Downloads, Folders, Transfer, Uploads
 
@@ -121,57 +121,68 @@ class _Flush:
         self.is_done = threading.Event()
 
 
-class Mirroring:
-    """See `Mirror` for the parameters; ``at_exit()`` is called when the process ends."""
+class Mirror:
+    """The mirror of one folder, in each process that uses it.
+
+    A worker of a `DataLoader` mirrors nothing, as its parent does. In a forked child `begin` is to be called.
+
+    Parameters
+    ----------
+    objects : Objects
+    directory : CacheDirectory
+        The local folder.
+    budget : int
+        How many bytes the folder may have; uploads do not depend on it.
+    flush_first : callable, optional
+        Seals what waits to be written to the folder; called when the process ends.
+    uploads : bool
+        Whether anything is uploaded; else files only come down.
+    temporary : bool
+        Whether the folder is deleted when this is closed.
+    pause : float
+        Seconds between two looks at the folder, for what other processes write.
+    silence : float
+        Seconds. Who waits for uploads of another process gives up after so long without a sign of them.
+    """
 
     def __init__(
         self,
         objects: Objects,
         directory: CacheDirectory,
         budget: int,
-        at_exit: Callable[[], None],
+        flush_first: Callable[[], None] = lambda: None,
         *,
-        uploads: bool,
-        temporary: bool,
-        pause: float,
-        silence: float,
+        uploads: bool = True,
+        temporary: bool = False,
+        pause: float = 0.2,
+        silence: float = 10.0,
     ) -> None:
-        self.pid = os.getpid()
-        self._objects, self._directory = objects, directory
-        self._folders = Folders(directory)
-        self._uploads, self._goes_up = Uploads(objects, directory), uploads
-        self._downloads = Downloads(objects, directory, budget)
-        self._sole = MirrorLock(directory)
-        self._temporary, self._pause, self._silence = temporary, pause, silence
-        self._exit = AtExit(at_exit, _EXIT_PRIORITY)
-        self._thread: threading.Thread | None = None
-        self._wake = threading.Event()
-        self._is_ending = False
-        self._flushes: list[_Flush] = []
-        self._looking = threading.RLock()  # without a thread of ours, several that wait look themselves
-        self._going_up: dict[Transfer, threading.Thread] = {}
-        self._going_down: dict[Transfer, threading.Thread] = {}
-        self._failures: dict[Transfer, tuple[int, float]] = {}  # how often, and when to try again
-        self._failed_since = -1.0  # when the last upload that has failed began
-        self._not_before = 0.0  # when to ask a bucket again that was left out
-        self._most = _AT_ONCE  # uploads; one after a fault, as all share a line that may be slow
-        self._beat_at = 0.0
-        self._heard = 0, 0.0  # the last beat of another process, and when it was seen
+        self.uploads = uploads
+        self._objects, self._directory, self._budget = objects, directory, budget
+        self._flush_first, self._temporary = flush_first, temporary
+        self._pause, self._silence = pause, silence
+        self._lock = ProcessLock(threading.RLock)  # the garbage collector may close this at any point
+        self._pid, self._is_closed = -1, False  # the process that has the threads
+        before_pools_end(self._flush_at_end)
 
-    def start(self) -> None:
-        """Start to look."""
-        self._thread = threading.Thread(target=self._work, name="torchcache2 mirror", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # there are too many threads, or the interpreter is ending: `flush` uploads
-            self._thread = None
+    def begin(self) -> None:
+        """Begin to mirror in this process, if it should and does not yet; this may be called often."""
+        if self._is_closed or self._runs() or get_worker_info() is not None:
+            return
+        with self._lock():
+            if not self._runs():
+                self._start_anew()
 
     def wake(self) -> None:
-        """Look at once: a segment was written."""
-        self._wake.set()
+        """Have what was written to the folder just now be uploaded at once."""
+        if self._runs():
+            self._wake.set()
 
     def flush(self) -> None:
-        """Return when what is in the folder now is in the bucket, or was given up."""
+        """Return when the bucket has what is sealed in the folder now; warns if that cannot be had."""
+        self.begin()
+        if not self._runs() or self.is_busy_here():
+            return
         flush = _Flush()
         self._flushes.append(flush)
         self._not_before = 0.0
@@ -183,26 +194,69 @@ class Mirroring:
                 self._look()
                 flush.is_done.wait(self._pause)
 
-    def end(self) -> None:
-        """End the threads; a transfer that nobody waits for is given some seconds."""
-        self._is_ending = True
-        self._wake.set()
-        self._exit.cancel()
-        deadline = time.monotonic() + _ENDING
-        for thread in self._threads():
-            thread.join(max(0.0, deadline - time.monotonic()))
-        self._sole.release()
+    def close(self) -> None:
+        """Flush, and end the threads; not to be called where this `is_busy_here`.
 
-    def is_one_of_ours(self, thread: threading.Thread) -> bool:
-        """Whether this is a thread that uploads depend on."""
-        return thread in self._threads()
+        A transfer that nobody waits for is given some seconds.
+        """
+        if self._is_closed:
+            return
+        self.flush()
+        with self._lock():
+            is_ours, self._is_closed = self._runs(), True
+        if is_ours:
+            self._wake.set()
+            self._exit.cancel()
+            deadline = time.monotonic() + _ENDING
+            for thread in self._threads():
+                thread.join(max(0.0, deadline - time.monotonic()))
+            self._sole.release()
+
+    def is_busy_here(self) -> bool:
+        """Whether uploads depend on this thread, so that it cannot wait for them.
+
+        The garbage collector may close a tier in any thread.
+        """
+        here = threading.current_thread()
+        return here.name == LOOP_THREAD or (self._runs() and here in self._threads())
+
+    def _runs(self) -> bool:
+        """Whether the threads are of this process: a forked child has not inherited its parent's."""
+        return self._pid == os.getpid()
+
+    def _start_anew(self) -> None:
+        """Forget what another process has done, and start to look."""
+        self._folders = Folders(self._directory)
+        self._uploads = Uploads(self._objects, self._directory)
+        self._downloads = Downloads(self._objects, self._directory, self._budget)
+        self._sole = MirrorLock(self._directory)
+        self._wake = threading.Event()
+        self._flushes: list[_Flush] = []
+        self._looking = threading.RLock()  # without a thread of ours, several that wait look themselves
+        self._going_up: dict[Transfer, threading.Thread] = {}
+        self._going_down: dict[Transfer, threading.Thread] = {}
+        self._failures: dict[Transfer, tuple[int, float]] = {}  # how often, and when to try again
+        self._failed_since = -1.0  # when the last upload that has failed began
+        self._not_before = 0.0  # when to ask a bucket again that was left out
+        self._most = _AT_ONCE  # uploads; one after a fault, as all share a line that may be slow
+        self._beat_at = 0.0
+        self._heard = 0, 0.0  # the last beat of another process, and when it was seen
+        self._exit = AtExit(self._close_at_exit, _EXIT_PRIORITY)
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._work, name="torchcache2 mirror", daemon=True
+        )
+        self._pid = os.getpid()
+        try:
+            self._thread.start()
+        except RuntimeError:  # there are too many threads, or the interpreter is ending: `flush` uploads
+            self._thread = None
 
     def _threads(self) -> list[threading.Thread]:
         threads = [self._thread, *list(self._going_up.values()), *list(self._going_down.values())]
         return [thread for thread in threads if thread is not None and thread.ident is not None]
 
     def _work(self) -> None:
-        while not self._is_ending:
+        while not self._is_closed:
             self._wake.clear()
             begun = time.monotonic()
             self._look()
@@ -226,9 +280,9 @@ class Mirroring:
         contents = self._folders.look(anew=any(flush.names is None for flush in flushes))
         self._downloads.note(contents)
         lacking = self._uploads.wanted(contents)
-        if not (holds and self._goes_up):  # only who uploads knows what the bucket's fingerprints say
+        if not (holds and self.uploads):  # only who uploads knows what the bucket's fingerprints say
             lacking = [transfer for transfer in lacking if transfer.name != FINGERPRINT]
-        if lacking and not self._goes_up:
+        if lacking and not self.uploads:
             self._sole.release()  # to a process that uploads
             holds, lacking = False, []
         for flush in flushes:
@@ -328,116 +382,11 @@ class Mirroring:
             *(self._uploads.ended or self._objects.cause or "nobody does it now", later),
         )
 
-
-_LOOP = "fsspecIO"  # the thread in which fsspec waits for servers
-
-
-class Mirror:
-    """The mirror of one folder, in each process that uses it.
-
-    A worker of a `DataLoader` mirrors nothing, as its parent does. In a forked child `begin` is to be called.
-
-    Parameters
-    ----------
-    objects : Objects
-    directory : CacheDirectory
-        The local folder.
-    budget : int
-        How many bytes the folder may have; uploads do not depend on it.
-    flush_first : callable, optional
-        Seals what waits to be written to the folder; called when the process ends.
-    uploads : bool
-        Whether anything is uploaded; else files only come down.
-    temporary : bool
-        Whether the folder is deleted when this is closed.
-    pause : float
-        Seconds between two looks at the folder, for what other processes write.
-    silence : float
-        Seconds. Who waits for uploads of another process gives up after so long without a sign of them.
-    """
-
-    def __init__(
-        self,
-        objects: Objects,
-        directory: CacheDirectory,
-        budget: int,
-        flush_first: Callable[[], None] = lambda: None,
-        *,
-        uploads: bool = True,
-        temporary: bool = False,
-        pause: float = 0.2,
-        silence: float = 10.0,
-    ) -> None:
-        self.uploads = uploads
-        self._flush_first = flush_first
-        self._make = functools.partial(
-            Mirroring,
-            objects,
-            directory,
-            budget,
-            self._close_at_exit,
-            uploads=uploads,
-            temporary=temporary,
-            pause=pause,
-            silence=silence,
-        )
-        self._lock = ProcessLock(threading.RLock)  # the garbage collector may close this at any point
-        self._running: Mirroring | None = None
-        self._is_closed = False
-        before_pools_end(self._flush_at_end)
-
-    def begin(self) -> None:
-        """Begin to mirror in this process, if it should and does not yet; this may be called often."""
-        if self._is_closed or self._mine() is not None or get_worker_info() is not None:
-            return
-        with self._lock():
-            if self._mine() is None:
-                self._running = self._make()
-                self._running.start()
-
-    def wake(self) -> None:
-        """Have what was written to the folder just now be uploaded at once."""
-        running = self._mine()
-        if running is not None:
-            running.wake()
-
-    def flush(self) -> None:
-        """Return when the bucket has what is sealed in the folder now; warns if that cannot be had."""
-        self.begin()
-        running = self._mine()
-        if running is not None and not self.is_busy_here():
-            running.flush()
-
-    def close(self) -> None:
-        """Flush, and end the threads; not to be called where this `is_busy_here`."""
-        if self._is_closed:
-            return
-        self.flush()
-        with self._lock():
-            self._is_closed = True
-            running, self._running = self._mine(), None
-        if running is not None:
-            running.end()
-
-    def is_busy_here(self) -> bool:
-        """Whether uploads depend on this thread, so that it cannot wait for them.
-
-        The garbage collector may close a tier in any thread.
-        """
-        running = self._mine()
-        here = threading.current_thread()
-        return here.name == _LOOP or (running is not None and running.is_one_of_ours(here))
-
-    def _mine(self) -> Mirroring | None:
-        """The threads of this process, if there are any; a forked child has not inherited its parent's."""
-        running = self._running
-        return running if running is not None and running.pid == os.getpid() else None
-
     def _flush_at_end(self) -> None:
-        if self._mine() is not None:
+        if self._runs() and not self._is_closed:
             self._flush_first()
             self.flush()
 
     def _close_at_exit(self) -> None:
-        if self._mine() is not None:
+        if self._runs():
             self.close()

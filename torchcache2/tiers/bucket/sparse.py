@@ -5,9 +5,9 @@ once. Until a segment is whole, its blocks are in a sparse file ``<segment>.part
 has a byte for each: `_MISSING`, `_HERE`, or `_COMING` while a process fetches it. All processes of the
 machine share both. When the last block is here, the file gets its name as a segment.
 
-A reader fetches what it needs and, as often as it comes back to a segment, as much again as is here of it:
-the requests of an epoch grow, and those of a first batch are small. What is left is filled in the background,
-when nobody reads. Where a folder has no room for the whole segment, ranges are fetched and not kept.
+At the first visit to a segment, a reader fetches the blocks that it needs, so that a first batch is quick,
+and later also those around them: the requests of an epoch are large. What is left is filled in the
+background, when nobody reads. Where a folder has no room for a segment, ranges are fetched and not kept.
 
 No file is locked, and nothing waits for the disk. What a race, a kill or a power cut may spoil is the content
 of a block, which the checksums of its rows show: then `doubt` has the file fetched anew.
@@ -20,7 +20,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torchcache2.files.directory import ASKED, MAP, PART, CacheDirectory
@@ -34,10 +34,10 @@ _BLOCK = 64 << 10  # bytes
 _MISSING, _HERE, _COMING = range(3)
 _GAP = 16 << 10  # bytes; to fetch so many that nobody needs costs less than another request
 _PIECE = 8 << 20  # bytes of one request; several at once are faster than a long one
-_MOST_AHEAD = 64 << 20  # bytes that one fetch may have besides what is needed
+_MOST_AHEAD = 32 << 20  # bytes that one fetch may have besides what is needed
 _LOOK_EVERY = 0.005  # seconds
+_TRIES = 20
 _STALE = 5.0  # seconds without a new block, after which whoever was fetching counts as dead
-_QUIET = 0.5  # seconds after which a reader counts as done
 _SCAN_EVERY, _FULL_FOR = 1.0, 60.0  # seconds
 _MOST_HEAD = 1 << 30
 
@@ -101,7 +101,6 @@ class BucketFolder(FileSystem):
         self._room, self._scan_at = 0, 0.0
         self._batch = _Batch()
         self._doubted, self._bad = set[str](), set[str]()
-        self.note_reader()  # whoever opens a folder is about to read
 
     def open(self, path: str) -> Descriptor:
         """A segment, be it whole or not; `FileNotFoundError` if nobody knows it."""
@@ -162,12 +161,9 @@ class BucketFolder(FileSystem):
                     left -= sum(one.end - one.start for one in some)
                     claimed += some
                     others.append((file, start, end))
-        if claimed:
-            self.note_reader()
+        with self.reading() if claimed else contextlib.nullcontext():
             self._fetch(claimed)
         self._await(others)
-        if claimed:
-            self.note_reader()
 
     def done(self) -> None:
         """Forget what this thread has fetched and not kept."""
@@ -185,12 +181,12 @@ class BucketFolder(FileSystem):
             if file.files.data is None or self._objects.is_closed:  # it is not what its head says
                 return False if path in self._bad else None
             if self.has_readers():
-                time.sleep(_QUIET / 10)
+                time.sleep(_LOOK_EVERY)
                 continue
             states = self._states(file, 0, file.size)
             first = states.find(_MISSING)
             if first >= 0:
-                end = min(file.size, first * _BLOCK + 2 * _PIECE)
+                end = min(file.size, first * _BLOCK + _PIECE)
                 if not self._fetch(self._claim(file, first * _BLOCK, end, 0)):
                     *_, error = self._batch.pieces[path][0]
                     self.done()
@@ -204,11 +200,11 @@ class BucketFolder(FileSystem):
         return True
 
     def doubt(self, path: str) -> None:
-        """Have what is here of a segment fetched anew, as a row of it is not what was written."""
+        """Have a segment fetched anew, as a row of it is not what was written."""
         self.done()
-        for name in (path + PART, path + MAP):
-            with contextlib.suppress(OSError):
-                self._fs.remove(name)
+        self._discard(path)
+        with contextlib.suppress(OSError):
+            self._directory.set_aside(path)
 
     # What is here.
 
@@ -221,45 +217,50 @@ class BucketFolder(FileSystem):
         try:
             file.files = _Open(self._fs.open(file.path))
         except OSError:
-            try:
-                data = self._fs.edit(file.path + PART)
-                found = _Open(data, self._fs.edit(file.path + MAP))
-                # If somebody has just deleted both, and begun anew, the map may be that of another file.
-                file.files = found if self._fs.same(data, file.path + PART) else _Open()
-            except FileNotFoundError:
-                self._begin(file)
-            except OSError:
-                pass
+            for _ in range(_TRIES):
+                try:
+                    data = self._fs.edit(file.path + PART)
+                    found = _Open(data, self._fs.edit(file.path + MAP))
+                    # If somebody has just deleted both, and begun anew, the map may be that of another file.
+                    if self._fs.same(data, file.path + PART):
+                        file.files = found
+                        break
+                except FileNotFoundError:
+                    if not self._begin(file):
+                        break
+                except OSError:
+                    break
+                time.sleep(_LOOK_EVERY)
         return file.files.data is not None
 
-    def _begin(self, file: _Sparse) -> None:
+    def _begin(self, file: _Sparse) -> bool:
+        """Make an empty sparse file, if there is room for it; whether another process does so now."""
         if not self._has_room(file.size):
-            return
+            return False
         try:
             data = self._fs.create(file.path + PART)
-        except FileExistsError:  # another process begins it, or has died there
-            if not self._fs.exists(file.path + MAP):
-                self._take_over(file.path)
-            return
-        except OSError as error:
-            self._no_room(error)
-            return
-        try:
+            with contextlib.suppress(FileNotFoundError):  # who has finished a file may have been killed then
+                self._fs.remove(file.path + MAP)
             self._fs.write_all(data, [memoryview(b"\0")], file.size - 1)
             found = _Open(data, self._fs.create(file.path + MAP))
             assert found.map is not None
             self._fs.write_all(found.map, [memoryview(bytes(-(-file.size // _BLOCK)))], 0)
+            file.files = found
+        except FileExistsError:
+            with contextlib.suppress(OSError):  # it may have been killed before it made the map
+                if time.time_ns() - self._fs.changed(file.path + PART) > _STALE * 1e9:
+                    self._discard(file.path)
+            return True
         except OSError as error:
             self._no_room(error)
-            self.doubt(file.path)
-            return
-        file.files = found
+            self._discard(file.path)
+        return False
 
-    def _take_over(self, path: str) -> None:
-        """Delete what a process has left that was killed between making a file and its map."""
-        with contextlib.suppress(OSError):
-            if time.time_ns() - self._fs.changed(path + PART) > _STALE * 1e9:
-                self.doubt(path)
+    def _discard(self, path: str) -> None:
+        """Delete what is here of a segment that is not whole: first the map, which nobody may find alone."""
+        for name in (path + MAP, path + PART):
+            with contextlib.suppress(OSError):
+                self._fs.remove(name)
 
     def _has_room(self, size: int) -> bool:
         """Whether a file fits into the folder as it is: nothing is deleted for it."""
@@ -308,17 +309,16 @@ class BucketFolder(FileSystem):
     # What is fetched.
 
     def _claim(self, file: _Sparse, start: int, end: int, ahead: int) -> list[_Range]:
-        """The missing blocks of a range, and some after it, which nobody else fetches from now on."""
-        states = self._states(file, 0, file.size)
+        """The missing blocks of a range, and with `ahead` those around it: nobody else fetches them now."""
+        states, piece = self._states(file, 0, file.size), _PIECE // _BLOCK
         first, last = start // _BLOCK, -(-end // _BLOCK)
-        more = min(len(states) - states.count(_MISSING), max(0, ahead) // _BLOCK)
-        while more > 0 and last < len(states) and states[last] == _MISSING:
-            last, more = last + 1, more - 1
+        if ahead > 0 and _HERE in states:  # not the first visit
+            first, last = first // piece * piece, min(len(states), -(-last // piece) * piece)
         claimed = list[_Range]()
         at = states.find(_MISSING, first, last)
         while at >= 0:
             stop = at
-            while stop < last and stop - at < _PIECE // _BLOCK and states[stop] == _MISSING:
+            while stop < last and stop - at < piece and states[stop] == _MISSING:
                 stop += 1
             claimed.append(_Range(file, at * _BLOCK, min(file.size, stop * _BLOCK), True))
             at = states.find(_MISSING, stop, last)
@@ -395,13 +395,13 @@ class BucketFolder(FileSystem):
             if path in self._doubted:
                 self._damaged(path, error)
             self._doubted.add(path)  # the object may be good, and what was here not
-            self.doubt(path)
+            self._discard(path)
             file.files = _Open()
         except OSError:  # another process was faster, or the segment was dropped
             if self._fs.is_file(path):
                 file.files = _Open(file.files.data)
             else:
-                self.doubt(path)
+                self._discard(path)
                 file.files = _Open()
         else:
             file.files = _Open(file.files.data)
@@ -411,24 +411,32 @@ class BucketFolder(FileSystem):
         self._bad.add(path)
         url, name = self._objects.bucket.url, os.path.relpath(path, self._directory.path)
         self._objects.tell("damaged", "%s in %s is damaged (%s): it stays there", name, url, str(error))
-        self.doubt(path)
+        self._discard(path)
 
     # Readers come first.
 
-    def note_reader(self) -> None:
-        """Tell those who fill segments that somebody reads."""
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Have those who fill segments wait: a lock says so, which ends with the process."""
+        file = None
         try:
-            self._fs.touch(self._asked)
-        except FileNotFoundError:
             with contextlib.suppress(OSError):
-                self._fs.create(self._asked)
-        except OSError:
-            pass
+                with contextlib.suppress(FileExistsError):
+                    self._fs.create(self._asked)
+                file = self._fs.open(self._asked)
+                self._fs.lock(file, exclusive=False)
+            yield
+        finally:
+            if file is not None:
+                self._fs.unlock(file)  # to close it is not enough, if a child was forked meanwhile
 
     def has_readers(self) -> bool:
         """Whether somebody reads."""
         with contextlib.suppress(OSError):
-            return time.time_ns() - self._fs.changed(self._asked) < _QUIET * 1e9
+            file = self._fs.open(self._asked)
+            is_locked = self._fs.lock(file, exclusive=True) is False
+            self._fs.unlock(file)
+            return is_locked
         return False
 
 

@@ -239,7 +239,6 @@ class RemoteTier(Tier):
             changes = listing.look(known, since)  # without the lock, as this may take seconds
         except NewerFormatError as error:
             self._fault(error, self.bucket.url)
-        self._folder.note_reader()
         with self._lock():
             if changes is not None and not self._is_closed:
                 self._remote(keys.namespace).update(changes)
