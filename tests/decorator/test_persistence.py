@@ -421,7 +421,7 @@ waiting, collected = threading.Event(), threading.Event()
 def profile(frame, event, argument):
     # In the writer, when it is about to write a segment.
     code = frame.f_code
-    if event == "call" and code.co_name == "encode" and code.co_filename.endswith("encode.py"):
+    if event == "call" and code.co_name == "encode" and code.co_filename.endswith("segment.py"):
         threading.setprofile(None)
         sys.setprofile(None)
         waiting.set()

@@ -59,8 +59,8 @@ class Node:
         self.children, self.context = children, context
 
     @classmethod
-    def closed(cls, context: Any, columns: Sequence[Any]) -> list[Any]:
-        """The values whose children are these columns, each a list or a tensor."""
+    def closed(cls, context: Any, children: Sequence[Any]) -> Any:
+        """The value with a context and children."""
         raise NotImplementedError
 
 

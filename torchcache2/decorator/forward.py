@@ -190,6 +190,38 @@ class Computation:
             return self._whole_batch()
         if self.is_sharded and self.ran:
             return self.ran[0]
+        output, inputs, undo = self._traceless(positions, is_whole)
+        output = self._with_lists(output, positions)
+        shapes = self._shapes_of_items(output, len(positions))
+        is_odd = self._is_odd(shapes)
+        if is_odd and not is_whole:
+            if undo is not None:
+                undo()
+            return self._whole_of_odd(shapes)
+        if is_odd or self.checks.computes_parts:
+            # The forward may write the output of a part into the memory of this output, so this is copied.
+            copied = mapped(_copied, output, objects=True)
+            try:
+                whole = self._rows(copied, len(self.keys))
+            except (UnstorableError, OutputError):  # it cannot be kept
+                self.checks.is_conclusive = False
+                return output
+            if is_odd and not self.call.entries:
+                raise not_stored("batch", output, self._odd_text(shapes), cause="shape")
+            if self.call.batch_size > 1 and not self.is_sharded:
+                output = self._probed(copied, whole)
+        self._remember(shapes)
+        if is_whole:
+            output = self._own(output, inputs.tensors)
+        self.ran = [output] if self.is_sharded else []
+        return output
+
+    def _traceless(self, positions: Tensor, is_whole: bool) -> tuple[Any, Inputs, Undo | None]:
+        """The output of the forward for some items, if it has left no trace; the arguments that it got.
+
+        Last comes what puts back what it has changed, if these were copies. Raises `NotStoredError` if it has
+        left a trace.
+        """
         # A forward that may be random runs a second time, and then needs the caller's arguments as they were:
         # so at first it gets a copy of them. One that waits for other processes can run but once.
         was_random = self.context in self.random
@@ -219,30 +251,7 @@ class Computation:
             is_own = stop.reason == "random" and (is_suspect or threading.active_count() == 1)
             output = self._run_again(output, undo, state if is_own else None)
             raise NotStoredError(stop.reason, stop.text, output)
-        output = self._with_lists(output, positions)
-        shapes = self._shapes_of_items(output, len(positions))
-        is_odd = self._is_odd(shapes)
-        if is_odd and not is_whole:
-            if undo is not None:
-                undo()
-            return self._whole_of_odd(shapes)
-        if is_odd or self.checks.computes_parts:
-            # The forward may write the output of a part into the memory of this output, so this is copied.
-            copied = mapped(_copied, output, objects=True)
-            try:
-                whole = self._rows(copied, len(self.keys))
-            except (UnstorableError, OutputError):  # it cannot be kept
-                self.checks.is_conclusive = False
-                return output
-            if is_odd and not self.call.entries:
-                raise not_stored("batch", output, self._odd_text(shapes), cause="shape")
-            if self.call.batch_size > 1 and not self.is_sharded:
-                output = self._probed(copied, whole)
-        self._remember(shapes)
-        if is_whole:
-            output = self._own(output, inputs.tensors)
-        self.ran = [output] if self.is_sharded else []
-        return output
+        return output, inputs, undo
 
     def _key_bytes(self, call: BoundCall) -> Bytes2D:
         return self.known.keys(self.seen.namespace, call).data

@@ -5,13 +5,12 @@ Each row is checked when it is read.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -213,14 +212,6 @@ def _sample(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> list[list[By
     return found
 
 
-class Files(Protocol):
-    """Files that are open."""
-
-    def get(self, path: str) -> Descriptor:
-        """The file of a path, open for reading."""
-        ...
-
-
 class Segment:
     """The index of one segment with n rows; the rows are read from the file when they are asked for.
 
@@ -237,7 +228,7 @@ class Segment:
     def __init__(
         self,
         fs: FileSystem,
-        descriptors: Files,
+        descriptors: Descriptors,
         path: str,
         layout: Layout,
         start: int,
@@ -303,12 +294,6 @@ class Segment:
     def written(cls, fs: FileSystem, descriptors: Descriptors, path: str, encoded: Encoded) -> Segment:
         """The segment that has just been written."""
         return cls(fs, descriptors, path, encoded.layout, len(encoded.head), dict(encoded.index))
-
-    def through(self, fs: FileSystem, files: Files) -> Segment:
-        """The same segment, whose rows are read by `fs` from what `files` has for its path."""
-        other = copy.copy(self)
-        other.fs, other._descriptors = fs, files
-        return other
 
     def schemas(self, rows: Array) -> Iterator[tuple[Schema, Array]]:
         """The schemas of some rows, shape ``(m,)``, and for each the positions in `rows` that have it."""

@@ -19,12 +19,75 @@ from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 
 from torchcache2.core.process import AtExit, holds
-from torchcache2.tiers.pace import Pace
 from torchcache2.tiers.unwritten import Pending
 
+_SHARE = 0.02  # rows wait for this share of the time that rows of their namespace have waited before
+_LONGEST_DELAY = 600.0  # seconds
+_FIRST = 4e5, 0.1  # bytes and the seconds that writing them takes, before that was measured
 _EXIT_PRIORITY = 10  # higher than that of a temporary directory, which is deleted afterwards
 _BETWEEN_LOOKS = 0.2  # seconds, while rows wait, between looks whether others need them
 Kind = tuple[bytes, Hashable]
+
+
+class Pace:
+    """How many rows are written together, how long they wait for that, and how many may wait.
+
+    A job that computes slowly for hours would leave thousands of segments if each were written after some
+    seconds. So rows wait longer the longer the rows of their namespace have waited before, by a fixed share
+    of that time. The number of segments then grows with the logarithm of the time, and a process that is
+    killed loses a small share of its rows. Its writer holds its lock when it calls this.
+
+    A segment is large enough from `target` bytes on, and `limit` bytes may wait; both are
+    less where writing that many would take more than `most_seconds`. A segment is written after `delay`
+    seconds, however small it is; later ones wait longer, up to ten minutes.
+
+    Attributes
+    ----------
+    target, limit : int
+        Bytes.
+    waited : dict of bytes to float
+        Seconds that rows of each namespace have waited until they were written because of their age.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: int,
+        limit: int,
+        delay: float,
+        most_seconds: float | None = None,
+    ) -> None:
+        self.target = self._target = target
+        self.limit = self._limit = limit
+        self.waited: dict[bytes, float] = {}
+        self._delay = delay
+        self._most_seconds = most_seconds
+        self._written, self._took = _FIRST  # bytes of the last segments, and seconds
+        self._adjust()
+
+    def is_enough(self, pending: Pending) -> bool:
+        """Whether a segment is large enough to be written now."""
+        return pending.nbytes >= self.target
+
+    def delay_of(self, namespace: bytes) -> float:
+        """Seconds that rows of a namespace may wait."""
+        return max(self._delay, min(_LONGEST_DELAY, _SHARE * self.waited.get(namespace, 0.0)))
+
+    def was_old(self, namespace: bytes) -> None:
+        """Count a segment that is written because of its age."""
+        self.waited[namespace] = self.waited.get(namespace, 0.0) + self.delay_of(namespace)
+
+    def measured(self, size: int, seconds: float) -> None:
+        """Count a segment that was written; half of the weight is that of the last one."""
+        self._written = self._written / 2 + size
+        self._took = self._took / 2 + seconds
+        self._adjust()
+
+    def _adjust(self) -> None:
+        """Let so many bytes wait as are written in time."""
+        if self._most_seconds is not None:
+            self.limit = min(self._limit, int(self._most_seconds * self._written / max(self._took, 1e-9)))
+            self.target = max(1, min(self._target, self.limit // 4))
 
 
 class Writer:
@@ -33,7 +96,6 @@ class Writer:
     The `pace` says when a segment is written. All are when the number that `seals()` returns changes.
     ``write(pending)`` is called without the lock, says whether the rows are written, and raises nothing but
     interrupts. If an interrupt stops it, ``forget(pending)`` is called, as nobody will write these rows.
-    ``beat()`` is called by the thread, without the lock; it returns the seconds until the next time.
     """
 
     def __init__(
@@ -45,7 +107,6 @@ class Writer:
         *,
         at_exit: Callable[[], None],
         seals: Callable[[], int] = int,
-        beat: Callable[[], float] = lambda: math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pace = pace
@@ -59,7 +120,6 @@ class Writer:
         self._at_exit = at_exit
         self._clock = clock
         self._seals, self._sealed = seals, seals()
-        self._beat, self._beats = beat, math.inf  # and when it will be called
         self._wakes = math.inf  # when the thread will look for old segments; inf if it does not wait
         self._most_bytes = 0  # an upper bound of the bytes that wait: written ones count until the next count
         self._open: dict[Kind, Pending] = {}
@@ -88,13 +148,10 @@ class Writer:
                 self._changed.notify_all()
         return pending
 
-    def added(self, pending: Pending, kind: Hashable, size: int, *, is_urgent: bool = False) -> None:
-        """Count rows of `size` bytes that were added to a segment; with the lock held.
-
-        If it `is_urgent`, the segment is written at once.
-        """
+    def added(self, pending: Pending, kind: Hashable, size: int) -> None:
+        """Count rows of `size` bytes that were added to a segment; with the lock held."""
         self._most_bytes += size
-        if is_urgent or self.pace.is_enough(pending):
+        if self.pace.is_enough(pending):
             self._ready.append(self._open.pop((pending.namespace, kind)))
             self._changed.notify_all()
         self._start()
@@ -110,13 +167,6 @@ class Writer:
             pending.since = self._clock() + after
             self._open[pending.namespace, pending] = pending
             return True
-
-    def beat_now(self) -> None:
-        """Have the thread call `beat` now, and again when that says; without the lock."""
-        with self._lock:
-            self._beats = -math.inf
-            self._changed.notify_all()
-            self._start()
 
     def drop(self, namespace: bytes) -> list[Pending]:
         """Forget the segments of a namespace; with the lock held. One that is being written is marked."""
@@ -205,26 +255,21 @@ class Writer:
     def _work(self) -> None:
         while self._wait_for_work():
             self._write_next()
-            if self._clock() >= self._beats:
-                self._beats = math.inf  # first: another call may be asked for meanwhile
-                after = self._clock() + self._beat()
-                with self._lock:
-                    self._beats = min(self._beats, after)
 
     def _wait_for_work(self) -> bool:
-        """Wait until a segment is ready, or old enough, or for a beat; False if the thread has to end."""
+        """Wait until a segment is ready, or old enough; False if the thread has to end."""
         with self._lock:
-            while not self._ready and self._clock() < self._beats:
+            while not self._ready:
                 if self._ending:
                     return False
-                left = min(self.close_old(), self._beats - self._clock())
+                left = self.close_old()
                 if self._open:
                     left = min(left, self._close_if_asked())
                 if not self._ready:
                     self._wakes = self._clock() + left
                     self._changed.wait(None if left == math.inf else left)
                     self._wakes = math.inf
-            return bool(self._ready) or not self._ending
+            return True
 
     def _close_if_asked(self) -> float:
         """Move all segments to those that are ready if others need them; seconds until the next look."""

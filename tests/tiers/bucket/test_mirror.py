@@ -35,7 +35,7 @@ from torchcache2.files.directory import FINGERPRINT, MIRROR, TAG, TAG_TEXT, Cach
 from torchcache2.tiers.bucket.mirror import Mirror, MirrorLock
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.tier import RemoteTier
-from torchcache2.tiers.disk.awaited import AwaitedUploads
+from torchcache2.tiers.disk.sealing import AwaitedUploads
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.gathering import Gathering
 

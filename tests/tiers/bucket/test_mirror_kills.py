@@ -13,7 +13,7 @@ from torchcache2.core.places import Bucket
 from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.tier import RemoteTier
-from torchcache2.tiers.disk.awaited import AwaitedUploads
+from torchcache2.tiers.disk.sealing import AwaitedUploads
 from torchcache2.tiers.disk.tier import DiskTier
 
 CYCLES = 40 if os.environ.get("SOAK") else 3

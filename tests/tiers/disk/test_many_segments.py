@@ -29,13 +29,12 @@ from tests.helpers.storage import (
     size_of,
 )
 from torchcache2.files.removal import Allowance, make_room
-from torchcache2.tiers.disk import places as places_module
-from torchcache2.tiers.disk.places import Places
+from torchcache2.tiers.disk import catalog as places_module
+from torchcache2.tiers.disk.catalog import Places
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.index import KeyIndex
-from torchcache2.tiers.pace import Pace
 from torchcache2.tiers.unwritten import OwnRows, Slabs
-from torchcache2.tiers.writer import Writer
+from torchcache2.tiers.writer import Pace, Writer
 
 NOWHERE = "nowhere"
 ROWS = 8  # of a segment

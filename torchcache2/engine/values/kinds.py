@@ -54,7 +54,7 @@ class Raw:
 
 
 class Packed(Node, module="datasets.nodes"):
-    """A value as bytes; see `torchcache2.engine.values.samples`. As a child it stands for its `context`."""
+    """A value as bytes; see `torchcache2.engine.values.packed`. As a child it stands for its `context`."""
 
 
 class Placed(Node, module="datasets.nodes"):

@@ -1,9 +1,15 @@
-"""`Sealing`: takes rows that were put, has them wait, and writes them as segments of a cache directory."""
+"""`Sealing`: takes rows that were put, has them wait, and writes them as segments of a cache directory.
+
+`AwaitedUploads` lets it wait until the bucket has more of a folder, so that this may be deleted, and
+`delete_files` deletes the segments of a namespace that is dropped.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,18 +21,100 @@ from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.settings import Policy
 from torchcache2.core.version import __version__
 from torchcache2.files.codec import Codec
-from torchcache2.files.directory import CacheDirectory
+from torchcache2.files.directory import MIRROR, CacheDirectory
 from torchcache2.files.filesystem import Descriptor, StrangeFileError, is_read_only, ulid
-from torchcache2.files.layout import SEGMENT
-from torchcache2.files.removal import Allowance, room_after
+from torchcache2.files.layout import HEAD, SEGMENT
+from torchcache2.files.removal import Allowance, Removal, room_after
 from torchcache2.files.segment import Encoded, Segment, encode, write
-from torchcache2.tiers.disk.awaited import AwaitedUploads
 from torchcache2.tiers.disk.catalog import Located
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
 from torchcache2.tiers.serialisable import Serialisable
 from torchcache2.tiers.unwritten import OwnRows, Pending, Slabs
 from torchcache2.tiers.writer import Writer
+
+
+class AwaitedUploads:
+    """The segments of a folder that the bucket lacks, as it was when this was made.
+
+    Attributes
+    ----------
+    patience : float
+        Seconds to wait for one of them.
+    silence : float
+        Seconds after which nobody uploads any more, if the mirror did not touch its file.
+    pause : float
+        Seconds between two looks.
+    """
+
+    patience, silence, pause = 120.0, 10.0, 0.05
+
+    def __init__(self, directory: CacheDirectory) -> None:
+        self._directory = directory
+        self._lacking = self._look()
+        self._had_all = False
+
+    def one_more(self) -> bool:
+        """Wait until the bucket has one more of them, or all; False if nobody uploads any more."""
+        begun = heard = time.monotonic()
+        beat = self._beat()
+        while True:
+            before = time.monotonic()
+            lacking = self._look()
+            gone, self._lacking = self._lacking - lacking, lacking
+            # What another process wrote after `_look` may have been uploaded already: so when the bucket has
+            # all, the caller tries once more to make room, but only once.
+            had_all, self._had_all = self._had_all, not lacking
+            if gone or not lacking:
+                return bool(gone) or not had_all
+            now = time.monotonic()
+            if beat != (beat := self._beat()):
+                heard = now
+            if now - heard > self.silence or now - begun > self.patience:
+                return False
+            time.sleep(max(self.pause, 5 * (now - before)))  # to look takes long if there are many files
+
+    def _look(self) -> set[tuple[str, str]]:
+        """Namespaces and names of the segments that have no head."""
+        lacking: set[tuple[str, str]] = set()
+        for contents in self._directory.scan():
+            heads = {info.name for info in contents.heads}
+            some = [info.name for info in contents.segments if info.name + HEAD not in heads]
+            lacking.update((contents.namespace, name) for name in some)
+        return lacking
+
+    def _beat(self) -> int:
+        """When the mirror has said last that it uploads."""
+        try:
+            return self._directory.fs.changed(os.path.join(self._directory.path, MIRROR))
+        except OSError:
+            return 0
+
+
+def delete_files(directory: CacheDirectory, known: Known, health: Health, namespace: bytes) -> None:
+    """Delete the segments of a namespace, and close them; without the lock.
+
+    Files that cannot be deleted, such as those of another user, are not opened again.
+    """
+    folder = directory.folder(namespace)
+    try:
+        contents = directory.contents(namespace.hex())
+        names = [info.name for info in (*contents.segments, *contents.corrupt)]
+        removal = Removal(directory, math.inf)
+        try:
+            if health.writes:
+                removal.files(contents)
+        finally:
+            for name in names:
+                known.descriptors.forget(os.path.join(folder, name))
+            known.remove_files(namespace, names)  # another thread may have opened them since
+        if removal.error is not None:
+            health.fault(removal.error, folder)
+        if contents.segments:
+            with known.lock():
+                known.ignore(namespace, [info.name for info in contents.segments])
+    except OSError as error:
+        health.fault(error, folder)
 
 
 class Sealing:

@@ -27,13 +27,11 @@ from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.removal import remove_leftovers, used_bytes
 from torchcache2.tiers.base import Found, Signals, Tier, TierStats
-from torchcache2.tiers.disk.deletion import delete_files
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
 from torchcache2.tiers.disk.reading import Reader
-from torchcache2.tiers.disk.sealing import Sealing
-from torchcache2.tiers.pace import Pace
-from torchcache2.tiers.writer import Writer
+from torchcache2.tiers.disk.sealing import Sealing, delete_files
+from torchcache2.tiers.writer import Pace, Writer
 
 _SEGMENT_BYTES = 64 << 20
 _SEALED_AFTER = 5.0  # seconds
@@ -60,7 +58,7 @@ class DiskTier(Tier):
     description : callable, optional
         What a namespace stands for, for its ``fingerprint.json``.
     delay : float
-        Seconds after which rows are sealed, however few; see `torchcache2.tiers.pace`.
+        Seconds after which rows are sealed, however few; see `torchcache2.tiers.writer.Pace`.
     temporary : bool
         Whether the directory goes with this process, whose `close` then does not write the rows that wait.
         Forked children write theirs as long as the directory exists.
