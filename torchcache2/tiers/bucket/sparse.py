@@ -35,7 +35,7 @@ _MISSING, _HERE, _COMING = range(3)
 _GAP = 16 << 10  # bytes; to fetch so many that nobody needs costs less than another request
 _PIECE = 8 << 20  # bytes of one request; several at once are faster than a long one
 _MOST_AHEAD = 32 << 20  # bytes that one fetch may have besides what is needed
-_LOOK_EVERY = 0.005  # seconds
+_LOOK_EVERY, _READERS_EVERY = 0.005, 0.1  # seconds
 _TRIES = 20
 _STALE = 5.0  # seconds without a new block, after which whoever was fetching counts as dead
 _SCAN_EVERY, _FULL_FOR = 1.0, 60.0  # seconds
@@ -181,7 +181,7 @@ class BucketFolder(FileSystem):
             if file.files.data is None or self._objects.is_closed:  # it is not what its head says
                 return False if path in self._bad else None
             if self.has_readers():
-                time.sleep(_LOOK_EVERY)
+                time.sleep(_READERS_EVERY)
                 continue
             states = self._states(file, 0, file.size)
             first = states.find(_MISSING)

@@ -114,9 +114,7 @@ class Node:
         If something goes wrong meanwhile, it is closed, as nobody refers to it.
         """
         connection = self._take()
-        packed = memoryview(b"".join(connection.pack_commands(commands)))
-        blocks = [packed[start : start + _BLOCK] for start in range(0, len(packed), _BLOCK)]
-        connection.send_packed_command(blocks)
+        connection.send_packed_command(_blocks(connection, commands))
         return connection
 
     def reply(self, connection: Any) -> Any:
@@ -600,6 +598,27 @@ class Clients:
                     f"6.2 on, or Valkey, and allow {needed} for names that begin with torchcache2:"
                 )
         return ""
+
+
+def _blocks(connection: Any, commands: Sequence[Command]) -> Iterator[bytes | memoryview]:
+    """The bytes of commands: small ones are joined; large ones are cut, and not copied, which costs more."""
+    pieces, size = list[bytes](), 0
+    for command in commands:
+        for packed in connection.pack_command(*command):
+            if pieces and size + len(packed) > _BLOCK:
+                yield b"".join(pieces)
+                pieces, size = [], 0
+            if len(packed) < _BLOCK // 4:
+                pieces.append(packed)
+                size += len(packed)
+                continue
+            if pieces:
+                yield b"".join(pieces)
+                pieces, size = [], 0
+            whole = memoryview(packed)
+            yield from (whole[start : start + _BLOCK] for start in range(0, len(whole), _BLOCK))
+    if pieces:
+        yield b"".join(pieces)
 
 
 def _values(replies: Sequence[Any], count: int) -> list[bytes | None] | None:
