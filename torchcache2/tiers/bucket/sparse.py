@@ -214,31 +214,34 @@ class BucketFolder(FileSystem):
             if file.files.data is not None and self._fs.links(file.files.data):
                 return True
         file.files = _Open()
-        try:
-            file.files = _Open(self._fs.open(file.path))
-        except OSError:
-            for _ in range(_TRIES):
-                try:
-                    data = self._fs.edit(file.path + PART)
-                    found = _Open(data, self._fs.edit(file.path + MAP))
-                    # If somebody has just deleted both, and begun anew, the map may be that of another file.
-                    if self._fs.same(data, file.path + PART):
-                        file.files = found
-                        break
-                except FileNotFoundError:
-                    if not self._begin(file):
-                        break
-                except OSError:
+        for _ in range(_TRIES):
+            with contextlib.suppress(OSError):
+                file.files = _Open(self._fs.open(file.path))
+                break
+            try:
+                data = self._fs.edit(file.path + PART)
+                found = _Open(data, self._fs.edit(file.path + MAP))
+                # If somebody has just deleted both, and begun anew, the map may be that of another file.
+                if self._fs.same(data, file.path + PART):
+                    file.files = found
                     break
-                time.sleep(_LOOK_EVERY)
+            except FileNotFoundError:
+                if not self._begin(file):
+                    break
+            except OSError:
+                break
+            time.sleep(_LOOK_EVERY)
         return file.files.data is not None
 
     def _begin(self, file: _Sparse) -> bool:
-        """Make an empty sparse file, if there is room for it; whether another process does so now."""
+        """Make an empty sparse file, if there is room; whether somebody else has begun or finished it."""
         if not self._has_room(file.size):
             return False
         try:
             data = self._fs.create(file.path + PART)
+            if self._fs.is_file(file.path):  # somebody has finished it since it was looked for
+                self._fs.remove(file.path + PART)
+                return True
             with contextlib.suppress(FileNotFoundError):  # who has finished a file may have been killed then
                 self._fs.remove(file.path + MAP)
             self._fs.write_all(data, [memoryview(b"\0")], file.size - 1)
