@@ -87,7 +87,7 @@ class Column:
         if self._runtime is not None or len(ordinals) * self.row_bytes > ALONE:
             picked = gather(self._data, torch.from_numpy(ordinals), runtime=self._runtime)
             return picked.view(-1).view(dtype).view(len(ordinals), size)
-        return numbers(self._array.take(ordinals, 0, None, "clip"), dtype)
+        return numbers(self._array.take(ordinals, 0), dtype)
 
     def write(self, first: int, values: Tensor) -> None:
         """Write values of any dtype, from a row on."""
