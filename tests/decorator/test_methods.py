@@ -965,6 +965,63 @@ def test_what_watches_a_class_changes_nothing_else(x):
     torch.compiler.reset()
 
 
+class Slotted(Pipeline):
+    __slots__ = ("extra",)
+
+    def __init__(self):
+        super().__init__()
+        self.extra = 5.0
+
+    def encode(self, x):
+        return super().encode(x) + self.extra
+
+
+class Registry(dict, Pipeline):
+    def __init__(self, *pairs):
+        Pipeline.__init__(self)
+        self["by"] = 2.0
+
+    def encode(self, x):
+        return super().encode(x) * self["by"]
+
+
+class Copied(Pipeline):
+    def __copy__(self):
+        twin = Copied.__new__(Copied)
+        vars(twin).update(vars(self), words=["b", "c"])
+        return twin
+
+
+@pytest.mark.parametrize("kind", [Pipeline, Slotted, Registry, Copied])
+def test_a_shallow_copy_computes_with_what_it_has(x, kind):
+    model = kind()
+    expected, other = model.encode(x), copy.copy(model)
+    other.shift += 2
+    cached = torchcache(model, methods=("encode", "decode"))
+    assert torch.equal(cached.encode(x), expected)
+    twin = copy.copy(cached)
+    twin.shift += 2
+    for _ in range(2):
+        assert torch.equal(twin.encode(x), other.encode(x)) and torch.equal(cached.encode(x), expected)
+        assert torch.equal(twin.decode(x), other.decode(x))
+    assert type(twin) is kind and set(vars(twin)) == set(vars(cached))
+    assert cache_of(twin) is not cache_of(cached) and cache_of(twin).stats(method="encode").misses == len(x)
+    uncache(twin)
+    assert torch.equal(twin.encode(x), other.encode(x)) and cached.encode.__self__ is cached
+
+
+def test_a_shallow_copy_of_a_module_computes_with_what_it_has(x):
+    clip = torchcache(frozen(Clip()))
+    twin = copy.copy(clip)  # before the first call, while its other methods are watched
+    twin.scale = 3.0
+    assert torch.equal(twin(x)[0], clip.image(x).mul(3.0).sum(1)) and twin.encode_image.__self__ is twin
+    assert torch.equal(clip(x)[0], clip.image(x).mul(2.0).sum(1))
+    again = copy.copy(twin)
+    assert torch.equal(again(x)[0], twin(x)[0]) and cache_of(again).stats().misses == 0
+    other = copy.copy(frozen(Clip()))  # the class has been told how to copy
+    assert not hasattr(other, "cache_instance") and other(x)[0].shape == (len(x),)
+
+
 def test_a_method_without_its_object_says_what_to_do(x):
     with pytest.raises(ReferenceError, match=r"keep it, or what torchcache\(object.encode\) returns"):
         torchcache(Pipeline(), methods="encode").encode(x)

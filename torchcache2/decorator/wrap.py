@@ -7,6 +7,7 @@ callables in the place of its methods, in its ``__dict__``.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -37,6 +38,7 @@ from torchcache2.identity.marks import (
     BINDING,
     METHOD,
     ORIGINAL_ATTRIBUTE,
+    is_method,
     is_ours,
 )
 from torchcache2.identity.namespace import History
@@ -392,10 +394,12 @@ class CachedMethod:
         return CachedMethod(self.__self__, self.__name__, self.own, self.cache, holds=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedMethod:
-        obj, own = memo.get(id(self._object())), self.own
-        if obj is None:
-            return self
-        own, cache = copy.deepcopy((own, self.cache), memo)
+        obj = memo.get(id(self._object()))
+        return self if obj is None else self.of(obj, copy.deepcopy(self.own, memo), memo)
+
+    def of(self, obj: Any, own: Callable[..., Any] | None, memo: dict[int, Any]) -> CachedMethod:
+        """The same for a copy of the object, with a cache of its own; `memo` knows that copy."""
+        cache = copy.deepcopy(self.cache, memo)
         return type(self)(obj, self.__name__, own, cache, self._held is not None)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -567,6 +571,7 @@ def decorate_object(obj: Any, binding: Binding, *, exactly: bool) -> None:
     for name, cache in caches.items():
         obj.__dict__[name] = CachedMethod(obj, name, owns[name], cache)
     _refer(obj)
+    _patch_copy(type(obj))
     if isinstance(obj, nn.Module) and "forward" in caches:
         _watch(obj, caches["forward"])
 
@@ -628,6 +633,49 @@ def restore_object(obj: Any, names: Collection[str]) -> None:
         if method.own is not None:
             obj.__dict__[name] = method.own
     _refer(obj)
+
+
+def _patch_copy(kind: Any) -> None:
+    """Have `copy.copy` give a copy cached methods of its own: those of the original compute with that."""
+    own = getattr(kind, "__copy__", None)
+    if is_cached_function(own):
+        return
+
+    def copied(obj: Any) -> Any:
+        twin = _shallow_copy(obj) if own is None else own(obj)
+        memo = {id(obj): twin}
+        for name, method in [*getattr(twin, "__dict__", {}).items()]:
+            if is_method(method) and name == method.__name__:
+                vars(twin)[name] = method.of(twin, method.own, memo)
+                _refer(twin)
+        return twin
+
+    setattr(copied, ORIGINAL_ATTRIBUTE, own)
+    if "__copy__" not in vars(kind):
+        setattr(copied, ADDED_ATTRIBUTE, True)
+    with contextlib.suppress(TypeError):  # a class that is written in C
+        kind.__copy__ = copied
+
+
+def _shallow_copy(obj: Any) -> Any:
+    """What `copy.copy` makes of an object whose class does not say how it is copied."""
+    reduced = obj.__reduce_ex__(4)
+    if isinstance(reduced, str):
+        return obj
+    make, args, state, items, pairs = (*reduced, None, None, None)[:5]
+    twin = make(*args)
+    if state is not None and hasattr(twin, "__setstate__"):
+        twin.__setstate__(state)
+    elif state is not None:
+        fields, slots = state if isinstance(state, tuple) else (state, None)
+        vars(twin).update(fields or {})
+        for name, value in (slots or {}).items():
+            setattr(twin, name, value)
+    for item in items or ():
+        twin.append(item)
+    for key, value in pairs or ():
+        twin[key] = value
+    return twin
 
 
 def _refer(obj: Any) -> None:
