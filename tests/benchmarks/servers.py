@@ -141,7 +141,7 @@ def _epochs(report, server):
 def _dead(report):
     progress("redis: a dead server")
     values = torch.randn(SAMPLES, WIDTH)
-    with RedisServer() as server, CacheLoader("redis", "test", hosts=server.url, key_prefix="dead") as ours:
+    with RedisServer() as server, CacheLoader("redis", "dead", hosts=server.url) as ours:
         ours.get_many([0], values.__getitem__)
         server.kill()
         batches = [range(first, first + 64) for first in range(0, SAMPLES, 64)]
