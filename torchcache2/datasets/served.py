@@ -362,7 +362,7 @@ class _NoDataset:
         )
 
 
-# In a dataset that is cached, it stands for the samples, wherever their folder is.
+# Where another dataset holds this one, its key has these samples' namespace, and not the folder they are in.
 setattr(_NoDataset, ADDED_ATTRIBUTE, True)
 setattr(_NoDataset, ORIGINAL_ATTRIBUTE, property(lambda self: self._namespace))
 

@@ -310,7 +310,7 @@ def _delete_mirrored(directory: CacheDirectory, removal: Removal, scanned: list[
         for info in reversed(contents.parts):  # a map goes before its file
             removal.file(contents, info)
     for info, contents in _least_recently_used(scanned):
-        # This is asked now: who finds that a bucket has lost a segment deletes its head, under this lock.
+        # Look for the head now, not in the scan: who finds that the bucket lost a segment deletes its head.
         head = os.path.join(directory.path, contents.namespace, info.name + HEAD)
         if removal.excess > 0 and directory.fs.is_file(head):
             removal.file(contents, info)

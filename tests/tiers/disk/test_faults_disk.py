@@ -156,8 +156,7 @@ def test_any_call_may_fail(tmp_path, log, filled):
         path = directory((number, end, code))
         fs = Faulty(code, number, end)
         here, stats, kept = use(path, fs)
-        # Slow reads are read ahead, so that a run may take fewer calls than the one before.
-        assert fs.failed or len(fs.calls) <= number
+        assert fs.failed
         after = everything(path)
         whole = [sorted(OLD * filled + NEW), NEW]
         for mine, left, old in zip(here, after, before, strict=True):
@@ -206,8 +205,7 @@ def test_any_call_may_fail_while_room_is_made(tmp_path, log, policy):
         fs = Faulty(code, number, end)
         log.clear()
         here, stats = work(path, fs)
-        # Slow reads are read ahead, so that a run may take fewer calls than the one before.
-        assert fs.failed or len(fs.calls) <= number
+        assert fs.failed
         assert_told(log, stats, len(here) < len(expected))
         if end is not None:  # else some of it waits until it can be written
             assert set(here) <= set(sealed_names(path, names, WIDTH, NAMESPACES[1]))

@@ -64,8 +64,8 @@ class Connection:
             return
         options |= {"asynchronous": True, "loop": None, **_time_limits(kind.protocol, options, patience)}
         if "s3" in kind.protocol and options.keys() < inspect.signature(kind).parameters.keys():
-            # It reads tables for a tenth of a second. It has no connection: forked children have it, too.
-            # Options that s3fs does not know are those of such a session.
+            # A session of botocore takes a tenth of a second to read its tables, and has no connection, so
+            # forked children may use it too. Only options that s3fs itself knows leave it as it is.
             sessions = require("aiobotocore.session", "s3", "a URL")
             options.setdefault("session", shared.setdefault("session", sessions.AioSession()))
         self._fs = kind(**options, skip_instance_cache=True)
@@ -371,7 +371,7 @@ class Texts:
     """How errors read, without what is secret in some options."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        # In one line, as the texts: a secret that was read from a file may end with a newline.
+        # Messages are put on one line before this. A secret that was read from a file may end with a newline.
         plain = {" ".join(secret.split()) for secret in _secrets(options)} - {""}
         self._secrets = sorted(plain, key=len, reverse=True)
 

@@ -157,7 +157,7 @@ def _main() -> None:
     os.chdir("/")
     request = json.load(sys.stdin)
     folder = request["folder"]
-    # They are opened now, as another server may have files of these names later.
+    # Open both files before the server starts: later, another server may have files of these names.
     file, held = (os.open(os.path.join(folder, name), os.O_RDWR | os.O_NOFOLLOW) for name in (FILE, HELD))
     try:
         process, found = start(request["programs"], request["configuration"], request["host"])
