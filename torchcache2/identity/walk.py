@@ -597,22 +597,16 @@ def _logger(walk: Walk, value: logging.Logger, path: str) -> bytes:
     return head + walk.unreadable(value, path) + walk.klass(type(value), path) + walk.state(state, path)
 
 
-def _weak(walk: Walk, value: Any, path: str) -> bytes:
-    """Of a container whose content depends on which other objects are alive."""
-    if not walk.is_foreign:  # else it is, for example, the cache of functools.singledispatch
-        walk.reads.append((_is_empty, value))
-        if len(value):
-            return walk.unreadable(value, path)
-    return _class_alone(walk, value, path)
-
-
-def _thread_local(walk: Walk, value: threading.local, path: str) -> bytes:
-    if not walk.is_foreign:
-        walk.reads.append((_of_this_thread, value))
-        if vars(value) or type(value) is not threading.local:
-            token = walk.unreadable(value, path)
-            return token + walk.klass(type(value), path) + walk.state(dict(vars(value)), path)
-    return _class_alone(walk, value, path)
+def _fleeting(walk: Walk, value: Any, path: str) -> bytes:
+    """Of what differs from thread to thread, or depends on which other objects are alive."""
+    if walk.is_foreign:  # it is, for example, the cache of functools.singledispatch
+        return _class_alone(walk, value, path)
+    is_local = isinstance(value, threading.local)
+    walk.reads.append((_of_this_thread if is_local else _is_empty, value))
+    if not (vars(value) if is_local else len(value)) and type(value) in _FLEETING:
+        return _class_alone(walk, value, path)
+    state = walk.state(dict(vars(value)), path) if is_local else b""
+    return walk.unreadable(value, path) + walk.klass(type(value), path) + state
 
 
 def _script_function(walk: Walk, value: Any, path: str) -> bytes:
@@ -625,6 +619,7 @@ def _storage(walk: Walk, value: torch.UntypedStorage | torch.TypedStorage, path:
     return b"B" + walk.encode(torch.empty(0, dtype=dtype, device=value.device).set_(value), path)
 
 
+_FLEETING = (threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     nn.Module: Walk.module,
     type: Walk.klass,
@@ -643,10 +638,9 @@ _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     torch.TypedStorage: _storage,
     torch.fx.Graph: lambda walk, value, path: b"G" + walk.encode(graph_code(value), path),
     torch.fx.Node: _fields_of(b"G", "name", "graph"),
-    threading.local: _thread_local,
     **dict.fromkeys(OPERATORS, Walk.operator),
     **dict.fromkeys(GENERATORS, _generator),
-    **dict.fromkeys((weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet), _weak),
+    **dict.fromkeys(_FLEETING, _fleeting),
     **dict.fromkeys((type(threading.Lock()), type(threading.RLock()), SemLock), _class_alone),
     **dict.fromkeys(
         (
