@@ -1,7 +1,7 @@
 """What the ranks of a process group say to each other: bytes of any length, in step, over gloo.
 
-A round of ``gather`` is one ``all_to_all`` in which each rank sends the same block to all: in gloo, that takes
-half as long as an ``all_gather``, where blocks go from rank to rank. A block is::
+In a round of ``gather``, each rank sends the same block to all, by one ``all_to_all``: on 4 ranks that takes
+half of the time of an ``all_gather``, which passes blocks on from rank to rank. A block is::
 
     uint32  how many bytes of payload follow; more than fit means: all ranks repeat with larger blocks
     uint32  a checksum of the kind of the round, and of how many rounds there were: the same on all ranks
