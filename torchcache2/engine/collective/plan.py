@@ -86,7 +86,7 @@ class Asked:
             there = [rank for rank, ask in enumerate(asks) if ask.place == place]
             active = np.array([rank for rank in there if not asks[rank].flags & Flag.DONE] or there)
             others = ~self.by[:, active]
-            keys = others.any(axis=1).nonzero()[0]
+            keys = np.flatnonzero(np.logical_or.reduce(others, axis=1))
             readers[keys, active[_nth(others[keys], self.words[keys])]] = True
         return readers
 
@@ -113,7 +113,7 @@ def planned(words: Array, asked: Flags, held: Flags, whole: Flags, turn: int) ->
     The others take turns, among those who ask for the same keys.
     """
     source = np.full(len(words), -1, np.int64)
-    is_held = held.any(axis=1)
+    is_held = np.logical_or.reduce(held, axis=1)
     source[is_held] = _nth(held[is_held], words[is_held])
     if is_held.all():
         return source
