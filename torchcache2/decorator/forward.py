@@ -397,6 +397,7 @@ class Computation:
             with computed_again():
                 return self.forward(*self.call.take(positions, aligned=aligned))
         finally:
+            self.keeper.accept_memos(self.seen, self.root)
             # The forward has just run for the whole batch, and has changed at most attributes that it never
             # reads. These are put back. Everything else is put back only if there is no other thread, which
             # might have made the change.

@@ -54,6 +54,11 @@ class InstalledCode:
         """Names that stand for code, with the globals or the class that they are in."""
         return list(self._scopes.values())
 
+    def functions(self) -> list[types.FunctionType]:
+        """The functions of installed packages that were followed."""
+        named = [one for one in self._named.values() if isinstance(one, types.FunctionType)]
+        return named + [one for _, reached in self._reached.values() for one in reached]
+
     def reach(self, kind: type) -> set[str]:
         """Follow the forwards of a class and its bases through their package; every name that they take."""
         bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
