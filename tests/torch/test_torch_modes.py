@@ -332,42 +332,6 @@ def test_a_trainable_module_is_cached_only_while_gradients_are_off(mode):
     assert (hits(cached), bypasses(cached)) == (6, {"grad": 12})
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("order", ["cache outside", "mode outside", "forward"])
-def test_gradient_mode_decorators(mode, order):
-    plain = Net()
-
-    if order == "forward":
-
-        class Silent(Net):
-            @mode()
-            def forward(self, x):
-                return super().forward(x)
-
-        cached = torchcache(Silent().eval())
-    else:
-        net = Net()
-
-        def forward(x):
-            return net(x)
-
-        cached = torchcache(mode()(forward)) if order == "cache outside" else torchcache(forward)
-    called = mode()(cached) if order == "mode outside" else cached
-    for _ in range(2):
-        with mode():
-            expected = plain(X)
-        output = called(X)
-        assert_same(output, expected)
-        assert not output.requires_grad
-    if order == "mode outside":
-        assert hits(cached) == 6
-    else:
-        # The parameters require grad as far as anyone can see from outside.
-        assert hits(cached) + sum(bypasses(cached).values()) >= 6
-    with torch.no_grad():
-        assert_found(cached, plain, X)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_inputs_made_in_inference_mode(mode):
     cached, plain = as_class()
@@ -421,16 +385,6 @@ def deterministic(mode=True, *, warn_only=False):
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-@KINDS
-def test_deterministic_mode(make):
-    cached, plain = make()
-    with deterministic():
-        assert_found(cached, plain, X)
-    assert_found(cached, plain, X)
-    with deterministic():
-        assert_found(cached, plain, torch.cat([X, Y]))
 
 
 def written_at_random(x):
@@ -690,17 +644,6 @@ def test_channels_last_with_options(options):
         assert output.is_contiguous(memory_format=LAST) and output.dtype is torch.float32
         assert torch.equal(output, (batch * 2).to(dtype).float())
     assert hits(cached) == 2 + 2 + 6
-
-
-@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.inference_mode, bf16, deterministic])
-def test_channels_last_in_other_modes(context):
-    plain, cached = conv2d(), torchcache(conv2d())
-    with context():
-        for batch in (IMAGES[:3], IMAGES[:3], IMAGES[:3].flip(0)):
-            output, expected = cached(batch), plain(batch)
-            assert layout_of(output) == layout_of(expected) and output.dtype is expected.dtype
-            torch.testing.assert_close(output, expected)
-    assert hits(cached) == 6
 
 
 # Dtypes
