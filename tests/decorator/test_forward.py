@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tests.helpers.outputs import Notes, assert_same, cached, note
+from tests.helpers.outputs import Notes, assert_same, bypasses, cached, note, warnings_of
 from torchcache2 import InputError, OutputError, UnhashableArgumentError, torchcache
 
 
@@ -165,14 +165,6 @@ def test_hits_that_do_not_stack_or_have_values_of_other_batches_are_computed_aga
         assert_same(function(x), forward(x))
 
 
-def test_rows_of_differing_shape_lie_side_by_side():
-    function = cached(lambda x: torch.cat([x, x], dim=1))
-    for width in (1, 3, 4, 3, 1):
-        x = torch.arange(5.0 * width).reshape(5, width)
-        assert torch.equal(function(x), torch.cat([x, x], dim=1))
-    assert function.sizes == [5, 5, 5]
-
-
 def test_cache_dtype_rounds_hits_and_misses_alike():
     function = cached(lambda x: (x / 3, x.long()), cache_dtype=torch.bfloat16)
     expected = ((X / 3).bfloat16().float(), X.long())
@@ -214,14 +206,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.extra(self.fc(x))
-
-
-def bypasses(module):
-    return dict(module.cache_instance.stats().bypasses)
-
-
-def warnings_of(log):
-    return [record.getMessage() for record in log if record.levelname == "WARNING"]
 
 
 def test_an_input_that_requires_grad_is_bypassed():
@@ -622,4 +606,4 @@ def test_a_batch_of_one_number_that_a_slice_with_steps_has_left(path, log):
     function.cache_instance.flush()
     stats = function.cache_instance.stats()
     assert (stats.hits, stats.misses, stats.faults) == (3, 2, 0)
-    assert [record.getMessage() for record in log if record.levelname == "WARNING"] == []
+    assert warnings_of(log) == []

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import itertools
-import logging
 import os
 
 import hypothesis
@@ -15,7 +14,7 @@ import torch
 
 from tests.helpers import warm
 from tests.helpers.kinds import Frozen, Mapped, Plain, Point, Registered, assert_same
-from tests.helpers.outputs import Notes, bypasses, hits, misses, note
+from tests.helpers.outputs import Notes, bypasses, hits, misses, note, warnings_of
 from torchcache2 import Cache, CachedDataset, Keys, OptionError, register_value, torchcache
 
 SOAK = bool(os.environ.get("SOAK"))
@@ -59,10 +58,6 @@ WHOLE = {  # what belongs to the whole batch
     "layers": lambda x: [x, x + 1],
     "none": lambda x: None,
 }
-
-
-def warnings_of(log):
-    return [record.getMessage() for record in log if record.levelno >= logging.WARNING]
 
 
 def around(inner):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.helpers import warm
-from tests.helpers.outputs import bypasses
+from tests.helpers.outputs import bypasses, warnings_of
 from torchcache2 import NotCachedError, torchcache
 
 SIZES = logging.getLogger("tests.sizes")  # a list that a forward appends to would be state
@@ -43,10 +43,6 @@ def counted(forward=lambda x: x * 2, **options):
         return forward(x, *args, **kwargs)
 
     return torchcache(**options)(counting)
-
-
-def warnings_of(log):
-    return [record.getMessage() for record in log if record.levelno == logging.WARNING]
 
 
 def clip():
@@ -104,8 +100,8 @@ def test_a_first_batch_of_two_is_checked_and_strict_raises():
 
 def test_without_the_probe_nothing_is_checked(sizes):
     mixing = counted(lambda x: x - x.mean(0), probe=False)
-    mixing(X)
-    mixing(X)
+    for batch in (X, X, X.flip(0), X[:3], X[[2, 4]]):
+        mixing(batch)
     assert sizes == [6]
 
 
@@ -811,11 +807,3 @@ def test_a_name_that_stands_for_the_module_gets_new_rows(sizes):
     assert not torch.allclose(fresh, before.flip(0)) and bypasses(cached) == {"batch": 6}
     assert torch.equal(cached(X), fresh.flip(0)) and torch.equal(cached(X), fresh.flip(0))
     assert bypasses(cached) == {"batch": 6} and cached.cache_instance.stats().hits == 12
-
-
-def test_probe_off_computes_no_found_batch(sizes):
-    doubled = counted(probe=False)
-    doubled(X)
-    for order in (X.flip(0), X[:3], X[[2, 4]]):
-        doubled(order)
-    assert sizes == [6]

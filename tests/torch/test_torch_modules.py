@@ -19,7 +19,7 @@ from torch.nn.utils import fusion, parametrizations, parametrize, prune, statele
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.outputs import assert_same, bypasses, frozen, hits, misses
+from tests.helpers.outputs import assert_same, bypasses, frozen, hits, misses, warnings_of
 from torchcache2 import UnhashableArgumentError, torchcache
 
 WEIGHT_NORM = "ignore:.torch.nn.utils.weight_norm. is deprecated"
@@ -1165,27 +1165,6 @@ def test_saved_tensors_hooks(make, train):
     assert (hits(cached), bypasses(cached)) == ((0, {"grad": 12}) if train else (6, {}))
 
 
-@pytest.mark.parametrize(
-    "hooks",
-    [
-        torch.autograd.graph.save_on_cpu,
-        lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
-        torch.autograd.graph.allow_mutation_on_saved_tensors,
-    ],
-)
-def test_contexts_of_saved_tensors(hooks):
-    results = []
-    cached, plain = twins(as_instance)
-    for backbone in (cached, plain):
-        head = exact(nn.Linear(4, 2))
-        for _ in range(2):
-            with hooks():
-                head(backbone(X)).square().sum().backward()
-        results.append([p.grad for p in head.parameters()])
-    assert_same(*results)
-    assert_found(cached, plain)
-
-
 CHECKPOINTS = {
     "backbone": lambda backbone, head, x, r: head(checkpoint(backbone, x, use_reentrant=r)),
     "both": lambda backbone, head, x, r: checkpoint(lambda x: head(backbone(x)), x, use_reentrant=r),
@@ -1331,7 +1310,7 @@ def test_the_forward_runs_once_for_a_subclass_and_sees_it_and_there_is_one_warni
     for x in tagged:
         cached(x)
     assert len(seen) == 3 and all(map(operator.is_, seen, tagged))
-    (message,) = [record.getMessage() for record in log if record.levelname == "WARNING"]
+    (message,) = warnings_of(log)
     assert "subclass" in message and "Tagged" in message
 
 
@@ -1455,7 +1434,7 @@ def test_outputs_of_other_layouts_are_passed_through(name, log):
         assert output["o"].is_quantized == kept.is_quantized and output["o"].is_nested == kept.is_nested
     assert hits(cached) == misses(cached) == 0
     assert sum(bypasses(cached).values()) == 24
-    (message,) = [record.getMessage() for record in log if record.levelname == "WARNING"]
+    (message,) = warnings_of(log)
     assert word in message and "['o']" in message
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 
-from tests.helpers import kinds, trees
+from tests.helpers import kinds
 from tests.helpers.outputs import assert_same
 from tests.helpers.steps import ITEMS, SOAK, Backbone, case, expected, raises, run_cases
 from torchcache2 import RankError
@@ -92,32 +92,6 @@ def identical_batches_are_split_over_nodes(ranks):
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 FLOATS += [getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)]
-INTS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
-WIDE = [torch.uint16, torch.uint32, torch.uint64]
-COMPLEX = [torch.complex64, torch.complex128]
-SPECS = [
-    {f"{dtype}": (dtype, (3,)) for dtype in [torch.bool, *INTS, *WIDE, *FLOATS, *COMPLEX]},
-    [(torch.float32, (2, 0)), (torch.bool, ()), {"name": "text", "none": None, "pair": (1, 2.5)}],
-    ((torch.int16, (1,)), [(torch.uint8, (5,)), ((torch.float64, (2, 3, 4)),)], True),
-    (torch.complex64, ()),
-]
-
-
-@case(ranks=3)
-def outputs_of_all_dtypes_and_structures(ranks):
-    ranks.nodes(3)
-    items = torch.arange(30)
-    for spec in SPECS:
-
-        def produced(items, spec=spec):
-            return trees.build(spec, items)
-
-        cached = ranks.cached(produced)
-        for turn in range(3):  # each shard is computed by one rank, and sent to the other two
-            shard = items[(ranks.rank + turn) % 3 :: 3]
-            assert_same(cached(shard), produced(shard))
-        stats = cached.cache_instance.stats()
-        assert (stats.misses, stats.received, stats.bypasses) == (10, 20, {}), stats
 
 
 class Images(nn.Module):
@@ -385,17 +359,6 @@ def workers_of_loaders_call_alone(ranks):
     outputs = torch.cat(list(loader))
     assert_same(outputs, expected(ITEMS[: len(outputs)]))
     ranks.check(net, ITEMS)
-
-
-@case(ranks=2)
-def modes_of_torch_that_differ(ranks):
-    ranks.nodes(2)
-    net = ranks.cached(Backbone())
-    modes = [torch.no_grad(), torch.inference_mode()]
-    for turn in range(3):
-        with modes[(ranks.rank + turn) % 2]:
-            output = net(ITEMS[(ranks.rank + turn) % 2 :: 2])
-        assert torch.equal(output, expected(ITEMS[(ranks.rank + turn) % 2 :: 2]))
 
 
 @case(ranks=2)
