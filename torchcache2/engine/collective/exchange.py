@@ -1,8 +1,8 @@
 """How ranks in step find, compute and send the rows of a call, each item once.
 
 A call of a cache with ``distributed="collective"`` is a *step*, which all ranks of a process group take
-together, in rounds; a round is one ``all_gather`` of bytes, see `Channel.gather`. What a round brings is the
-same for all, so all decide alike.
+together, in rounds, in which all ranks tell all the same bytes, see `Channel.gather`. What a round brings is
+the same for all, so all decide alike.
 
 1. **ask**: each rank looks in its own tiers, and says which keys it lacks (`Ask`). If any rank says that the
    rows of a namespace are to be dropped, all drop them, and repeat the round. If no rank asks for anything,

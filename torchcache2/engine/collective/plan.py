@@ -45,10 +45,13 @@ class Asked:
         counts = [len(ask.keys) for ask in asks]
         data = np.concatenate([ask.keys for ask in asks])
         namespace_of = np.repeat([namespaces.index(ask.namespace) for ask in asks], counts)
-        columns = (*data.view("<u8").T, namespace_of)
+        columns = [*data.view("<u8").T, namespace_of][: 2 + (len(namespaces) > 1)]
         order = np.lexsort(columns)
         is_first = np.ones(len(order), bool)
-        is_first[1:] = np.any([column[order[1:]] != column[order[:-1]] for column in columns], axis=0)
+        is_first[1:] = False
+        for column in columns:
+            ranked = column.take(order)
+            is_first[1:] |= ranked[1:] != ranked[:-1]
         number = np.empty(len(order), np.int64)
         number[order] = np.cumsum(is_first) - 1
         firsts = order[is_first]
@@ -83,7 +86,7 @@ class Asked:
             there = [rank for rank, ask in enumerate(asks) if ask.place == place]
             active = np.array([rank for rank in there if not asks[rank].flags & Flag.DONE] or there)
             others = ~self.by[:, active]
-            keys = np.flatnonzero(others.any(axis=1))
+            keys = np.flatnonzero(np.logical_or.reduce(others, axis=1))
             readers[keys, active[_nth(others[keys], self.words[keys])]] = True
         return readers
 
@@ -112,6 +115,8 @@ def planned(words: Array, asked: Flags, held: Flags, whole: Flags, turn: int) ->
     source = np.full(len(words), -1, np.int64)
     is_held = np.logical_or.reduce(held, axis=1)
     source[is_held] = _nth(held[is_held], words[is_held])
+    if is_held.all():
+        return source
     open_keys = asked & ~is_held[:, None]
     is_alone = open_keys.sum(axis=1) == 1
     in_parts = open_keys & ~whole
@@ -133,6 +138,8 @@ def planned(words: Array, asked: Flags, held: Flags, whole: Flags, turn: int) ->
 
 def _nth(flags: Flags, numbers: Array) -> Positions:
     """For each row of flags one of those that are set: the number says which, modulo how many they are."""
+    if flags.shape[1] == 1:
+        return np.zeros(len(flags), np.int64)
     nth = numbers.astype(np.int64) % flags.sum(axis=1)
     found: Positions = (flags.cumsum(axis=1) > nth[:, None]).argmax(axis=1)
     return found
