@@ -25,6 +25,11 @@ def bypasses(cached):
     return dict(cached.cache_instance.stats().bypasses)
 
 
+def warnings_of(log):
+    """The texts of warnings in the fixture `log`."""
+    return [record.getMessage() for record in log if record.levelno >= logging.WARNING]
+
+
 def bytes_of(tensor):
     return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
 
