@@ -32,7 +32,7 @@ from torch.nn.parameter import is_lazy
 from torchcache2.core import private
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.values import attributes
-from torchcache2.identity import marks
+from torchcache2.identity import libraries, marks
 from torchcache2.identity.codewalk import CodeWalk
 from torchcache2.identity.encoding import (
     CONTAINERS,
@@ -50,14 +50,6 @@ from torchcache2.identity.encoding import (
 )
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, content
-from torchcache2.identity.libraries import (
-    OPERATORS,
-    ScriptState,
-    graph_code,
-    left_out,
-    script_code,
-    without_captures,
-)
 from torchcache2.identity.memos import Candidate, Memo, candidates
 from torchcache2.identity.sharded import Shards
 from torchcache2.identity.sourcecode import CompiledTexts
@@ -230,7 +222,7 @@ class Walk(CodeWalk):
             ordered = sorted(value, key=self._rank)
             return b"".join(map(sized, sorted(self.encode(element, f"{path}{{…}}") for element in ordered)))
         if isinstance(value, dict):
-            if left_out(type(value)):
+            if libraries.left_out(type(value)):
                 value = self.without_skipped(type(value), dict(value), path)
             self._note(value, value, path)
         return super().contents(value, path)
@@ -466,7 +458,7 @@ class Walk(CodeWalk):
     def _hooks(self, module: nn.Module, where: str) -> None:
         before, self.in_hook = self.in_hook, bool(where)
         for hooks in (private.PRE_HOOKS, private.HOOKS):
-            for number, (key, hook) in enumerate(without_captures(vars(module).get(hooks, {}))):
+            for number, (key, hook) in enumerate(libraries.without_captures(vars(module).get(hooks, {}))):
                 name = f"{where}{hooks}[{number}]"
                 flags = [key in vars(module).get(f"{hooks}_{flag}", ()) for flag in _HOOK_FLAGS]
                 self.parts[f"hook {name}"] = self.encode([hook, *flags], name)
@@ -485,8 +477,8 @@ class Walk(CodeWalk):
             return fields
         parts, own, code = private.script_parts(module), private.SCRIPT_FIELDS, None
         if parts is not None:
-            state = ScriptState(parts)
-            code = script_code(parts.methods) if state.is_plain else None
+            state = libraries.ScriptState(parts)
+            code = libraries.script_code(parts.methods) if state.is_plain else None
             own = own.union(method.name for method in parts.methods)
         if parts is None or code is None:
             self.parts[f"script {path}".rstrip()] = self.unreadable(module, path)
@@ -649,7 +641,7 @@ def _fleeting(walk: Walk, value: Any, path: str) -> bytes:
 
 
 def _script_function(walk: Walk, value: Any, path: str) -> bytes:
-    code = script_code([value])
+    code = libraries.script_code([value])
     return walk.unreadable(value, path) if code is None else b"J" + walk.encode(code, path)
 
 
@@ -675,9 +667,9 @@ _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     torch.jit.ScriptFunction: _script_function,
     torch.UntypedStorage: _storage,
     torch.TypedStorage: _storage,
-    torch.fx.Graph: lambda walk, value, path: b"G" + walk.encode(graph_code(value), path),
+    torch.fx.Graph: lambda walk, value, path: b"G" + walk.encode(libraries.graph_code(value), path),
     torch.fx.Node: _fields_of(b"G", "name", "graph"),
-    **dict.fromkeys(OPERATORS, Walk.operator),
+    **dict.fromkeys(libraries.OPERATORS, Walk.operator),
     **dict.fromkeys(GENERATORS, _generator),
     **dict.fromkeys(_FLEETING, _fleeting),
     **dict.fromkeys((type(threading.Lock()), type(threading.RLock()), SemLock), _class_alone),
@@ -709,14 +701,15 @@ def _parts_of_tensor(value: Tensor) -> list[Any]:
 # Types as they stand in annotations, such as ``int | None`` and type variables, are objects whose classes
 # differ between versions of Python.
 _FORMS = (type(typing.ClassVar), type(typing.List))  # noqa: UP006  such as Final, or List by itself
+_PARAMS = ("ParamSpec", "ParamSpecArgs", "ParamSpecKwargs")
 _NAMED_TYPES = tuple(
     getattr(typing, name)
-    for name in ("TypeVar", "ParamSpec", "TypeVarTuple", "TypeAliasType")
+    for name in ("TypeVar", "TypeVarTuple", "TypeAliasType", "ForwardRef", *_PARAMS)
     if hasattr(typing, name)
 )
 _TYPE_FIELDS = (
     *("__name__", "__bound__", "__constraints__", "__covariant__", "__contravariant__", "__value__"),
-    "__forward_arg__",
+    *("__forward_arg__", "__origin__"),
 )
 
 
@@ -724,10 +717,8 @@ def _parts_of_type(value: Any) -> list[Any] | None:
     """The parts of such a type, which are the same in every process; None for any other value."""
     if value is typing.Any:  # a class in some versions of Python
         return ["Any"]
-    if isinstance(value, (*_NAMED_TYPES, typing.ForwardRef)):
+    if isinstance(value, _NAMED_TYPES):
         return [type(value).__name__, *[getattr(value, field, None) for field in _TYPE_FIELDS]]
-    if isinstance(value, (typing.ParamSpecArgs, typing.ParamSpecKwargs)):
-        return [type(value).__name__, value.__origin__]
     origin = typing.get_origin(value)
     if origin is None:
         return [str(value)] if isinstance(value, _FORMS) else None
