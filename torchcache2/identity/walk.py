@@ -50,7 +50,7 @@ from torchcache2.identity.encoding import (
 )
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, content
-from torchcache2.identity.memos import Candidate, Memo, candidates
+from torchcache2.identity.memos import Memo, memos_of
 from torchcache2.identity.sharded import Shards
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.uses import is_plain, unmangled
@@ -165,7 +165,6 @@ class Walk(CodeWalk):
         self._plain_root = root if methods and _has_fields_alone(root) else None  # it is read as a module is
         self._settings, self._places = settings, places or {}
         self._known_memos = memos
-        self._candidates: dict[int, Candidate] = {}  # dicts that may be memos, by id
         self._is_inner = labels is not None
         self._labels.update(labels or {})
         self._attributes: list[_Field] = []
@@ -339,20 +338,17 @@ class Walk(CodeWalk):
         state = self.without_skipped(kind, marks.without_ours(state), path)
         if qualified_name(kind) == "tokenizers.Tokenizer":
             self.reads.append((_tokenizer, value))
-        is_plain_state = has_plain_state(value)
-        memos = (
-            candidates(value, state, path, self._texts)
-            if is_plain_state and self._known_memos is not None
-            else []
-        )
-        for one in memos:
-            self._candidates.setdefault(id(one.value), one)
-            del state[one.attribute]
+        is_plain_state, memos = has_plain_state(value), dict[str, Memo]()
+        if is_plain_state and self._known_memos is not None:
+            memos = memos_of(value, state, path, self._texts)
+        for attribute, one in memos.items():
+            self.memos.setdefault(id(one.value), one)
+            del state[attribute]
         self._note(value, state, path)
         head = self.klass(kind, path) + self.state(state, path)
         head += self.encode(cached, path) if cached else b""
         if is_plain_state:
-            return b"o" + head + b"".join(text_bytes(f"memo {one.attribute}") for one in memos)
+            return b"o" + head + b"".join(text_bytes(f"memo {attribute}") for attribute in memos)
         if hasattr(kind, "__next__"):
             return self.unreadable(value, path)  # an iterator's position changes as it is used
         try:
@@ -525,26 +521,25 @@ class Walk(CodeWalk):
 
     def _refuse_memos(self) -> bool:
         """Write down the dicts that other code than their own may use; whether there are such."""
-        if not self._candidates:
+        if not self.memos:
             return False
         is_dynamic, functions = self.uses.of(object).is_dynamic, self.followed()
         refused = [
             one
-            for key, one in self._candidates.items()
+            for key, one in self.memos.items()
             if is_dynamic or key in self.containers or any(map(one.is_named_by, functions))
         ]
         for one in refused:
-            del self._candidates[id(one.value)]
+            del self.memos[id(one.value)]
             self.parts[f"memo {one.path}"] = self.encode(one.value, one.path)
         return bool(refused)
 
     def _close_memos(self) -> None:
-        """Go on with the memos that are as they were, and begin with the others."""
-        for key, one in self._candidates.items():
+        """Go on with the memos that are as they were."""
+        for key, one in self.memos.items():
             known = (self._known_memos or {}).get(key)
-            if known is None or known.value is not one.value or known.path != one.path or not known.same():
-                known = Memo(one.path, one.value, dict(one.value))
-            self.memos[key] = known
+            if known is not None and known.value is one.value and known.path == one.path and known.same():
+                self.memos[key] = known
 
     def _lazy(self, lazy: Lazy, path: str) -> None:
         """Write down how a module is loaded. If it is, it is watched as any other.
