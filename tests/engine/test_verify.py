@@ -4,7 +4,6 @@ import concurrent.futures
 import functools
 import gc
 import inspect
-import itertools
 import os
 import random
 import re
@@ -183,23 +182,6 @@ def test_a_stale_row_is_noticed(make, log):
     assert stats.mismatched == mismatched and stats.hits > 0
     assert stats.bypasses == {"batch": 6}
     assert len(warnings_in(log)) == 1
-
-
-@pytest.mark.parametrize("miss_batch", ["exact", "pad"])
-@MAKERS
-def test_a_stale_row_in_a_batch_with_misses_and_duplicates(make, miss_batch, log):
-    module = make(miss_batch=miss_batch, **FULL)
-    x = whole(12, WIDTH)
-    module(x[:3])
-    edit_unseen(module, 100)
-    some = x[[9, 1, 10, 9, 1, 2]]
-    assert torch.equal(module(some), plain(module, some))
-    assert counts(module) == (3, 3)
-    (warning,) = warnings_in(log)
-    assert int(re.search(r"position (\d+) of the batch", warning)[1]) in (1, 4, 5)
-    for _ in range(2):
-        assert torch.equal(module(x), plain(module, x))
-    assert counts(module)[1] == 3
 
 
 @MAKERS
@@ -553,25 +535,6 @@ def test_generators_are_left_as_without_verify():
         torch.testing.assert_close(without[0], once[0])
         assert torch.equal(without[1], once[1])
         assert without[2:] == once[2:]
-
-
-class Counting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        return x + self.calls
-
-
-@pytest.mark.parametrize("make", [lambda: lambda x: x + torch.rand(x.shape), lambda: Counting().eval()])
-def test_random_forwards_and_those_with_a_state_are_not_verified(make):
-    function, x = torchcache(**FULL)(make()), torch.zeros(3, 2)
-    outputs = [function(x) for _ in range(4)]
-    assert not any(torch.equal(left, right) for left, right in itertools.combinations(outputs, 2))
-    stats = function.cache_instance.stats()
-    assert (stats.verified, stats.hits, sum(stats.bypasses.values())) == (0, 0, 12)
 
 
 def test_an_error_while_hits_are_computed_again():
