@@ -1,7 +1,6 @@
 """`ignore`: what the user leaves out of the key, by path."""
 
 import functools
-import json
 import re
 import types
 
@@ -250,29 +249,3 @@ def test_a_memo_of_functools_needs_no_word():
     for texts in (["a", "bb"], ["bb", "ccc"]):
         assert module(texts).tolist() == [[len(text)] for text in texts]
     assert hits(module) == 1 and module.cache_instance.stats().bypasses == {}
-
-
-def test_the_memo_of_a_slow_tokenizer_of_transformers_is_named_and_ignored(tmp_path, log):
-    transformers = pytest.importorskip("transformers")
-    parts = ["<unk>", *"lower", "lo@@", "low", "er", "w@@", "l@@", "o@@", "e@@", "s@@", "t", "n@@"]
-    vocabulary = {part: at for at, part in enumerate(dict.fromkeys(parts))}
-    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
-    (tmp_path / "merges.txt").write_text("#version\nl o\nlo w\ne r</w>\n")
-    files = [str(tmp_path / name) for name in ("vocab.json", "merges.txt")]
-
-    class Texts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tokenizer = transformers.CTRLTokenizer(*files)
-
-        def forward(self, texts):
-            return torch.tensor([[float(sum(self.tokenizer(text)["input_ids"]))] for text in texts])
-
-    batches = (["low er", "lower"], ["lowest", "er"], ["low er", "er"])
-    counts = []
-    for names in ((), "tokenizer.cache"):
-        module, plain = torchcache(Texts(), item_args="texts", ignore=names, probe=False), Texts()
-        for batch in batches:
-            assert torch.equal(module(batch), plain(batch))
-        counts.append((module.cache_instance.stats().bypasses, hits(module)))
-    assert counts == [({"state": 4}, 0), ({}, 2)] and "ignore='tokenizer.cache' leaves it" in texts(log)

@@ -68,12 +68,15 @@ class Known:
         self.shapes: dict[bytes, Shapes | None] = {}
         self.samples = Samples()
         self._lists: dict[bytes, dict[str, bool]] = {}
+        self._groups: dict[Any, bytes] = {}  # see `item_keys`
 
     def keys(self, namespace: bytes, call: BoundCall) -> Keys:
         """The keys of the items of a call."""
         entries = [*call.entries, *call.aligned]
         count = self.settings.subsample_count
-        return item_keys(namespace, call.context, call.leaves, entries, subsample_count=count)
+        return item_keys(
+            namespace, call.context, call.leaves, entries, subsample_count=count, groups=self._groups
+        )
 
     def context(self, namespace: bytes, call: BoundCall) -> bytes:
         """A digest of the namespace and the arguments that are not batched."""
@@ -397,6 +400,7 @@ class Computation:
             with computed_again():
                 return self.forward(*self.call.take(positions, aligned=aligned))
         finally:
+            self.keeper.accept_memos(self.seen, self.root)
             # The forward has just run for the whole batch, and has changed at most attributes that it never
             # reads. These are put back. Everything else is put back only if there is no other thread, which
             # might have made the change.

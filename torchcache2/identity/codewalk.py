@@ -25,14 +25,15 @@ from torch import nn
 
 from torchcache2.core.private import OPERATOR_FIELDS
 from torchcache2.identity import sourcecode
-from torchcache2.identity.codenames import IMPORTING, names_of, place_of, resolved
+from torchcache2.identity.codenames import IMPORTING, names_of, resolved, spec_of
 from torchcache2.identity.encoding import Encoder, public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.guard import MUTABLE
 from torchcache2.identity.libraries import (
     OPERATOR_NAMESPACES,
+    RELATED,
     InstalledCode,
-    LeftOut,
     definition,
+    is_named,
     is_operator,
     left_out,
     operator_name,
@@ -112,9 +113,10 @@ class CodeWalk(Encoder):
         self._code_of_others = InstalledCode(self.origins, texts)
         self._refilled: dict[int, Any] = {}  # containers, by id, that a function clears and then reads
         self._taken: dict[int, tuple[Any, set[str]]] = {}  # objects of which only some fields are read, by id
-        self._skipped: list[tuple[LeftOut, str, Any]] = []  # what was left out, where, and its value
+        self._skipped: list[tuple[str, str, Any]] = []  # what was left out, where, and its value
         self._versions: dict[str, str] = {}
-        self._words: dict[str, set[str]] = {"": set()}  # names and texts in code, by package; "": the project
+        self._taken_names: set[str] = set()  # names and texts in project code
+        self._words_of_others: set[str] = set()  # in files of packages that may read what was left out
         self._whole: dict[int, types.ModuleType] = {}  # modules of which code may take any name
         self._held: set[int] = set()  # ids of those that code may pass on, as it has them as a value
         self._computes_names = False  # whether project code reads attributes by computed names
@@ -158,7 +160,7 @@ class CodeWalk(Encoder):
     def without_skipped(self, kind: type, state: Mapping[str, Any], path: str) -> dict[str, Any]:
         """The attributes of an object without those that `left_out` names."""
         kept = dict(state)
-        for name, rule in left_out(kind).items():
+        for name in left_out(kind):
             attribute, _, key = name.partition(".")
             value = kept.get(attribute, _MISSING)
             if not key and value is not _MISSING:
@@ -168,7 +170,7 @@ class CodeWalk(Encoder):
                 value = value[key]
             else:
                 continue
-            self._skipped.append((rule, f"{path}.{name}", value))
+            self._skipped.append((name, f"{path}.{name}", value))
         return kept
 
     def watch_names(self, scope: Mapping[str, Any], names: Collection[str]) -> None:
@@ -202,16 +204,17 @@ class CodeWalk(Encoder):
                 self._done.add(id(module))
                 what = f"attributes of {module.__name__} by computed names"
                 self.parts[f"unfollowed {what}"] = self.unreadable(module, f"what code reaches by {what}")
-            names = {name for name in vars(module).keys() & self._words[""] if not name.startswith("__")}
+            names = {name for name in vars(module).keys() & self._taken_names if not name.startswith("__")}
             if is_held:
                 names |= vars(module).keys() & (self.uses.others | {"__getattr__"}) - _MODULE_NOISE
             for name in sorted(names):
                 if (id(module), name) not in self._done:
                     self._done.add((id(module), name))
                     self._name_of_module(module, name)
-        named = {rule for rule in {one[0] for one in self._skipped} if rule.is_named(self._words)}
-        for number, (rule, path, value) in enumerate(self._skipped):
-            if rule in named and number not in self._done:
+        words = self._taken_names, self._words_of_others
+        named = {name for name in {one[0] for one in self._skipped} if is_named(name, *words)}
+        for number, (name, path, value) in enumerate(self._skipped):
+            if name in named and number not in self._done:
                 self._done.add(number)
                 self.parts[f"named {path} {number}"] = self.encode(value, path)
         return len(self._done) > before
@@ -446,42 +449,39 @@ class CodeWalk(Encoder):
     def _named(self, function: types.FunctionType, uses: Uses, owner: str) -> None:
         """Write down what a function names: one part for each global and each import."""
         names = self._texts.once(names_of, function.__code__)
-        self._words[""] |= self._texts.once(taken_by, function.__code__)
+        self._taken_names |= self._texts.once(taken_by, function.__code__)
         for name in names.imports:
             package = function.__globals__.get("__package__")
             # Else it is where ``from … import …`` takes something.
             is_held = not any(other.startswith(f"{name}.") for other in names.imports)
             self.parts[f"import {name} {owner}"] = self._imported(name, package, is_held, uses.catches)
         for chain in names.chains:
-            self._chain(chain, function, uses, owner)
-        for chain in names.looked_up:
-            value: Any = function.__globals__.get(chain[0])
-            for attribute in chain[1:]:
-                value = vars(value).get(attribute) if isinstance(value, types.ModuleType) else None
-            if isinstance(value, types.ModuleType) and self.origins.of(value) == "project":
+            value = self._chain(chain, function, uses, owner)
+            is_module = isinstance(value, types.ModuleType) and self.origins.of(value) == "project"
+            if is_module and chain in names.looked_up:
                 self._unfollowed(function, f"attributes of {'.'.join(chain)} by computed names", owner)
         for name in names.unfollowed:
             self._unfollowed(function, name, owner)
 
-    def _chain(self, chain: tuple[str, ...], function: types.FunctionType, uses: Uses, owner: str) -> None:
-        """Write down what a global stands for, or, if it is a module, an attribute of that."""
+    def _chain(self, chain: tuple[str, ...], function: types.FunctionType, uses: Uses, owner: str) -> Any:
+        """Write down what a global stands for, or, if it is a module, an attribute of that; its value."""
         name, *attributes = chain
         scope: Mapping[str, Any] = function.__globals__
         value = scope.get(name, _MISSING)
         path = key = name
         if self.ignores(value, path):
-            return
+            return None
         is_left_out = self._only_writes(uses, name, value)
         if is_left_out and name in uses.assigned:
             self.written_scopes.append((scope, name))
-            return
+            return None
         self.scopes.append((scope, name, None if value is _MISSING else value))
         if is_left_out:
-            return
+            return None
         if value is _MISSING:  # it is a builtin, or does not exist, so that reading it would fail
             if any(getattr(builtins, name, None) is one for one in _UNFOLLOWED):
                 self._unfollowed(function, name, owner)
-            return
+            return None
         inside = value
         while attributes and isinstance(value, types.ModuleType):
             inside, scope, attribute = value, vars(value), attributes.pop(0)
@@ -495,7 +495,7 @@ class CodeWalk(Encoder):
                     self._unfollowed(function, path, owner)
             value = scope.get(attribute)
             if self.ignores(value, path):
-                return
+                return None
             self.scopes.append((scope, attribute, value))
         is_renamed = any(value is one for one in _IMPORTERS) and chain[-1] not in IMPORTING
         if is_renamed or any(value is one for one in _UNFOLLOWED):
@@ -505,6 +505,7 @@ class CodeWalk(Encoder):
                 self.parts[f"global {where} {owner}"] = self.encode(one, where)
         else:
             self.parts[f"global {path} {owner}"] = self._in_package(inside, value, path)
+        return value
 
     def _unfollowed(self, function: types.FunctionType, what: str, owner: str) -> None:
         if id(function) not in self._constructors:
@@ -584,9 +585,9 @@ class CodeWalk(Encoder):
                     self._held |= {id(module)} if is_held else set()
                     continue
                 self.reads.append((_loaded, place))  # once it is imported, its names can be read
-                if not sourcecode.is_known_root(place) and (file := place_of(place)) is not None:
+                if not sourcecode.is_known_root(place) and (spec := spec_of(place)) and spec.has_location:
                     self.not_imported.add(place)
-                    data += text_bytes(sourcecode.file_digest(file))
+                    data += text_bytes(sourcecode.file_digest(spec.origin or ""))
                     if catches:  # it may have failed, for a reason that no file tells
                         data += self.unreadable(_MISSING, f"{place} (not imported)")
         return data
@@ -603,7 +604,7 @@ class CodeWalk(Encoder):
             self._versions[module] = version
             words = self._texts.words(file)
             self.uses.others |= words
-            self._words.setdefault(root, set()).update(words)
+            self._words_of_others |= words if root not in RELATED else set()
         return text_bytes(f"{module} {name} {self._versions[module]}")
 
     def operator(self, value: Any, path: str) -> bytes:
@@ -626,6 +627,10 @@ class CodeWalk(Encoder):
     def functions(self) -> list[types.FunctionType]:
         """The functions that were read."""
         return [value for _, value in self.reads if isinstance(value, types.FunctionType)]
+
+    def followed(self) -> list[types.FunctionType]:
+        """Those, and the functions of installed packages of which only names were read."""
+        return self.functions() + self._code_of_others.functions()
 
 
 def _generated(kind: type, function: Any) -> types.CodeType | None:

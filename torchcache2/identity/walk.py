@@ -58,6 +58,7 @@ from torchcache2.identity.libraries import (
     script_code,
     without_captures,
 )
+from torchcache2.identity.memos import Candidate, Memo, candidates
 from torchcache2.identity.sharded import Shards
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.uses import is_plain, unmangled
@@ -133,6 +134,7 @@ class Walk(CodeWalk):
     sharded modules. With `reads_all`, nothing is left out for the reason that no code reads it. `methods` are
     those of an object that are called: if there are others than forward, or it is no module, all of them
     count. The `settings` say where digests of files are remembered. A path in `places` counts as its number.
+    The `memos` are those of an earlier walk, by id; without it, dicts count whatever they are for.
     """
 
     most_objects = most_before_bulk = 100_000
@@ -150,6 +152,7 @@ class Walk(CodeWalk):
         ignore: Iterable[str] = (),
         methods: Collection[str] = (),
         places: Mapping[str, int] | None = None,
+        memos: Mapping[int, Memo] | None = None,
     ) -> None:
         super().__init__(tokens, texts, ignore)
         self.generators: list[Any] = []  # random generators, whose state is not part of the namespace
@@ -160,6 +163,7 @@ class Walk(CodeWalk):
         # Every module that was met, the attributes of it that were read, and those that were left out. A root
         # that is a plain object is among them.
         self.modules: list[tuple[Any, list[str], set[str]]] = []
+        self.memos: dict[int, Memo] = {}  # dicts that no output depends on, by id; their part comes later
         self.lazies: list[Lazy] = []  # modules that need not be loaded
         self.loaded: list[Loaded] = []  # those that are
         self.names_grad = False  # whether code may turn grad mode on by itself
@@ -168,6 +172,8 @@ class Walk(CodeWalk):
         self.uses.root = type(root) if set(methods) - {"forward"} else None
         self._plain_root = root if methods and _has_fields_alone(root) else None  # it is read as a module is
         self._settings, self._places = settings, places or {}
+        self._known_memos = memos
+        self._candidates: dict[int, Candidate] = {}  # dicts that may be memos, by id
         self._is_inner = labels is not None
         self._labels.update(labels or {})
         self._attributes: list[_Field] = []
@@ -183,9 +189,10 @@ class Walk(CodeWalk):
             for number, hook in enumerate(hooks.values()):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
         # To write down what code reads may meet more code, which reads more.
-        while self.write_all() or self._read_fields() or self._distrust():
+        while self.write_all() or self._read_fields() or self._distrust() or self._refuse_memos():
             pass
         self._close_fields()
+        self._close_memos()
         self.watch_all()
         self.names_grad |= any("enable_grad" in name or "grad_enabled" in name for name in self.parts)
 
@@ -340,11 +347,20 @@ class Walk(CodeWalk):
         state = self.without_skipped(kind, marks.without_ours(state), path)
         if qualified_name(kind) == "tokenizers.Tokenizer":
             self.reads.append((_tokenizer, value))
+        is_plain_state = has_plain_state(value)
+        memos = (
+            candidates(value, state, path, self._texts)
+            if is_plain_state and self._known_memos is not None
+            else []
+        )
+        for one in memos:
+            self._candidates.setdefault(id(one.value), one)
+            del state[one.attribute]
         self._note(value, state, path)
         head = self.klass(kind, path) + self.state(state, path)
         head += self.encode(cached, path) if cached else b""
-        if has_plain_state(value):
-            return b"o" + head
+        if is_plain_state:
+            return b"o" + head + b"".join(text_bytes(f"memo {one.attribute}") for one in memos)
         if hasattr(kind, "__next__"):
             return self.unreadable(value, path)  # an iterator's position changes as it is used
         try:
@@ -515,6 +531,29 @@ class Walk(CodeWalk):
             self.parts[f"global {name}"] = self.encode(container, name)
         return bool(due)
 
+    def _refuse_memos(self) -> bool:
+        """Write down the dicts that other code than their own may use; whether there are such."""
+        if not self._candidates:
+            return False
+        is_dynamic, functions = self.uses.of(object).is_dynamic, self.followed()
+        refused = [
+            one
+            for key, one in self._candidates.items()
+            if is_dynamic or key in self.containers or any(map(one.is_named_by, functions))
+        ]
+        for one in refused:
+            del self._candidates[id(one.value)]
+            self.parts[f"memo {one.path}"] = self.encode(one.value, one.path)
+        return bool(refused)
+
+    def _close_memos(self) -> None:
+        """Go on with the memos that are as they were, and begin with the others."""
+        for key, one in self._candidates.items():
+            known = (self._known_memos or {}).get(key)
+            if known is None or known.value is not one.value or known.path != one.path or not known.same():
+                known = Memo(one.path, one.value, dict(one.value))
+            self.memos[key] = known
+
     def _lazy(self, lazy: Lazy, path: str) -> None:
         """Write down how a module is loaded. If it is, it is watched as any other.
 
@@ -597,22 +636,16 @@ def _logger(walk: Walk, value: logging.Logger, path: str) -> bytes:
     return head + walk.unreadable(value, path) + walk.klass(type(value), path) + walk.state(state, path)
 
 
-def _weak(walk: Walk, value: Any, path: str) -> bytes:
-    """Of a container whose content depends on which other objects are alive."""
-    if not walk.is_foreign:  # else it is, for example, the cache of functools.singledispatch
-        walk.reads.append((_is_empty, value))
-        if len(value):
-            return walk.unreadable(value, path)
-    return _class_alone(walk, value, path)
-
-
-def _thread_local(walk: Walk, value: threading.local, path: str) -> bytes:
-    if not walk.is_foreign:
-        walk.reads.append((_of_this_thread, value))
-        if vars(value) or type(value) is not threading.local:
-            token = walk.unreadable(value, path)
-            return token + walk.klass(type(value), path) + walk.state(dict(vars(value)), path)
-    return _class_alone(walk, value, path)
+def _fleeting(walk: Walk, value: Any, path: str) -> bytes:
+    """Of what differs from thread to thread, or depends on which other objects are alive."""
+    if walk.is_foreign:  # it is, for example, the cache of functools.singledispatch
+        return _class_alone(walk, value, path)
+    is_local = isinstance(value, threading.local)
+    walk.reads.append((_of_this_thread if is_local else _is_empty, value))
+    if not (vars(value) if is_local else len(value)) and type(value) in _FLEETING:
+        return _class_alone(walk, value, path)
+    state = walk.state(dict(vars(value)), path) if is_local else b""
+    return walk.unreadable(value, path) + walk.klass(type(value), path) + state
 
 
 def _script_function(walk: Walk, value: Any, path: str) -> bytes:
@@ -625,6 +658,7 @@ def _storage(walk: Walk, value: torch.UntypedStorage | torch.TypedStorage, path:
     return b"B" + walk.encode(torch.empty(0, dtype=dtype, device=value.device).set_(value), path)
 
 
+_FLEETING = (threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     nn.Module: Walk.module,
     type: Walk.klass,
@@ -643,10 +677,9 @@ _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     torch.TypedStorage: _storage,
     torch.fx.Graph: lambda walk, value, path: b"G" + walk.encode(graph_code(value), path),
     torch.fx.Node: _fields_of(b"G", "name", "graph"),
-    threading.local: _thread_local,
     **dict.fromkeys(OPERATORS, Walk.operator),
     **dict.fromkeys(GENERATORS, _generator),
-    **dict.fromkeys((weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet), _weak),
+    **dict.fromkeys(_FLEETING, _fleeting),
     **dict.fromkeys((type(threading.Lock()), type(threading.RLock()), SemLock), _class_alone),
     **dict.fromkeys(
         (
