@@ -1,7 +1,6 @@
 """What cannot be cached works as without the cache, says so once, and costs nearly nothing."""
 
 import copy
-import logging
 import types
 from collections import UserDict
 
@@ -11,6 +10,7 @@ import transformers
 from torch import nn
 from torch.nn.utils import parametrize
 
+from tests.helpers.outputs import bypasses, warnings_of
 from torchcache2 import (
     CachedDataset,
     InputError,
@@ -25,14 +25,6 @@ from torchcache2.decorator.backoff import Backoff, glance
 from torchcache2.decorator.bypass import batch_advice
 
 X = torch.arange(24.0).reshape(6, 4)
-
-
-def bypasses(function):
-    return dict(function.cache_instance.stats().bypasses)
-
-
-def warnings_of(log):
-    return [record.getMessage() for record in log if record.levelno == logging.WARNING]
 
 
 class Mapping(UserDict):

@@ -1,7 +1,6 @@
 """Cases in which a rank in step fails. test_collective.py runs them."""
 
 import os
-import threading
 import time
 from unittest import mock
 
@@ -182,33 +181,6 @@ def a_rank_that_does_not_come_is_named(ranks):
                 net(ITEMS)  # and no second wait
         dist.barrier(_rest)  # until then the absent one has closed nothing
         net.cache_instance.close()
-
-
-@case(ranks=3)
-def a_second_thread_gets_an_error_and_harms_nobody(ranks):
-    ranks.nodes(3)
-    net = ranks.cached(Backbone())
-    ranks.check(net, ITEMS[ranks.rank :: 3][:8])
-    caught = []
-
-    def also(x, output):
-        def call():
-            try:
-                net(ITEMS[:4])
-            except Exception as error:
-                caught.append(error)
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-
-    if ranks.rank == 1:
-        ranks.on_compute = also
-    ranks.check(net, ITEMS[ranks.rank :: 3])
-    ranks.on_compute = lambda x, output: None
-    assert [type(error) for error in caught] == [RankError] * (ranks.rank == 1), caught
-    assert all("threads" in str(error) for error in caught)
-    ranks.check(net, ITEMS)
 
 
 @case(ranks=2)
