@@ -24,29 +24,10 @@ from typing import Any
 from torch import nn
 
 from torchcache2.core.private import OPERATOR_FIELDS
-from torchcache2.identity import sourcecode
+from torchcache2.identity import libraries, marks, sourcecode
 from torchcache2.identity.codenames import IMPORTING, names_of, resolved, spec_of
 from torchcache2.identity.encoding import Encoder, public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.guard import MUTABLE
-from torchcache2.identity.libraries import (
-    OPERATOR_NAMESPACES,
-    RELATED,
-    InstalledCode,
-    definition,
-    is_named,
-    is_operator,
-    left_out,
-    operator_name,
-    registered_otherwise,
-)
-from torchcache2.identity.marks import (
-    ADDED_ATTRIBUTE,
-    ORIGINAL_ATTRIBUTE,
-    cache_options,
-    is_ours,
-    original,
-    own_attributes,
-)
 from torchcache2.identity.sourcecode import CompiledTexts, cells_of, names_in
 from torchcache2.identity.uses import Uses, UseTable, has_fields, is_plain, taken_by, uses_of
 
@@ -110,7 +91,7 @@ class CodeWalk(Encoder):
         self.origins = sourcecode.Origins()
         self.is_foreign = False  # whether what is being read is not the user's own code
         self._tokens, self._texts = tokens, texts
-        self._code_of_others = InstalledCode(self.origins, texts)
+        self._code_of_others = libraries.InstalledCode(self.origins, texts)
         self._refilled: dict[int, Any] = {}  # containers, by id, that a function clears and then reads
         self._taken: dict[int, tuple[Any, set[str]]] = {}  # objects of which only some fields are read, by id
         self._skipped: list[tuple[str, str, Any]] = []  # what was left out, where, and its value
@@ -160,7 +141,7 @@ class CodeWalk(Encoder):
     def without_skipped(self, kind: type, state: Mapping[str, Any], path: str) -> dict[str, Any]:
         """The attributes of an object without those that `left_out` names."""
         kept = dict(state)
-        for name in left_out(kind):
+        for name in libraries.left_out(kind):
             attribute, _, key = name.partition(".")
             value = kept.get(attribute, _MISSING)
             if not key and value is not _MISSING:
@@ -212,7 +193,7 @@ class CodeWalk(Encoder):
                     self._done.add((id(module), name))
                     self._name_of_module(module, name)
         words = self._taken_names, self._words_of_others
-        named = {name for name in {one[0] for one in self._skipped} if is_named(name, *words)}
+        named = {name for name in {one[0] for one in self._skipped} if libraries.is_named(name, *words)}
         for number, (name, path, value) in enumerate(self._skipped):
             if name in named and number not in self._done:
                 self._done.add(number)
@@ -221,7 +202,7 @@ class CodeWalk(Encoder):
 
     def watch_all(self) -> None:
         """Have noticed what was met besides what was read."""
-        for scope, names in self._code_of_others.scopes:
+        for scope, names in self._code_of_others.scopes.values():
             self.watch_names(scope, names)
         for registry in self._code_of_others.registries:
             self.dicts.append(registry)
@@ -317,13 +298,13 @@ class CodeWalk(Encoder):
                 getattr(value, "__func__", value) if isinstance(value, (staticmethod, classmethod)) else value
             )
             is_function = isinstance(raw, types.FunctionType)
-            marks = vars(raw) if is_function else vars(type(raw))
-            if ADDED_ATTRIBUTE in marks and is_ours(raw):
+            own = vars(raw) if is_function else vars(type(raw))
+            if marks.ADDED_ATTRIBUTE in own and marks.is_ours(raw):
                 continue
-            if ORIGINAL_ATTRIBUTE in marks and is_ours(raw):
-                value = marks[ORIGINAL_ATTRIBUTE]
+            if marks.ORIGINAL_ATTRIBUTE in own and marks.is_ours(raw):
+                value = own[marks.ORIGINAL_ATTRIBUTE]
                 self.reads.append((_WRAPPER_FIELDS, raw))  # a notebook that reloads its code changes these
-                self.scopes.append((marks, ORIGINAL_ATTRIBUTE, value))
+                self.scopes.append((own, marks.ORIGINAL_ATTRIBUTE, value))
             if is_function and (code := _generated(kind, raw)) is not None:
                 self.uses.others |= names_in(code) if name != "__init__" else set()
                 continue  # the fields count already
@@ -359,11 +340,11 @@ class CodeWalk(Encoder):
 
     def function(self, function: types.FunctionType, path: str) -> bytes:
         """Write down a function and what it names; the label of its part."""
-        options = cache_options(function) if is_ours(function) else []
-        if is_ours(function) and own_attributes(function):
+        options = marks.cache_options(function) if marks.is_ours(function) else []
+        if marks.is_ours(function) and marks.own_attributes(function):
             # A cached function may keep values as its own attributes, such as a count of its calls.
             self.parts[f"attributes of {_short_name(function)} at {path}"] = self._own(function, path)
-        function = original(function)
+        function = marks.original(function)
         if options:
             self.parts[f"cached {_short_name(function)} at {path}"] = self.encode(options, path)
         method = self._methods.pop(id(function), ())
@@ -385,7 +366,7 @@ class CodeWalk(Encoder):
             else:
                 module = sourcecode.defining_module(function)
                 names = f"{function.__qualname__} {function.__code__.co_name}"
-                if is_ours(function):
+                if marks.is_ours(function):
                     module, names = public_module(module), _short_name(function)
                 wrapped = self.encode(getattr(function, "__wrapped__", None), path)
                 parts = [text_bytes(f"{module} {names}"), wrapped]
@@ -425,7 +406,7 @@ class CodeWalk(Encoder):
 
     def _own(self, function: types.FunctionType, path: str) -> bytes:
         """Bytes of the attributes of a function."""
-        own = own_attributes(function)
+        own = marks.own_attributes(function)
         self.scopes += [(vars(function), *item) for item in own.items()]
         self.dicts.append(vars(function))
         return self.encode(own, path)
@@ -487,7 +468,7 @@ class CodeWalk(Encoder):
             inside, scope, attribute = value, vars(value), attributes.pop(0)
             key = f".{attribute}"
             path += key
-            if isinstance(value, OPERATOR_NAMESPACES):
+            if isinstance(value, libraries.OPERATOR_NAMESPACES):
                 getattr(value, attribute, None)  # `torch.ops` loads an operator when it is first read
             if self.origins.of(inside) == "project":
                 is_computed = attribute not in scope and "__getattr__" in scope
@@ -549,7 +530,7 @@ class CodeWalk(Encoder):
         """Bytes of what code takes from an installed module: its name, or other code that was put there."""
         known = self.python_module(module, path)
         is_function = isinstance(value, types.FunctionType)
-        if is_operator(value) or (is_function and self.origins.of(value) == "project"):
+        if libraries.is_operator(value) or (is_function and self.origins.of(value) == "project"):
             return self.encode(value, path)
         is_read = is_function or isinstance(value, type) or is_plain(value)
         is_installed = self.origins.of(module) == "installed"
@@ -604,15 +585,15 @@ class CodeWalk(Encoder):
             self._versions[module] = version
             words = self._texts.words(file)
             self.uses.others |= words
-            self._words_of_others |= words if root not in RELATED else set()
+            self._words_of_others |= words if root not in libraries.RELATED else set()
         return text_bytes(f"{module} {name} {self._versions[module]}")
 
     def operator(self, value: Any, path: str) -> bytes:
         """Write down an operator of torch: its name, and the user's functions if it is a custom one."""
-        name = operator_name(value)
-        state = definition(value)
+        name = libraries.operator_name(value)
+        state = libraries.definition(value)
         if state is None:
-            unknown = self.unreadable(value, path) if registered_otherwise(name) else b""
+            unknown = self.unreadable(value, path) if libraries.registered_otherwise(name) else b""
             return b"u" + text_bytes(str(value)) + unknown
         part = f"operator {name}"
         if part not in self.parts:
@@ -655,7 +636,7 @@ def _defaults_of(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _short_name(obj: Any) -> str:
-    if is_ours(obj):  # the function that `torchcache(policy="lru")` returns counts as `torchcache`
+    if marks.is_ours(obj):  # the function that `torchcache(policy="lru")` returns counts as `torchcache`
         return str(obj.__qualname__).partition(".<locals>")[0]
     return str(obj.__qualname__).rpartition("<locals>.")[2]
 

@@ -44,15 +44,11 @@ class InstalledCode:
     def __init__(self, origins: Origins, texts: CompiledTexts) -> None:
         self.found: dict[str, Any] = {}  # the user's code that was met, by the place where it is
         self.registries: list[dict[Any, Any]] = []  # dicts to which more code may be added
+        # Names that stand for code, with the globals or the class that they are in, by its id.
+        self.scopes: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
         self._origins, self._texts = origins, texts
         self._named: dict[int, Any] = {}
-        self._scopes: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
         self._reached: dict[int, tuple[set[str], list[types.FunctionType]]] = {}
-
-    @property
-    def scopes(self) -> list[tuple[Mapping[str, Any], set[str]]]:
-        """Names that stand for code, with the globals or the class that they are in."""
-        return list(self._scopes.values())
 
     def functions(self) -> list[types.FunctionType]:
         """The functions of installed packages that were followed."""
@@ -143,7 +139,7 @@ class InstalledCode:
                 yield registry
 
     def _watch(self, owner: type | dict[str, Any], name: str) -> None:
-        self._scopes.setdefault(id(owner), (_scope_of(owner), set()))[1].add(name)
+        self.scopes.setdefault(id(owner), (_scope_of(owner), set()))[1].add(name)
 
 
 def _scope_of(owner: type | dict[str, Any]) -> Mapping[str, Any]:
