@@ -632,7 +632,7 @@ class _BatchPart(Part):
     def _look(self) -> Hits | None:
         hits: Hits | None = self._cache.find(self._batch)
         self._hits = hits
-        if hits is not None:
+        if hits is not None and not (self._is_read_later and hits.is_all(len(self._batch.keys))):
             self._misses = Misses.of(self._batch.keys, hits)
             self._keys = self._batch.keys.take(self._misses.distinct)
         return hits
