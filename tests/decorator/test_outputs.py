@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.helpers import warm
-from tests.helpers.kinds import Frozen, Mapped, Plain, Point, Registered, assert_same
-from tests.helpers.outputs import Notes, bypasses, hits, misses, note, warnings_of
+from tests.helpers.kinds import Frozen, Mapped, Plain, Point, Registered
+from tests.helpers.outputs import Notes, assert_same, bypasses, hits, misses, note, warnings_of
 from torchcache2 import Cache, CachedDataset, Keys, OptionError, register_value, torchcache
 
 SOAK = bool(os.environ.get("SOAK"))
