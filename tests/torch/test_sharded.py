@@ -6,7 +6,6 @@ import inspect
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.helpers import warm
@@ -23,14 +22,6 @@ except ImportError:  # torch 2.4
     from torch.distributed._tensor import DTensor, Replicate, distribute_tensor
 
 X = torch.arange(24.0).view(6, 4)
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    dist = torch.distributed
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 class Net(nn.Module):
