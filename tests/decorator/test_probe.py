@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.helpers import warm
-from tests.helpers.outputs import bypasses, warnings_of
+from tests.helpers.outputs import bypasses, warnings_in
 from torchcache2 import NotCachedError, torchcache
 
 SIZES = logging.getLogger("tests.sizes")  # a list that a forward appends to would be state
@@ -72,7 +72,7 @@ def test_items_that_depend_on_their_batch_are_never_cached(name, log):
     stats = cached.cache_instance.stats()
     assert stats.hits == 0 and stats.memory_rows == 0
     assert stats.bypasses.keys() == {"batch"}
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     for part in ("not cached (batch)", "output", "batch_first=True", "decorate what runs before"):
         assert part in message
 
@@ -376,7 +376,7 @@ def test_a_part_that_raises(log):
     for batch in (X, X[:2], X):
         assert torch.equal(even(batch), batch * 2)
     assert bypasses(even) == {"batch": 14}
-    assert "raises ValueError('an even number, please')" in warnings_of(log)[0]
+    assert "raises ValueError('an even number, please')" in warnings_in(log)[0]
 
 
 @pytest.mark.cpu_only
@@ -493,7 +493,7 @@ def test_batches_that_are_padded_inside_are_never_wrong(function, orders, size, 
             args = (ids[positions], torch.tensor(LENGTHS)[positions])[: 1 + (function is cut_by_lengths)]
         wrong += not torch.allclose(cached(*args), function(*args), rtol=1e-4)
     assert wrong == 0
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert "to a fixed length" in message or "decorate what runs before" in message
     assert bypasses(cached).keys() == {"batch"}
 
@@ -734,7 +734,7 @@ def test_a_found_batch_whose_forward_cannot_run_is_not_checked(tmp_path, log):
     assert torch.equal(doubled(X.flip(0)), X.flip(0) * 2)
     with pytest.raises(OSError, match="no such thing"):
         doubled(Y)
-    assert doubled.cache_instance.stats().hits == 6 and warnings_of(log) == []
+    assert doubled.cache_instance.stats().hits == 6 and warnings_in(log) == []
 
 
 def test_an_interrupt_in_a_check_is_the_callers():

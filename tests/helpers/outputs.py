@@ -31,11 +31,6 @@ def bypasses(cached):
     return dict(cached.cache_instance.stats().bypasses)
 
 
-def warnings_of(log):
-    """The texts of warnings in the fixture `log`."""
-    return [record.getMessage() for record in log if record.levelno >= logging.WARNING]
-
-
 def assert_same(a, b, where="value"):
     """Equal in type, every attribute, and content to the last bit: NaNs and signs of zeros, too."""
     assert type(a) is type(b), where
@@ -105,3 +100,13 @@ def cached(forward, **options):
     function = torchcache(**{"probe": False} | options)(counting)  # test_probe counts its forwards
     function.sizes = sizes.notes
     return function
+
+
+def namespace(thing):
+    """The namespace of a module or function, which is decorated for it."""
+    return torchcache(thing).cache_instance.module_hash
+
+
+def warnings_in(log):
+    """The texts of warnings among the records of a log."""
+    return [record.getMessage() for record in log if record.levelno >= logging.WARNING]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.outputs import hits
+from tests.helpers.outputs import bypasses, hits
 from torchcache2 import torchcache
 
 X = torch.arange(1.0, 13.0).view(4, 3)
@@ -23,10 +23,7 @@ MEMO = {}
 LARGE = list(range(6_000))
 
 
-@pytest.fixture(autouse=True)
-def _without_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_grad")
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +38,6 @@ def reset():
     TABLE.clear()
     TABLE["calls"] = COUNT = 0
     del LARGE[6_000:]
-
-
-def bypasses(module):
-    return module.cache_instance.stats().bypasses
 
 
 class Holder(nn.Module):

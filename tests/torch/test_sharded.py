@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.helpers import warm
-from tests.helpers.outputs import bypasses, frozen, hits, warnings_of
+from tests.helpers.outputs import bypasses, frozen, hits, warnings_in
 from torchcache2 import NotCachedError, torchcache
 from torchcache2.identity.sharded import sharding
 
@@ -60,7 +60,7 @@ def test_a_distributed_parameter_is_passed_through(mesh, log):
     for _ in range(4):
         assert torch.equal(module(X), plain)
     assert (hits(module), bypasses(module)) == (0, {"sharded": 24})
-    (warning,) = warnings_of(log)
+    (warning,) = warnings_in(log)
     assert "LayerNorm has a DTensor parameter" in warning and "whole on each rank" in warning
     assert len(warning) < 400
     assert module.cache_instance.explain().startswith("not cached: sharded: LayerNorm has a DTensor")
