@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.helpers import warm
-from tests.helpers.kinds import AROUND, KINDS, Largest, assert_same, build
-from tests.helpers.outputs import Notes, note
+from tests.helpers.kinds import AROUND, KINDS, Largest, build
+from tests.helpers.outputs import Notes, assert_same, note
 from torchcache2 import CachedDataset, OutputError, torchcache
 
 SOAK = bool(os.environ.get("SOAK"))
